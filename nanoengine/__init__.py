@@ -1,0 +1,30 @@
+"""nanoengine: a small LLM inference engine whose context need not fit the device that runs it."""
+
+from nanoengine.errors import (
+    ConfigError,
+    EngineError,
+    InvalidParamsError,
+    InvalidPromptError,
+    ModelLoadError,
+    PromptTooLongError,
+    RequestError,
+)
+from nanoengine.llm import LLM
+from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineError",
+    "InvalidParamsError",
+    "InvalidPromptError",
+    "ModelLoadError",
+    "PromptTooLongError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+]

@@ -1,0 +1,131 @@
+"""Attention backends: causal grouped-query attention over paged chunks, softmax state carried in fp32.
+
+All of them fold the KV blocks of a sequence in logical order into (row maximum, row sum, accumulator), the
+online softmax of Milakov and Gimelshein (arXiv 1805.02867). The state between two blocks does not depend on
+which pool they came from or in how many calls, so any split of a context gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
+from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxState:
+    """row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided."""
+
+    row_max: Tensor
+    row_sum: Tensor
+    acc: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor) -> SoftmaxState:
+        """The state of rows that have seen no key."""
+        row_max = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        row_sum = q.new_zeros(q.shape[:2], dtype=torch.float32)
+        return cls(row_max, row_sum, q.new_zeros(q.shape, dtype=torch.float32))
+
+
+class TorchAttention:
+    """Plain PyTorch, one block of one sequence at a time: runs anywhere, the reference for the others."""
+
+    name = "torch"
+
+    def __init__(self, head_dim: int) -> None:
+        self._scale = head_dim**-0.5
+
+    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """See context.AttentionBackend."""
+        state = SoftmaxState.empty(q)
+        starts, kv_lens = ctx.query_start.tolist(), ctx.kv_lens.tolist()
+        for chunk in ctx.kv.read(layer):
+            self._attend(q, chunk, starts, kv_lens, state)
+        return (state.acc / state.row_sum.unsqueeze(-1)).to(q.dtype)
+
+    def _attend(
+        self, q: Tensor, chunk: KVChunk, starts: list[int], kv_lens: list[int], state: SoftmaxState
+    ) -> None:
+        block_size = chunk.k.shape[1]
+        tables = chunk.block_table.tolist()
+        spans = zip(chunk.seq_index.tolist(), chunk.first_block.tolist(), strict=True)
+        counts = chunk.num_blocks.tolist()
+        for (index, first), count, table in zip(spans, counts, tables, strict=True):
+            start, stop, kv_len = starts[index], starts[index + 1], kv_lens[index]
+            for offset, block in enumerate(table[:count]):
+                position = (first + offset) * block_size
+                num_keys = min(block_size, kv_len - position)
+                if num_keys > 0:
+                    # Rows before the first key of this block see nothing of it.
+                    skip = max(0, position - (kv_len - (stop - start)))
+                    rows = slice(start + skip, stop)
+                    k, v = chunk.k[block, :num_keys], chunk.v[block, :num_keys]
+                    self._fold(q[rows], k, v, kv_len - position, rows, state)
+
+    def _fold(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: int, rows: slice, state: SoftmaxState
+    ) -> None:
+        """Fold one block into `rows`; the last row sees `visible` keys from the block's first on."""
+        num_rows, heads, head_dim = q.shape
+        num_keys, kv_heads = k.shape[:2]
+        grouped = q.float().view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        scores = (grouped * self._scale) @ k.float().permute(1, 2, 0).unsqueeze(1)
+        if visible - num_rows + 1 < num_keys:
+            limit = torch.arange(visible - num_rows, visible, device=q.device).unsqueeze(1)
+            keys = torch.arange(num_keys, device=q.device)
+            scores = scores.masked_fill(keys > limit, -torch.inf)
+        scores = scores.reshape(heads, num_rows, num_keys)
+        old_max = state.row_max[rows]
+        new_max = torch.maximum(old_max, scores.amax(-1).T)
+        weights = (scores - new_max.T.unsqueeze(-1)).exp_()
+        decay = (old_max - new_max).exp_()
+        values = v.float().permute(1, 0, 2).unsqueeze(1)
+        out = weights.view(kv_heads, -1, num_rows, num_keys) @ values
+        state.row_max[rows] = new_max
+        state.row_sum[rows] = state.row_sum[rows] * decay + weights.sum(-1).T
+        out = out.reshape(heads, num_rows, head_dim).transpose(0, 1)
+        state.acc[rows] = state.acc[rows] * decay.unsqueeze(-1) + out
+
+
+class CpuAttention:
+    """The C kernel of cpu_kernels.c: reads each KV byte once for all query heads of its group."""
+
+    def __init__(self, head_dim: int, kernels: CpuKernels) -> None:
+        self.name = f"C kernel ({kernels.isa})"
+        self._scale = head_dim**-0.5
+        self._kernels = kernels
+
+    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """See context.AttentionBackend."""
+        state = SoftmaxState.empty(q)
+        for chunk in ctx.kv.read(layer):
+            self._kernels.attend(
+                q,
+                chunk,
+                ctx.query_start,
+                ctx.kv_lens,
+                state.row_max,
+                state.row_sum,
+                state.acc,
+                self._scale,
+            )
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._kernels.finish(state.row_sum, state.acc, out)
+        return out
+
+
+def make_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """The fastest backend that runs here. Without a C compiler the CPU takes the PyTorch one."""
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+        try:
+            return CpuAttention(head_dim, CpuKernels.load())
+        except KernelBuildError as error:
+            backend = TorchAttention(head_dim)
+            backend.name = f"torch ({error})"
+            return backend
+    return TorchAttention(head_dim)

@@ -1,0 +1,221 @@
+"""What the engine was asked to do (EngineConfig) and what the model is (ModelConfig): frozen, validated.
+
+Nothing here touches torch or the disk; `loader.py` builds a ModelConfig from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanoengine.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: `kind` is "default", "linear" or "llama3" (transformers' `rope_type`)."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a decoder, read from config.json. `architecture` is a key of models.ARCHITECTURES."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
+
+
+DTYPES = {
+    "auto": "auto",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+}
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+# Settings that users of other engines bring, and what they are called here.
+ELSEWHERE = {
+    "session_len": "max_model_len",
+    "max_batch_size": "max_num_seqs",
+    "max_prefill_token_num": "max_num_batched_tokens",
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_gpu_blocks",
+    "cache_max_entry_count": "gpu_memory_utilization (a share of all memory, not of the free part)",
+    "kv_cache_memory_bytes": "kv_cache_gib",
+    "watermark": "decode_reserve_blocks",
+    "static_decode_blocks": "decode_reserve_blocks",
+    "use_cudagraph": "enforce_eager",
+    "enable_chunked_prefill": "nothing: prefill is always chunked",
+    "use_warmup": "nothing: the budget is always planned",
+    "trust_remote_code": "nothing: code from a checkpoint is never run",
+}
+NOT_YET = {
+    "enable_cpu_offload": "KV offload to CPU memory",
+    "kv_offload_gib": "KV offload to CPU memory",
+    "kv_offloading_size": "KV offload to CPU memory",
+    "ring_slots": "KV offload to CPU memory",
+    "slot_tokens": "KV offload to CPU memory",
+    "quantization": "weight quantisation",
+    "cuda_graph_sizes": "CUDA graphs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every setting of the engine; None means "planned at start-up".
+
+    model: a Hugging Face folder, a .gguf file, or "smollm2-135m". tokenizer: another folder for it.
+    dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda", "cuda:N".
+    max_model_len: most tokens of one request, prompt and output.
+    max_num_seqs: most requests running at once.
+    max_num_batched_tokens: most tokens computed in one step; a longer prompt is prefilled in chunks.
+    gpu_memory_utilization: share of the device's memory for weights, activations and KV (GPU).
+    kv_cache_gib: KV budget given outright; num_gpu_blocks: the same in blocks.
+    kvcache_block_size: tokens of a KV block.
+    enable_prefix_caching: reuse the KV of equal prompt beginnings.
+    enforce_eager: no CUDA graphs (there are none yet).
+    load_format: "auto", "safetensors", "gguf" or "dummy" (random weights of the right shapes).
+    seed: the seed of requests that bring none. num_threads: CPU threads (None: all usable cores).
+    max_num_partial_prefills: most prompts that may be half computed after a step.
+    max_long_partial_prefills: most of them that are long.
+    long_prefill_token_threshold: a prompt with more tokens left than this is long; while others wait for
+    prefill, a long one takes at most this many tokens of a step (None: half of max_num_batched_tokens).
+    decode_reserve_blocks: blocks kept free at admission, so that decodes do not at once run out of them.
+
+    Raises ConfigError, naming the value and what is allowed.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = None
+    num_gpu_blocks: int | None = None
+    kvcache_block_size: int = 256
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    load_format: str = "auto"
+    seed: int = 0
+    num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    max_num_partial_prefills: int = 2
+    max_long_partial_prefills: int = 1
+    long_prefill_token_threshold: int | None = None
+    decode_reserve_blocks: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", str(self.model))
+        dtype = str(self.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        object.__setattr__(self, "dtype", DTYPES[dtype])
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError(
+                f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}"
+            )
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        self._check_counts()
+        self._check_memory()
+
+    def _check_counts(self) -> None:
+        required = (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kvcache_block_size",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+        )
+        optional = ("max_model_len", "num_gpu_blocks", "num_threads", "long_prefill_token_threshold")
+        for name in required:
+            _count(name, getattr(self, name), 1)
+        for name in optional:
+            if getattr(self, name) is not None:
+                _count(name, getattr(self, name), 1)
+        _count("decode_reserve_blocks", self.decode_reserve_blocks, 0)
+        _count("seed", self.seed, -(1 << 63))
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size must be 1 for now, got {self.tensor_parallel_size!r}"
+            )
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request computes a token in a step"
+            )
+
+    def _check_memory(self) -> None:
+        share = self.gpu_memory_utilization
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
+        gib = self.kv_cache_gib
+        if gib is not None and not (isinstance(gib, int | float) and 0 < gib < 1 << 20):
+            raise ConfigError(f"kv_cache_gib must be a positive number of GiB, got {gib!r}")
+        if gib is not None and self.num_gpu_blocks is not None:
+            raise ConfigError("give kv_cache_gib or num_gpu_blocks, not both")
+
+    @property
+    def long_prefill_tokens(self) -> int:
+        """What `long_prefill_token_threshold` stands for."""
+        return self.long_prefill_token_threshold or max(1, self.max_num_batched_tokens // 2)
+
+
+def make_config(model: Any, settings: dict[str, Any]) -> EngineConfig:
+    """An EngineConfig from keywords; an unknown one is a ConfigError that names the nearest."""
+    known = {field.name for field in fields(EngineConfig)}
+    for name in settings.keys() - known:
+        raise ConfigError(_unknown(name, known))
+    return EngineConfig(model, **settings)
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    if name in NOT_YET:
+        return f"{name}: {NOT_YET[name]} is not here yet"
+    if name == "cpu_offload_gb":
+        return "cpu_offload_gb offloads weights in vLLM; nanoengine does not, and KV offload is not here yet"
+    if name in ELSEWHERE:
+        return f"unknown setting {name!r}; here it is {ELSEWHERE[name]}"
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _count(name: str, value: object, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")

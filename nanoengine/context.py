@@ -1,0 +1,86 @@
+"""Where maths meets memory: what one forward pass needs to know, and the two protocols it speaks.
+
+The model sees a ForwardContext and calls `ctx.kv.write`, then `ctx.attention.run`. It knows neither which
+tier a block lives on nor how attention is computed; the attention backend knows neither schedulers nor
+sequences, only lengths and block ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVChunk:
+    """Consecutive logical blocks of some of the batch's sequences, all held by one pool, for one layer.
+
+    k, v          [pool_blocks, block_size, kv_heads, head_dim], any float dtype
+    seq_index     int32 [n]: which sequences of the batch (rows of ForwardContext.kv_lens)
+    first_block   int32 [n]: logical index of the first block of each of them
+    num_blocks    int32 [n]: how many blocks each of them has here
+    block_table   int32 [n, max(num_blocks)]: their ids in the pool
+
+    A backend is handed the chunks of a layer in an order in which every sequence's blocks appear in logical
+    order, each exactly once. Keys at or past a sequence's `kv_lens` are never read.
+    """
+
+    k: Tensor
+    v: Tensor
+    seq_index: Tensor
+    first_block: Tensor
+    num_blocks: Tensor
+    block_table: Tensor
+
+
+class KVCache(Protocol):
+    """The attention face of the KV cache, for the step it was made for."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store this step's keys and values, each [tokens, kv_heads, head_dim]."""
+        ...
+
+    def read(self, layer: int) -> Iterable[KVChunk]:
+        """Everything the step's queries may attend to, this step's tokens included.
+
+        A chunk is valid until the next one is asked for.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Causal attention of this step's queries over the chunks of one layer."""
+
+    name: str
+
+    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """q is [tokens, heads, head_dim]; so is the result, in the same dtype.
+
+        The last query of a sequence sees all of its kv_lens keys, the one before sees one fewer.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """One forward pass over the tokens of n sequences, laid end to end. Built once, passed down, never changed.
+
+    token_ids     int64 [tokens]
+    positions     int64 [tokens]
+    query_start   int32 [n + 1]: tokens [query_start[i], query_start[i + 1]) belong to sequence i
+    kv_lens       int32 [n]: keys of sequence i once this step's are written
+    logit_rows    int64 [m]: the tokens whose logits are wanted
+    max_query_len largest number of query tokens of one sequence
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    query_start: Tensor
+    kv_lens: Tensor
+    logit_rows: Tensor
+    max_query_len: int
+    kv: KVCache
+    attention: AttentionBackend

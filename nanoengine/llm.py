@@ -1,0 +1,240 @@
+"""LLM: what users import. Batches of prompts in, texts out, with a progress bar.
+
+    with LLM("smollm2-135m") as llm:
+        print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from tqdm import tqdm
+
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
+from nanoengine.llm_engine import LLMEngine, refused
+from nanoengine.outputs import RequestOutput
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.tokenizer import Tokenizer
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A prompt on its way in: text or ids, the text it came from, or why it is refused."""
+
+    prompt: Any
+    text: str | None = None
+    error: RequestError | None = None
+
+
+Prompt = str | list[int] | dict[str, Any]
+Params = SamplingParams | Seq[SamplingParams] | None
+Messages = list[dict[str, str]]
+
+
+class LLM:
+    """A loaded model. `with LLM(...) as llm` or `close()` frees it; two in one process are fine.
+
+    One thread at a time may use an instance.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        """model: a Hugging Face folder, a .gguf file, or "smollm2-135m"; settings: config.EngineConfig.
+
+        Raises ConfigError for a setting that is unknown or cannot be honoured, ModelLoadError for the model.
+        """
+        self.llm_engine = LLMEngine(model, **settings)
+
+    @property
+    def plan(self) -> Any:
+        """What start-up decided and allocated; print it."""
+        return self.llm_engine.plan
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or a list of them, in order.
+
+        prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
+        sampling_params: one for all, or one each.
+        Raises RequestError for a single bad prompt; in a list, that output's `error` is set and its
+        finish_reason is "error" while the others are answered. Ctrl-C frees the requests and is raised again.
+        """
+        single = _is_single(prompts)
+        requests = [_request(p) for p in ([prompts] if single else prompts)]
+        return self._answer(requests, sampling_params, single, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | list[Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them: lists of {"role": ..., "content": ...}.
+
+        Raises InvalidPromptError when the model has no chat template or it refuses the messages.
+        """
+        many = bool(messages) and isinstance(messages[0], list)
+        conversations: list[Any] = list(messages) if many else [messages]
+        requests = [self._chat_request(c, add_generation_prompt) for c in conversations]
+        return self._answer(requests, sampling_params, not many, use_tqdm)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.llm_engine.tokenizer
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer (vLLM's name)."""
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV that no running request uses."""
+        self.llm_engine.kv.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free weights and KV; closing twice is fine."""
+        self.llm_engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _chat_request(self, messages: Any, add_generation_prompt: bool) -> _Request:
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+        except RequestError as error:
+            return _Request(None, error=error)
+        # The template has written the special tokens, a beginning-of-sequence token included.
+        return _Request(self.tokenizer.encode(text, add_special_tokens=False), text)
+
+    def _answer(
+        self, requests: list[_Request], params: Params, single: bool, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        outputs: dict[int, RequestOutput] = {}
+        positions: dict[int, int] = {}
+        with _InterruptBetweenSteps() as interrupt:
+            try:
+                for index, (request, param) in enumerate(
+                    zip(requests, _params_for(params, len(requests)), strict=True)
+                ):
+                    try:
+                        positions[self._add(request, param)] = index
+                    except RequestError as error:
+                        if single:
+                            raise
+                        outputs[index] = refused(request.text, request.prompt, error)
+                for output in self._run(set(positions), use_tqdm, interrupt):
+                    outputs[positions[output.request_id]] = output
+            except BaseException:
+                self.llm_engine.abort(positions)
+                raise
+        return [outputs[index] for index in range(len(requests))]
+
+    def _add(self, request: _Request, params: SamplingParams | None) -> int:
+        if request.error is not None:
+            raise request.error
+        return self.llm_engine.add_request(request.prompt, params, request.text)
+
+    def _run(
+        self, left: set[int], use_tqdm: bool, interrupt: _InterruptBetweenSteps
+    ) -> Iterator[RequestOutput]:
+        """Step until every request of `left` is finished."""
+        num_in = num_out = 0
+        start = time.perf_counter()
+        with tqdm(total=len(left), desc="requests", disable=not (use_tqdm and left)) as bar:
+            while left:
+                interrupt.check()
+                for output in self.llm_engine.step():
+                    if output.request_id not in left:
+                        continue
+                    left.remove(output.request_id)
+                    num_in += len(output.prompt_token_ids)
+                    num_out += len(output.outputs[0].token_ids)
+                    elapsed = time.perf_counter() - start
+                    rates = f"in {num_in / elapsed:.0f} tok/s, out {num_out / elapsed:.0f} tok/s"
+                    bar.set_postfix_str(rates, refresh=False)
+                    bar.update()
+                    yield output
+
+
+class _InterruptBetweenSteps:
+    """Holds Ctrl-C back until a step has ended, so that no bookkeeping is cut in half.
+
+    A second Ctrl-C is let through at once. Outside the main thread there are no signals to hold.
+    """
+
+    def __init__(self) -> None:
+        self._pending = False
+        self._previous: Any = None
+        self._installed = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.getsignal(signal.SIGINT)
+            if self._previous is signal.default_int_handler:
+                signal.signal(signal.SIGINT, self._note)
+                self._installed = True
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, self._previous)
+
+    def check(self) -> None:
+        """Raise the KeyboardInterrupt that came during the last step."""
+        if self._pending:
+            raise KeyboardInterrupt
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self._pending:
+            raise KeyboardInterrupt
+        self._pending = True
+
+
+def _is_single(prompts: object) -> bool:
+    if isinstance(prompts, str | dict):
+        return True
+    if not isinstance(prompts, list | tuple):
+        raise InvalidPromptError(
+            "prompts must be text, token ids, a dict or a list of these, got " + type(prompts).__name__
+        )
+    return bool(prompts) and all(isinstance(p, int) for p in prompts)
+
+
+def _request(prompt: Any) -> _Request:
+    """A prompt in any of its forms; a dict without a prompt becomes a request that will be refused."""
+    if not isinstance(prompt, dict):
+        return _Request(prompt)
+    if prompt.get("prompt_token_ids") is not None:
+        return _Request(prompt["prompt_token_ids"], prompt.get("prompt"))
+    if prompt.get("prompt") is not None:
+        return _Request(prompt["prompt"])
+    keys = sorted(map(str, prompt))
+    error = f'a prompt dict needs "prompt" or "prompt_token_ids", got the keys {keys}'
+    return _Request(None, error=InvalidPromptError(error))
+
+
+def _params_for(params: Params, count: int) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidParamsError(f"{count} prompts, but {len(params)} sampling parameters")
+    return list(params)

@@ -1,0 +1,329 @@
+"""LLMEngine: the composition root and the step loop. Only this file names memory and maths together.
+
+    step:  batch = scheduler.schedule(); tokens = runner.run(batch); done = scheduler.postprocess(batch, tokens)
+
+Not thread-safe: one thread at a time may call an engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from nanoengine.attention import make_attention
+from nanoengine.config import GIB, EngineConfig, ModelConfig, make_config
+from nanoengine.device import Device, make_device
+from nanoengine.errors import (
+    ConfigError,
+    EngineClosedError,
+    InvalidParamsError,
+    InvalidPromptError,
+    OutOfMemoryError,
+    PromptTooLongError,
+    RequestError,
+)
+from nanoengine.kv_cache import HybridKVCacheManager, KVSpec
+from nanoengine.loader import LoadedModel, load_model
+from nanoengine.model_runner import ModelRunner, activation_bytes
+from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
+from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
+
+DEFAULT_CPU_KV_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What start-up decided, and what was really allocated."""
+
+    model: str
+    source: str
+    device: str
+    dtype: str
+    attention: str
+    weight_bytes: int
+    activation_bytes: int
+    kv: KVSpec
+    max_model_len: int
+    max_model_len_bound: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def __str__(self) -> str:
+        kv = self.kv
+        per_token = kv.block_bytes // kv.block_size
+        kv_bytes = kv.block_bytes * kv.num_blocks
+        return "\n".join(
+            (
+                f"model        {self.model} ({self.source})",
+                f"device       {self.device}, {self.dtype}; attention: {self.attention}",
+                f"weights      {self.weight_bytes / GIB:.3f} GiB, activations up to "
+                f"{self.activation_bytes / GIB:.3f} GiB",
+                f"KV cache     {kv_bytes / GIB:.3f} GiB = {kv.num_blocks} blocks x {kv.block_size} tokens = "
+                f"{kv.num_tokens} tokens at {per_token} bytes",
+                f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} tokens a step, "
+                f"{self.max_model_len} tokens each ({self.max_model_len_bound})",
+            )
+        )
+
+
+class LLMEngine:
+    """Loads a model and runs requests over it, a step at a time."""
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        """See config.EngineConfig for the settings. Raises ConfigError and ModelLoadError."""
+        self.config: EngineConfig = make_config(model, settings)
+        self.device: Device = make_device(self.config.device, self.config.num_threads)
+        dtype, why = self._dtype()
+        self._loaded: LoadedModel | None = load_model(
+            self.config.model, self.config.load_format, self.device.torch_device, dtype, self.config.seed
+        )
+        self.model_config: ModelConfig = self._loaded.config
+        self.tokenizer: Tokenizer = self._tokenizer()
+        attention = make_attention(self.device.torch_device, dtype, self.model_config.head_dim)
+        self.plan = self._plan(dtype, why, attention.name)
+        self.kv = HybridKVCacheManager(
+            self.plan.kv,
+            self.device.torch_device,
+            self.config.enable_prefix_caching,
+            self.config.decode_reserve_blocks,
+        )
+        self.scheduler = Scheduler(self.config, self.kv)
+        self._runner: ModelRunner | None = ModelRunner(
+            self._loaded.decoder, attention, self.kv, self.device.torch_device
+        )
+        self._ids = count()
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    def add_request(
+        self, prompt: str | list[int], params: SamplingParams | None = None, prompt_text: str | None = None
+    ) -> int:
+        """Queue a prompt (text or token ids) and return its request id.
+
+        prompt_text: the text that the ids came from, to be shown on the output.
+        Raises InvalidPromptError, InvalidParamsError or PromptTooLongError; the engine goes on.
+        """
+        self._alive()
+        params = params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise InvalidParamsError(f"expected SamplingParams, got {type(params).__name__}")
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        limit = self._check_length(len(token_ids), params)
+        seq_id = next(self._ids)
+        seq = Sequence(
+            seq_id=seq_id,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            params=params,
+            seed=self._request_seed(seq_id) if params.seed is None else params.seed,
+            stop_token_ids=frozenset(params.stop_ids)
+            | frozenset(() if params.ignore_eos else self.model_config.eos_token_ids),
+            max_total_tokens=limit,
+            metrics=RequestMetrics(time.perf_counter()),
+            prompt=prompt if isinstance(prompt, str) else prompt_text,
+        )
+        if params.stop_strings:
+            seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
+        self.scheduler.add(seq)
+        return seq_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that it finished."""
+        batch = self._alive().schedule()
+        if not batch.items:
+            return []
+        token_ids = self._run(batch)  # if it raises, nothing was counted: the same step can run again
+        return [self._output(seq) for seq in self.scheduler.postprocess(batch, token_ids)]
+
+    def abort(self, request_ids: int | Iterable[int]) -> list[RequestOutput]:
+        """End requests, free what they hold, and return what they had generated."""
+        ids = [request_ids] if isinstance(request_ids, int) else request_ids
+        return [self._output(seq) for seq in self._alive().abort(ids)]
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """True while any request is waiting or running."""
+        return self._alive().has_work
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Raises InvalidPromptError when there are none."""
+        return self._checked_ids(self.tokenizer.encode(text))
+
+    def close(self) -> None:
+        """Free weights and KV. A closed engine refuses everything; closing twice is fine."""
+        if self._runner is not None:
+            self.scheduler.abort([s.seq_id for s in [*self.scheduler.running, *self.scheduler.waiting]])
+            self._runner = self._loaded = None
+            self.kv.close()
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def _run(self, batch: ScheduledBatch) -> list[int]:
+        if self._runner is None:
+            raise EngineClosedError("the engine was closed; make a new LLM")
+        return self._runner.run(batch)
+
+    def _alive(self) -> Scheduler:
+        if self._runner is None:
+            raise EngineClosedError("the engine was closed; make a new LLM")
+        return self.scheduler
+
+    def _dtype(self) -> tuple[torch.dtype, str]:
+        if self.config.dtype == "auto":
+            return self.device.auto_dtype()
+        dtype: torch.dtype = getattr(torch, self.config.dtype)
+        if self.device.name == "cpu" and dtype is torch.float16:
+            raise ConfigError("float16 arithmetic is not offered on a CPU; use bfloat16 or float32")
+        return dtype, "as asked"
+
+    def _tokenizer(self) -> Tokenizer:
+        assert self._loaded is not None
+        folder = Path(self.config.tokenizer) if self.config.tokenizer else self._loaded.folder
+        return Tokenizer.from_folder(folder)
+
+    def _plan(self, dtype: torch.dtype, why: str, attention: str) -> MemoryPlan:
+        assert self._loaded is not None
+        config, model = self.config, self.model_config
+        activations = activation_bytes(
+            model, config.max_num_batched_tokens, config.max_num_seqs, dtype.itemsize
+        )
+        positions = min(config.max_model_len or model.max_position, model.max_position)
+        spec = KVSpec(
+            model.num_layers, 1, config.kvcache_block_size, model.num_kv_heads, model.head_dim, dtype
+        )
+        spec = replace(spec, num_blocks=self._num_blocks(spec, positions, activations))
+        max_model_len, bound = self._max_model_len(spec)
+        return MemoryPlan(
+            model=config.model,
+            source=self._loaded.source,
+            device=f"{self.device.name}, {torch.get_num_threads()} threads"
+            if self.device.name == "cpu"
+            else self.device.name,
+            dtype=f"{str(dtype).removeprefix('torch.')} ({why})",
+            attention=attention,
+            weight_bytes=self._loaded.weight_bytes,
+            activation_bytes=activations,
+            kv=spec,
+            max_model_len=max_model_len,
+            max_model_len_bound=bound,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    def _num_blocks(self, spec: KVSpec, positions: int, activations: int) -> int:
+        config = self.config
+        if config.num_gpu_blocks is not None:
+            return config.num_gpu_blocks
+        if config.kv_cache_gib is not None:
+            budget, setting = int(config.kv_cache_gib * GIB), "kv_cache_gib"
+        else:
+            free, total = self.device.memory()
+            if self.device.name == "cpu":
+                budget = min(DEFAULT_CPU_KV_BYTES, (free - activations) // 2)
+            else:
+                budget = int(total * config.gpu_memory_utilization) - (total - free) - activations
+            # No more than all requests at full length could ever use.
+            most = config.max_num_seqs * -(-positions // spec.block_size) * spec.block_bytes
+            budget, setting = min(budget, most), "gpu_memory_utilization"
+        if budget < spec.block_bytes:
+            raise OutOfMemoryError(
+                f"{max(0, budget) / GIB:.3f} GiB are left for KV, but one block of {spec.block_size} tokens "
+                f"needs {spec.block_bytes / GIB:.3f}; raise {setting} or lower kvcache_block_size"
+            )
+        return budget // spec.block_bytes
+
+    def _max_model_len(self, spec: KVSpec) -> tuple[int, str]:
+        asked, positions = self.config.max_model_len, self.model_config.max_position
+        if asked is not None and asked > positions:
+            raise ConfigError(
+                f"max_model_len={asked} is above the model's {positions} positions; lower it, or set "
+                "rope_parameters in config.json to a scaling that the model was trained for"
+            )
+        if asked is not None and asked > spec.num_tokens:
+            raise OutOfMemoryError(
+                f"max_model_len={asked} needs {-(-asked // spec.block_size)} KV blocks of {spec.block_size} "
+                f"tokens, but there are {spec.num_blocks}; raise kv_cache_gib or num_gpu_blocks"
+            )
+        if asked is not None:
+            return asked, "max_model_len"
+        if spec.num_tokens < positions:
+            return spec.num_tokens, "KV blocks x block size; raise kv_cache_gib or num_gpu_blocks"
+        return positions, "the model's positions"
+
+    def _checked_ids(self, prompt: object) -> list[int]:
+        vocab = self.model_config.vocab_size
+        if not isinstance(prompt, list | tuple):
+            raise InvalidPromptError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
+        if not prompt:
+            raise InvalidPromptError("the prompt is empty: at least one token is needed")
+        for token_id in prompt:
+            if isinstance(token_id, bool) or not isinstance(token_id, int):
+                raise InvalidPromptError(f"a prompt holds {token_id!r}, which is no token id")
+            if not 0 <= token_id < vocab:
+                raise InvalidPromptError(
+                    f"token id {token_id} is outside the vocabulary of {vocab} tokens"
+                )
+        return list(prompt)
+
+    def _check_length(self, num_prompt: int, params: SamplingParams) -> int:
+        """Most tokens the request may have in all; generation past max_model_len ends as "length"."""
+        limit = self.plan.max_model_len
+        if num_prompt >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt} tokens and needs room for at least one more, but the limit is "
+                f"{limit} ({self.plan.max_model_len_bound}); {self._how_to_raise()}"
+            )
+        for token_id in params.stop_ids:
+            if token_id >= self.model_config.vocab_size:
+                raise InvalidParamsError(
+                    f"stop token id {token_id} is outside the vocabulary of "
+                    f"{self.model_config.vocab_size} tokens"
+                )
+        wanted = limit - num_prompt if params.max_tokens is None else params.max_tokens
+        if params.max_tokens is not None and limit < self.model_config.max_position:
+            self.kv.check_fits(num_prompt, params.max_tokens)
+        return min(limit, num_prompt + wanted)
+
+    def _how_to_raise(self) -> str:
+        if self.config.max_model_len is not None:
+            return f"raise max_model_len (the model has {self.model_config.max_position} positions)"
+        if self.plan.max_model_len < self.model_config.max_position:
+            return f"the model itself has {self.model_config.max_position} positions"
+        return "the model cannot read more: shorten the prompt"
+
+    def _request_seed(self, seq_id: int) -> int:
+        return xxhash.xxh3_64_intdigest(f"{self.config.seed}:{seq_id}")
+
+    def _output(self, seq: Sequence) -> RequestOutput:
+        token_ids = seq.output_token_ids
+        text = seq.text
+        if text is None:
+            # The token that ended the text is not part of it.
+            shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
+            text = self.tokenizer.decode(shown, seq.params.skip_special_tokens)
+        completion = CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)
+        return RequestOutput(
+            request_id=seq.seq_id,
+            prompt=seq.prompt,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            outputs=[completion],
+            metrics=seq.metrics,
+            num_cached_tokens=seq.num_cached,
+        )
+
+
+def refused(text: str | None, prompt: object, error: RequestError) -> RequestOutput:
+    """The output of a request that never entered the engine."""
+    ids = [t for t in prompt if isinstance(t, int)] if isinstance(prompt, list | tuple) else []
+    text = prompt if isinstance(prompt, str) else text
+    return RequestOutput(-1, text, ids, [CompletionOutput(0, "", [], "error")], error=error)

@@ -1,0 +1,44 @@
+"""What a request gives back: vLLM's attributes, and nano-vllm's `out["text"]`, `out["token_ids"]`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanoengine.errors import RequestError
+from nanoengine.sequence import RequestMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One generated text.
+
+    finish_reason: "stop" (end of sequence or a stop), "length", "abort" or "error".
+    stop_reason: the stop string or stop token id that matched; None for the model's own end of sequence.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request. `error` is set, and outputs[0].finish_reason "error", when it was refused."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int = 0
+    error: RequestError | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        """`out["text"]` and `out["token_ids"]` of the first completion, as nano-vllm's dicts have them."""
+        if key not in ("text", "token_ids"):
+            raise KeyError(f'{key!r}; a RequestOutput answers "text" and "token_ids"')
+        return getattr(self.outputs[0], key)

@@ -1,0 +1,530 @@
+"""Text to token ids and back: encoding, chat templates, incremental detokenising.
+
+Owns everything that is a property of the vocabulary; knows nothing about weights, requests or engines.
+`transformers` is imported only for a folder without tokenizer.json: it costs over a second, where the
+`tokenizers` library alone costs hundredths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+
+from nanoengine.errors import (
+    CorruptModelError,
+    InvalidParamsError,
+    InvalidPromptError,
+    ModelLoadError,
+    RequestError,
+    UnsupportedModelError,
+)
+
+SPECIAL_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+# Arguments of transformers' method of the same name that are no template variables.
+NOT_TEMPLATE_VARIABLES = frozenset(
+    {
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+REPLACEMENT = "\ufffd"
+# A code point is at most 4 bytes, so this many tokens without one clean end are not text.
+MAX_PENDING_TOKENS = 8
+
+_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The word patterns of Qwen2 and Llama 3 tokenizers. Contractions are spelt out, as llama.cpp has them:
+# an ignore-case group would also match the long s.
+WORD_PATTERNS = {
+    "qwen2": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
+    "llama-bpe": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
+}
+PRE_TOKENIZERS = ("smollm", *WORD_PATTERNS)
+
+
+class Tokenizer:
+    """A vocabulary with its special tokens and its chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        """`special_tokens` maps names such as "eos_token" to texts, `chat_templates` names to Jinja."""
+        self._backend = backend
+        self._special_tokens = dict(special_tokens or {})
+        self._templates = dict(chat_templates or {})
+        self._compiled: dict[str, Template] = {}
+        # A file may ask for padding and truncation; ids must be those of the whole text.
+        backend.no_padding()
+        backend.no_truncation()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja.
+
+        Raises CorruptModelError for a damaged file, ModelLoadError when there is no tokenizer at all.
+        """
+        config = _read_object(folder / "tokenizer_config.json")
+        legacy = _read_object(folder / "special_tokens_map.json")
+        path = folder / "tokenizer.json"
+        backend = _read_backend(path) if path.is_file() else _backend_from_transformers(folder)
+        return cls(backend, _special_tokens(legacy | config), _chat_templates(folder, config))
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The wrapped `tokenizers` object, for libraries that need the vocabulary itself."""
+        return self._backend
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Number of ids, added tokens included. A model's embedding may have more rows (padding)."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out by default."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the beginning-of-text token, None without one."""
+        return self._id_of("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the tokenizer's own end-of-text token; ModelConfig.eos_token_ids may hold more."""
+        return self._id_of("eos_token")
+
+    def _id_of(self, name: str) -> int | None:
+        text = self._special_tokens.get(name)
+        return None if text is None else self._backend.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`. Special tokens written in the text become their ids.
+
+        `add_special_tokens` adds what the model wants around a plain prompt (a BOS, say). Pass False for
+        the result of `apply_chat_template`: the template has written those tokens itself.
+        Raises InvalidPromptError if `text` is no string or holds a lone surrogate.
+        """
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"a prompt must be a string, not {type(text).__name__}")
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidPromptError(
+                "the prompt holds a lone surrogate, which no encoding can write; "
+                "decode the bytes with errors='replace'"
+            ) from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids past the vocabulary, nothing."""
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise InvalidPromptError(
+                "token ids must be integers from 0 to 2**32 - 1"
+            ) from error
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can work."""
+        return bool(self._templates)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as one text, equal to transformers' `apply_chat_template(tokenize=False)`.
+
+        Each message has a `role` and a `content` string; `content` may be missing beside `tool_calls`.
+        `kwargs` are variables of the template (`tools`, `documents`, `enable_thinking`, ...), JSON values
+        only. Encode the result with `add_special_tokens=False`.
+        Raises RequestError without a template, InvalidPromptError for bad messages or a failing template,
+        InvalidParamsError for an argument that is no template variable.
+        """
+        refused = sorted(NOT_TEMPLATE_VARIABLES & kwargs.keys())
+        if refused:
+            raise InvalidParamsError(
+                f"{refused[0]!r} is no variable of a chat template; "
+                "apply_chat_template renders the model's own template to text"
+            )
+        template = self._template(has_tools=kwargs.get("tools") is not None)
+        variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+        plain = {name: _plain(value, name) for name, value in variables.items()}
+        return _render(template, _plain_messages(messages), add_generation_prompt, plain)
+
+    def _template(self, has_tools: bool) -> Template:
+        if not self._templates:
+            raise RequestError(
+                "this model has no chat template (neither chat_template.jinja nor one in "
+                "tokenizer_config.json); send a plain prompt instead"
+            )
+        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise RequestError(
+                f"this model's chat templates have no default, only {sorted(self._templates)}"
+            )
+        if name not in self._compiled:
+            self._compiled[name] = _compile(self._templates[name])
+        return self._compiled[name]
+
+
+class IncrementalDetokenizer:
+    """Turns the tokens of one sequence into text as they come, never showing half a code point.
+
+    A window of recent ids is decoded again for every token. It is cut where the text so far is complete,
+    so the work per token does not grow. What was given out never changes; over byte-level vocabularies
+    the whole equals `tokenizer.decode` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []  # ids[:_settled] are complete text and serve as context
+        self._settled = 0
+        self._given = 0  # characters of the window's text that were given out
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Everything given out so far."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0] if self._pieces else ""
+
+    def add(self, token_id: int) -> str:
+        """Append a token; returns the text that became final, often "" inside a code point."""
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if not text.endswith(REPLACEMENT):
+            return self._give(text, len(self._window))
+        if len(self._window) - self._settled >= MAX_PENDING_TOKENS:
+            return self._give_part(text)
+        return ""
+
+    def flush(self) -> str:
+        """No more tokens follow: returns what was held back."""
+        return self._give(self._decode(self._window), len(self._window))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip)
+
+    def _give(self, text: str, num_final: int) -> str:
+        """Give out `text` of the window's first `num_final` ids and cut the window before the newest."""
+        new = text[self._given :]
+        if new:
+            self._pieces.append(new)
+        context = self._window[self._settled : num_final]
+        self._window = self._window[self._settled :]
+        self._settled = len(context)
+        self._given = len(self._decode(context))
+        return new
+
+    def _give_part(self, text: str) -> str:
+        """Give out the start of a run of bytes that are no text, up to a clean cut.
+
+        Of four neighbouring cuts between tokens at least one is not inside a code point.
+        """
+        for cut in range(len(self._window) - 4, self._settled, -1):
+            head = self._decode(self._window[:cut])
+            if head + self._decode(self._window[cut:]) == text:
+                return self._give(head, cut)
+        return ""
+
+
+def build_byte_level_bpe(
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    pre: str,
+    special: Sequence[str],
+    user_defined: Sequence[str],
+    prefix_id: int | None = None,
+    suffix_id: int | None = None,
+) -> tokenizers.Tokenizer:
+    """A GPT-2 style tokenizer with the ids of llama.cpp for `tokenizer.ggml.pre` equal to `pre`.
+
+    Like llama.cpp it normalises nothing and drops bytes that the vocabulary lacks. `special` tokens are
+    left out of decoded text, `user_defined` ones are not. `prefix_id` and `suffix_id` are added around a
+    text when special tokens are wanted.
+    Raises UnsupportedModelError for another `pre`, CorruptModelError for merges that fit no vocabulary.
+    """
+    if pre not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"the GGUF tokenizer splits text by {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}"
+        )
+    try:
+        bpe = models.BPE(
+            vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe"
+        )
+    except Exception as error:  # the library raises plain Exception
+        raise CorruptModelError(f"the tokenizer's merges do not fit its vocabulary: {error}") from error
+    backend = tokenizers.Tokenizer(bpe)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer_steps(vocab, pre))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in user_defined])
+    _add_post_processor(backend, prefix_id, suffix_id)
+    return backend
+
+
+def _pre_tokenizer_steps(
+    vocab: Mapping[str, int], pre: str
+) -> list[pre_tokenizers.PreTokenizer]:
+    if pre == "smollm":
+        steps: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    else:
+        steps = [
+            pre_tokenizers.Split(Regex(WORD_PATTERNS[pre]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
+    if missing:
+        # The BPE would drop them too, but merge their neighbours first, which llama.cpp does not.
+        pattern = "|".join(f"\\x{{{ord(char):x}}}" for char in missing)
+        steps.append(pre_tokenizers.Split(Regex(pattern), "removed"))
+    return steps
+
+
+def _add_post_processor(
+    backend: tokenizers.Tokenizer, prefix_id: int | None, suffix_id: int | None
+) -> None:
+    ids = [i for i in (prefix_id, suffix_id) if i is not None]
+    if not ids:
+        return
+    parts = {i: backend.id_to_token(i) for i in ids}
+    if None in parts.values():
+        raise CorruptModelError(f"a token id among {ids} lies outside the tokenizer's vocabulary")
+    prefix = [] if prefix_id is None else [str(parts[prefix_id])]
+    suffix = [] if suffix_id is None else [str(parts[suffix_id])]
+    # Pieces are named by aliases, since a token's text may hold the template's own syntax.
+    aliases = [{"id": text, "ids": [i], "tokens": [text]} for i, text in parts.items()]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*prefix, "$A", *suffix], pair=None, special_tokens=aliases
+    )
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptModelError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise CorruptModelError(f"{path} is no valid tokenizer: {error}") from error
+
+
+def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
+    # Only for old formats (vocab.json, tokenizer.model): the import costs over a second.
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder), use_fast=True, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a converter may raise anything
+        raise ModelLoadError(
+            f"{folder} has no tokenizer.json, and transformers cannot make one from its other files: "
+            f"{error}"
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ModelLoadError(f"{folder} has no tokenizer.json and no tokenizer to convert to one")
+    return backend
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. A chat_template.jinja wins over tokenizer_config.json, as in transformers."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise CorruptModelError(f"{path} is no UTF-8 text: {error}") from error
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, list):
+        return _named_templates(folder, template)
+    return {}
+
+
+def _named_templates(folder: Path, entries: Iterable[Any]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for entry in entries:
+        pair = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else ()
+        if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise CorruptModelError(
+                f"{folder / 'tokenizer_config.json'}: each entry of a chat_template list needs a name "
+                "and a template string"
+            )
+        named[str(pair[0])] = str(pair[1])
+    return named
+
+
+class _GenerationTag(Extension):
+    """Accepts `{% generation %}` blocks, with which training marks an assistant's part."""
+
+    tags = {"generation"}  # noqa: RUF012 (the name and the type are jinja2's)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which a prompt does not want."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _compile(source: str) -> Template:
+    """A template comes with the model, so it runs in a sandbox; the settings are transformers'."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except (TemplateError, RecursionError) as error:
+        raise InvalidPromptError(f"the model's chat template is broken: {error}") from error
+
+
+def _render(
+    template: Template,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    variables: Mapping[str, Any],
+) -> str:
+    try:
+        return template.render(
+            messages=messages, add_generation_prompt=add_generation_prompt, **variables
+        )
+    except Exception as error:  # a template is a program: it may raise anything
+        raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A checked copy, without the keys whose value is None, as templates expect."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidPromptError("messages must be a list of at least one {'role': ..., 'content': ...}")
+    return [_plain_message(message, index) for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidPromptError(f"{where} must be a dict, not {type(message).__name__}")
+    plain = {k: v for k, v in _plain(message, where).items() if v is not None}
+    for key in ("role", "content"):
+        is_optional = key == "content" and "tool_calls" in plain
+        if not isinstance(plain.get(key), str) and not (is_optional and key not in plain):
+            raise InvalidPromptError(
+                f"{where}[{key!r}] must be a string, not {type(message.get(key)).__name__}"
+            )
+    return _with_reasoning_names(plain)
+
+
+def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
+    """Earlier reasoning goes by three names; templates read `reasoning_content` or `thinking`."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy in plain JSON types: the sandbox cannot know the methods of anything else."""
+    if depth > 64:
+        raise InvalidPromptError(f"{where} is nested deeper than 64 levels")
+    if value is None or isinstance(value, (bool, str, int, float)):
+        return value if type(value) in (bool, str, int, float, type(None)) else _base(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, where, depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where, depth + 1) for item in value]
+    raise InvalidPromptError(f"{where} holds a {type(value).__name__}; only JSON values are accepted")
+
+
+def _base(value: str | int | float) -> str | int | float:
+    """An enum or another subclass, as its plain value."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int.__int__(value) if isinstance(value, int) else float.__float__(value)
