@@ -32,7 +32,7 @@
 #define UNROLL _Pragma("GCC unroll 16")
 
 enum { F32, BF16_WIDE, BF16_PAIRS };
-enum { TILE = 64, SEG = 256, DECODE_MAX = 4, ROWS_PER_ITEM = 192 };
+enum { TILE = 64, SEG = 256, DECODE_MAX = 4 };
 enum { WINDOW_BYTES = 16 << 20 }; /* bound on the decode partials that exist at one time */
 
 /* ---- vectors ---------------------------------------------------------------------------------- */
@@ -53,12 +53,14 @@ enum { KEYS = 4, DIMS = 4, DVEC = 2 }; /* 3 * 4 of 16 */
 #endif
 #endif
 enum { RVECS = 3 }; /* row vectors of one register block in prefill */
+enum { GROUPS = 4, ROWS_PER_ITEM = GROUPS * RVECS * LANES };
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 
+#define LOG2E 1.44269504f
 #define LANE_ID(l, w) l
 static const vi IOTA = {LANE_LIST(LANE_ID, 0)};
 
@@ -133,8 +135,16 @@ INLINE vf exp2v(vf t, int degree) {
     p = p * f + 1.0f;
     return (vf)((vu)p + ((vu)shifted << 23));
 }
-INLINE float exp2s(float t) { return exp2v(splat(t), 5)[0]; }
+/* A maximum as a power of 2. Finite, because -inf - -inf is NaN; and the comparison keeps the compiler
+ * from fusing the product into a subtraction, which would make 2^(x - x) something else than 1. */
+INLINE vf base_of(vf top) { return vmax(splat(-1e30f), top * LOG2E); }
 
+/* Round to nearest even, as torch does; NaN stays NaN. */
+INLINE uint16_t to_bf16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return x != x ? 0x7fc0 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
+}
 INLINE vf widen(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
 
 /* n (1..LANES) elements starting at p, the other lanes 0; nothing past them is read. */
@@ -142,12 +152,14 @@ INLINE vf load_f32(const void *p, int n, int mode) {
     if (mode == F32) {
         vf x = {0};
         if (n >= LANES) return load(p);
+#if LANES == 16
+        return (vf)_mm512_maskz_loadu_ps((1u << n) - 1, p);
+#endif
         memcpy(&x, p, 4 * n);
         return x;
     }
     vh x = {0};
-    if (n >= LANES) memcpy(&x, p, sizeof x);
-    else memcpy(&x, p, 2 * n);
+    memcpy(&x, p, n >= LANES ? sizeof x : 2 * (size_t)n);
     return widen(x);
 }
 
@@ -164,20 +176,16 @@ INLINE vf load_bf16(const void *p, int n) { /* up to 32 elements, the rest 0 */
 INLINE void store_bf16(void *p, vf x) {
     _mm256_storeu_si256(p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 }
-#define PAIR_LO(l, w) (l) / 2 + (l) % 2 * 32
 /* a0 b0 a1 b1 ...: the first or the second 16 pairs of two rows of 32 elements. */
 INLINE vf interleave(vf a, vf b, int half) {
-    __m512i even = _mm512_cvtepu16_epi32(half ? _mm512_extracti64x4_epi64((__m512i)a, 1)
-                                              : _mm512_castsi512_si256((__m512i)a));
-    __m512i odd = _mm512_cvtepu16_epi32(half ? _mm512_extracti64x4_epi64((__m512i)b, 1)
-                                             : _mm512_castsi512_si256((__m512i)b));
-    return (vf)_mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+    const vi index = IOTA * 0x10001 + 0x200000 + half * 0x100010; /* (i, 32 + i) as two 16-bit halves */
+    return (vf)_mm512_permutex2var_epi16((__m512i)a, (__m512i)index, (__m512i)b);
 }
 /* Pairs (a[i], b[i]) rounded to bf16. */
 INLINE vf round_pairs(vf a, vf b) {
-    __m512i x = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)a));
-    __m512i y = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)b));
-    return (vf)_mm512_or_si512(x, _mm512_slli_epi32(y, 16));
+    const vi index = IOTA * 0x10001 + 0x100000;
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    return (vf)_mm512_permutexvar_epi16((__m512i)index, both);
 }
 #else
 #define HAVE_PAIRS 0
@@ -264,7 +272,6 @@ INLINE vf dot_row(const char *k, const char *q, int64_t dim, int mode) {
 INLINE float decode_scores(const char *k, int64_t k_stride, int n, int visible, const char *q,
                            int64_t dim, float scale, float *row, void *probs, int mode) {
     vf s[TILE / LANES], top = splat(-INFINITY), sum = {0};
-    const float log2e = 1.44269504f;
     const int vecs = ceil_div(n, LANES);
     for (int c = 0; c < vecs; c++) {
         vf each[LANES];
@@ -275,14 +282,14 @@ INLINE float decode_scores(const char *k, int64_t k_stride, int n, int visible, 
     }
     float old = row[0], new = max_lane(top) * scale;
     new = new > old || new != new ? new : old;
-    float base = new * log2e > -1e30f || new != new ? new * log2e : -1e30f;
+    const vf base = base_of(splat(new));
     for (int c = 0; c < vecs; c++) {
-        vf p = exp2v(s[c] * (scale * log2e) - base, mode == F32 ? 5 : 4);
+        vf p = exp2v(s[c] * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
         sum += p;
         if (mode == BF16_PAIRS) store_bf16((uint16_t *)probs + c * LANES, p);
         else store((float *)probs + c * LANES, p);
     }
-    float alpha = exp2s(old * log2e - base);
+    float alpha = exp2v(base_of(splat(old)) - base, 5)[0];
     row[0] = new;
     row[1] = row[1] * alpha + sum_lanes(sum);
     return alpha;
@@ -395,11 +402,419 @@ INLINE void decode_segment(const attend_args *a, segment_t seg, int64_t head0, i
 
 /* state = state (+) partial, for one row; a partial that saw no key changes nothing. */
 static void merge_partial(float *row_max, float *row_sum, float *acc, const float *partial, int64_t dim) {
-    const float *tail = partial + partial_stride(dim) - 16, log2e = 1.44269504f;
+    const float *tail = partial + partial_stride(dim) - 16;
     if (tail[0] == -INFINITY) return;
     float top = *row_max > tail[0] ? *row_max : tail[0];
-    float old = exp2s((*row_max - top) * log2e), add = exp2s((tail[0] - top) * log2e);
+    const vf base = base_of(splat(top));
+    float old = exp2v(base_of(splat(*row_max)) - base, 5)[0], add = exp2v(base_of(splat(tail[0])) - base, 5)[0];
     *row_max = top;
     *row_sum = *row_sum * old + tail[1] * add;
     for (int64_t d = 0; d < dim; d++) acc[d] = acc[d] * old + partial[d] * add + 0.0f;
+}
+
+/* ---- prefill: lanes along rows ---------------------------------------------------------------- */
+
+typedef struct { /* rows [row, row + rows) of an entry and kv head: row r is (query r / group, head r % group) */
+    int64_t entry, kv_head, row, rows, cost;
+} item_t;
+
+typedef struct { /* per-thread scratch; words are 4 bytes: one float or one pair of bf16 */
+    float *q, *acc;             /* [row group][words of head_dim][row] and [row group][head_dim][row] */
+    float *top, *sum;           /* [row] */
+    int32_t *pos;               /* [row] */
+    float *scores, *probs;      /* [key][row], [key or pair of keys][row] */
+    float *keys, *values;       /* the tile, widened, or its V in pairs of keys */
+} workspace;
+
+static int64_t workspace_words(int64_t dim) {
+    const int64_t rows = ROWS_PER_ITEM, padded = ceil_div(dim, 32) * 32;
+    return rows * (2 * dim + 3) + 2 * TILE * RVECS * LANES + 2 * TILE * padded;
+}
+
+static workspace carve(float *p, int64_t dim) {
+    const int64_t rows = ROWS_PER_ITEM, padded = ceil_div(dim, 32) * 32;
+    workspace w;
+    w.q = p, p += rows * dim;
+    w.acc = p, p += rows * dim;
+    w.scores = p, p += TILE * RVECS * LANES;
+    w.probs = p, p += TILE * RVECS * LANES;
+    w.keys = p, p += TILE * padded;
+    w.values = p, p += TILE * padded;
+    w.top = p, p += rows;
+    w.sum = p, p += rows;
+    w.pos = (int32_t *)p;
+    return w;
+}
+
+/* scores[key][row] = K Q^T for one row group; K is read in place, one word broadcast at a time. */
+INLINE void tile_scores(const char *k, int64_t k_stride, int n, const float *q, int64_t words,
+                        float *scores, const int vecs, int mode) {
+    for (int key = 0; key < n; key += KEYS) {
+        const char *row[KEYS];
+        vf s[KEYS][RVECS] = {0};
+        UNROLL for (int i = 0; i < KEYS; i++) row[i] = k + min64(key + i, n - 1) * k_stride;
+        for (int64_t w = 0; w < words; w++) {
+            vf x[RVECS];
+            UNROLL for (int r = 0; r < vecs; r++) x[r] = load(q + (w * vecs + r) * LANES);
+            UNROLL for (int i = 0; i < KEYS; i++) {
+                vf y = splat(((const float *)row[i])[w]);
+                UNROLL for (int r = 0; r < vecs; r++)
+                    s[i][r] = mode == BF16_PAIRS ? dot_pairs(s[i][r], x[r], y) : s[i][r] + x[r] * y;
+            }
+        }
+        UNROLL for (int i = 0; i < KEYS; i++)
+            UNROLL for (int r = 0; r < vecs; r++)
+                store(scores + ((key + i) * vecs + r) * LANES, s[i][r]);
+    }
+}
+
+/* Softmax down the keys for every row of the group; alpha comes back in `alpha`. */
+INLINE void tile_softmax(float *scores, float *probs, int n, int64_t key_pos, int masked, float scale,
+                         const int32_t *pos, float *top, float *sum, vf *alpha, const int vecs, int mode) {
+    for (int r = 0; r < vecs; r++) {
+        vf best = splat(-INFINITY), total = {0}, old = load(top + r * LANES), new, base;
+        if (masked) {
+            vi at;
+            memcpy(&at, pos + r * LANES, sizeof at);
+            for (int i = 0; i < n; i++) {
+                float *s = scores + (i * vecs + r) * LANES;
+                store(s, pick(at >= splat_i(key_pos + i), load(s), splat(-INFINITY)));
+            }
+        }
+        for (int i = 0; i < n; i++) best = vmax(best, load(scores + (i * vecs + r) * LANES));
+        new = vmax(old, best * scale);
+        base = base_of(new);
+        for (int i = 0; i < n; i += 2) {
+            vf p[2] = {{0}, {0}};
+            for (int j = 0; j < 2 && i + j < n; j++) {
+                p[j] = exp2v(load(scores + ((i + j) * vecs + r) * LANES) * (scale * LOG2E) - base,
+                             mode == F32 ? 5 : 4);
+                total += p[j];
+                if (mode != BF16_PAIRS) store(probs + ((i + j) * vecs + r) * LANES, p[j]);
+            }
+            if (mode == BF16_PAIRS) store(probs + (i / 2 * vecs + r) * LANES, round_pairs(p[0], p[1]));
+        }
+        alpha[r] = exp2v(base_of(old) - base, 5);
+        store(sum + r * LANES, load(sum + r * LANES) * alpha[r] + total);
+        store(top + r * LANES, new);
+    }
+}
+
+/* acc[d][row] = acc * alpha + V^T P over `n` keys (or pairs of keys) for `dims` elements. */
+INLINE void tile_values(const float *v, int64_t v_stride, int n, const float *probs, const vf *alpha,
+                        float *acc, const int dims, const int vecs, int mode) {
+    vf a[DIMS][RVECS];
+    UNROLL for (int j = 0; j < dims; j++)
+        UNROLL for (int r = 0; r < vecs; r++) a[j][r] = load(acc + (j * vecs + r) * LANES) * alpha[r] + 0.0f;
+    for (int i = 0; i < n; i++) {
+        vf x[RVECS];
+        UNROLL for (int r = 0; r < vecs; r++) x[r] = load(probs + (i * vecs + r) * LANES);
+        UNROLL for (int j = 0; j < dims; j++) {
+            vf y = splat(v[i * v_stride + j]);
+            UNROLL for (int r = 0; r < vecs; r++)
+                a[j][r] = mode == BF16_PAIRS ? dot_pairs(a[j][r], x[r], y) : a[j][r] + x[r] * y;
+        }
+    }
+    UNROLL for (int j = 0; j < dims; j++)
+        UNROLL for (int r = 0; r < vecs; r++) store(acc + (j * vecs + r) * LANES, a[j][r]);
+}
+
+typedef struct { /* one tile of keys; strides in bytes and in words */
+    const char *k;
+    const float *v;
+    int64_t k_stride, v_stride, pos;
+    int count;
+} tile_t;
+
+INLINE void attend_tile(const tile_t *t, const workspace *w, int64_t row, int64_t last_pos, int64_t dim,
+                        float scale, const int vecs, int mode) {
+    const int n = min64(t->count, last_pos + 1 - t->pos), pairs = mode == BF16_PAIRS;
+    if (n <= 0) return;
+    float *acc = w->acc + row * dim;
+    vf alpha[RVECS];
+    tile_scores(t->k, t->k_stride, n, w->q + row * dim, pairs ? dim / 2 : dim, w->scores, vecs, mode);
+    tile_softmax(w->scores, w->probs, n, t->pos, w->pos[row] < t->pos + n - 1, scale, w->pos + row,
+                 w->top + row, w->sum + row, alpha, vecs, mode);
+    const int steps = pairs ? (n + 1) / 2 : n;
+    int64_t d = 0;
+    for (; d + DIMS <= dim; d += DIMS)
+        tile_values(t->v + d, t->v_stride, steps, w->probs, alpha, acc + d * vecs * LANES, DIMS, vecs, mode);
+    for (; d < dim; d++)
+        tile_values(t->v + d, t->v_stride, steps, w->probs, alpha, acc + d * vecs * LANES, 1, vecs, mode);
+}
+
+/* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. */
+INLINE tile_t prepare_tile(const workspace *w, const char *k, const char *v, int64_t stride, int64_t dim,
+                           int count, int64_t pos, int mode) {
+    tile_t t = {.k = k, .v = (const float *)v, .k_stride = stride, .v_stride = stride / 4, .pos = pos,
+                .count = count};
+    if (mode == F32) return t;
+    const int64_t padded = ceil_div(dim, 32) * 32;
+    t.v = w->values, t.v_stride = padded;
+    if (mode == BF16_PAIRS) {
+        for (int i = 0; i < count; i += 2)
+            for (int64_t d = 0; d < dim; d += 32) {
+                vf x = load_bf16(v + i * stride + 2 * d, dim - d);
+                vf y = i + 1 < count ? load_bf16(v + (i + 1) * stride + 2 * d, dim - d) : (vf){0};
+                store(w->values + i / 2 * padded + d, interleave(x, y, 0));
+                store(w->values + i / 2 * padded + d + LANES, interleave(x, y, 1));
+            }
+        return t;
+    }
+    t.k = (const char *)w->keys, t.k_stride = 4 * padded;
+    for (int i = 0; i < count; i++)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            store(w->keys + i * padded + d, load_f32(k + i * stride + 2 * d, dim - d, mode));
+            store(w->values + i * padded + d, load_f32(v + i * stride + 2 * d, dim - d, mode));
+        }
+    return t;
+}
+
+typedef struct { int64_t row, vecs, last_pos; } group_t; /* up to RVECS vectors of rows */
+
+/* The rows of an item in the workspace. */
+static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w,
+                     group_t *groups, int mode) {
+    const int64_t group = a->heads / a->kv_heads, dim = a->head_dim, size = mode == F32 ? 4 : 2;
+    int count = 0;
+    for (int64_t row = 0; row < it->rows; row += RVECS * LANES) {
+        const int64_t vecs = min64(RVECS, ceil_div(it->rows - row, LANES)), width = vecs * LANES;
+        float *q = w->q + row * dim, *acc = w->acc + row * dim;
+        for (int64_t i = 0; i < width; i++) { /* lanes past the end repeat the last row */
+            const int64_t r = it->row + min64(row + i, it->rows - 1), token = e->query_start + r / group;
+            const int64_t head = it->kv_head * group + r % group, at = token * a->heads + head;
+            const char *src = a->q + size * (token * a->q_token_stride + head * a->q_head_stride);
+            w->top[row + i] = a->row_max[at], w->sum[row + i] = a->row_sum[at];
+            w->pos[row + i] = e->first_pos + r / group;
+            if (mode == BF16_WIDE)
+                for (int64_t d = 0; d < dim; d++) {
+                    uint32_t x = (uint32_t)((const uint16_t *)src)[d] << 16;
+                    memcpy(q + d * width + i, &x, 4);
+                }
+            else
+                for (int64_t d = 0; d < (mode == BF16_PAIRS ? dim / 2 : dim); d++)
+                    memcpy(q + d * width + i, src + 4 * d, 4);
+            for (int64_t d = 0; d < dim; d++) acc[d * width + i] = a->acc[at * dim + d];
+        }
+        groups[count++] = (group_t){row, vecs, w->pos[row + width - 1]};
+    }
+    return count;
+}
+
+static void store_rows(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w) {
+    const int64_t group = a->heads / a->kv_heads, dim = a->head_dim;
+    for (int64_t r = 0; r < it->rows; r++) {
+        const int64_t row = r / (RVECS * LANES) * RVECS * LANES;
+        const int64_t width = min64(RVECS, ceil_div(it->rows - row, LANES)) * LANES;
+        const int64_t token = e->query_start + (it->row + r) / group;
+        const int64_t at = token * a->heads + it->kv_head * group + (it->row + r) % group;
+        if (w->pos[r] < e->key_begin) continue; /* saw nothing here: untouched, bit for bit */
+        a->row_max[at] = w->top[r], a->row_sum[at] = w->sum[r];
+        for (int64_t d = 0; d < dim; d++)
+            a->acc[at * dim + d] = w->acc[row * dim + d * width + r - row] + 0.0f;
+    }
+}
+
+INLINE void prefill_item(const attend_args *a, const item_t *it, float *scratch, int mode) {
+    const entry_t e = entry_at(a, it->entry);
+    const workspace w = carve(scratch, a->head_dim);
+    const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2, stride = a->kv_heads * dim * size;
+    const int64_t group = a->heads / a->kv_heads;
+    const int64_t end = min64(e.key_end, e.first_pos + (it->row + it->rows - 1) / group + 1);
+    group_t groups[GROUPS];
+    if (end <= e.key_begin) return;
+    const int count = load_rows(a, &e, it, &w, groups, mode);
+    for (int64_t start = e.key_begin, b = 0; start < end; start += a->block_size, b++) {
+        const char *k = a->k + size * (e.blocks[b] * a->k_block_stride + it->kv_head * dim);
+        const char *v = a->v + size * (e.blocks[b] * a->v_block_stride + it->kv_head * dim);
+        for (int64_t off = 0; off < a->block_size && start + off < end; off += TILE) {
+            const int n = min64(min64(TILE, a->block_size - off), end - start - off);
+            const tile_t t = prepare_tile(&w, k + off * stride, v + off * stride, stride, dim, n, start + off, mode);
+            for (int g = 0; g < count; g++) {
+                const int64_t row = groups[g].row, last = groups[g].last_pos;
+                switch (groups[g].vecs) {
+                case 1: attend_tile(&t, &w, row, last, dim, a->scale, 1, mode); break;
+                case 2: attend_tile(&t, &w, row, last, dim, a->scale, 2, mode); break;
+                default: attend_tile(&t, &w, row, last, dim, a->scale, 3, mode);
+                }
+            }
+        }
+    }
+    store_rows(a, &e, it, &w);
+}
+
+/* ---- dispatch --------------------------------------------------------------------------------- */
+
+#define BY_DIM(f, mode, ...)                                                                        \
+    do {                                                                                            \
+        switch (a->head_dim) {                                                                      \
+        case 64: f(__VA_ARGS__, 64, mode); break;                                                   \
+        case 128: f(__VA_ARGS__, 128, mode); break;                                                 \
+        default: f(__VA_ARGS__, a->head_dim, mode);                                                 \
+        }                                                                                           \
+    } while (0)
+
+static int mode_of(const attend_args *a) {
+    if (!a->is_bf16) return F32;
+    return HAVE_PAIRS && a->head_dim % 2 == 0 ? BF16_PAIRS : BF16_WIDE; /* a pair must not leave its row */
+}
+
+static void run_segment(const attend_args *a, segment_t s, int64_t h0, int64_t h1, float *partial, char *scratch) {
+    switch (mode_of(a)) {
+    case F32: BY_DIM(decode_segment, F32, a, s, h0, h1, partial, scratch); break;
+    case BF16_WIDE: BY_DIM(decode_segment, BF16_WIDE, a, s, h0, h1, partial, scratch); break;
+    default: BY_DIM(decode_segment, BF16_PAIRS, a, s, h0, h1, partial, scratch);
+    }
+}
+
+static void run_item(const attend_args *a, const item_t *it, float *scratch) {
+    switch (mode_of(a)) {
+    case F32: prefill_item(a, it, scratch, F32); break;
+    case BF16_WIDE: prefill_item(a, it, scratch, BF16_WIDE); break;
+    default: prefill_item(a, it, scratch, BF16_PAIRS);
+    }
+}
+
+typedef struct { /* the work of one call */
+    int64_t *first_segment; /* [entries + 1]: a decode entry's segments are consecutive */
+    segment_t *segments;
+    item_t *items;
+    int64_t num_segments, num_items, max_rows, rows_per_item;
+} plan_t;
+
+static int64_t count_segments(const attend_args *a, const entry_t *e) {
+    const int64_t keys = e->key_end - e->key_begin, per_block = ceil_div(a->block_size, SEG);
+    return keys / a->block_size * per_block + ceil_div(keys % a->block_size, SEG);
+}
+
+static int by_cost(const void *x, const void *y) { /* dearest first */
+    const int64_t a = ((const item_t *)x)->cost, b = ((const item_t *)y)->cost;
+    return a < b ? 1 : a > b ? -1 : 0;
+}
+
+/* How much there is of each, so that the plan is one allocation. */
+static void count_work(const attend_args *a, plan_t *p) {
+    const int64_t group = a->heads / a->kv_heads;
+    int64_t rows = 0, entries = 0;
+    for (int64_t i = 0; i < a->entries; i++) {
+        const entry_t e = entry_at(a, i);
+        if (e.q_len <= DECODE_MAX) {
+            p->num_segments += count_segments(a, &e);
+            if (e.q_len * a->heads > p->max_rows) p->max_rows = e.q_len * a->heads;
+        } else {
+            entries++, rows += e.q_len * group;
+        }
+    }
+    /* Smaller tiles when there are few: rows are independent, so this moves no bit. */
+    p->rows_per_item = rows / ROWS_PER_ITEM * a->kv_heads < 4 * a->threads ? RVECS * LANES : ROWS_PER_ITEM;
+    p->num_items = (rows / p->rows_per_item + entries) * a->kv_heads;
+}
+
+static void fill_plan(const attend_args *a, plan_t *p) {
+    const int64_t group = a->heads / a->kv_heads;
+    segment_t *s = p->segments;
+    item_t *it = p->items;
+    for (int64_t i = 0; i < a->entries; i++) {
+        const entry_t e = entry_at(a, i);
+        p->first_segment[i] = s - p->segments;
+        if (e.q_len <= DECODE_MAX) {
+            const int64_t n = count_segments(a, &e);
+            for (int64_t j = 0; j < n; j++) *s++ = (segment_t){i, j};
+            continue;
+        }
+        for (int64_t r = 0; r < e.q_len * group; r += p->rows_per_item)
+            for (int64_t h = 0; h < a->kv_heads; h++) {
+                const int64_t rows = min64(p->rows_per_item, e.q_len * group - r);
+                const int64_t keys = min64(e.key_end, e.first_pos + (r + rows - 1) / group + 1) - e.key_begin;
+                if (keys > 0) *it++ = (item_t){i, h, r, rows, rows * keys};
+            }
+    }
+    p->first_segment[a->entries] = s - p->segments;
+    p->num_items = it - p->items;
+    qsort(p->items, p->num_items, sizeof *p->items, by_cost);
+}
+
+static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t row, int64_t begin, int64_t end,
+                      const float *partials) {
+    const int64_t stride = partial_stride(a->head_dim), rows = p->max_rows;
+    const entry_t e = entry_at(a, i);
+    int64_t from = p->first_segment[i], to = p->first_segment[i + 1];
+    if (from < begin) from = begin;
+    if (to > end) to = end;
+    if (row >= e.q_len * a->heads) return;
+    const int64_t at = e.query_start * a->heads + row;
+    for (int64_t s = from; s < to; s++)
+        merge_partial(a->row_max + at, a->row_sum + at, a->acc + at * a->head_dim,
+                      partials + ((s - begin) * rows + row) * stride, a->head_dim);
+}
+
+/* Fold this call's keys into (row_max, row_sum, acc). Returns 0, or -1 when out of memory. */
+int attend(const attend_args *a) {
+    plan_t p = {0};
+    count_work(a, &p);
+    const int64_t padded = ceil_div(a->head_dim, 32) * 32;
+    const int64_t segment_floats = p.max_rows * partial_stride(a->head_dim);
+    int64_t window = segment_floats ? WINDOW_BYTES / (4 * segment_floats) : 0;
+    window = min64(p.num_segments, window > a->threads ? window : a->threads);
+    int64_t scratch = p.max_rows ? p.max_rows * padded + 4 * TILE : 0;
+    if (p.num_items && workspace_words(a->head_dim) > scratch) scratch = workspace_words(a->head_dim);
+    scratch = ceil_div(scratch, 16) * 16;
+    const size_t tables = ceil_div((a->entries + 1) * sizeof(int64_t) + p.num_segments * sizeof(segment_t) +
+                                       p.num_items * sizeof(item_t), 64) * 64;
+    char *memory = aligned_alloc(64, tables + 64 * ceil_div(4 * (window * segment_floats + a->threads * scratch), 64));
+    if (!memory) return -1;
+    p.segments = (segment_t *)memory;
+    p.items = (item_t *)(p.segments + p.num_segments);
+    p.first_segment = (int64_t *)(p.items + p.num_items);
+    float *partials = (float *)(memory + tables), *scratches = partials + window * segment_floats;
+    fill_plan(a, &p);
+    /* Few segments: one kv head each, to feed every thread; else all heads, to read memory in order. */
+    const int64_t split = p.num_segments < 4 * a->threads ? a->kv_heads : 1, heads = a->kv_heads / split;
+#pragma omp parallel num_threads((int)a->threads)
+    {
+        const unsigned saved = flush_denormals();
+        float *mine = scratches + omp_get_thread_num() * scratch;
+        for (int64_t begin = 0; begin < p.num_segments; begin += window) {
+            const int64_t end = min64(begin + window, p.num_segments);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = begin * split; i < end * split; i++)
+                run_segment(a, p.segments[i / split], i % split * heads, (i % split + 1) * heads,
+                            partials + (i / split - begin) * segment_floats, (char *)mine);
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < a->entries * p.max_rows; i++)
+                merge_row(a, &p, i / p.max_rows, i % p.max_rows, begin, end, partials);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < p.num_items; i++) run_item(a, &p.items[i], mine);
+        restore_denormals(saved);
+    }
+    free(memory);
+    return 0;
+}
+
+/* out = acc / row_sum in the dtype of out (contiguous); a row without keys gives 0. */
+int finish(const float *row_sum, const float *acc, void *out, int64_t rows, int64_t dim, int64_t is_bf16,
+           int64_t threads) {
+    if (rows * dim < 1 << 16) threads = 1;
+#pragma omp parallel for num_threads((int)threads) schedule(static)
+    for (int64_t r = 0; r < rows; r++) {
+        const float sum = row_sum[r] == 0.0f ? 1.0f : row_sum[r], *x = acc + r * dim;
+        if (!is_bf16)
+            for (int64_t d = 0; d < dim; d++) ((float *)out)[r * dim + d] = x[d] / sum;
+        else
+            for (int64_t d = 0; d < dim; d++) ((uint16_t *)out)[r * dim + d] = to_bf16(x[d] / sum);
+    }
+    return 0;
+}
+
+const char *isa(void) {
+#if HAVE_PAIRS
+    return "avx512_bf16";
+#elif LANES == 16
+    return "avx512";
+#elif LANES == 8
+    return "avx2";
+#else
+    return "generic";
+#endif
 }

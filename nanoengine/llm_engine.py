@@ -302,7 +302,7 @@ class LLMEngine:
         return "the model cannot read more: shorten the prompt"
 
     def _request_seed(self, seq_id: int) -> int:
-        return xxhash.xxh3_64_intdigest(f"{self.config.seed}:{seq_id}")
+        return xxhash.xxh3_64_intdigest(f"{self.config.seed}:{seq_id}".encode())
 
     def _output(self, seq: Sequence) -> RequestOutput:
         token_ids = seq.output_token_ids

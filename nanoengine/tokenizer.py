@@ -1,8 +1,8 @@
 """Text to token ids and back: encoding, chat templates, incremental detokenising.
 
-Owns everything that is a property of the vocabulary; knows nothing about weights, requests or engines.
-`transformers` is imported only for a folder without tokenizer.json: it costs over a second, where the
-`tokenizers` library alone costs hundredths.
+Owns everything that is a property of the vocabulary; knows nothing about weights, requests or
+engines. `transformers` is imported only for a folder without tokenizer.json: it costs over a
+second, where the `tokenizers` library alone costs hundredths.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ MAX_PENDING_TOKENS = 8
 
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The word patterns of Qwen2 and Llama 3 tokenizers. Contractions are spelt out, as llama.cpp has them:
-# an ignore-case group would also match the long s.
+# The word patterns of Qwen2 and Llama 3 tokenizers. Contractions are spelt out, as llama.cpp has
+# them: an ignore-case group would also match the long s.
 WORD_PATTERNS = {
     "qwen2": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
     "llama-bpe": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
@@ -81,7 +81,8 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        """`special_tokens` maps names such as "eos_token" to texts, `chat_templates` names to Jinja."""
+        """`special_tokens` maps names such as "eos_token" to texts, `chat_templates` names to
+        Jinja."""
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._templates = dict(chat_templates or {})
@@ -94,7 +95,8 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja.
 
-        Raises CorruptModelError for a damaged file, ModelLoadError when there is no tokenizer at all.
+        Raises CorruptModelError for a damaged file, ModelLoadError when there is no tokenizer at
+        all.
         """
         config = _read_object(folder / "tokenizer_config.json")
         legacy = _read_object(folder / "special_tokens_map.json")
@@ -109,7 +111,8 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included. A model's embedding may have more rows (padding)."""
+        """Number of ids, added tokens included. A model's embedding may have more rows
+        (padding)."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -135,8 +138,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written in the text become their ids.
 
-        `add_special_tokens` adds what the model wants around a plain prompt (a BOS, say). Pass False for
-        the result of `apply_chat_template`: the template has written those tokens itself.
+        `add_special_tokens` adds what the model wants around a plain prompt (a BOS, say). Pass
+        False for the result of `apply_chat_template`: the template has written those tokens itself.
         Raises InvalidPromptError if `text` is no string or holds a lone surrogate.
         """
         if not isinstance(text, str):
@@ -150,13 +153,12 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids past the vocabulary, nothing."""
+        """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids past the vocabulary,
+        nothing."""
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
-            raise InvalidPromptError(
-                "token ids must be integers from 0 to 2**32 - 1"
-            ) from error
+            raise InvalidPromptError("token ids must be integers from 0 to 2**32 - 1") from error
 
     @property
     def has_chat_template(self) -> bool:
@@ -169,13 +171,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The conversation as one text, equal to transformers' `apply_chat_template(tokenize=False)`.
+        """The conversation as one text, equal to transformers'
+        `apply_chat_template(tokenize=False)`.
 
-        Each message has a `role` and a `content` string; `content` may be missing beside `tool_calls`.
-        `kwargs` are variables of the template (`tools`, `documents`, `enable_thinking`, ...), JSON values
-        only. Encode the result with `add_special_tokens=False`.
-        Raises RequestError without a template, InvalidPromptError for bad messages or a failing template,
-        InvalidParamsError for an argument that is no template variable.
+        Each message has a `role` and a `content` string; `content` may be missing beside
+        `tool_calls`. `kwargs` are variables of the template (`tools`, `documents`,
+        `enable_thinking`, ...), JSON values only. Encode the result with
+        `add_special_tokens=False`.
+        Raises RequestError without a template, InvalidPromptError for bad messages or a failing
+        template, InvalidParamsError for an argument that is no template variable.
         """
         refused = sorted(NOT_TEMPLATE_VARIABLES & kwargs.keys())
         if refused:
@@ -207,9 +211,9 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Turns the tokens of one sequence into text as they come, never showing half a code point.
 
-    A window of recent ids is decoded again for every token. It is cut where the text so far is complete,
-    so the work per token does not grow. What was given out never changes; over byte-level vocabularies
-    the whole equals `tokenizer.decode` of all ids.
+    A window of recent ids is decoded again for every token. It is cut where the text so far is
+    complete, so the work per token does not grow. What was given out never changes; over byte-level
+    vocabularies the whole equals `tokenizer.decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -247,7 +251,8 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(ids, self._skip)
 
     def _give(self, text: str, num_final: int) -> str:
-        """Give out `text` of the window's first `num_final` ids and cut the window before the newest."""
+        """Give out `text` of the window's first `num_final` ids and cut the window before the
+        newest."""
         new = text[self._given :]
         if new:
             self._pieces.append(new)
@@ -280,21 +285,22 @@ def build_byte_level_bpe(
 ) -> tokenizers.Tokenizer:
     """A GPT-2 style tokenizer with the ids of llama.cpp for `tokenizer.ggml.pre` equal to `pre`.
 
-    Like llama.cpp it normalises nothing and drops bytes that the vocabulary lacks. `special` tokens are
-    left out of decoded text, `user_defined` ones are not. `prefix_id` and `suffix_id` are added around a
-    text when special tokens are wanted.
-    Raises UnsupportedModelError for another `pre`, CorruptModelError for merges that fit no vocabulary.
+    Like llama.cpp it normalises nothing and drops bytes that the vocabulary lacks. `special` tokens
+    are left out of decoded text, `user_defined` ones are not. `prefix_id` and `suffix_id` are added
+    around a text when special tokens are wanted.
+    Raises UnsupportedModelError for another `pre`, CorruptModelError for merges that fit no
+    vocabulary.
     """
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"the GGUF tokenizer splits text by {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}"
         )
     try:
-        bpe = models.BPE(
-            vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe"
-        )
+        bpe = models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe")
     except Exception as error:  # the library raises plain Exception
-        raise CorruptModelError(f"the tokenizer's merges do not fit its vocabulary: {error}") from error
+        raise CorruptModelError(
+            f"the tokenizer's merges do not fit its vocabulary: {error}"
+        ) from error
     backend = tokenizers.Tokenizer(bpe)
     backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer_steps(vocab, pre))
     backend.decoder = decoders.ByteLevel()
@@ -304,9 +310,7 @@ def build_byte_level_bpe(
     return backend
 
 
-def _pre_tokenizer_steps(
-    vocab: Mapping[str, int], pre: str
-) -> list[pre_tokenizers.PreTokenizer]:
+def _pre_tokenizer_steps(vocab: Mapping[str, int], pre: str) -> list[pre_tokenizers.PreTokenizer]:
     if pre == "smollm":
         steps: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Digits(individual_digits=True),
@@ -373,8 +377,8 @@ def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
         )
     except Exception as error:  # a converter may raise anything
         raise ModelLoadError(
-            f"{folder} has no tokenizer.json, and transformers cannot make one from its other files: "
-            f"{error}"
+            f"{folder} has no tokenizer.json, and transformers cannot make one "
+            f"from its other files: {error}"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
@@ -393,7 +397,8 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. A chat_template.jinja wins over tokenizer_config.json, as in transformers."""
+    """Templates by name. A chat_template.jinja wins over tokenizer_config.json, as in
+    transformers."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -414,8 +419,8 @@ def _named_templates(folder: Path, entries: Iterable[Any]) -> dict[str, str]:
         pair = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else ()
         if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             raise CorruptModelError(
-                f"{folder / 'tokenizer_config.json'}: each entry of a chat_template list needs a name "
-                "and a template string"
+                f"{folder / 'tokenizer_config.json'}: each entry of a chat_template list "
+                "needs a name and a template string"
             )
         named[str(pair[0])] = str(pair[1])
     return named
@@ -484,7 +489,9 @@ def _render(
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A checked copy, without the keys whose value is None, as templates expect."""
     if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidPromptError("messages must be a list of at least one {'role': ..., 'content': ...}")
+        raise InvalidPromptError(
+            "messages must be a list of at least one {'role': ..., 'content': ...}"
+        )
     return [_plain_message(message, index) for index, message in enumerate(messages)]
 
 
@@ -514,16 +521,20 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """A copy in plain JSON types: the sandbox cannot know the methods of anything else."""
     if depth > 64:
         raise InvalidPromptError(f"{where} is nested deeper than 64 levels")
-    if value is None or isinstance(value, (bool, str, int, float)):
-        return value if type(value) in (bool, str, int, float, type(None)) else _base(value)
+    if value is None or type(value) in (bool, str, int, float):
+        return value
+    if isinstance(value, (str, int, float)):
+        return _base(value)
     if isinstance(value, Mapping):
         return {str(k): _plain(v, where, depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, where, depth + 1) for item in value]
-    raise InvalidPromptError(f"{where} holds a {type(value).__name__}; only JSON values are accepted")
+    raise InvalidPromptError(
+        f"{where} holds a {type(value).__name__}; only JSON values are accepted"
+    )
 
 
-def _base(value: str | int | float) -> str | int | float:
+def _base(value: str | float) -> str | float:
     """An enum or another subclass, as its plain value."""
     if isinstance(value, str):
         return str.__str__(value)

@@ -146,10 +146,10 @@ def nothing_that_runs_a_files_code(_: str, tree: ast.Module) -> Iterator[str]:
         for dotted in names_used(node):
             if dotted.split(".")[0] in CODE_RUNNING_FORMATS or dotted == "torch.load":
                 yield f"{dotted} can run code that a file holds"
-        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
-            # Left out, transformers may ask on the terminal; a plain False refuses.
-            if ast.unparse(node.value) != "False":
-                yield f"line {node.lineno}: trust_remote_code may only be False"
+        # Left out, transformers may ask on the terminal; a plain False refuses.
+        is_trust = isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
+        if is_trust and ast.unparse(node) != "trust_remote_code=False":
+            yield "trust_remote_code may only be False"
 
 
 def names_used(node: ast.AST) -> list[str]:

@@ -1,0 +1,234 @@
+"""Our own CPU kernels: compiles `cpu_kernels.c` at first use, and calls it.
+
+Owns the build, its cache on disk and the C calling convention. Knows no sequence, no scheduler and no
+model: it sees tensors and one KVChunk at a time. The arithmetic, and the law that makes it independent of
+how KV is split into chunks, are described in `cpu_kernels.c`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from nanoengine.context import KVChunk
+from nanoengine.errors import EngineError
+
+SOURCE = Path(__file__).with_name("cpu_kernels.c")
+CFLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-shared",
+    "-fPIC",
+)
+_BUILD_TIMEOUT_S = 120
+_ISA_NAMES = (b"generic", b"avx2", b"avx512", b"avx512_bf16")
+# One field per member of attend_args in cpu_kernels.c, in its order.
+_ATTEND_ARGS = struct.Struct("=12Q12qd")
+_IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class KernelBuildError(EngineError):
+    """The CPU kernels could not be compiled or loaded; the engine can run without them."""
+
+
+def find_compiler() -> str:
+    """Path of $CC, gcc, cc or clang, the first that exists. Raises KernelBuildError."""
+    for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    raise KernelBuildError(
+        "no C compiler found ($CC, gcc, cc, clang): install gcc for the faster CPU attention"
+    )
+
+
+def cache_dir() -> Path:
+    """Our private folder for compiled kernels; a fresh temporary one where it is not ours alone.
+
+    We load machine code from there, so a folder that another user owns or may write is not used.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "nanoengine" / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = folder.lstat()
+        if info.st_uid == os.getuid() and not info.st_mode & 0o022 and folder.is_dir():
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="nanoengine-kernels-"))
+
+
+def build_library(folder: Path, extra_cflags: tuple[str, ...] = ()) -> Path:
+    """Compile the kernels into `folder` unless that very build is already there; returns the .so.
+
+    Two processes may build at once: each writes its own temporary file and renames it.
+    Raises KernelBuildError when there is no compiler or it fails.
+    """
+    compiler = find_compiler()
+    command = [compiler, *CFLAGS, *extra_cflags]
+    target = folder / f"{_build_key(compiler, command)}.so"
+    if not target.exists():
+        _compile(command, target)
+    return target
+
+
+def _build_key(compiler: str, command: list[str]) -> str:
+    """Hash of everything the machine code depends on."""
+    version = _run([compiler, "--version"])
+    parts = [SOURCE.read_bytes(), " ".join(command).encode(), version, _cpu_flags()]
+    return xxhash.xxh3_128_hexdigest(b"\0".join(parts))
+
+
+def _cpu_flags() -> bytes:
+    """What -march=native stands for here; the cache folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}".encode()
+    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
+
+
+def _compile(command: list[str], target: Path) -> None:
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    os.close(handle)
+    try:
+        _run([*command, str(SOURCE), "-o", temporary, "-lm"])
+        os.replace(temporary, target)
+    except OSError as error:
+        raise KernelBuildError(f"cannot write {target}: {error}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> bytes:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"cannot run {command[0]}: {error}") from error
+    if done.returncode != 0:
+        tail = done.stderr.decode(errors="replace").strip()[-2000:]
+        raise KernelBuildError(f"{command[0]} failed with status {done.returncode}: {tail}")
+    return done.stdout
+
+
+def _open(folder: Path, extra_cflags: tuple[str, ...]) -> ctypes.CDLL:
+    """Load the library; a torn file from an earlier crash is rebuilt once."""
+    path = build_library(folder, extra_cflags)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+    try:
+        return ctypes.CDLL(str(build_library(folder, extra_cflags)))
+    except OSError as error:
+        raise KernelBuildError(f"cannot load {path}: {error}") from error
+
+
+class CpuKernels:
+    """Bound C functions. Every call releases the GIL and runs on torch's own OpenMP threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend = library.attend
+        self._attend.argtypes = [ctypes.c_char_p]
+        self._finish = library.finish
+        self._finish.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4
+        library.isa.restype = ctypes.c_char_p
+        self.isa: str = library.isa().decode()
+
+    @classmethod
+    def load(cls, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()) -> CpuKernels:
+        """Compile (or take from the cache) and bind; raises KernelBuildError with the reason."""
+        return cls(_open(folder or cache_dir(), extra_cflags))
+
+    def attend(
+        self,
+        q: Tensor,
+        chunk: KVChunk,
+        query_start: Tensor,
+        kv_lens: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+        acc: Tensor,
+        scale: float,
+    ) -> None:
+        """Fold one chunk into the softmax state of the batch, in place.
+
+        q                 [tokens, heads, head_dim], float32 or bfloat16; a strided view will do
+        chunk             k and v of q's dtype
+        query_start       int32 [n + 1], kv_lens int32 [n], of the whole batch
+        row_max, row_sum  float32 [tokens, heads], -inf and 0 before the first chunk
+        acc               float32 [tokens, heads, head_dim], 0 before the first chunk
+        """
+        k, v = chunk.k, chunk.v
+        heads, head_dim = q.shape[1], q.shape[2]
+        is_bf16 = _IS_BF16.get(q.dtype)
+        if is_bf16 is None or k.dtype != q.dtype or v.dtype != q.dtype:
+            raise EngineError(
+                f"CPU attention takes q, k and v of one dtype, float32 or bfloat16: "
+                f"got {q.dtype}, {k.dtype}, {v.dtype}"
+            )
+        packed = _ATTEND_ARGS.pack(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            chunk.seq_index.data_ptr(),
+            chunk.first_block.data_ptr(),
+            chunk.num_blocks.data_ptr(),
+            chunk.block_table.data_ptr(),
+            query_start.data_ptr(),
+            kv_lens.data_ptr(),
+            row_max.data_ptr(),
+            row_sum.data_ptr(),
+            acc.data_ptr(),
+            len(chunk.seq_index),
+            chunk.block_table.stride(0),
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            v.stride(0),
+            heads,
+            k.shape[2],
+            head_dim,
+            k.shape[1],
+            is_bf16,
+            torch.get_num_threads(),
+            scale,
+        )
+        if self._attend(packed) != 0:
+            raise EngineError("CPU attention is out of memory: lower the batch or the context")
+
+    def finish(self, row_sum: Tensor, acc: Tensor, out: Tensor) -> None:
+        """out = acc / row_sum, [tokens, heads, head_dim] contiguous; rows without keys give 0."""
+        self._finish(
+            row_sum.data_ptr(),
+            acc.data_ptr(),
+            out.data_ptr(),
+            row_sum.numel(),
+            acc.shape[-1],
+            _IS_BF16[out.dtype],
+            torch.get_num_threads(),
+        )
+
+
+def new_state(tokens: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(row_max, row_sum, acc) of rows that have seen no key yet."""
+    return (
+        torch.full((tokens, heads), -torch.inf),
+        torch.zeros(tokens, heads),
+        torch.zeros(tokens, heads, head_dim),
+    )

@@ -1,0 +1,611 @@
+"""One GGUF file into one Hugging Face folder: names, row order, dtype, configuration and tokenizer.
+
+Tensors are read and dequantised by the `gguf` package, then rounded to bfloat16. Knows nothing of
+caches or of the engine: after the conversion there is one loading path, `loader.py`'s. The file is
+not trusted: its whole structure is checked against its size before the package reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.tokenizer import build_byte_level_bpe
+
+CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+# Row order of q and k in a GGUF of these is llama.cpp's (pairs side by side), not Hugging Face's
+# (halves).
+PERMUTED = frozenset({"llama"})
+# Settings that change the arithmetic and that no Hugging Face config of these architectures can
+# say.
+REFUSED_KEYS = (
+    "expert_count",
+    "attention.sliding_window",
+    "attention.scale",
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+)
+# Texts that end a generation whatever `eos_token_id` says, as in llama.cpp.
+END_TEXTS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<EOT>",
+    }
+)
+
+MAX_COUNT = 10_000_000  # tensors, metadata entries, array elements, tensor dimensions
+MAX_DIMS = 4
+CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
+
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_UNKNOWN_TOKEN, _CONTROL_TOKEN, _USER_TOKEN = 2, 3, 4
+
+_GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
+_ROPE_FREQS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A stored tensor under its Hugging Face name. `data` is [rows, bytes of a row] if
+    quantised."""
+
+    name: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[Any]
+    quant_type: Any
+    rows: npt.NDArray[np.intp] | None  # order to read the rows in; None is as stored
+
+
+class _Metadata:
+    """Typed access to the key-value part, with the architecture's prefix filled in."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self.path = path
+        self._fields = fields
+        self.architecture = str(self.get("general.architecture", str))
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of `key`; CorruptModelError if it is missing without a default, or of another
+        type."""
+        field = self._fields.get(key)
+        if field is None:
+            if default is None:
+                raise CorruptModelError(f"{self.path} lacks the metadata key {key!r}")
+            return default
+        try:
+            value = field.contents()
+        except (ValueError, IndexError) as error:
+            raise CorruptModelError(f"{self.path}: {key!r} cannot be read: {error}") from error
+        if type(value) is not kind:
+            raise CorruptModelError(
+                f"{self.path}: {key!r} must be {kind.__name__}, not {type(value).__name__}"
+            )
+        return value
+
+    def has(self, key: str) -> bool:
+        return key in self._fields
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A positive size of the architecture. A list (one per layer) counts if all are equal."""
+        full_key = f"{self.architecture}.{key}"
+        is_list = self.has(full_key) and len(self._fields[full_key].types) > 1
+        value = self.get(full_key, list if is_list else int, default)
+        if is_list:
+            if len(set(value)) != 1:
+                raise UnsupportedModelError(
+                    f"{self.path}: {full_key!r} differs between layers, which is not supported"
+                )
+            value = value[0]
+        if not isinstance(value, int) or not 0 < value <= MAX_COUNT:
+            raise CorruptModelError(
+                f"{self.path}: {full_key!r} is {value}, not within 1 to {MAX_COUNT}"
+            )
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A float32 of the architecture, as the shortest decimal that names it."""
+        value = self.get(f"{self.architecture}.{key}", float, default)
+        return float(str(np.float32(value)))
+
+    def token_id(self, key: str, vocab_size: int) -> int | None:
+        full_key = f"tokenizer.ggml.{key}"
+        if not self.has(full_key):
+            return None
+        value = int(self.get(full_key, int))
+        if not 0 <= value < vocab_size:
+            raise CorruptModelError(
+                f"{self.path}: {full_key!r} is {value}, but the vocabulary has {vocab_size} tokens"
+            )
+        return value
+
+
+def convert_gguf(source: Path, target: Path) -> str:
+    """Fill the empty folder `target` with the model in `source`; returns what the weights are, in
+    words.
+
+    Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
+    model.safetensors (bfloat16). At most 16 MiB of float32 are held at a time.
+    Raises CorruptModelError for a damaged file, UnsupportedModelError for what cannot be
+    represented.
+    """
+    check_structure(source)
+    # 0.3 s to import, and needed only the first time a GGUF is used.
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(source)
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+        raise CorruptModelError(f"{source} is damaged: {error}") from error
+    metadata = _Metadata(source, reader.fields)
+    _check_supported(metadata)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    _check_types(source, stored)
+    config = _model_config(metadata, stored)
+    tensors = [_named(metadata, config, t) for name, t in stored.items() if name != _ROPE_FREQS]
+    eos_ids = _write_tokenizer(metadata, target, config["vocab_size"])
+    _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
+    _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
+    _write_safetensors(target / "model.safetensors", tensors)
+    return f"{_main_type(stored)} GGUF, dequantised to bfloat16"
+
+
+class _Cursor:
+    """Walks the bytes of a file; running past the end is an error that names the file."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.position = 0
+
+    def skip(self, num_bytes: int) -> int:
+        """Returns the position before the skip."""
+        start = self.position
+        if num_bytes > len(self.data) - start:
+            raise CorruptModelError(
+                f"{self.path} is truncated or damaged: byte {start} asks for {num_bytes} more, "
+                f"the file has {len(self.data)}"
+            )
+        self.position += num_bytes
+        return start
+
+    def uint32(self) -> int:
+        return int(struct.unpack_from("<I", self.data, self.skip(4))[0])
+
+    def uint64(self) -> int:
+        return int(struct.unpack_from("<Q", self.data, self.skip(8))[0])
+
+    def count(self, what: str, limit: int = MAX_COUNT) -> int:
+        value = self.uint64()
+        if value > limit:
+            raise CorruptModelError(f"{self.path} is damaged: {value} {what}, more than {limit}")
+        return value
+
+    def string(self) -> bytes:
+        size = self.uint64()
+        start = self.skip(size)
+        return self.data[start : start + size]
+
+
+def check_structure(path: Path) -> None:
+    """Check every length and offset of a GGUF against the file's size.
+
+    The `gguf` package believes them: a damaged array length would keep it busy for ever.
+    Raises CorruptModelError, or UnsupportedModelError for another version or byte order.
+    """
+    if path.stat().st_size < 24:
+        raise CorruptModelError(f"{path} is no GGUF file: only {path.stat().st_size} bytes")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        cursor = _Cursor(path, data)
+        num_tensors, num_fields = _read_head(cursor)
+        alignment = 32
+        for _ in range(num_fields):
+            key = cursor.string()
+            value = _skip_value(cursor, cursor.uint32())
+            if key == b"general.alignment" and value is not None:
+                alignment = value
+        if alignment <= 0 or alignment & (alignment - 1):
+            raise CorruptModelError(f"{path} is damaged: alignment {alignment} is no power of two")
+        ends = [_read_tensor_info(cursor) for _ in range(num_tensors)]
+        data_start = -(-cursor.position // alignment) * alignment
+        for name, end in ends:
+            if data_start + end > len(data):
+                raise CorruptModelError(
+                    f"{path} is truncated: tensor {name!r} ends at byte {data_start + end}, "
+                    f"the file has {len(data)}"
+                )
+
+
+def _read_head(cursor: _Cursor) -> tuple[int, int]:
+    magic = cursor.data[cursor.skip(4) : 4]
+    if magic != b"GGUF":
+        raise CorruptModelError(f"{cursor.path} is no GGUF file: it starts with {magic!r}")
+    version = cursor.uint32()
+    if version not in (2, 3):
+        raise UnsupportedModelError(
+            f"{cursor.path} is GGUF version {version} (or big-endian); "
+            "versions 2 and 3 are supported"
+        )
+    return cursor.count("tensors"), cursor.count("metadata entries")
+
+
+def _skip_value(cursor: _Cursor, kind: int) -> int | None:
+    """Step over one value; returns it if it is a uint32."""
+    if kind == _STRING:
+        cursor.string()
+    elif kind == _ARRAY:
+        _skip_array(cursor)
+    elif kind in _SCALAR_BYTES:
+        start = cursor.skip(_SCALAR_BYTES[kind])
+        if kind == _UINT32:
+            return int(struct.unpack_from("<I", cursor.data, start)[0])
+    else:
+        raise CorruptModelError(f"{cursor.path} is damaged: unknown value type {kind}")
+    return None
+
+
+def _skip_array(cursor: _Cursor) -> None:
+    kind = cursor.uint32()
+    length = cursor.count("array elements")
+    if kind == _STRING:
+        for _ in range(length):
+            cursor.skip(cursor.uint64())
+    elif kind in _SCALAR_BYTES:
+        cursor.skip(length * _SCALAR_BYTES[kind])
+    else:
+        raise CorruptModelError(f"{cursor.path} is damaged: an array of value type {kind}")
+
+
+def _read_tensor_info(cursor: _Cursor) -> tuple[str, int]:
+    """Name of a tensor and where it ends, in bytes after the start of the data."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # 0.3 s, see convert_gguf
+
+    name = cursor.string().decode("utf-8", errors="replace")
+    num_dims = cursor.uint32()
+    if not 1 <= num_dims <= MAX_DIMS:
+        raise CorruptModelError(
+            f"{cursor.path} is damaged: tensor {name!r} has {num_dims} dimensions"
+        )
+    dims = [cursor.count("elements in one tensor dimension") for _ in range(num_dims)]
+    kind, offset = cursor.uint32(), cursor.uint64()
+    try:
+        block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModelError(
+            f"{cursor.path}: tensor {name!r} has the unknown type {kind}; "
+            "a newer `gguf` package may know it"
+        ) from error
+    if 0 in dims or dims[0] % block_elements:
+        raise CorruptModelError(f"{cursor.path} is damaged: tensor {name!r} has the shape {dims}")
+    return name, offset + math.prod(dims) // block_elements * block_bytes
+
+
+def _check_supported(metadata: _Metadata) -> None:
+    architecture = metadata.architecture
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{metadata.path}: GGUF architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    for key in REFUSED_KEYS:
+        full_key = f"{architecture}.{key}"
+        if metadata.has(full_key) and metadata.get(full_key, _type_of(key)):
+            raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
+
+
+def _type_of(key: str) -> type:
+    return float if key.endswith("scale") else int
+
+
+def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
+    """Every tensor type must be one that the `gguf` package can dequantise (probed with one
+    block)."""
+    import gguf  # 0.3 s, see convert_gguf
+
+    for kind in sorted({tensor.tensor_type for tensor in stored.values()}):
+        block = np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+        try:
+            gguf.quants.dequantize(block, kind)
+        except NotImplementedError as error:
+            name = next(n for n, t in stored.items() if t.tensor_type == kind)
+            raise UnsupportedModelError(
+                f"{path}: tensor {name!r} has the type {kind.name}, which cannot be dequantised"
+            ) from error
+
+
+def _model_config(metadata: _Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of the model, in the spelling that every transformers release reads."""
+    num_heads = metadata.number("attention.head_count")
+    hidden_size = metadata.number("embedding_length")
+    head_dim = metadata.number("attention.key_length", max(hidden_size // num_heads, 1))
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if metadata.number(key, head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{metadata.path}: {key} is {metadata.number(key)}, the head size {head_dim}; "
+                "only equal sizes are supported"
+            )
+    if "token_embd.weight" not in stored:
+        raise CorruptModelError(f"{metadata.path} has no tensor 'token_embd.weight'")
+    theta = metadata.real("rope.freq_base", 10000.0)
+    return {
+        "architectures": [ARCHITECTURES[metadata.architecture]],
+        "model_type": metadata.architecture,
+        "vocab_size": int(stored["token_embd.weight"].shape[-1]),
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata.number("feed_forward_length"),
+        "num_hidden_layers": metadata.number("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.number("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": metadata.number("context_length"),
+        "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(metadata, stored.get(_ROPE_FREQS), theta, head_dim),
+        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "mlp_bias": "blk.0.ffn_up.bias" in stored,
+        "tie_word_embeddings": "output.weight" not in stored,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _rope_scaling(
+    metadata: _Metadata, freqs: Any, theta: float, head_dim: int
+) -> dict[str, Any] | None:
+    key = f"{metadata.architecture}.rope.scaling.type"
+    kind = metadata.get(key, str, "none")
+    if freqs is not None:
+        return _llama3_scaling(metadata.path, freqs, theta, head_dim)
+    if kind == "none":
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": metadata.real("rope.scaling.factor")}
+    raise UnsupportedModelError(
+        f"{metadata.path}: RoPE scaling {kind!r} is not supported; supported: none, linear, llama3"
+    )
+
+
+def _llama3_scaling(path: Path, freqs: Any, theta: float, head_dim: int) -> dict[str, Any]:
+    """llama.cpp stores Llama 3's rule as one divisor per frequency; find the rule they come
+    from."""
+    divisors = np.array(freqs.data, dtype=np.float64).reshape(-1)
+    factor = float(divisors.max())
+    rule = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = _llama3_divisors(theta, head_dim, factor, 1.0, 4.0, 8192)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3):
+        raise UnsupportedModelError(f"{path}: {_ROPE_FREQS!r} does not follow Llama 3's rule")
+    return rule
+
+
+def _llama3_divisors(
+    theta: float, head_dim: int, factor: float, low: float, high: float, original: int
+) -> npt.NDArray[np.float64]:
+    """[head_dim / 2]: 1 for short waves, `factor` for long ones, blended between (Llama 3.1)."""
+    turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return np.asarray(1.0 / ((1.0 - blend) / factor + blend), dtype=np.float64)
+
+
+def _named(metadata: _Metadata, config: Mapping[str, Any], stored: Any) -> _Tensor:
+    match = _LAYER_TENSOR.fullmatch(stored.name)
+    name = _GLOBAL_NAMES.get(stored.name)
+    rows = None
+    if match and match[2] in _LAYER_NAMES:
+        name = f"model.layers.{int(match[1])}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+        if metadata.architecture in PERMUTED and match[2] in ("attn_q", "attn_k"):
+            is_query = match[2] == "attn_q"
+            num_heads = config["num_attention_heads" if is_query else "num_key_value_heads"]
+            rows = _half_order(metadata.path, stored, num_heads, config["head_dim"])
+    if name is None:
+        raise UnsupportedModelError(
+            f"{metadata.path}: tensor {stored.name!r} has no place in {config['architectures'][0]}"
+        )
+    shape = tuple(int(size) for size in reversed(stored.shape))
+    return _Tensor(name, shape, stored.data, stored.tensor_type, rows)
+
+
+def _half_order(path: Path, stored: Any, num_heads: int, head_dim: int) -> npt.NDArray[np.intp]:
+    """Stored rows in Hugging Face's order: in each head the even rows, then the odd ones.
+
+    llama.cpp's converter lays the two halves of a head side by side, because its RoPE turns
+    neighbours.
+    """
+    num_rows = int(stored.shape[-1])
+    if num_rows != num_heads * head_dim or head_dim % 2:
+        raise CorruptModelError(
+            f"{path}: tensor {stored.name!r} has {num_rows} rows, "
+            f"not {num_heads} heads of {head_dim}"
+        )
+    pairs = np.arange(num_rows).reshape(num_heads, head_dim // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
+
+
+def _write_tokenizer(metadata: _Metadata, target: Path, vocab_size: int) -> list[int]:
+    """tokenizer.json and tokenizer_config.json; returns every id that ends a generation."""
+    model = metadata.get("tokenizer.ggml.model", str)
+    if model != "gpt2":
+        raise UnsupportedModelError(
+            f"{metadata.path}: tokenizer model {model!r} is not supported; supported: gpt2"
+        )
+    texts = _strings(metadata, "tokenizer.ggml.tokens")
+    if len(set(texts)) != len(texts) or len(texts) > vocab_size:
+        raise CorruptModelError(
+            f"{metadata.path}: {len(texts)} tokens ({len(set(texts))} different) "
+            f"for an embedding of {vocab_size} rows"
+        )
+    types = metadata.get("tokenizer.ggml.token_type", list, [1] * len(texts))
+    if len(types) != len(texts):
+        raise CorruptModelError(
+            f"{metadata.path}: {len(types)} token types for {len(texts)} tokens"
+        )
+    ends = [i for i, text in enumerate(texts) if text in END_TEXTS]
+    special = {i for i, kind in enumerate(types) if kind in (_CONTROL_TOKEN, _UNKNOWN_TOKEN)}.union(
+        ends
+    )
+    user = [i for i, kind in enumerate(types) if kind == _USER_TOKEN and i not in special]
+    pre = metadata.get("tokenizer.ggml.pre", str, "default")
+    named = {
+        k: metadata.token_id(f"{k}_token_id", len(texts)) for k in ("bos", "eos", "eot", "eom")
+    }
+    build_byte_level_bpe(
+        {text: i for i, text in enumerate(texts)},
+        _merges(metadata),
+        pre,
+        special=[texts[i] for i in sorted(special)],
+        user_defined=[texts[i] for i in user],
+        prefix_id=named["bos"] if _flag(metadata, "add_bos_token", pre == "llama-bpe") else None,
+        suffix_id=named["eos"] if _flag(metadata, "add_eos_token", False) else None,
+    ).save(str(target / "tokenizer.json"))
+    added = {i: texts[i] for i in sorted({*special, *user})}
+    _write_json(
+        target / "tokenizer_config.json", _tokenizer_config(metadata, texts, added, special)
+    )
+    return list(
+        dict.fromkeys([i for k in ("eos", "eot", "eom") if (i := named[k]) is not None] + ends)
+    )
+
+
+def _strings(metadata: _Metadata, key: str) -> list[str]:
+    values = metadata.get(key, list)
+    if not all(isinstance(value, str) for value in values):
+        raise CorruptModelError(f"{metadata.path}: {key!r} must be a list of strings")
+    return [value or f"[EMPTY_{i}]" for i, value in enumerate(values)]
+
+
+def _merges(metadata: _Metadata) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in _strings(metadata, "tokenizer.ggml.merges"):
+        left, space, right = merge.partition(" ")
+        if not (left and space and right):
+            raise CorruptModelError(f"{metadata.path}: {merge!r} is no merge of two tokens")
+        pairs.append((left, right))
+    return pairs
+
+
+def _flag(metadata: _Metadata, name: str, default: bool) -> bool:
+    return bool(metadata.get(f"tokenizer.ggml.{name}", bool, default))
+
+
+def _tokenizer_config(
+    metadata: _Metadata, texts: list[str], added: Mapping[int, str], special: set[int]
+) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": metadata.number("context_length"),
+        "added_tokens_decoder": {
+            str(i): {
+                "content": text,
+                "lstrip": False,
+                "normalized": False,
+                "rstrip": False,
+                "single_word": False,
+                "special": i in special,
+            }
+            for i, text in added.items()
+        },
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.token_id(f"{key}_token_id", len(texts))
+        if token_id is not None:
+            content[f"{name}_token"] = texts[token_id]
+    if metadata.has("tokenizer.chat_template"):
+        content["chat_template"] = metadata.get("tokenizer.chat_template", str)
+    return content
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_safetensors(path: Path, tensors: list[_Tensor]) -> None:
+    """The format: uint64 header length, JSON header padded to 8 bytes, then the tensors end to
+    end."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + 2 * math.prod(tensor.shape)
+        header[tensor.name] = {
+            "dtype": "BF16",
+            "shape": tensor.shape,
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for tensor in tensors:
+            _write_tensor(file, tensor)
+
+
+def _write_tensor(file: BinaryIO, tensor: _Tensor) -> None:
+    import gguf  # 0.3 s, see convert_gguf
+
+    for data in _row_chunks(tensor):
+        values = np.array(gguf.quants.dequantize(data, tensor.quant_type), dtype=np.float32)
+        rounded = torch.from_numpy(values).to(torch.bfloat16)
+        file.write(rounded.view(torch.int16).numpy().tobytes())
+
+
+def _row_chunks(tensor: _Tensor) -> Iterator[npt.NDArray[Any]]:
+    """Rows in their final order, a few MiB at a time: rows are quantised one by one."""
+    num_rows = tensor.shape[0]
+    step = max(1, CHUNK_ELEMENTS * num_rows // math.prod(tensor.shape))
+    for start in range(0, num_rows, step):
+        picked = slice(start, start + step)
+        yield tensor.data[picked] if tensor.rows is None else tensor.data[tensor.rows[picked]]
+
+
+def _main_type(stored: Mapping[str, Any]) -> str:
+    """The type that most weights have."""
+    elements: Counter[str] = Counter()
+    for tensor in stored.values():
+        elements[tensor.tensor_type.name] += int(tensor.n_elements)
+    return elements.most_common(1)[0][0]

