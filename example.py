@@ -1,4 +1,6 @@
-"""Three chat questions in one batch, on whatever device is here. After `make demo`: python example.py"""
+"""Three chat questions in one batch, on whatever device is here. After `make demo`: python
+example.py
+"""
 
 import time
 
@@ -22,5 +24,7 @@ with LLM("smollm2-135m") as llm:
     num_in = sum(len(output.prompt_token_ids) for output in outputs)
     num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\nprompt       {num_in} tokens, {num_in / (first - start):.0f} tok/s")
-    print(f"generation   {num_out} tokens, {(num_out - len(outputs)) / (finished - first):.0f} tok/s")
+    print(
+        f"generation   {num_out} tokens, {(num_out - len(outputs)) / (finished - first):.0f} tok/s"
+    )
     print(f"peak memory  {llm.llm_engine.device.peak_memory_mib():.0f} MiB")

@@ -1,7 +1,10 @@
-"""Attention backends: causal grouped-query attention over paged chunks, softmax state carried in fp32.
+"""Attention backends: causal grouped-query attention over paged chunks, softmax state carried in
+fp32.
 
-All of them fold the KV blocks of a sequence in logical order into (row maximum, row sum, accumulator), the
-online softmax of Milakov and Gimelshein (arXiv 1805.02867). The state between two blocks does not depend on
+All of them fold the KV blocks of a sequence in logical order into (row maximum, row sum,
+accumulator), the
+online softmax of Milakov and Gimelshein (arXiv 1805.02867). The state between two blocks does not
+depend on
 which pool they came from or in how many calls, so any split of a context gives the same bits.
 """
 
@@ -18,7 +21,9 @@ from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxState:
-    """row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided."""
+    """row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet
+    divided.
+    """
 
     row_max: Tensor
     row_sum: Tensor
@@ -33,7 +38,9 @@ class SoftmaxState:
 
 
 class TorchAttention:
-    """Plain PyTorch, one block of one sequence at a time: runs anywhere, the reference for the others."""
+    """Plain PyTorch, one block of one sequence at a time: runs anywhere, the reference for the
+    others.
+    """
 
     name = "torch"
 
@@ -70,7 +77,9 @@ class TorchAttention:
     def _fold(
         self, q: Tensor, k: Tensor, v: Tensor, visible: int, rows: slice, state: SoftmaxState
     ) -> None:
-        """Fold one block into `rows`; the last row sees `visible` keys from the block's first on."""
+        """Fold one block into `rows`; the last row sees `visible` keys from the block's first
+        on.
+        """
         num_rows, heads, head_dim = q.shape
         num_keys, kv_heads = k.shape[:2]
         grouped = q.float().view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)

@@ -73,7 +73,9 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
 def workload(
     args: argparse.Namespace, vocab_size: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of random token ids and their parameters, a function of the seed and the sizes only."""
+    """Prompts of random token ids and their parameters, a function of the seed and the sizes
+    only.
+    """
     rng = random.Random(args.seed)
     prompts, params = [], []
     for _ in range(args.num_seqs):
@@ -97,7 +99,14 @@ def versions() -> dict[str, str]:
 def _llm(args: argparse.Namespace) -> LLM:
     settings = {
         name: getattr(args, name)
-        for name in ("device", "dtype", "max_num_seqs", "max_num_batched_tokens", "kv_cache_gib", "num_threads")
+        for name in (
+            "device",
+            "dtype",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_gib",
+            "num_threads",
+        )
         if getattr(args, name) is not None
     }
     llm = LLM(args.model, load_format=args.load_format, **settings)
@@ -125,7 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     sub.set_defaults(run=offline)
     sub.add_argument("--model", default="smollm2-135m", help="folder, .gguf file or smollm2-135m")
     sub.add_argument("--device", help='"cpu", "cuda" or "cuda:N"; default: what is here')
-    sub.add_argument("--dtype", help='"float32" or "bfloat16"; default: what the device multiplies natively')
+    sub.add_argument(
+        "--dtype", help='"float32" or "bfloat16"; default: what the device multiplies natively'
+    )
     sub.add_argument("--load-format", default="auto", help='"dummy": random weights')
     for name, on_cpu, on_gpu in zip(WORKLOAD, CPU_WORKLOAD, GPU_WORKLOAD, strict=True):
         flag = "--" + name.replace("_", "-")

@@ -1,7 +1,7 @@
 """Which block holds what: free list, reference counts, prefix hashes, LRU. No torch, no sequences.
 
-A Block is the KV of `block_size` consecutive tokens over all layers. It is referenced by the tables that
-hold it, cached when nobody references it but its hash is known, and free otherwise.
+A Block is the KV of `block_size` consecutive tokens over all layers. It is referenced by the
+tables that hold it, cached when nobody references it but its hash is known, and free otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class BlockManager:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = deque(range(num_blocks))
-        self._cached: OrderedDict[int, Block] = OrderedDict()  # slot -> unreferenced block, oldest first
+        self._cached: OrderedDict[int, Block] = (
+            OrderedDict()
+        )  # slot -> unreferenced block, oldest first
         self._by_digest: dict[bytes, Block] = {}
 
     @property
@@ -56,7 +58,9 @@ class BlockManager:
         return len(self._cached)
 
     def allocate(self) -> Block:
-        """A block with one reference; evicts the least recently used cached block when none is free."""
+        """A block with one reference; evicts the least recently used cached block when none is
+        free.
+        """
         if not self._free:
             self._evict()
         return Block(self._free.popleft(), ref_count=1)
@@ -81,10 +85,12 @@ class BlockManager:
     def publish(self, block: Block, parent: Block | None, tokens: bytes) -> Block:
         """Make a full, computed block findable; returns the block that stands for this content.
 
-        When another block with the same content was published first, that one stays and is returned: it
-        is the parent under which the following blocks are chained.
+        When another block with the same content was published first, that one stays and is
+        returned: it is the parent under which the following blocks are chained.
         """
-        if parent is not None and parent.digest is None:  # evicted meanwhile: nothing to chain under
+        if (
+            parent is not None and parent.digest is None
+        ):  # evicted meanwhile: nothing to chain under
             return block
         known = self.find(parent, tokens)
         if known is not None:
@@ -96,7 +102,9 @@ class BlockManager:
         return block
 
     def release(self, block: Block) -> None:
-        """One table less holds the block; unreferenced it stays cached if published, else is free."""
+        """One table less holds the block; unreferenced it stays cached if published, else is
+        free.
+        """
         block.ref_count -= 1
         if block.ref_count:
             return
@@ -120,11 +128,15 @@ class BlockManager:
         """
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached and not (free | cached) & references.keys(), "a block is in two states"
+        assert not free & cached and not (free | cached) & references.keys(), (
+            "a block is in two states"
+        )
         assert len(free) + len(cached) + len(references) == self.num_blocks, "blocks leaked"
         for block in self._by_digest.values():
             assert block.ref_count == references.get(block.slot, 0), "reference count is off"
-            assert block.ref_count or block.slot in cached, "a published block is neither used nor cached"
+            assert block.ref_count or block.slot in cached, (
+                "a published block is neither used nor cached"
+            )
 
     def _evict(self) -> None:
         _, block = self._cached.popitem(last=False)

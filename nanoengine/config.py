@@ -1,4 +1,5 @@
-"""What the engine was asked to do (EngineConfig) and what the model is (ModelConfig): frozen, validated.
+"""What the engine was asked to do (EngineConfig) and what the model is (ModelConfig): frozen,
+validated.
 
 Nothing here touches torch or the disk; `loader.py` builds a ModelConfig from a checkpoint.
 """
@@ -29,7 +30,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder, read from config.json. `architecture` is a key of models.ARCHITECTURES."""
+    """The shape of a decoder, read from config.json. `architecture` is a key of
+    models.ARCHITECTURES.
+    """
 
     architecture: str
     vocab_size: int
@@ -100,7 +103,8 @@ class EngineConfig:
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda", "cuda:N".
     max_model_len: most tokens of one request, prompt and output.
     max_num_seqs: most requests running at once.
-    max_num_batched_tokens: most tokens computed in one step; a longer prompt is prefilled in chunks.
+    max_num_batched_tokens: most tokens computed in one step; a longer prompt is prefilled in
+    chunks.
     gpu_memory_utilization: share of the device's memory for weights, activations and KV (GPU).
     kv_cache_gib: KV budget given outright; num_gpu_blocks: the same in blocks.
     kvcache_block_size: tokens of a KV block.
@@ -110,9 +114,11 @@ class EngineConfig:
     seed: the seed of requests that bring none. num_threads: CPU threads (None: all usable cores).
     max_num_partial_prefills: most prompts that may be half computed after a step.
     max_long_partial_prefills: most of them that are long.
-    long_prefill_token_threshold: a prompt with more tokens left than this is long; while others wait for
-    prefill, a long one takes at most this many tokens of a step (None: half of max_num_batched_tokens).
-    decode_reserve_blocks: blocks kept free at admission, so that decodes do not at once run out of them.
+    long_prefill_token_threshold: a prompt with more tokens left than this is long; while others
+    wait for prefill, a long one takes at most this many tokens of a step (None: half of
+    max_num_batched_tokens).
+    decode_reserve_blocks: blocks kept free at admission, so that decodes do not at once run out of
+    them.
 
     Raises ConfigError, naming the value and what is allowed.
     """
@@ -163,7 +169,12 @@ class EngineConfig:
             "max_num_partial_prefills",
             "max_long_partial_prefills",
         )
-        optional = ("max_model_len", "num_gpu_blocks", "num_threads", "long_prefill_token_threshold")
+        optional = (
+            "max_model_len",
+            "num_gpu_blocks",
+            "num_threads",
+            "long_prefill_token_threshold",
+        )
         for name in required:
             _count(name, getattr(self, name), 1)
         for name in optional:
@@ -177,7 +188,8 @@ class EngineConfig:
             )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                "max_num_seqs "
                 f"({self.max_num_seqs}): every running request computes a token in a step"
             )
 
@@ -209,7 +221,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     if name in NOT_YET:
         return f"{name}: {NOT_YET[name]} is not here yet"
     if name == "cpu_offload_gb":
-        return "cpu_offload_gb offloads weights in vLLM; nanoengine does not, and KV offload is not here yet"
+        return "cpu_offload_gb offloads weights in vLLM; KV offload is not here yet"
     if name in ELSEWHERE:
         return f"unknown setting {name!r}; here it is {ELSEWHERE[name]}"
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)

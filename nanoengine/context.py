@@ -1,8 +1,9 @@
 """Where maths meets memory: what one forward pass needs to know, and the two protocols it speaks.
 
-The model sees a ForwardContext and calls `ctx.kv.write`, then `ctx.attention.run`. It knows neither which
-tier a block lives on nor how attention is computed; the attention backend knows neither schedulers nor
-sequences, only lengths and block ids.
+The model sees a ForwardContext and calls `ctx.kv.write`, then `ctx.attention.run`. It knows
+neither which
+tier a block lives on nor how attention is computed; the attention backend knows neither schedulers
+nor sequences, only lengths and block ids.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
-    """Consecutive logical blocks of some of the batch's sequences, all held by one pool, for one layer.
+    """Consecutive logical blocks of some of the batch's sequences, all held by one pool, for one
+    layer.
 
     k, v          [pool_blocks, block_size, kv_heads, head_dim], any float dtype
     seq_index     int32 [n]: which sequences of the batch (rows of ForwardContext.kv_lens)
@@ -24,8 +26,8 @@ class KVChunk:
     num_blocks    int32 [n]: how many blocks each of them has here
     block_table   int32 [n, max(num_blocks)]: their ids in the pool
 
-    A backend is handed the chunks of a layer in an order in which every sequence's blocks appear in logical
-    order, each exactly once. Keys at or past a sequence's `kv_lens` are never read.
+    A backend is handed the chunks of a layer in an order in which every sequence's blocks appear
+    in logical order, each exactly once. Keys at or past a sequence's `kv_lens` are never read.
     """
 
     k: Tensor
@@ -66,7 +68,8 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One forward pass over the tokens of n sequences, laid end to end. Built once, passed down, never changed.
+    """One forward pass over the tokens of n sequences, laid end to end. Built once, passed down,
+    never changed.
 
     token_ids     int64 [tokens]
     positions     int64 [tokens]

@@ -267,16 +267,28 @@ INLINE vf dot_row(const char *k, const char *q, int64_t dim, int mode) {
     return s;
 }
 
+INLINE void prefetch_rows(const char *const *base, int64_t at, int64_t bytes) {
+    UNROLL for (int64_t b = 0; b < bytes; b += 64) {
+        __builtin_prefetch(base[0] + at + b, 0, 2);
+        __builtin_prefetch(base[1] + at + b, 0, 2);
+    }
+}
+
 /* Scores of one row against n keys, softmax against the carried maximum; p goes to `probs`.
  * Returns alpha, the factor for what was accumulated before. */
 INLINE float decode_scores(const char *k, int64_t k_stride, int n, int visible, const char *q,
-                           int64_t dim, float scale, float *row, void *probs, int mode) {
+                           const char *const *soon, int64_t dim, float scale, float *row, void *probs,
+                           int mode) {
     vf s[TILE / LANES], top = splat(-INFINITY), sum = {0};
     const int vecs = ceil_div(n, LANES);
+    const int64_t bytes = dim * (mode == F32 ? 4 : 2);
     for (int c = 0; c < vecs; c++) {
         vf each[LANES];
-        UNROLL for (int i = 0; i < LANES; i++)
-            each[i] = dot_row(k + min64(c * LANES + i, n - 1) * k_stride, q, dim, mode);
+        UNROLL for (int i = 0; i < LANES; i++) {
+            const int64_t at = min64(c * LANES + i, n - 1) * k_stride;
+            each[i] = dot_row(k + at, q, dim, mode);
+            if (soon) prefetch_rows(soon, (c * LANES + i) * bytes, bytes);
+        }
         s[c] = pick(IOTA + c * LANES < visible, sum_each(each), splat(-INFINITY));
         top = vmax(top, s[c]);
     }
@@ -380,6 +392,9 @@ INLINE void decode_segment(const attend_args *a, segment_t seg, int64_t head0, i
         for (int64_t h = head0; h < head1; h++) {
             const char *kt = k + t * key_stride + h * dim * size, *vt = v + t * key_stride + h * dim * size;
             const char *q = scratch + (h - head0) * rows * q_bytes;
+            /* The next tile, asked for line after line: K is read head by head, in strides. */
+            const int64_t next = (t + TILE) * key_stride + (h - head0) * TILE * dim * size;
+            const char *soon[2] = {k + next, v + next};
             for (int64_t r0 = 0; r0 < rows; r0 += 4) {
                 const int nr = min64(4, rows - r0);
                 float *acc[4], alpha[4];
@@ -387,7 +402,7 @@ INLINE void decode_segment(const attend_args *a, segment_t seg, int64_t head0, i
                     const int64_t r = r0 + i, last = e.first_pos + r / group;
                     acc[i] = partial + (r / group * a->heads + h * group + r % group) * stride;
                     alpha[i] = decode_scores(kt, key_stride, n, min64(n, last + 1 - pos - t), q + r * q_bytes,
-                                             dim, a->scale, acc[i] + stride - 16, probs + i * TILE, mode);
+                                             r == 0 ? soon : 0, dim, a->scale, acc[i] + stride - 16, probs + i * TILE, mode);
                 }
                 switch (nr) {
                 case 1: decode_values_rows(vt, key_stride, n, probs, acc, alpha, dim, 1, mode); break;

@@ -1,8 +1,8 @@
 """Our own CPU kernels: compiles `cpu_kernels.c` at first use, and calls it.
 
-Owns the build, its cache on disk and the C calling convention. Knows no sequence, no scheduler and no
-model: it sees tensors and one KVChunk at a time. The arithmetic, and the law that makes it independent of
-how KV is split into chunks, are described in `cpu_kernels.c`.
+Owns the build, its cache on disk and the C calling convention. Knows no sequence, no scheduler and
+no model: it sees tensors and one KVChunk at a time. The arithmetic, and the law that makes it
+independent of how KV is split into chunks, are described in `cpu_kernels.c`.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Every error nanoengine raises on purpose.
 
-    EngineError
-    ├── ConfigError                 an engine setting is unknown, out of range or cannot be honoured
-    │   └── OutOfMemoryError        the KV budget or the weights do not fit
-    ├── ModelLoadError              a model folder or file cannot be used
-    │   ├── ModelNotFoundError      nothing is there
-    │   ├── CorruptModelError       truncated or damaged file
-    │   ├── UnsupportedModelError   architecture, RoPE type or tensor type we do not know
-    │   └── WeightMismatchError     missing, unexpected or wrongly shaped tensors
-    ├── RequestError                one request is wrong; every other request goes on
-    │   ├── InvalidParamsError      a sampling parameter is out of range
-    │   ├── InvalidPromptError      empty, of a wrong type, or a token id outside the vocabulary
-    │   └── PromptTooLongError      could not finish even alone in an empty engine
-    └── EngineClosedError           the engine was closed
+EngineError
+├── ConfigError                 an engine setting is unknown, out of range or cannot be honoured
+│   └── OutOfMemoryError        the KV budget or the weights do not fit
+├── ModelLoadError              a model folder or file cannot be used
+│   ├── ModelNotFoundError      nothing is there
+│   ├── CorruptModelError       truncated or damaged file
+│   ├── UnsupportedModelError   architecture, RoPE type or tensor type we do not know
+│   └── WeightMismatchError     missing, unexpected or wrongly shaped tensors
+├── RequestError                one request is wrong; every other request goes on
+│   ├── InvalidParamsError      a sampling parameter is out of range
+│   ├── InvalidPromptError      empty, of a wrong type, or a token id outside the vocabulary
+│   └── PromptTooLongError      could not finish even alone in an empty engine
+└── EngineClosedError           the engine was closed
 """
 
 

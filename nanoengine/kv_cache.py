@@ -1,7 +1,8 @@
 """HybridKVCacheManager: which sequence holds which block, and the tensors behind the blocks.
 
 The only object with two faces. The scheduler admits, reserves, commits and releases sequences; the
-attention of a step writes and reads through the StepKV that `begin` makes. It knows no model and no sampler.
+attention of a step writes and reads through the StepKV that `begin` makes. It knows no model and
+no sampler.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from nanoengine.sequence import ScheduledBatch, Sequence
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The shape of the device pool, [layers, blocks, block_size, kv_heads, head_dim] for K and for V."""
+    """The shape of the device pool, [layers, blocks, block_size, kv_heads, head_dim] for K and
+    for V.
+    """
 
     num_layers: int
     num_blocks: int
@@ -43,10 +46,11 @@ class KVSpec:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence in logical order; the first `num_published` are findable by content.
+    """The blocks of one sequence in logical order; the first `num_published` are findable by
+    content.
 
-    `num_shared_tokens` came from the prefix cache: their KV is never written again. `parent` is the block
-    under which the next full one is chained.
+    `num_shared_tokens` came from the prefix cache: their KV is never written again. `parent` is
+    the block under which the next full one is chained.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -84,24 +88,30 @@ class HybridKVCacheManager:
         except (RuntimeError, MemoryError) as error:
             gib = spec.block_bytes * spec.num_blocks / (1 << 30)
             raise OutOfMemoryError(
-                f"{spec.num_blocks} KV blocks need {gib:.2f} GiB on {device}, which could not be had; "
+                f"{spec.num_blocks} KV blocks need {gib:.2f} GiB on {device}, which could not be "
+                "had; "
                 "lower kv_cache_gib or num_gpu_blocks"
             ) from error
 
-    # -- the scheduler's face ------------------------------------------------------------------------
+    # -- the scheduler's face
+    # ------------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
         asked = num_prompt_tokens + (max_tokens or 1)
         if asked > self.spec.num_tokens:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: {asked} in "
-                f"all, but the KV cache holds {self.spec.num_tokens} ({self.spec.num_blocks} blocks x "
-                f"{self.spec.block_size} tokens); raise kv_cache_gib or num_gpu_blocks, or ask for less"
+                f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: "
+                f"{asked} in "
+                f"all, but the KV cache holds {self.spec.num_tokens} ({self.spec.num_blocks} "
+                "blocks x "
+                f"{self.spec.block_size} tokens); raise kv_cache_gib or num_gpu_blocks, or ask "
+                "for less"
             )
 
     def admit(self, seq: Sequence) -> bool:
-        """Give a waiting sequence the blocks of all its tokens, reusing cached ones; False if it must wait.
+        """Give a waiting sequence the blocks of all its tokens, reusing cached ones; False if it
+        must wait.
 
         Sets `num_computed`, and `num_cached` at the first admission. Nothing changes on False.
         """
@@ -123,7 +133,9 @@ class HybridKVCacheManager:
         return True
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make sure the next `num_tokens` tokens have blocks; False (and no change) when there are none."""
+        """Make sure the next `num_tokens` tokens have blocks; False (and no change) when there
+        are none.
+        """
         table = self._tables[seq.seq_id]
         needed = self._blocks_for(seq.num_computed + num_tokens) - len(table.blocks)
         if needed > self._manager.num_available:
@@ -132,7 +144,9 @@ class HybridKVCacheManager:
         return True
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
-        """The next `num_tokens` tokens now have KV: count them and publish the blocks they filled."""
+        """The next `num_tokens` tokens now have KV: count them and publish the blocks they
+        filled.
+        """
         seq.num_computed += num_tokens
         if not self._enable_prefix_caching:
             return
@@ -143,7 +157,9 @@ class HybridKVCacheManager:
             table.num_published = index + 1
 
     def deallocate(self, seq: Sequence) -> None:
-        """The one place where a sequence's blocks and table end: finish, abort, error, preemption."""
+        """The one place where a sequence's blocks and table end: finish, abort, error,
+        preemption.
+        """
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
             for block in reversed(table.blocks):  # a prefix outlives what follows it in the LRU
@@ -160,7 +176,9 @@ class HybridKVCacheManager:
         self._k = self._v = torch.empty(0)
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is accounted for. Meant for tests, after any step."""
+        """Raise AssertionError unless every block is accounted for. Meant for tests, after any
+        step.
+        """
         references: dict[int, int] = {}
         for table in self._tables.values():
             for block in table.blocks:
@@ -168,7 +186,8 @@ class HybridKVCacheManager:
                 assert block.ref_count > 0, "a table holds a block without a reference"
         self._manager.check(references)
 
-    # -- the attention's face ------------------------------------------------------------------------
+    # -- the attention's face
+    # ------------------------------------------------------------------------
 
     def begin(self, batch: ScheduledBatch) -> StepKV:
         """The view through which this step's layers write and read KV."""
@@ -236,8 +255,10 @@ class _Tables:
 class StepKV:
     """One step's view of the KV cache (context.KVCache).
 
-    rows, slots: which rows of this step's K and V are stored (None: all), and at which flat pool slots.
-    Rows whose KV came from the prefix cache are not stored again: other sequences may be reading it.
+    rows, slots: which rows of this step's K and V are stored (None: all), and at which flat pool
+    slots.
+    Rows whose KV came from the prefix cache are not stored again: other sequences may be reading
+    it.
     """
 
     k: Tensor

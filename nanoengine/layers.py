@@ -1,4 +1,5 @@
-"""The layers of a decoder, each a small object around its weights. They know the context, no checkpoint.
+"""The layers of a decoder, each a small object around its weights. They know the context, no
+checkpoint.
 
 Activations are [tokens, features]: the tokens of all sequences laid end to end.
 """
@@ -16,7 +17,8 @@ from nanoengine.context import ForwardContext
 
 
 class Linear:
-    """x @ weight.T + bias. On a CPU bfloat16 weights are reordered once into oneDNN's blocked layout.
+    """x @ weight.T + bias. On a CPU bfloat16 weights are reordered once into oneDNN's blocked
+    layout.
 
     A packed bf16 product at batch 1 reads memory about three times faster than a plain one.
     """
@@ -54,7 +56,9 @@ class RMSNorm:
 
 
 class Rotary:
-    """Rotary position embedding (arXiv 2104.09864) on half-split heads, with transformers' scalings."""
+    """Rotary position embedding (arXiv 2104.09864) on half-split heads, with transformers'
+    scalings.
+    """
 
     def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
         self._inv_freq = _inverse_frequencies(rope, head_dim).to(device)
@@ -83,7 +87,9 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, a ramp in between."""
+    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, a ramp in
+    between.
+    """
     wavelength = 2 * math.pi / inv_freq
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
@@ -95,7 +101,9 @@ def _llama3_frequencies(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
 
 
 class Attention:
-    """Projections, optional per-head norms, rotary embedding, and one call each to the KV cache and backend."""
+    """Projections, optional per-head norms, rotary embedding, and one call each to the KV cache
+    and backend.
+    """
 
     def __init__(
         self,
@@ -108,7 +116,7 @@ class Attention:
         k_norm: RMSNorm | None = None,
     ) -> None:
         self._layer = layer
-        self._heads = (num_heads, num_kv_heads, num_kv_heads)
+        self._heads = [num_heads, num_kv_heads, num_kv_heads]
         self._qkv = qkv
         self._out = out
         self._q_norm = q_norm
@@ -117,7 +125,8 @@ class Attention:
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         tokens = x.shape[0]
-        q, k, v = self._qkv(x).view(tokens, sum(self._heads), -1).split(self._heads, dim=1)
+        fused = self._qkv(x).view(tokens, sum(self._heads), -1)
+        q, k, v = torch.split(fused, self._heads, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
         ctx.kv.write(self._layer, rotate(k, cos, sin), v)
@@ -126,7 +135,9 @@ class Attention:
 
 
 class MLP:
-    """Gated feed-forward: down(silu(gate(x)) * up(x)), gate and up in one product (arXiv 2002.05202)."""
+    """Gated feed-forward: down(silu(gate(x)) * up(x)), gate and up in one product (arXiv
+    2002.05202).
+    """
 
     def __init__(self, gate_up: Linear, down: Linear) -> None:
         self._gate_up = gate_up

@@ -1,7 +1,8 @@
 """LLM: what users import. Batches of prompts in, texts out, with a progress bar.
 
-    with LLM("smollm2-135m") as llm:
-        print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
+with LLM("smollm2-135m") as llm:
+    print(llm.generate("The capital of France is",
+    SamplingParams(temperature=0))[0].outputs[0].text)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.tokenizer import Tokenizer
 
+
 @dataclass(frozen=True, slots=True)
 class _Request:
     """A prompt on its way in: text or ids, the text it came from, or why it is refused."""
@@ -45,9 +47,11 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        """model: a Hugging Face folder, a .gguf file, or "smollm2-135m"; settings: config.EngineConfig.
+        """model: a Hugging Face folder, a .gguf file, or "smollm2-135m"; settings:
+        config.EngineConfig.
 
-        Raises ConfigError for a setting that is unknown or cannot be honoured, ModelLoadError for the model.
+        Raises ConfigError for a setting that is unknown or cannot be honoured, ModelLoadError for
+        the model.
         """
         self.llm_engine = LLMEngine(model, **settings)
 
@@ -67,7 +71,8 @@ class LLM:
         prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
         sampling_params: one for all, or one each.
         Raises RequestError for a single bad prompt; in a list, that output's `error` is set and its
-        finish_reason is "error" while the others are answered. Ctrl-C frees the requests and is raised again.
+        finish_reason is "error" while the others are answered. Ctrl-C frees the requests and is
+        raised again.
         """
         single = _is_single(prompts)
         requests = [_request(p) for p in ([prompts] if single else prompts)]
@@ -214,13 +219,16 @@ def _is_single(prompts: object) -> bool:
         return True
     if not isinstance(prompts, list | tuple):
         raise InvalidPromptError(
-            "prompts must be text, token ids, a dict or a list of these, got " + type(prompts).__name__
+            "prompts must be text, token ids, a dict or a list of these, got "
+            + type(prompts).__name__
         )
     return bool(prompts) and all(isinstance(p, int) for p in prompts)
 
 
 def _request(prompt: Any) -> _Request:
-    """A prompt in any of its forms; a dict without a prompt becomes a request that will be refused."""
+    """A prompt in any of its forms; a dict without a prompt becomes a request that will be
+    refused.
+    """
     if not isinstance(prompt, dict):
         return _Request(prompt)
     if prompt.get("prompt_token_ids") is not None:

@@ -1,6 +1,9 @@
-"""LLMEngine: the composition root and the step loop. Only this file names memory and maths together.
+"""LLMEngine: the composition root and the step loop. Only this file names memory and maths
+together.
 
-    step:  batch = scheduler.schedule(); tokens = runner.run(batch); done = scheduler.postprocess(batch, tokens)
+    step:  batch  = scheduler.schedule()
+           tokens = runner.run(batch)
+           done   = scheduler.postprocess(batch, tokens)
 
 Not thread-safe: one thread at a time may call an engine.
 """
@@ -25,6 +28,7 @@ from nanoengine.errors import (
     EngineClosedError,
     InvalidParamsError,
     InvalidPromptError,
+    ModelLoadError,
     OutOfMemoryError,
     PromptTooLongError,
     RequestError,
@@ -68,9 +72,11 @@ class MemoryPlan:
                 f"device       {self.device}, {self.dtype}; attention: {self.attention}",
                 f"weights      {self.weight_bytes / GIB:.3f} GiB, activations up to "
                 f"{self.activation_bytes / GIB:.3f} GiB",
-                f"KV cache     {kv_bytes / GIB:.3f} GiB = {kv.num_blocks} blocks x {kv.block_size} tokens = "
+                f"KV cache     {kv_bytes / GIB:.3f} GiB = {kv.num_blocks} blocks x "
+                f"{kv.block_size} tokens = "
                 f"{kv.num_tokens} tokens at {per_token} bytes",
-                f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} tokens a step, "
+                f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "
+                "tokens a step, "
                 f"{self.max_model_len} tokens each ({self.max_model_len_bound})",
             )
         )
@@ -85,10 +91,14 @@ class LLMEngine:
         self.device: Device = make_device(self.config.device, self.config.num_threads)
         dtype, why = self._dtype()
         self._loaded: LoadedModel | None = load_model(
-            self.config.model, self.config.load_format, self.device.torch_device, dtype, self.config.seed
+            self.config.model,
+            self.config.load_format,
+            self.device.torch_device,
+            dtype,
+            self.config.seed,
         )
         self.model_config: ModelConfig = self._loaded.config
-        self.tokenizer: Tokenizer = self._tokenizer()
+        self._tokenizer = self._load_tokenizer()
         attention = make_attention(self.device.torch_device, dtype, self.model_config.head_dim)
         self.plan = self._plan(dtype, why, attention.name)
         self.kv = HybridKVCacheManager(
@@ -103,10 +113,14 @@ class LLMEngine:
         )
         self._ids = count()
 
-    # -- requests ------------------------------------------------------------------------------------
+    # -- requests
+    # ------------------------------------------------------------------------------------
 
     def add_request(
-        self, prompt: str | list[int], params: SamplingParams | None = None, prompt_text: str | None = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        prompt_text: str | None = None,
     ) -> int:
         """Queue a prompt (text or token ids) and return its request id.
 
@@ -142,7 +156,9 @@ class LLMEngine:
         batch = self._alive().schedule()
         if not batch.items:
             return []
-        token_ids = self._run(batch)  # if it raises, nothing was counted: the same step can run again
+        token_ids = self._run(
+            batch
+        )  # if it raises, nothing was counted: the same step can run again
         return [self._output(seq) for seq in self.scheduler.postprocess(batch, token_ids)]
 
     def abort(self, request_ids: int | Iterable[int]) -> list[RequestOutput]:
@@ -156,17 +172,27 @@ class LLMEngine:
         return self._alive().has_work
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises InvalidPromptError when there are none."""
-        return self._checked_ids(self.tokenizer.encode(text))
+        """Token ids of a prompt. Raises InvalidPromptError when it is empty."""
+        return self._checked_ids(self.tokenizer.encode(text) if text else [])
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidPromptError when it came without one."""
+        if self._tokenizer is None:
+            raise InvalidPromptError("the model came without a tokenizer; give token ids")
+        return self._tokenizer
 
     def close(self) -> None:
         """Free weights and KV. A closed engine refuses everything; closing twice is fine."""
         if self._runner is not None:
-            self.scheduler.abort([s.seq_id for s in [*self.scheduler.running, *self.scheduler.waiting]])
+            self.scheduler.abort(
+                [s.seq_id for s in [*self.scheduler.running, *self.scheduler.waiting]]
+            )
             self._runner = self._loaded = None
             self.kv.close()
 
-    # -- parts ---------------------------------------------------------------------------------------
+    # -- parts
+    # ---------------------------------------------------------------------------------------
 
     def _run(self, batch: ScheduledBatch) -> list[int]:
         if self._runner is None:
@@ -186,10 +212,15 @@ class LLMEngine:
             raise ConfigError("float16 arithmetic is not offered on a CPU; use bfloat16 or float32")
         return dtype, "as asked"
 
-    def _tokenizer(self) -> Tokenizer:
+    def _load_tokenizer(self) -> Tokenizer | None:
         assert self._loaded is not None
         folder = Path(self.config.tokenizer) if self.config.tokenizer else self._loaded.folder
-        return Tokenizer.from_folder(folder)
+        try:
+            return Tokenizer.from_folder(folder)
+        except ModelLoadError:
+            if self.config.load_format == "dummy" and self.config.tokenizer is None:
+                return None
+            raise
 
     def _plan(self, dtype: torch.dtype, why: str, attention: str) -> MemoryPlan:
         assert self._loaded is not None
@@ -199,7 +230,12 @@ class LLMEngine:
         )
         positions = min(config.max_model_len or model.max_position, model.max_position)
         spec = KVSpec(
-            model.num_layers, 1, config.kvcache_block_size, model.num_kv_heads, model.head_dim, dtype
+            model.num_layers,
+            1,
+            config.kvcache_block_size,
+            model.num_kv_heads,
+            model.head_dim,
+            dtype,
         )
         spec = replace(spec, num_blocks=self._num_blocks(spec, positions, activations))
         max_model_len, bound = self._max_model_len(spec)
@@ -237,7 +273,8 @@ class LLMEngine:
             budget, setting = min(budget, most), "gpu_memory_utilization"
         if budget < spec.block_bytes:
             raise OutOfMemoryError(
-                f"{max(0, budget) / GIB:.3f} GiB are left for KV, but one block of {spec.block_size} tokens "
+                f"{max(0, budget) / GIB:.3f} GiB are left for KV, but one block of "
+                f"{spec.block_size} tokens "
                 f"needs {spec.block_bytes / GIB:.3f}; raise {setting} or lower kvcache_block_size"
             )
         return budget // spec.block_bytes
@@ -246,12 +283,14 @@ class LLMEngine:
         asked, positions = self.config.max_model_len, self.model_config.max_position
         if asked is not None and asked > positions:
             raise ConfigError(
-                f"max_model_len={asked} is above the model's {positions} positions; lower it, or set "
+                f"max_model_len={asked} is above the model's {positions} positions; lower it, or "
+                "set "
                 "rope_parameters in config.json to a scaling that the model was trained for"
             )
         if asked is not None and asked > spec.num_tokens:
             raise OutOfMemoryError(
-                f"max_model_len={asked} needs {-(-asked // spec.block_size)} KV blocks of {spec.block_size} "
+                f"max_model_len={asked} needs {-(-asked // spec.block_size)} KV blocks of "
+                f"{spec.block_size} "
                 f"tokens, but there are {spec.num_blocks}; raise kv_cache_gib or num_gpu_blocks"
             )
         if asked is not None:
@@ -263,7 +302,9 @@ class LLMEngine:
     def _checked_ids(self, prompt: object) -> list[int]:
         vocab = self.model_config.vocab_size
         if not isinstance(prompt, list | tuple):
-            raise InvalidPromptError(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
+            raise InvalidPromptError(
+                f"a prompt is text or a list of token ids, got {type(prompt).__name__}"
+            )
         if not prompt:
             raise InvalidPromptError("the prompt is empty: at least one token is needed")
         for token_id in prompt:
@@ -276,11 +317,14 @@ class LLMEngine:
         return list(prompt)
 
     def _check_length(self, num_prompt: int, params: SamplingParams) -> int:
-        """Most tokens the request may have in all; generation past max_model_len ends as "length"."""
+        """Most tokens the request may have in all; generation past max_model_len ends as
+        "length".
+        """
         limit = self.plan.max_model_len
         if num_prompt >= limit:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens and needs room for at least one more, but the limit is "
+                f"the prompt has {num_prompt} tokens and needs room for at least one more, but "
+                "the limit is "
                 f"{limit} ({self.plan.max_model_len_bound}); {self._how_to_raise()}"
             )
         for token_id in params.stop_ids:
@@ -307,7 +351,9 @@ class LLMEngine:
     def _output(self, seq: Sequence) -> RequestOutput:
         token_ids = seq.output_token_ids
         text = seq.text
-        if text is None:
+        if text is None and self._tokenizer is None:
+            text = ""
+        elif text is None:
             # The token that ended the text is not part of it.
             shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
             text = self.tokenizer.decode(shown, seq.params.skip_special_tokens)

@@ -361,14 +361,15 @@ class CheckpointReader:
             raise CorruptModelError(f"{path} is missing, but the checkpoint's index names it")
         try:
             file = safe_open(str(path), framework="pt", device="cpu")
-            names = list(file.keys())
+            names = list(file.keys())  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, ValueError) as error:
             raise CorruptModelError(f"{path} is truncated or damaged: {error}") from error
         self._files[file_name] = file
         for name in names:
             if name in self._file_of:
                 raise CorruptModelError(
-                    f"tensor {name!r} is in {self._file_of[name]} and in {file_name} of {self.folder}"
+                    f"tensor {name!r} is in {self._file_of[name]} and in {file_name} "
+                    f"of {self.folder}"
                 )
             self._file_of[name] = file_name
 

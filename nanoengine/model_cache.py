@@ -116,7 +116,12 @@ def _write_manifest(folder: Path, line: str) -> None:
 
 
 def _install(staging: Path, final: Path) -> None:
-    """Give a finished folder its name. What stands there is damaged, or it would have been used."""
+    """Give a finished folder its name, which a damaged one may hold.
+
+    Where locks do not work another process may have been faster; its folder is as good.
+    """
+    if is_whole(final):
+        return
     if final.exists():
         damaged = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=final.parent))
         os.replace(final, damaged / final.name)
@@ -124,7 +129,6 @@ def _install(staging: Path, final: Path) -> None:
     try:
         os.rename(staging, final)
     except OSError:
-        # Only where locks do not work: another process was faster.
         if not is_whole(final):
             raise
 

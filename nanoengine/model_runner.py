@@ -74,10 +74,11 @@ class ModelRunner:
 
 
 def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_size: int) -> int:
-    """Upper bound of a step's temporary memory, from shapes alone (for a device that is not profiled).
+    """Upper bound of a step's temporary memory, from shapes alone (for a device that is not
+    profiled).
 
-    Per token: residual stream and norm (fp32 and model dtype), the widest of qkv + attention state and
-    gate_up; per sequence: logits in the model's dtype and in fp32 and fp64 for sampling.
+    Per token: residual stream and norm (fp32 and model dtype), the widest of qkv + attention state
+    and gate_up; per sequence: logits in the model's dtype and in fp32 and fp64 for sampling.
     """
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim

@@ -20,7 +20,9 @@ TensorSource = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What differs between decoders. qk_norm: RMSNorm over each head of q and k before the rotation."""
+    """What differs between decoders. qk_norm: RMSNorm over each head of q and k before the
+    rotation.
+    """
 
     qk_norm: bool = False
 
@@ -52,7 +54,12 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
     if ARCHITECTURES[config.architecture].qk_norm:
         yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
         yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
-    attention = {"q": (heads, hidden), "k": (kv_heads, hidden), "v": (kv_heads, hidden), "o": (hidden, heads)}
+    attention = {
+        "q": (heads, hidden),
+        "k": (kv_heads, hidden),
+        "v": (kv_heads, hidden),
+        "o": (hidden, heads),
+    }
     mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     for part, table, has_bias in (
         ("self_attn", attention, config.attention_bias),
@@ -68,7 +75,9 @@ class Decoder:
     """A decoder-only transformer over tokens laid end to end."""
 
     def __init__(self, config: ModelConfig, source: TensorSource, device: torch.device) -> None:
-        """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the final dtype."""
+        """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the
+        final dtype.
+        """
         builder = _Builder(config, source)
         self._embedding = source("model.embed_tokens.weight")
         self._layers = [builder.layer(index) for index in range(config.num_layers)]
@@ -93,7 +102,9 @@ class Decoder:
 class DecoderLayer:
     """Pre-norm attention and feed-forward, each added to the residual stream."""
 
-    def __init__(self, attn_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP) -> None:
+    def __init__(
+        self, attn_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP
+    ) -> None:
         self._attn_norm = attn_norm
         self._attention = attention
         self._mlp_norm = mlp_norm

@@ -1,4 +1,6 @@
-"""What a request gives back: vLLM's attributes, and nano-vllm's `out["text"]`, `out["token_ids"]`."""
+"""What a request gives back: vLLM's attributes, and nano-vllm's `out["text"]`,
+`out["token_ids"]`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ class CompletionOutput:
     """One generated text.
 
     finish_reason: "stop" (end of sequence or a stop), "length", "abort" or "error".
-    stop_reason: the stop string or stop token id that matched; None for the model's own end of sequence.
+    stop_reason: the stop string or stop token id that matched; None for the model's own end of
+    sequence.
     """
 
     index: int
@@ -26,7 +29,9 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request. `error` is set, and outputs[0].finish_reason "error", when it was refused."""
+    """A finished request. `error` is set, and outputs[0].finish_reason "error", when it was
+    refused.
+    """
 
     request_id: int
     prompt: str | None
@@ -38,7 +43,9 @@ class RequestOutput:
     error: RequestError | None = None
 
     def __getitem__(self, key: str) -> Any:
-        """`out["text"]` and `out["token_ids"]` of the first completion, as nano-vllm's dicts have them."""
+        """`out["text"]` and `out["token_ids"]` of the first completion, as nano-vllm's dicts
+        have them.
+        """
         if key not in ("text", "token_ids"):
             raise KeyError(f'{key!r}; a RequestOutput answers "text" and "token_ids"')
         return getattr(self.outputs[0], key)

@@ -1,7 +1,8 @@
 """Logits to tokens. Knows sampling parameters and positions, nothing of schedulers or KV.
 
 A token is drawn by inverting the cumulative distribution at a uniform number that is a hash of
-(seed, position): no generator state, so neither batch mates nor preemption can change a request's tokens.
+(seed, position): no generator state, so neither batch mates nor preemption can change a request's
+tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from nanoengine.sequence import Sequence
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) only: xxh3-64 over 2^64, cut to 52 bits."""
+    """A number in [0, 1) that depends on (seed, position) only: xxh3-64 over 2^64, cut to 52
+    bits.
+    """
     key = (seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little") + position.to_bytes(8, "little")
     return (xxhash.xxh3_64_intdigest(key) >> 12) / (1 << 52)
 
@@ -48,9 +51,13 @@ class Sampler:
 
         logits = logits / column([p.temperature for p in params]).float()
         if any(0 < p.top_k < logits.shape[1] for p in params) or any(p.top_p < 1 for p in params):
-            logits = _top_k_top_p(logits, [p.top_k for p in params], column([p.top_p for p in params]))
+            logits = _top_k_top_p(
+                logits, [p.top_k for p in params], column([p.top_p for p in params])
+            )
         if any(p.min_p > 0 for p in params):
-            floor = logits.amax(dim=1, keepdim=True) + column([p.min_p for p in params]).log().float()
+            floor = (
+                logits.amax(dim=1, keepdim=True) + column([p.min_p for p in params]).log().float()
+            )
             logits = logits.masked_fill(logits < floor, -torch.inf)
         cumulative = torch.softmax(logits, dim=1, dtype=torch.float64).cumsum(dim=1)
         u = column([uniform(s.seed, s.num_tokens) for s in seqs]) * cumulative[:, -1:]

@@ -60,7 +60,9 @@ class SamplingParams:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParamsError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise InvalidParamsError(
+                    f"{name} must be True or False, got {getattr(self, name)!r}"
+                )
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         if 0 < self.temperature < MIN_TEMPERATURE:

@@ -1,7 +1,9 @@
 """Who runs in the next step and how many tokens each: continuous batching with chunked prefill.
 
-Every step is one mixed batch under a token budget: first the running sequences, oldest first (a decode is
-one token), then waiting ones in order of arrival. Knows counts and the KV manager's scheduler face, no tensors.
+Every step is one mixed batch under a token budget: first the running sequences, oldest first (a
+decode is
+one token), then waiting ones in order of arrival. Knows counts and the KV manager's scheduler
+face, no tensors.
 """
 
 from __future__ import annotations
@@ -52,11 +54,15 @@ class Scheduler:
         return ended
 
     def schedule(self) -> ScheduledBatch:
-        """The next step. Preempts the youngest when blocks run out; the oldest always gets its turn."""
+        """The next step. Preempts the youngest when blocks run out; the oldest always gets its
+        turn.
+        """
         plan: dict[int, ScheduledSequence] = {}
         budget = self._config.max_num_batched_tokens
         preempted = False
-        for seq in sorted(self.running, key=lambda s: s.is_prefill):  # decodes first, each oldest first
+        for seq in sorted(
+            self.running, key=lambda s: s.is_prefill
+        ):  # decodes first, each oldest first
             if seq.status is SequenceStatus.RUNNING and budget:
                 num_tokens = self._chunk(seq, budget)
                 preempted |= self._make_room(seq, num_tokens, plan)
@@ -69,7 +75,8 @@ class Scheduler:
         return ScheduledBatch(tuple(plan.values()))
 
     def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
-        """Count the computed tokens, append the sampled ones, free what is done; returns the ended ones.
+        """Count the computed tokens, append the sampled ones, free what is done; returns the ended
+        ones.
 
         token_ids holds one token for each item of the batch that samples, in order.
         """
@@ -88,7 +95,9 @@ class Scheduler:
         self._drop_finished()
         return ended
 
-    def _make_room(self, seq: Sequence, num_tokens: int, plan: dict[int, ScheduledSequence]) -> bool:
+    def _make_room(
+        self, seq: Sequence, num_tokens: int, plan: dict[int, ScheduledSequence]
+    ) -> bool:
         """Reserve blocks for `seq`, preempting the youngest until there are; True if any was."""
         preempted = False
         while seq.status is SequenceStatus.RUNNING and not self._kv.reserve(seq, num_tokens):
@@ -101,7 +110,9 @@ class Scheduler:
         while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
             seq = self.waiting.popleft()
             if not self._may_start(seq, budget, plan):
-                skipped.append(seq)  # shorter prompts behind it may pass while it waits for its place
+                skipped.append(
+                    seq
+                )  # shorter prompts behind it may pass while it waits for its place
                 continue
             if not self._kv.admit(seq):
                 self.waiting.appendleft(seq)
@@ -114,7 +125,9 @@ class Scheduler:
         self.waiting.extendleft(reversed(skipped))
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
-        """Tokens for `seq` in this step; a long prefill leaves room while others wait for theirs."""
+        """Tokens for `seq` in this step; a long prefill leaves room while others wait for
+        theirs.
+        """
         wanted = min(seq.num_remaining, budget)
         if self._is_long(seq) and self._others_prefill(seq):
             wanted = min(wanted, self._config.long_prefill_tokens)

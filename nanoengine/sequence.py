@@ -1,6 +1,7 @@
 """A request on its way through the engine (Sequence) and the plan of one step (ScheduledBatch).
 
-All state of a request that outlives a step is here, or in the KV manager's table under its `seq_id`.
+All state of a request that outlives a step is here, or in the KV manager's table under its
+`seq_id`.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ class TextStream(Protocol):
 class Sequence:
     """One request: its tokens, how many of them have their KV computed, and how it ended.
 
-    token_ids grows from the prompt by every sampled token. `num_computed` tokens have KV; the step computes
-    the next ones. `num_cached` of them were found in the prefix cache at the first admission. A sequence with
-    stop strings carries a `text_stream`; `text` is set when a stop string cut it.
+    token_ids grows from the prompt by every sampled token. `num_computed` tokens have KV; the step
+    computes
+    the next ones. `num_cached` of them were found in the prefix cache at the first admission. A
+    sequence with stop strings carries a `text_stream`; `text` is set when a stop string cut it.
     """
 
     seq_id: int

@@ -368,7 +368,10 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
-    # Only for old formats (vocab.json, tokenizer.model): the import costs over a second.
+    # transformers makes an empty tokenizer out of no file at all.
+    if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
+        raise ModelLoadError(f"{folder} has no tokenizer.json, tokenizer.model or vocab.json")
+    # Only for old formats: the import costs over a second.
     from transformers import AutoTokenizer
 
     try:

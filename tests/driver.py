@@ -15,7 +15,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
 class Driver:
-    """Runs requests to their end; `logits[request_id]` are the rows their tokens were chosen from."""
+    """Runs requests to their end; `logits[request_id]` are the rows their tokens were chosen
+    from.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
@@ -34,7 +36,9 @@ class Driver:
         sampler.sample = recording
 
     def run(
-        self, prompts: Sequence[list[int]], params: SamplingParams | Sequence[SamplingParams] = GREEDY
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
     ) -> list[RequestOutput]:
         """All prompts queued at once; their outputs in order."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params

@@ -1,4 +1,6 @@
-"""The engine against transformers, fp32, on checkpoints that transformers saved: logits and greedy ids."""
+"""The engine against transformers, fp32, on checkpoints that transformers saved: logits and
+greedy ids.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ SETTINGS = {
         "max_num_seqs": 5,
         "decode_reserve_blocks": 0,
     },
-    "no prefix cache": {"num_gpu_blocks": 64, "enable_prefix_caching": False},
+    "no prefix cache": {"num_gpu_blocks": 128, "enable_prefix_caching": False},
     "blocks of one token": {"num_gpu_blocks": 512, "kvcache_block_size": 1},
-    "one big block": {"num_gpu_blocks": 16, "kvcache_block_size": 128},
+    "big blocks": {"num_gpu_blocks": 40, "kvcache_block_size": 32},
 }
 
 
@@ -92,7 +94,9 @@ def test_every_architecture(tiny: Callable[[str], Path], name: str) -> None:
 
 
 def test_a_full_prefix_hit_computes_one_token(tiny: Callable[[str], Path]) -> None:
-    """A prompt of k x block tokens seen before: only its last token runs, and the answer is the same."""
+    """A prompt of k x block tokens seen before: only its last token runs, and the answer is the
+    same.
+    """
     driver = Driver(make_engine(tiny("llama"), num_gpu_blocks=64))
     prompt = some_prompts()[7]
     assert len(prompt) == 5 * BLOCK
@@ -121,7 +125,9 @@ def test_the_smallest_pool_serves_what_fits(tiny: Callable[[str], Path]) -> None
 
 
 def test_request_fifty_equals_a_fresh_engine(tiny: Callable[[str], Path]) -> None:
-    """49 requests, some of them aborted half way, leave nothing behind that request 50 could see."""
+    """49 requests, some of them aborted half way, leave nothing behind that request 50 could
+    see.
+    """
     path = tiny("qwen3")
     engine = make_engine(path, num_gpu_blocks=24, max_num_batched_tokens=32, max_num_seqs=4)
     driver = Driver(engine)

@@ -49,7 +49,11 @@ def test_results_answer_as_vllm_and_as_nano_vllm(llm: LLM) -> None:
     output = llm.generate("abc", GREEDY, use_tqdm=False)[0]
     completion = output.outputs[0]
     assert output["text"] == completion.text and output["token_ids"] == completion.token_ids
-    assert (completion.finish_reason, completion.stop_reason, output.finished) == ("length", None, True)
+    assert (completion.finish_reason, completion.stop_reason, output.finished) == (
+        "length",
+        None,
+        True,
+    )
     assert len(completion.token_ids) == 12 and output.metrics.ttft_s > 0
     with pytest.raises(KeyError, match="token_ids"):
         output["logprobs"]
@@ -101,16 +105,21 @@ def test_too_long_says_which_limit_and_which_setting(tiny: Callable[[str], Path]
     path = tiny("llama")
     cases = [
         ({"max_model_len": 20}, r"limit is 20 \(max_model_len\); raise max_model_len"),
-        ({"num_gpu_blocks": 2}, "16 .*KV blocks x block size; raise kv_cache_gib"),
+        ({"num_gpu_blocks": 2}, r"16 .*KV blocks x block size; raise kv_cache_gib"),
         ({"num_gpu_blocks": 200}, r"512 \(the model's positions\)"),
     ]
     for settings, words in cases:
-        with LLM(path, **(SETTINGS | settings)) as llm, pytest.raises(PromptTooLongError, match=words):
+        with (
+            LLM(path, **(SETTINGS | settings)) as llm,
+            pytest.raises(PromptTooLongError, match=words),
+        ):
             llm.generate([[5] * 600, "ok"], GREEDY, use_tqdm=False)[1]
             llm.generate([5] * 600, GREEDY, use_tqdm=False)
     with (
         LLM(path, **(SETTINGS | {"num_gpu_blocks": 2})) as llm,
-        pytest.raises(PromptTooLongError, match="4 tokens and may generate 13: 17 in all.* holds 16"),
+        pytest.raises(
+            PromptTooLongError, match=r"4 tokens and may generate 13: 17 in all.* holds 16"
+        ),
     ):
         llm.generate([5] * 4, SamplingParams(max_tokens=13), use_tqdm=False)
 
@@ -123,7 +132,9 @@ def test_without_max_tokens_a_request_ends_at_the_limit(tiny: Callable[[str], Pa
         assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
 
 
-def test_every_eos_of_the_generation_config_ends_the_text(llm: LLM, tiny: Callable[[str], Path]) -> None:
+def test_every_eos_of_the_generation_config_ends_the_text(
+    llm: LLM, tiny: Callable[[str], Path]
+) -> None:
     """Bans nothing: searches prompts whose greedy answer reaches each end token."""
     model = reference(tiny("llama"))
     seen = set()
@@ -132,7 +143,9 @@ def test_every_eos_of_the_generation_config_ends_the_text(llm: LLM, tiny: Callab
         chosen = int(reference_logits(model, prompt)[-1].argmax())
         if chosen in EOS_IDS and chosen not in seen:
             seen.add(chosen)
-            output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+            output = llm.generate(
+                prompt, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False
+            )
             completion = output[0].outputs[0]
             assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
             assert completion.token_ids == [chosen] and completion.text == ""
@@ -151,7 +164,9 @@ def test_stop_token_ids_and_stop_strings(llm: LLM, tiny: Callable[[str], Path]) 
     by_id = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     assert by_id.token_ids == expected[: first + 1]
     assert (by_id.finish_reason, by_id.stop_reason) == ("stop", stop_id)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop_id], min_tokens=9)
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop_id], min_tokens=9
+    )
     assert len(llm.generate(prompt, params, use_tqdm=False)[0]["token_ids"]) > 9
 
 
@@ -159,7 +174,11 @@ def test_a_stop_string_across_tokens_cuts_the_text(llm: LLM) -> None:
     """Bytes are tokens here, so a two-letter stop always spans two of them."""
     free = SamplingParams(temperature=2.0, seed=3, max_tokens=200, ignore_eos=True)
     text = llm.generate("x", free, use_tqdm=False)[0]["text"]
-    at = next(i for i in range(40, len(text)) if text[i : i + 2].isascii() and text.find(text[i : i + 2]) == i)
+    at = next(
+        i
+        for i in range(40, len(text))
+        if text[i : i + 2].isascii() and text.find(text[i : i + 2]) == i
+    )
     stop = text[at : at + 2]
     params = SamplingParams(
         temperature=2.0, seed=3, max_tokens=200, ignore_eos=True, stop=["never-there", stop]
@@ -245,11 +264,11 @@ def test_what_cannot_be_honoured_is_refused(tiny: Callable[[str], Path]) -> None
     path = tiny("llama")
     with pytest.raises(ConfigError, match="512 positions"):
         LLM(path, max_model_len=1000)
-    with pytest.raises(OutOfMemoryError, match="needs 38 KV blocks of 8 .* there are 4"):
+    with pytest.raises(OutOfMemoryError, match=r"needs 38 KV blocks of 8 .* there are 4"):
         LLM(path, **(SETTINGS | {"max_model_len": 300, "num_gpu_blocks": 4}))
     with pytest.raises(OutOfMemoryError, match="kv_cache_gib"):
         LLM(path, kv_cache_gib=1e-6)
-    with pytest.raises(ConfigError, match="no CUDA|device"):
+    with pytest.raises(ConfigError, match=r"no CUDA|device"):
         LLM(path, device="tpu")
     with pytest.raises(ConfigError, match="float16"):
         LLM(path, dtype="float16", device="cpu")
@@ -260,7 +279,12 @@ def test_the_plan_says_what_was_allocated(llm: LLM) -> None:
     kv = llm.llm_engine.kv
     assert plan.kv.block_bytes * plan.kv.num_blocks == kv._k.nbytes + kv._v.nbytes
     text = str(plan)
-    for part in ("40 blocks x 8 tokens = 320 tokens", "float32 (as asked)", "320 tokens each", "attention"):
+    for part in (
+        "40 blocks x 8 tokens = 320 tokens",
+        "float32 (as asked)",
+        "320 tokens each",
+        "attention",
+    ):
         assert part in text
 
 

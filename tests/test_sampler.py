@@ -15,7 +15,9 @@ LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 DRAWS = 20_000
 
 
-def sequence(params: SamplingParams, seed: int = 0, num_out: int = 0, stops: frozenset[int] = frozenset()) -> Sequence:
+def sequence(
+    params: SamplingParams, seed: int = 0, num_out: int = 0, stops: frozenset[int] = frozenset()
+) -> Sequence:
     tokens = [1] * (3 + num_out)
     return Sequence(0, tokens, 3, params, seed, stops, 100, RequestMetrics(0.0))
 
@@ -71,7 +73,7 @@ def test_greedy_beside_sampled_rows() -> None:
 def test_uniform_depends_on_seed_and_position_only() -> None:
     assert uniform(1, 2) == uniform(1, 2)
     values = {uniform(seed, position) for seed in range(-50, 50) for position in range(100)}
-    assert len(values) == 10_000 and 0 <= min(values) and max(values) < 1
+    assert len(values) == 10_000 and min(values) >= 0 and max(values) < 1
     assert abs(sum(values) / len(values) - 0.5) < 5 * math.sqrt(1 / 12 / len(values))
 
 

@@ -109,7 +109,9 @@ def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
     done: list[int] = []
     for _ in range(40):
         done += [i.seq.seq_id for i in run(s).items if i.seq.finish_reason]
-    assert done == [0, 1] and young.metrics.num_preemptions >= 1 and old.metrics.num_preemptions == 0
+    assert (
+        done == [0, 1] and young.metrics.num_preemptions >= 1 and old.metrics.num_preemptions == 0
+    )
     assert kv.free == 43 and not kv.held and not s.has_work
 
 
