@@ -139,7 +139,7 @@ def test_ids_equal_llama_cpp_under_other_word_patterns(smollm2: Path, pre: str) 
 @pytest.mark.parametrize(
     ("pre", "words"),
     [
-        ("smollm", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "!!", "Ċ"]),
+        ("smollm", ["I", "'", "LL", "Ġpay", "Ġ", "1", "2", "3", "4", "!!", "Ċ"]),
         ("qwen2", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3", "4", "!!Ċ"]),
         ("llama-bpe", ["I", "'LL", "Ġpay", "Ġ", "123", "4", "!!Ċ"]),
     ],

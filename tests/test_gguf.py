@@ -1,0 +1,519 @@
+"""GGUF conversion: the numbers, the row order, the tokenizer's settings, and damaged files."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from gguf import GGMLQuantizationType as QuantType
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from nanoengine import loader
+from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
+from nanoengine.gguf_convert import convert_gguf
+from nanoengine.gguf_structure import check_structure
+from nanoengine.loader import CheckpointReader, read_model_config
+from nanoengine.tokenizer import Tokenizer
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+CONTROL, USER_DEFINED = 3, 4
+ORIGINAL_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+Write = Callable[..., Path]
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a Hugging Face tensor."""
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{ORIGINAL_NAMES[part]}.{kind}"
+    return f"{ORIGINAL_NAMES[stem]}.{kind}"
+
+
+def interleaved(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Rows of q or k as llama.cpp stores them: a head's two halves, row beside row."""
+    rows = []
+    head_dim = len(values) // num_heads
+    for head in range(num_heads):
+        for i in range(head_dim // 2):
+            rows += [values[head * head_dim + i], values[head * head_dim + head_dim // 2 + i]]
+    return np.stack(rows)
+
+
+class GGUFModel:
+    """A checkpoint folder written as a GGUF, with every part open to change before `write`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.arch = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}[
+            self.config["architectures"][0]
+        ]
+        self.types: dict[str, QuantType] = {}
+        self.tensors = self._tensors(folder)
+        self.settings = self._settings()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        alphabet[alphabet.index("ÿ")] = "ab"  # a merge; the byte 255 is in no text
+        padding = [f"[PAD{i}]" for i in range(self.config["vocab_size"] - len(SPECIAL) - 256)]
+        self.tokens = [*SPECIAL, *alphabet, *padding]
+        self.token_types = [CONTROL] * len(SPECIAL) + [1] * (len(self.tokens) - len(SPECIAL))
+
+    def _tensors(self, folder: Path) -> dict[str, npt.NDArray[Any]]:
+        tensors = {}
+        with CheckpointReader(folder) as reader:
+            for name in sorted(reader.names()):
+                values = reader.tensor(name).float().numpy().copy()
+                if self.arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+                    heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+                    values = interleaved(values, self.config[heads])
+                tensors[gguf_name(name)] = values
+        return tensors
+
+    def _settings(self) -> dict[str, Any]:
+        config, arch = self.config, self.arch
+        return {
+            f"{arch}.embedding_length": config["hidden_size"],
+            f"{arch}.feed_forward_length": config["intermediate_size"],
+            f"{arch}.block_count": config["num_hidden_layers"],
+            f"{arch}.context_length": config["max_position_embeddings"],
+            f"{arch}.attention.head_count": config["num_attention_heads"],
+            f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+            f"{arch}.attention.key_length": config["head_dim"],
+            f"{arch}.attention.value_length": config["head_dim"],
+            f"{arch}.rope.dimension_count": config["head_dim"],
+            f"{arch}.rope.freq_base": 10000.0,
+            f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "qwen2",
+            "tokenizer.ggml.bos_token_id": 0,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+        }
+
+    def write(self, path: Path) -> Path:
+        writer = gguf.GGUFWriter(path, self.arch)
+        for key, value in self.settings.items():
+            self._add(writer, key, value)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.token_types)
+        writer.add_token_merges(["a b"])
+        for name, values in self.tensors.items():
+            kind = self.types.get(name, QuantType.F32)
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    @staticmethod
+    def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_string(key, value)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def llama(tiny: Callable[[str], Path]) -> GGUFModel:
+    return GGUFModel(tiny("llama"))
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The bundled model, converted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield loader.resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def real_source() -> gguf.GGUFReader:
+    return gguf.GGUFReader(loader._bundled_gguf())
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    with CheckpointReader(folder) as reader:
+        return {name: reader.tensor(name).clone() for name in reader.names()}
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-bias", "llama-sharded", "qwen3"])
+def test_a_float_model_comes_back_bit_for_bit(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
+) -> None:
+    line = convert_gguf(GGUFModel(tiny(name)).write(tmp_path / "m.gguf"), out)
+    original, converted = state(tiny(name)), state(out)
+    assert converted.keys() == original.keys()
+    for key, values in converted.items():
+        assert values.dtype == torch.bfloat16
+        assert torch.equal(values, original[key].to(torch.bfloat16)), key
+    assert line == "F32 GGUF, dequantised to bfloat16"
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "llama-bias", "llama-rope-linear", "llama-rope-llama3", "qwen3"]
+)
+def test_the_configuration_comes_back(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
+) -> None:
+    model = GGUFModel(tiny(name))
+    original = read_model_config(tiny(name))
+    if name == "llama-rope-linear":
+        model.settings |= {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    if name == "llama-rope-llama3":
+        model.tensors["rope_freqs.weight"] = llama3_divisors(8.0, original.head_dim)
+    convert_gguf(model.write(tmp_path / "m.gguf"), out)
+    converted = read_model_config(out)
+    different = {"eos_token_ids", "rope"}
+    for field in original.__dataclass_fields__.keys() - different:
+        assert getattr(converted, field) == getattr(original, field), field
+    assert converted.eos_token_ids == (1, 3)  # eos_token_id and <|im_end|>
+    if name == "llama-rope-llama3":
+        assert (converted.rope.kind, converted.rope.factor) == ("llama3", 8.0)
+        assert converted.rope.original_max_position == 8192
+    else:
+        assert converted.rope == original.rope
+
+
+def llama3_divisors(factor: float, head_dim: int) -> npt.NDArray[np.float32]:
+    """The rule of transformers' `_compute_llama3_parameters`, one frequency at a time."""
+    divisors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * 10000.0 ** (i / head_dim)
+        if wavelength < 8192 / 4:
+            divisors.append(1.0)
+        elif wavelength > 8192:
+            divisors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, dtype=np.float32)
+
+
+@pytest.mark.parametrize("kind", [QuantType.F16, QuantType.BF16, QuantType.Q8_0, QuantType.Q4_1])
+def test_quantised_rows_keep_their_order(
+    llama: GGUFModel, tmp_path: Path, out: Path, kind: QuantType
+) -> None:
+    """Rows are put in order while quantised: the result is as if it were done afterwards."""
+    names = [n for n in llama.tensors if "attn_q" in n or "attn_k" in n or n == "token_embd.weight"]
+    llama.types = dict.fromkeys(names, kind)
+    convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+    converted = state(out)
+    for name in ("q_proj", "k_proj"):
+        stored = llama.tensors[f"blk.1.attn_{name[0]}.weight"]
+        rounded = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind)
+        heads = len(rounded) // 16
+        expected = np.empty_like(rounded)
+        for row in range(len(rounded)):
+            head, place = divmod(row, 16)
+            expected[row] = rounded[head * 16 + (place % 8) * 2 + place // 8]
+        assert heads in (4, 2)
+        got = converted[f"model.layers.1.self_attn.{name}.weight"]
+        assert torch.equal(got, torch.from_numpy(expected).to(torch.bfloat16))
+
+
+def test_the_bundled_model_equals_transformers_reading(real: Path) -> None:
+    """Every tensor, bit for bit, against transformers' own GGUF reader."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real))
+    expected = load_gguf_checkpoint(
+        str(loader._bundled_gguf()),
+        return_tensors=True,
+        model_to_load=model,
+        torch_dtype=torch.bfloat16,
+    )["tensors"]
+    converted = state(real)
+    assert converted.keys() == expected.keys() and len(converted) == 272
+    assert [n for n, values in converted.items() if not torch.equal(values, expected[n])] == []
+
+
+def q8_0(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Blocks of 34 bytes: a float16 scale, 32 signed bytes."""
+    blocks = raw.reshape(-1, 34)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return scale * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def q4_1(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+    """Blocks of 20 bytes: float16 scale and minimum, 16 bytes whose low halves come first."""
+    blocks = raw.reshape(-1, 20)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    low = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
+    quants = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
+    return scale * quants.astype(np.float32) + low
+
+
+def test_the_bundled_model_equals_dequantisation_by_hand(
+    real: Path, real_source: gguf.GGUFReader
+) -> None:
+    stored = {tensor.name: tensor for tensor in real_source.tensors}
+    converted = state(real)
+    for name, hf_name, unpack in (
+        ("token_embd.weight", "model.embed_tokens.weight", q8_0),
+        ("blk.7.ffn_down.weight", "model.layers.7.mlp.down_proj.weight", q4_1),
+        ("blk.29.attn_v.weight", "model.layers.29.self_attn.v_proj.weight", q4_1),
+    ):
+        values = unpack(np.asarray(stored[name].data)).reshape(converted[hf_name].shape)
+        assert torch.equal(converted[hf_name], torch.from_numpy(values).to(torch.bfloat16)), name
+
+
+def test_the_bundled_model_runs_in_transformers(real: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(real)
+    model = AutoModelForCausalLM.from_pretrained(real)
+    assert model.dtype == torch.bfloat16 and model.generation_config.eos_token_id == [2, 0]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    ids = tokenizer(text + "The capital of France is", return_tensors="pt")["input_ids"]
+    with torch.inference_mode():
+        logits = model(ids).logits[0, -1]
+    assert tokenizer.decode(logits.argmax()) == " Paris"
+    assert loader.describe_weights(real) == "Q4_1 GGUF, dequantised to bfloat16"
+
+
+# -- tokenizer and settings ------------------------------------------------------------------------
+
+
+def test_tokenizer_settings_are_honoured(llama: GGUFModel, tmp_path: Path, out: Path) -> None:
+    place = llama.tokens.index("þ")
+    llama.tokens[place], llama.token_types[place] = "<tool>", USER_DEFINED
+    convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+    tokenizer = Tokenizer.from_folder(out)
+    ids = tokenizer.encode("a<tool><|im_end|>")
+    assert ids[0] == 0 and ids[-2:] == [place, 3]
+    assert tokenizer.decode(ids) == "a<tool>"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi"
+    assert AutoTokenizer.from_pretrained(out)("a<tool><|im_end|>")["input_ids"] == ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "flag", "first"),
+    [("qwen2", None, 1), ("llama-bpe", None, 2), ("llama-bpe", False, 1), ("smollm", True, 2)],
+)
+def test_bos_follows_the_flag_or_the_kind_of_tokenizer(
+    llama: GGUFModel, tmp_path: Path, out: Path, pre: str, flag: bool | None, first: int
+) -> None:
+    llama.settings |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.add_bos_token": flag}
+    convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+    assert len(Tokenizer.from_folder(out).encode("x")) == first
+
+
+def test_per_layer_lists_of_equal_sizes_are_read(
+    llama: GGUFModel, tmp_path: Path, out: Path
+) -> None:
+    llama.settings["llama.attention.head_count_kv"] = [2, 2, 2]
+    convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+    assert read_model_config(out).num_kv_heads == 2
+
+
+def test_without_a_tokenizer_type_list_end_tokens_are_special(
+    llama: GGUFModel, tmp_path: Path, out: Path
+) -> None:
+    llama.token_types = [1] * len(llama.tokens)
+    convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+    assert Tokenizer.from_folder(out).decode([3]) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("llama.expert_count", 8, "expert_count"),
+        ("llama.attention.sliding_window", 4096, "sliding_window"),
+        ("llama.attention.scale", 0.5, "scale"),
+        ("llama.logit_scale", 0.5, "logit_scale"),
+        ("llama.rope.scaling.type", "yarn", "'yarn'"),
+        ("llama.rope.dimension_count", 8, "dimension_count"),
+        ("llama.attention.value_length", 8, "value_length"),
+        ("llama.attention.head_count_kv", [1, 2, 2], "differs between layers"),
+        ("tokenizer.ggml.model", "llama", "tokenizer model 'llama'"),
+        ("tokenizer.ggml.pre", "gpt-4o", "'gpt-4o'"),
+        ("tokenizer.ggml.pre", None, "'default'"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(
+    llama: GGUFModel, tmp_path: Path, out: Path, key: str, value: Any, match: str
+) -> None:
+    llama.settings[key] = value
+    with pytest.raises(UnsupportedModelError, match=match):
+        convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "match"),
+    [
+        ("llama.embedding_length", None, "lacks.*embedding_length"),
+        ("llama.embedding_length", 0, "not within 1"),
+        ("llama.block_count", 1 << 31, "not within 1"),
+        ("llama.block_count", "three", "must be int"),
+        ("llama.attention.head_count", 3, "rows, not 3 heads"),
+        ("tokenizer.ggml.eos_token_id", 1 << 20, "vocabulary has"),
+        ("tokenizer.ggml.add_bos_token", 1, "must be bool"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    llama: GGUFModel, tmp_path: Path, out: Path, key: str, value: Any, match: str
+) -> None:
+    llama.settings[key] = value
+    with pytest.raises(CorruptModelError, match=match):
+        convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+
+
+def test_unknown_architectures_are_refused(llama: GGUFModel, tmp_path: Path, out: Path) -> None:
+    llama.arch = "mamba"
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, qwen3"):
+        convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+
+
+def test_unknown_tensors_are_refused(llama: GGUFModel, tmp_path: Path, out: Path) -> None:
+    llama.tensors["blk.0.ffn_gate_exps.weight"] = np.zeros((2, 32), np.float32)
+    with pytest.raises(UnsupportedModelError, match="ffn_gate_exps"):
+        convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+
+
+def test_rope_divisors_of_another_rule_are_refused(
+    llama: GGUFModel, tmp_path: Path, out: Path
+) -> None:
+    llama.tensors["rope_freqs.weight"] = np.linspace(1, 3, 8, dtype=np.float32)
+    with pytest.raises(UnsupportedModelError, match="Llama 3's rule"):
+        convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+
+
+@pytest.mark.parametrize("kind", [QuantType.I32, QuantType.F64])
+def test_tensor_types_without_dequantisation_are_refused(
+    llama: GGUFModel, tmp_path: Path, out: Path, kind: QuantType
+) -> None:
+    path = llama.write(tmp_path / "m.gguf")
+    path.write_bytes(with_tensor_type(path.read_bytes(), "blk.0.attn_norm.weight", kind.value))
+    with pytest.raises(ModelLoadError, match=rf"{kind.name}, which cannot|truncated"):
+        convert_gguf(path, out)
+
+
+def test_unknown_tensor_types_are_refused(llama: GGUFModel, tmp_path: Path, out: Path) -> None:
+    path = llama.write(tmp_path / "m.gguf")
+    path.write_bytes(with_tensor_type(path.read_bytes(), "blk.0.attn_norm.weight", 999))
+    with pytest.raises(UnsupportedModelError, match="unknown type 999"):
+        convert_gguf(path, out)
+
+
+def with_tensor_type(data: bytes, name: str, kind: int) -> bytes:
+    """Change the type of a one-dimensional tensor: name, uint32 dims, uint64 size, uint32 type."""
+    place = data.index(name.encode()) + len(name) + 4 + 8
+    return data[:place] + struct.pack("<I", kind) + data[place + 4 :]
+
+
+# -- damaged files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 3, 23, 24, 100, 5000, -4096, -1])
+def test_truncated_files_are_refused(
+    llama: GGUFModel, tmp_path: Path, out: Path, size: int
+) -> None:
+    path = llama.write(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CorruptModelError, match=r"truncated|no GGUF"):
+        convert_gguf(path, out)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "match"),
+    [
+        (0, b"GGML", "no GGUF file"),
+        (0, b"\x80\x04\x95\x00", "no GGUF file"),
+        (4, struct.pack("<I", 1), "version 1"),
+        (4, struct.pack(">I", 3), "version 50331648"),
+        (8, struct.pack("<Q", 1 << 60), "tensors"),
+        (16, struct.pack("<Q", 1 << 60), "metadata entries"),
+        (24, struct.pack("<Q", 1 << 62), "truncated"),
+    ],
+)
+def test_a_damaged_head_is_refused(
+    llama: GGUFModel, tmp_path: Path, place: int, value: bytes, match: str
+) -> None:
+    path = llama.write(tmp_path / "m.gguf")
+    data = bytearray(path.read_bytes())
+    data[place : place + len(value)] = value
+    path.write_bytes(data)
+    with pytest.raises(ModelLoadError, match=match):
+        check_structure(path)
+
+
+@pytest.mark.parametrize("length", [1 << 33, (1 << 64) - 1, 9_999_999])
+def test_an_absurd_array_is_refused_at_once(llama: GGUFModel, tmp_path: Path, length: int) -> None:
+    """The `gguf` package alone would append to a list until memory ends."""
+    path = llama.write(tmp_path / "m.gguf")
+    data = path.read_bytes()
+    key = b"tokenizer.ggml.token_type"
+    place = data.index(key + struct.pack("<I", 9)) + len(key) + 8
+    path.write_bytes(data[:place] + struct.pack("<Q", length) + data[place + 8 :])
+    start = time.monotonic()
+    with pytest.raises(CorruptModelError, match=r"array elements|truncated"):
+        check_structure(path)
+    assert time.monotonic() - start < 5
+
+
+def test_damage_anywhere_ends_in_our_own_errors(llama: GGUFModel, tmp_path: Path) -> None:
+    """Random bytes over the metadata and the tensor table: an error of ours, or a model."""
+    data = llama.write(tmp_path / "m.gguf").read_bytes()
+    table_end = data.rindex(b"blk.2.") + 100
+    path, rng = tmp_path / "damaged.gguf", random.Random(0)
+    outcomes: dict[str, int] = {}
+    for number in range(150):
+        damaged = bytearray(data)
+        for _ in range(rng.choice((1, 1, 3))):
+            start = rng.randrange(table_end)
+            damaged[start] = rng.randrange(256)
+        path.write_bytes(damaged)
+        target = tmp_path / f"out{number}"
+        target.mkdir()
+        try:
+            convert_gguf(path, target)
+            outcome = "converted"
+        except (CorruptModelError, UnsupportedModelError) as error:
+            outcome = type(error).__name__
+        outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    assert len(outcomes) == 3, outcomes  # the damage reached all kinds of places
