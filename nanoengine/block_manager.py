@@ -1,14 +1,16 @@
-"""Which block holds what: free list, reference counts, prefix hashes, LRU. No torch, no sequences.
+"""Which block holds what, on both tiers: slots, reference counts, prefix hashes, LRU. No torch.
 
-A Block is the KV of `block_size` consecutive tokens over all layers. It is referenced by the
-tables that hold it, cached when nobody references it but its hash is known, and free otherwise.
+A Block is the KV of `block_size` consecutive tokens over all layers. It has a slot on the device,
+on the
+host, on both, or (before anything is written) on neither. It is referenced by the tables that hold
+it, and cached when nobody references it but its content can be found by hash.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -16,13 +18,57 @@ import xxhash
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of the pool. `digest` is set once the block is full, computed and published."""
+    """One block. Validity is a length: `num_tokens` are computed, the first `host_len` have a host
+    copy.
 
-    slot: int
-    ref_count: int = 0
+    The device copy, where there is a device slot, holds all of them. `digest` is set once the
+    block is full and published.
+    """
+
+    ref_count: int = 1
+    num_tokens: int = 0
+    device_slot: int | None = None
+    host_slot: int | None = None
+    host_len: int = 0
     digest: bytes | None = None
     parent: Block | None = None
     tokens: bytes = b""
+
+    @property
+    def is_on_host(self) -> bool:
+        """True when the host copy is complete, so that the device copy can be dropped for free."""
+        return self.host_slot is not None and self.host_len == self.num_tokens
+
+
+class SlotPool:
+    """The free slots of one tier."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._free = dict.fromkeys(range(num_slots - 1, -1, -1))  # the last one is taken first
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `take` can hand out."""
+        return len(self._free)
+
+    def take(self, preferred: int | None = None) -> int | None:
+        """`preferred` if it is free, else the slot that was freed last, else None."""
+        if preferred is not None and preferred in self._free:
+            del self._free[preferred]
+            return preferred
+        return self._free.popitem()[0] if self._free else None
+
+    def give(self, slot: int) -> None:
+        """The slot is free again."""
+        self._free[slot] = None
+
+    def check(self, held: Iterable[int]) -> None:
+        """Raise AssertionError unless free and held slots are all slots, each once."""
+        slots = list(held)
+        assert len(set(slots)) == len(slots), "a slot is held twice"
+        assert not self._free.keys() & set(slots), "a slot is both free and held"
+        assert len(self._free) + len(slots) == self.num_slots, "slots leaked"
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -37,33 +83,40 @@ def chain_digest(parent: Block | None, tokens: bytes) -> bytes:
 
 
 class BlockManager:
-    """Hands out the blocks of one pool and remembers the full ones by their content."""
+    """Owns the slots of both tiers and every block.
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._free = deque(range(num_blocks))
-        self._cached: OrderedDict[int, Block] = (
-            OrderedDict()
-        )  # slot -> unreferenced block, oldest first
+    `capacity` blocks may be referenced at once: all slots of both tiers, less `spare` that are
+    needed to move blocks about when both are full.
+    """
+
+    def __init__(self, num_device: int, num_host: int = 0, spare: int = 0) -> None:
+        self.device = SlotPool(num_device)
+        self.host = SlotPool(num_host)
+        self.capacity = num_device + num_host - (spare if num_host else 0)
+        self._num_referenced = 0
+        self._cached: OrderedDict[Block, None] = OrderedDict()  # unreferenced, oldest first
+        self._cached_on_device: OrderedDict[Block, None] = OrderedDict()  # those with a device slot
         self._by_digest: dict[bytes, Block] = {}
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can still hand out: free ones and unreferenced cached ones."""
-        return len(self._free) + len(self._cached)
+        """Blocks that may still be referenced; cached ones make room for them."""
+        return self.capacity - self._num_referenced
 
     @property
-    def num_cached(self) -> int:
-        """Unreferenced blocks whose content may be found again."""
-        return len(self._cached)
+    def cached(self) -> Iterable[Block]:
+        """Unreferenced blocks that can be found again, least recently used first."""
+        return self._cached
+
+    @property
+    def oldest_on_device(self) -> Block | None:
+        """The least recently used unreferenced block that has a device slot."""
+        return next(iter(self._cached_on_device), None)
 
     def allocate(self) -> Block:
-        """A block with one reference; evicts the least recently used cached block when none is
-        free.
-        """
-        if not self._free:
-            self._evict()
-        return Block(self._free.popleft(), ref_count=1)
+        """A new empty block with one reference and no slot; at most `num_available` of them."""
+        self._num_referenced += 1
+        return Block()
 
     def find(self, parent: Block | None, tokens: bytes) -> Block | None:
         """The published block that holds `tokens` after `parent`, without taking a reference.
@@ -73,13 +126,11 @@ class BlockManager:
         block = self._by_digest.get(chain_digest(parent, tokens))
         return block if block and block.tokens == tokens and block.parent is parent else None
 
-    def is_cached(self, block: Block) -> bool:
-        """True when nobody references the block but it can still be found."""
-        return block.slot in self._cached
-
     def acquire(self, block: Block) -> None:
         """One more table holds the block."""
-        self._cached.pop(block.slot, None)
+        if not block.ref_count:
+            self._uncache(block)
+            self._num_referenced += 1
         block.ref_count += 1
 
     def publish(self, block: Block, parent: Block | None, tokens: bytes) -> Block:
@@ -103,44 +154,84 @@ class BlockManager:
 
     def release(self, block: Block) -> None:
         """One table less holds the block; unreferenced it stays cached if published, else is
-        free.
+        freed.
         """
         block.ref_count -= 1
         if block.ref_count:
             return
+        self._num_referenced -= 1
         if block.digest is None:
-            self._free.append(block.slot)
+            self._free_slots(block)
         else:
-            self._cached[block.slot] = block
+            self._cached[block] = None
+            if block.device_slot is not None:
+                self._cached_on_device[block] = None
+
+    def evict(self, block: Block) -> None:
+        """Forget a cached block and free its slots."""
+        self._uncache(block)
+        self._forget(block)
+        self._free_slots(block)
 
     def reset_cache(self) -> None:
         """Forget every published block; those in use stay in use."""
-        while self._cached:
-            self._evict()
-        for block in self._by_digest.values():
-            block.digest = None
-        self._by_digest.clear()
+        for block in list(self._cached):
+            self.evict(block)
+        for block in list(self._by_digest.values()):
+            self._forget(block)
 
-    def check(self, references: dict[int, int]) -> None:
-        """Raise AssertionError unless free, cached and referenced blocks add up.
-
-        references: slot -> number of tables holding it.
+    def drop_device(self, block: Block) -> int:
+        """Take the device slot from a block whose host copy is complete (or that is lost
+        anyway).
         """
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached and not (free | cached) & references.keys(), (
-            "a block is in two states"
-        )
-        assert len(free) + len(cached) + len(references) == self.num_blocks, "blocks leaked"
-        for block in self._by_digest.values():
-            assert block.ref_count == references.get(block.slot, 0), "reference count is off"
-            assert block.ref_count or block.slot in cached, (
-                "a published block is neither used nor cached"
-            )
+        slot, block.device_slot = block.device_slot, None
+        self._cached_on_device.pop(block, None)
+        assert slot is not None
+        return slot
 
-    def _evict(self) -> None:
-        _, block = self._cached.popitem(last=False)
+    def drop_host(self, block: Block) -> int:
+        """Take the host slot from a block that has a device copy."""
+        slot, block.host_slot, block.host_len = block.host_slot, None, 0
+        assert slot is not None and block.device_slot is not None, "the last copy of a block"
+        return slot
+
+    def check(self, references: dict[Block, int]) -> None:
+        """Raise AssertionError unless every slot and reference adds up.
+
+        references: block -> number of tables holding it.
+        """
+        assert len(references) == self._num_referenced, "referenced blocks are miscounted"
+        for block, count in references.items():
+            assert block.ref_count == count, "a reference count is off"
+        blocks = [*references, *self._cached]
+        assert len(set(blocks)) == len(blocks), "a block is both referenced and cached"
+        self.device.check(b.device_slot for b in blocks if b.device_slot is not None)
+        self.host.check(b.host_slot for b in blocks if b.host_slot is not None)
+        for block in self._by_digest.values():
+            assert block.ref_count == references.get(block, 0), "a reference count is off"
+            assert block.ref_count or block in self._cached, (
+                "published, but neither used nor cached"
+            )
+        on_device = [b for b in self._cached if b.device_slot is not None]
+        assert set(on_device) == set(self._cached_on_device), "the device's cache is miscounted"
+        for block in blocks:
+            copied = block.device_slot is not None or block.is_on_host
+            assert copied or not block.num_tokens, "the last copy of a block is gone"
+            assert block.host_len <= block.num_tokens, "a host copy is longer than the block"
+
+    def _uncache(self, block: Block) -> None:
+        del self._cached[block]
+        self._cached_on_device.pop(block, None)
+
+    def _forget(self, block: Block) -> None:
         if block.digest is not None:
             del self._by_digest[block.digest]
         block.digest, block.parent = None, None
-        self._free.append(block.slot)
+
+    def _free_slots(self, block: Block) -> None:
+        if block.device_slot is not None:
+            self.device.give(block.device_slot)
+        if block.host_slot is not None:
+            self.host.give(block.host_slot)
+        block.device_slot = block.host_slot = None
+        block.host_len = block.num_tokens = 0

@@ -66,6 +66,7 @@ DTYPES = {
     "fp16": "float16",
     "half": "float16",
 }
+OFFLOAD_MODES = ("auto", "stream", "in_place")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 # Settings that users of other engines bring, and what they are called here.
@@ -77,6 +78,10 @@ ELSEWHERE = {
     "num_gpu_blocks_override": "num_gpu_blocks",
     "cache_max_entry_count": "gpu_memory_utilization (a share of all memory, not of the free part)",
     "kv_cache_memory_bytes": "kv_cache_gib",
+    "num_cpu_blocks": "kv_offload_gib",
+    "swap_space": "kv_offload_gib",
+    "num_kv_buffers": "ring_slots",
+    "preemption_mode": "nothing: preempted KV is kept where there is room",
     "watermark": "decode_reserve_blocks",
     "static_decode_blocks": "decode_reserve_blocks",
     "use_cudagraph": "enforce_eager",
@@ -85,11 +90,6 @@ ELSEWHERE = {
     "trust_remote_code": "nothing: code from a checkpoint is never run",
 }
 NOT_YET = {
-    "enable_cpu_offload": "KV offload to CPU memory",
-    "kv_offload_gib": "KV offload to CPU memory",
-    "kv_offloading_size": "KV offload to CPU memory",
-    "ring_slots": "KV offload to CPU memory",
-    "slot_tokens": "KV offload to CPU memory",
     "quantization": "weight quantisation",
     "cuda_graph_sizes": "CUDA graphs",
 }
@@ -117,8 +117,14 @@ class EngineConfig:
     long_prefill_token_threshold: a prompt with more tokens left than this is long; while others
     wait for prefill, a long one takes at most this many tokens of a step (None: half of
     max_num_batched_tokens).
-    decode_reserve_blocks: blocks kept free at admission, so that decodes do not at once run out of
-    them.
+    decode_reserve_blocks: blocks kept free at admission, so that decodes do not run out at once.
+    enable_cpu_offload: KV that does not fit the device lives on the host and is read from there.
+    offload_mode: "stream" copies host blocks through a ring on the device, "in_place" (CPU only)
+    reads them where they are; "auto": in_place on a CPU, stream on a GPU.
+    kv_offload_gib: host memory for KV (None: 4 GiB). ring_slots: buffers of the ring, at least 2.
+    slot_tokens: tokens of one layer that a ring slot holds.
+    debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
+    (slow). debug_copy_delay_ms: random delay of up to so long before each copy (CPU, stream).
 
     Raises ConfigError, naming the value and what is allowed.
     """
@@ -144,6 +150,13 @@ class EngineConfig:
     max_long_partial_prefills: int = 1
     long_prefill_token_threshold: int | None = None
     decode_reserve_blocks: int = 2
+    enable_cpu_offload: bool = False
+    offload_mode: str = "auto"
+    kv_offload_gib: float | None = None
+    ring_slots: int = 4
+    slot_tokens: int = 4096
+    debug_kv: bool = False
+    debug_copy_delay_ms: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", str(self.model))
@@ -155,7 +168,11 @@ class EngineConfig:
             raise ConfigError(
                 f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}"
             )
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        if self.offload_mode not in OFFLOAD_MODES:
+            raise ConfigError(
+                f"offload_mode must be one of {', '.join(OFFLOAD_MODES)}, got {self.offload_mode!r}"
+            )
+        for name in ("enable_prefix_caching", "enforce_eager", "enable_cpu_offload", "debug_kv"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_counts()
@@ -181,6 +198,8 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name), 1)
         _count("decode_reserve_blocks", self.decode_reserve_blocks, 0)
+        _count("ring_slots", self.ring_slots, 2)
+        _count("slot_tokens", self.slot_tokens, 1)
         _count("seed", self.seed, -(1 << 63))
         if self.tensor_parallel_size != 1:
             raise ConfigError(
@@ -197,10 +216,16 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
-        gib = self.kv_cache_gib
-        if gib is not None and not (isinstance(gib, int | float) and 0 < gib < 1 << 20):
-            raise ConfigError(f"kv_cache_gib must be a positive number of GiB, got {gib!r}")
-        if gib is not None and self.num_gpu_blocks is not None:
+        for name in ("kv_cache_gib", "kv_offload_gib"):
+            gib = getattr(self, name)
+            if gib is not None and not (isinstance(gib, int | float) and 0 < gib < 1 << 20):
+                raise ConfigError(f"{name} must be a positive number of GiB, got {gib!r}")
+        if self.kv_offload_gib is not None and not self.enable_cpu_offload:
+            raise ConfigError("kv_offload_gib needs enable_cpu_offload=True")
+        delay = self.debug_copy_delay_ms
+        if not isinstance(delay, int | float) or not 0 <= delay <= 1000:
+            raise ConfigError(f"debug_copy_delay_ms must be between 0 and 1000, got {delay!r}")
+        if self.kv_cache_gib is not None and self.num_gpu_blocks is not None:
             raise ConfigError("give kv_cache_gib or num_gpu_blocks, not both")
 
     @property
@@ -211,6 +236,9 @@ class EngineConfig:
 
 def make_config(model: Any, settings: dict[str, Any]) -> EngineConfig:
     """An EngineConfig from keywords; an unknown one is a ConfigError that names the nearest."""
+    settings = dict(settings)
+    if "kv_offloading_size" in settings:  # vLLM's name
+        settings.setdefault("kv_offload_gib", settings.pop("kv_offloading_size"))
     known = {field.name for field in fields(EngineConfig)}
     for name in settings.keys() - known:
         raise ConfigError(_unknown(name, known))
@@ -221,7 +249,10 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     if name in NOT_YET:
         return f"{name}: {NOT_YET[name]} is not here yet"
     if name == "cpu_offload_gb":
-        return "cpu_offload_gb offloads weights in vLLM; KV offload is not here yet"
+        return (
+            "cpu_offload_gb offloads weights in vLLM, which is not here; KV goes to the host with "
+            "enable_cpu_offload=True and kv_offload_gib"
+        )
     if name in ELSEWHERE:
         return f"unknown setting {name!r}; here it is {ELSEWHERE[name]}"
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)

@@ -91,12 +91,11 @@ INLINE float max_lane(vf x) {
 #define FOLD_LO(l, w) ((l) % (2 * (w)) < (w) ? 0 : LANES) + (l) / (2 * (w)) * 2 * (w) + (l) % (w)
 #define FOLD_HI(l, w) (FOLD_LO(l, w)) + (w)
 #if defined(__clang__)
-#define FOLD(a, b, w) (__builtin_shufflevector(a, b, LANE_LIST(FOLD_LO, w)) + \
-                       __builtin_shufflevector(a, b, LANE_LIST(FOLD_HI, w)))
+#define SHUFFLE(a, b, lane, w) __builtin_shufflevector(a, b, LANE_LIST(lane, w))
 #else
-#define FOLD(a, b, w) (__builtin_shuffle(a, b, (vi){LANE_LIST(FOLD_LO, w)}) + \
-                       __builtin_shuffle(a, b, (vi){LANE_LIST(FOLD_HI, w)}))
+#define SHUFFLE(a, b, lane, w) __builtin_shuffle(a, b, (vi){LANE_LIST(lane, w)})
 #endif
+#define FOLD(a, b, w) (SHUFFLE(a, b, FOLD_LO, w) + SHUFFLE(a, b, FOLD_HI, w))
 
 /* Lane i of the result is the sum of the lanes of s[i]. */
 INLINE vf sum_each(vf *s) {
@@ -108,6 +107,25 @@ INLINE vf sum_each(vf *s) {
 #endif
     UNROLL for (int i = 0; i < 2; i++) s[i] = FOLD(s[i], s[i + 2], 2);
     return FOLD(s[0], s[1], 1);
+}
+
+/* x[i][j] becomes x[j][i]: blocks of w lanes change places, for every power of two. */
+#define SWAP_LO(l, w) ((l) / (w) % 2 ? LANES - (w) : 0) + (l)
+#define SWAP_HI(l, w) ((l) / (w) % 2 ? LANES : (w)) + (l)
+#define SWAP(w)                                                                                     \
+    UNROLL for (int i = 0; i < LANES; i++) if (i / (w) % 2 == 0) {                                  \
+        const vf a = x[i], b = x[i + (w)];                                                          \
+        x[i] = SHUFFLE(a, b, SWAP_LO, w), x[i + (w)] = SHUFFLE(a, b, SWAP_HI, w);                   \
+    }
+INLINE void transpose(vf *x) {
+    SWAP(1)
+    SWAP(2)
+#if LANES >= 8
+    SWAP(4)
+#endif
+#if LANES == 16
+    SWAP(8)
+#endif
 }
 
 INLINE float sum_lanes(vf x) {
@@ -225,6 +243,11 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     double scale;
 } attend_args;
 
+static int mode_of(const attend_args *a) {
+    if (!a->is_bf16) return F32;
+    return HAVE_PAIRS && a->head_dim % 2 == 0 ? BF16_PAIRS : BF16_WIDE; /* a pair must not leave its row */
+}
+
 typedef struct { /* what one row of the chunk is about; positions are absolute */
     int64_t query_start, q_len, first_pos, key_begin, key_end;
     const int32_t *blocks;
@@ -247,12 +270,31 @@ INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- decode: lanes along head_dim ------------------------------------------------------------- */
 
-typedef struct {
-    int64_t entry, index; /* index: which segment of the entry */
-} segment_t;
+typedef struct { int64_t entry, index; } segment_t; /* index: which segment of the entry */
+
+typedef struct { /* where a segment lies */
+    const char *k, *v;
+    int64_t pos, count; /* absolute position of its first key; keys to read */
+} span_t;
+
+static span_t span_of(const attend_args *a, const entry_t *e, int64_t index) {
+    const int64_t per_block = ceil_div(a->block_size, SEG), offset = index % per_block * SEG;
+    const int64_t block = index / per_block, id = e->blocks[block], size = a->is_bf16 ? 2 : 4;
+    const int64_t skip = offset * a->kv_heads * a->head_dim, pos = e->key_begin + block * a->block_size + offset;
+    return (span_t){.k = a->k + size * (id * a->k_block_stride + skip),
+                    .v = a->v + size * (id * a->v_block_stride + skip),
+                    .pos = pos,
+                    .count = min64(min64(SEG, a->block_size - offset), e->key_end - pos)};
+}
 
 /* acc and the two scalars of one row of one segment; a multiple of a cache line. */
 INLINE int64_t partial_stride(int64_t head_dim) { return ceil_div(head_dim, 32) * 32 + 16; }
+
+/* Into L2, line after line, one stream at a time: heads are read in strides, which the hardware prefetcher
+ * does not follow (9 GB/s per core without this, 16 with it, where a plain read loop reaches 21). */
+INLINE void prefetch(const char *p, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
+}
 
 INLINE vf dot_row(const char *k, const char *q, int64_t dim, int mode) {
     vf s = {0};
@@ -267,29 +309,25 @@ INLINE vf dot_row(const char *k, const char *q, int64_t dim, int mode) {
     return s;
 }
 
-INLINE void prefetch_rows(const char *const *base, int64_t at, int64_t bytes) {
-    UNROLL for (int64_t b = 0; b < bytes; b += 64) {
-        __builtin_prefetch(base[0] + at + b, 0, 2);
-        __builtin_prefetch(base[1] + at + b, 0, 2);
+/* Scores of n keys for one row; prefetches `share` bytes of `soon` for every LANES keys. */
+INLINE void decode_scores(const char *k, int64_t k_stride, int n, const char *q, const char *soon,
+                          int64_t share, float *out, int64_t dim, int mode) {
+    for (int c = 0; c < n; c += LANES, soon += share) {
+        vf each[LANES];
+        prefetch(soon, share);
+        UNROLL for (int i = 0; i < LANES; i++)
+            each[i] = dot_row(k + min64(c + i, n - 1) * k_stride, q, dim, mode);
+        store(out + c, sum_each(each));
     }
 }
 
-/* Scores of one row against n keys, softmax against the carried maximum; p goes to `probs`.
- * Returns alpha, the factor for what was accumulated before. */
-INLINE float decode_scores(const char *k, int64_t k_stride, int n, int visible, const char *q,
-                           const char *const *soon, int64_t dim, float scale, float *row, void *probs,
-                           int mode) {
+/* Softmax of one row over a tile, against the carried maximum; p replaces the scores. Returns alpha,
+ * the factor for what was accumulated before. */
+INLINE float decode_softmax(float *scores, int n, int visible, float scale, float *row, int mode) {
     vf s[TILE / LANES], top = splat(-INFINITY), sum = {0};
     const int vecs = ceil_div(n, LANES);
-    const int64_t bytes = dim * (mode == F32 ? 4 : 2);
     for (int c = 0; c < vecs; c++) {
-        vf each[LANES];
-        UNROLL for (int i = 0; i < LANES; i++) {
-            const int64_t at = min64(c * LANES + i, n - 1) * k_stride;
-            each[i] = dot_row(k + at, q, dim, mode);
-            if (soon) prefetch_rows(soon, (c * LANES + i) * bytes, bytes);
-        }
-        s[c] = pick(IOTA + c * LANES < visible, sum_each(each), splat(-INFINITY));
+        s[c] = pick(IOTA + c * LANES < visible, load(scores + c * LANES), splat(-INFINITY));
         top = vmax(top, s[c]);
     }
     float old = row[0], new = max_lane(top) * scale;
@@ -298,8 +336,8 @@ INLINE float decode_scores(const char *k, int64_t k_stride, int n, int visible, 
     for (int c = 0; c < vecs; c++) {
         vf p = exp2v(s[c] * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
         sum += p;
-        if (mode == BF16_PAIRS) store_bf16((uint16_t *)probs + c * LANES, p);
-        else store((float *)probs + c * LANES, p);
+        if (mode == BF16_PAIRS) store_bf16((uint16_t *)scores + c * LANES, p);
+        else store(scores + c * LANES, p);
     }
     float alpha = exp2v(base_of(splat(old)) - base, 5)[0];
     row[0] = new;
@@ -310,7 +348,7 @@ INLINE float decode_scores(const char *k, int64_t k_stride, int n, int visible, 
 /* acc[r][d..] = acc * alpha + p V for `rows` rows and `vecs` vectors of head_dim (in pairs: of twice
  * LANES). `left` is how many elements remain from d on. */
 INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
-                          const float *alpha, int64_t d, int64_t left, const int rows, const int vecs,
+                          const float *alpha, const char *soon, int64_t d, int64_t left, const int rows, const int vecs,
                           int mode) {
     enum { MAX = 4 };
     vf a[4][2 * MAX];
@@ -319,6 +357,7 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
         UNROLL for (int j = 0; j < outs; j++) a[r][j] = load(acc[r] + d + j * LANES) * alpha[r] + 0.0f;
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < n; i += 2) {
+            prefetch(soon + i * 64 * vecs, 128 * vecs);
             const char *v0 = v + i * v_stride + 2 * d, *v1 = i + 1 < n ? v0 + v_stride : v0;
             UNROLL for (int j = 0; j < vecs; j++) {
                 vf x = load_bf16(v0 + 64 * j, left - 32 * j), y = load_bf16(v1 + 64 * j, left - 32 * j);
@@ -334,6 +373,7 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
         const int size = mode == F32 ? 4 : 2;
         for (int i = 0; i < n; i++) {
             UNROLL for (int j = 0; j < vecs; j++) {
+                prefetch(soon + (i * vecs + j) * LANES * size, LANES * size);
                 vf x = load_f32(v + i * v_stride + size * (d + j * LANES), left - j * LANES, mode);
                 UNROLL for (int r = 0; r < rows; r++) a[r][j] += x * probs[r * TILE + i];
             }
@@ -344,13 +384,13 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
 }
 
 INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
-                               const float *alpha, int64_t dim, const int rows, int mode) {
-    const int wide = mode == BF16_PAIRS ? 32 : LANES, vecs = mode == BF16_PAIRS ? DVEC / 2 : DVEC;
+                               const float *alpha, const char *soon, int64_t dim, const int rows, int mode) {
+    const int wide = mode == BF16_PAIRS ? 32 : LANES, vecs = mode == BF16_PAIRS ? DVEC / 2 : DVEC, size = mode == F32 ? 4 : 2;
     int64_t d = 0;
     for (; d + vecs * wide <= dim; d += vecs * wide)
-        decode_values(v, v_stride, n, probs, acc, alpha, d, vecs * wide, rows, vecs, mode);
+        decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, vecs * wide, rows, vecs, mode);
     for (; d < dim; d += wide)
-        decode_values(v, v_stride, n, probs, acc, alpha, d, dim - d, rows, 1, mode);
+        decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, dim - d, rows, 1, mode);
 }
 
 /* The query rows of one kv head, padded to whole vectors: row r is (query r / group, head r % group). */
@@ -366,49 +406,47 @@ static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head
     }
 }
 
-/* Partial states of all rows of the kv heads [head0, head1) over one segment. */
-INLINE void decode_segment(const attend_args *a, segment_t seg, int64_t head0, int64_t head1,
-                           float *partial, char *scratch, int64_t dim, int mode) {
+/* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the segment
+ * that comes next, `cold` says that nobody has prefetched this one. */
+INLINE void decode_segment(const attend_args *a, segment_t seg, const char *after, int cold, int64_t head0,
+                           int64_t head1, float *partial, char *scratch, int64_t dim, int mode) {
     const entry_t e = entry_at(a, seg.entry);
-    const int64_t per_block = ceil_div(a->block_size, SEG), offset = seg.index % per_block * SEG;
-    const int64_t block = seg.index / per_block, pos = e.key_begin + block * a->block_size + offset;
-    const int64_t count = min64(min64(SEG, a->block_size - offset), e.key_end - pos);
-    const int64_t group = a->heads / a->kv_heads, rows = e.q_len * group, size = mode == F32 ? 4 : 2;
-    const int64_t key_stride = a->kv_heads * dim * size, stride = partial_stride(dim);
-    const int64_t q_bytes = ceil_div(dim, 32) * 32 * 4, id = e.blocks[block];
-    const char *k = a->k + size * id * a->k_block_stride + offset * key_stride;
-    const char *v = a->v + size * id * a->v_block_stride + offset * key_stride;
-    float *probs = (float *)(scratch + (head1 - head0) * rows * q_bytes);
-    for (int64_t h = head0; h < head1; h++) {
-        pack_queries(a, &e, h, scratch + (h - head0) * rows * q_bytes, mode);
-        for (int64_t r = 0; r < rows; r++) {
-            float *row = partial + (r / group * a->heads + h * group + r % group) * stride;
-            memset(row, 0, stride * 4);
-            row[stride - 16] = -INFINITY;
+    const span_t span = span_of(a, &e, seg.index);
+    const int64_t group = a->heads / a->kv_heads, rows = e.q_len * group, all = (head1 - head0) * rows;
+    const int64_t size = mode == F32 ? 4 : 2, width = dim * size, key_stride = a->kv_heads * width;
+    const int64_t stride = partial_stride(dim), q_bytes = ceil_div(dim, 32) * 32 * 4;
+    const int64_t share = ceil_div(LANES * key_stride, 64 * all) * 64;
+    float *probs = (float *)(scratch + all * q_bytes), *alpha = probs + all * TILE;
+    float *state[all];
+    for (int64_t h = head0, i = 0; h < head1; h++) {
+        pack_queries(a, &e, h, scratch + i * q_bytes, mode);
+        for (int64_t r = 0; r < rows; r++, i++) {
+            state[i] = partial + (r / group * a->heads + h * group + r % group) * stride;
+            memset(state[i], 0, stride * 4);
+            state[i][stride - 16] = -INFINITY;
         }
     }
-    for (int64_t t = 0; t < count; t += TILE) {
-        const int n = min64(TILE, count - t);
-        for (int64_t h = head0; h < head1; h++) {
-            const char *kt = k + t * key_stride + h * dim * size, *vt = v + t * key_stride + h * dim * size;
-            const char *q = scratch + (h - head0) * rows * q_bytes;
-            /* The next tile, asked for line after line: K is read head by head, in strides. */
-            const int64_t next = (t + TILE) * key_stride + (h - head0) * TILE * dim * size;
-            const char *soon[2] = {k + next, v + next};
-            for (int64_t r0 = 0; r0 < rows; r0 += 4) {
-                const int nr = min64(4, rows - r0);
-                float *acc[4], alpha[4];
-                for (int i = 0; i < nr; i++) {
-                    const int64_t r = r0 + i, last = e.first_pos + r / group;
-                    acc[i] = partial + (r / group * a->heads + h * group + r % group) * stride;
-                    alpha[i] = decode_scores(kt, key_stride, n, min64(n, last + 1 - pos - t), q + r * q_bytes,
-                                             r == 0 ? soon : 0, dim, a->scale, acc[i] + stride - 16, probs + i * TILE, mode);
-                }
-                switch (nr) {
-                case 1: decode_values_rows(vt, key_stride, n, probs, acc, alpha, dim, 1, mode); break;
-                case 2: decode_values_rows(vt, key_stride, n, probs, acc, alpha, dim, 2, mode); break;
-                case 3: decode_values_rows(vt, key_stride, n, probs, acc, alpha, dim, 3, mode); break;
-                default: decode_values_rows(vt, key_stride, n, probs, acc, alpha, dim, 4, mode);
+    if (cold) prefetch(span.k, TILE * key_stride);
+    for (int64_t t = 0; t < span.count; t += TILE) {
+        const int n = min64(TILE, span.count - t);
+        const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
+        const char *next = t + TILE < span.count ? k + TILE * key_stride : after;
+        for (int64_t i = 0; i < all; i++) { /* while K is read, V comes in */
+            const int64_t last = e.first_pos + i % rows / group;
+            decode_scores(k + (head0 + i / rows) * width, key_stride, n, scratch + i * q_bytes,
+                          v + i * share * (TILE / LANES), share, probs + i * TILE, dim, mode);
+            alpha[i] = decode_softmax(probs + i * TILE, n, min64(n, last + 1 - span.pos - t), a->scale,
+                                      state[i] + stride - 16, mode);
+        }
+        for (int64_t h = head0; h < head1; h++) { /* while V is read, the next K */
+            const char *vh = v + h * width, *soon = next + (h - head0) * TILE * width;
+            for (int64_t i = (h - head0) * rows, end = i + rows; i < end; i += 4) {
+                float *p = probs + i * TILE, **s = state + i, *f = alpha + i;
+                switch (min64(4, end - i)) {
+                case 1: decode_values_rows(vh, key_stride, n, p, s, f, soon, dim, 1, mode); break;
+                case 2: decode_values_rows(vh, key_stride, n, p, s, f, soon, dim, 2, mode); break;
+                case 3: decode_values_rows(vh, key_stride, n, p, s, f, soon, dim, 3, mode); break;
+                default: decode_values_rows(vh, key_stride, n, p, s, f, soon, dim, 4, mode);
                 }
             }
         }
@@ -437,24 +475,24 @@ typedef struct { /* per-thread scratch; words are 4 bytes: one float or one pair
     float *q, *acc;             /* [row group][words of head_dim][row] and [row group][head_dim][row] */
     float *top, *sum;           /* [row] */
     int32_t *pos;               /* [row] */
-    float *scores, *probs;      /* [key][row], [key or pair of keys][row] */
+    float *scores;              /* [key][row], then p in its place, [key or pair of keys][row] */
     float *keys, *values;       /* the tile, widened, or its V in pairs of keys */
+    int64_t padded;             /* head_dim, rounded up */
 } workspace;
 
 static int64_t workspace_words(int64_t dim) {
     const int64_t rows = ROWS_PER_ITEM, padded = ceil_div(dim, 32) * 32;
-    return rows * (2 * dim + 3) + 2 * TILE * RVECS * LANES + 2 * TILE * padded;
+    return rows * (2 * padded + 3) + TILE * RVECS * LANES + 2 * TILE * padded;
 }
 
 static workspace carve(float *p, int64_t dim) {
-    const int64_t rows = ROWS_PER_ITEM, padded = ceil_div(dim, 32) * 32;
-    workspace w;
-    w.q = p, p += rows * dim;
-    w.acc = p, p += rows * dim;
+    const int64_t rows = ROWS_PER_ITEM;
+    workspace w = {.padded = ceil_div(dim, 32) * 32};
+    w.q = p, p += rows * w.padded;
+    w.acc = p, p += rows * w.padded;
     w.scores = p, p += TILE * RVECS * LANES;
-    w.probs = p, p += TILE * RVECS * LANES;
-    w.keys = p, p += TILE * padded;
-    w.values = p, p += TILE * padded;
+    w.keys = p, p += TILE * w.padded;
+    w.values = p, p += TILE * w.padded;
     w.top = p, p += rows;
     w.sum = p, p += rows;
     w.pos = (int32_t *)p;
@@ -483,35 +521,37 @@ INLINE void tile_scores(const char *k, int64_t k_stride, int n, const float *q, 
     }
 }
 
-/* Softmax down the keys for every row of the group; alpha comes back in `alpha`. */
-INLINE void tile_softmax(float *scores, float *probs, int n, int64_t key_pos, int masked, float scale,
-                         const int32_t *pos, float *top, float *sum, vf *alpha, const int vecs, int mode) {
-    for (int r = 0; r < vecs; r++) {
-        vf best = splat(-INFINITY), total = {0}, old = load(top + r * LANES), new, base;
+/* Softmax down the keys for every row of the group, in place: p, or pairs of it, replace the scores. */
+INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, float scale, const int32_t *pos,
+                         float *top, float *sum, vf *alpha, const int vecs, int mode) {
+    const int rounded = ceil_div(n, 4) * 4, step = vecs * LANES;
+    for (int r = 0; r < vecs; r++, scores += LANES, pos += LANES, top += LANES, sum += LANES) {
+        vf best[4], total[4], old = load(top);
+        UNROLL for (int j = 0; j < 4; j++) best[j] = splat(-INFINITY), total[j] = splat(0);
         if (masked) {
             vi at;
-            memcpy(&at, pos + r * LANES, sizeof at);
-            for (int i = 0; i < n; i++) {
-                float *s = scores + (i * vecs + r) * LANES;
-                store(s, pick(at >= splat_i(key_pos + i), load(s), splat(-INFINITY)));
-            }
+            memcpy(&at, pos, sizeof at);
+            for (int i = 0; i < n; i++)
+                store(scores + i * step, pick(at >= splat_i(key_pos + i), load(scores + i * step), best[0]));
         }
-        for (int i = 0; i < n; i++) best = vmax(best, load(scores + (i * vecs + r) * LANES));
-        new = vmax(old, best * scale);
-        base = base_of(new);
-        for (int i = 0; i < n; i += 2) {
-            vf p[2] = {{0}, {0}};
-            for (int j = 0; j < 2 && i + j < n; j++) {
-                p[j] = exp2v(load(scores + ((i + j) * vecs + r) * LANES) * (scale * LOG2E) - base,
-                             mode == F32 ? 5 : 4);
-                total += p[j];
-                if (mode != BF16_PAIRS) store(probs + ((i + j) * vecs + r) * LANES, p[j]);
+        for (int i = n; i < rounded; i++) store(scores + i * step, best[0]);
+        for (int i = 0; i < rounded; i += 4)
+            UNROLL for (int j = 0; j < 4; j++) best[j] = vmax(best[j], load(scores + (i + j) * step));
+        best[0] = vmax(vmax(best[0], best[1]), vmax(best[2], best[3]));
+        const vf new = vmax(old, best[0] * scale), base = base_of(new);
+        for (int i = 0; i < rounded; i += 4) {
+            vf p[4];
+            UNROLL for (int j = 0; j < 4; j++) {
+                p[j] = exp2v(load(scores + (i + j) * step) * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
+                total[j] += p[j];
             }
-            if (mode == BF16_PAIRS) store(probs + (i / 2 * vecs + r) * LANES, round_pairs(p[0], p[1]));
+            UNROLL for (int j = 0; j < 4; j += mode == BF16_PAIRS ? 2 : 1)
+                if (mode == BF16_PAIRS) store(scores + (i + j) / 2 * step, round_pairs(p[j], p[j + 1]));
+                else store(scores + (i + j) * step, p[j]);
         }
         alpha[r] = exp2v(base_of(old) - base, 5);
-        store(sum + r * LANES, load(sum + r * LANES) * alpha[r] + total);
-        store(top + r * LANES, new);
+        store(sum, load(sum) * alpha[r] + ((total[0] + total[1]) + (total[2] + total[3])));
+        store(top, new);
     }
 }
 
@@ -541,30 +581,43 @@ typedef struct { /* one tile of keys; strides in bytes and in words */
     int count;
 } tile_t;
 
-INLINE void attend_tile(const tile_t *t, const workspace *w, int64_t row, int64_t last_pos, int64_t dim,
-                        float scale, const int vecs, int mode) {
-    const int n = min64(t->count, last_pos + 1 - t->pos), pairs = mode == BF16_PAIRS;
-    if (n <= 0) return;
-    float *acc = w->acc + row * dim;
+INLINE void attend_group(const tile_t *t, const workspace *w, int64_t row, int n, int64_t dim, float scale,
+                         const int vecs, int mode) {
+    const int pairs = mode == BF16_PAIRS, steps = pairs ? (n + 1) / 2 : n;
+    float *acc = w->acc + row * w->padded;
     vf alpha[RVECS];
-    tile_scores(t->k, t->k_stride, n, w->q + row * dim, pairs ? dim / 2 : dim, w->scores, vecs, mode);
-    tile_softmax(w->scores, w->probs, n, t->pos, w->pos[row] < t->pos + n - 1, scale, w->pos + row,
+    tile_scores(t->k, t->k_stride, n, w->q + row * w->padded, pairs ? dim / 2 : dim, w->scores, vecs, mode);
+    tile_softmax(w->scores, n, t->pos, w->pos[row] < t->pos + n - 1, scale, w->pos + row,
                  w->top + row, w->sum + row, alpha, vecs, mode);
-    const int steps = pairs ? (n + 1) / 2 : n;
     int64_t d = 0;
     for (; d + DIMS <= dim; d += DIMS)
-        tile_values(t->v + d, t->v_stride, steps, w->probs, alpha, acc + d * vecs * LANES, DIMS, vecs, mode);
+        tile_values(t->v + d, t->v_stride, steps, w->scores, alpha, acc + d * vecs * LANES, DIMS, vecs, mode);
     for (; d < dim; d++)
-        tile_values(t->v + d, t->v_stride, steps, w->probs, alpha, acc + d * vecs * LANES, 1, vecs, mode);
+        tile_values(t->v + d, t->v_stride, steps, w->scores, alpha, acc + d * vecs * LANES, 1, vecs, mode);
 }
 
+typedef struct { int64_t row, vecs, last_pos; } group_t; /* up to RVECS vectors of rows */
+
+#define ATTEND_TILE(name, mode)                                                                     \
+    static void name(const tile_t *t, const workspace *w, const group_t *g, int64_t dim, float scale) { \
+        const int n = min64(t->count, g->last_pos + 1 - t->pos);                                    \
+        if (n <= 0) return;                                                                         \
+        switch (g->vecs) {                                                                          \
+        case 1: attend_group(t, w, g->row, n, dim, scale, 1, mode); break;                          \
+        case 2: attend_group(t, w, g->row, n, dim, scale, 2, mode); break;                          \
+        default: attend_group(t, w, g->row, n, dim, scale, 3, mode);                                \
+        }                                                                                           \
+    }
+ATTEND_TILE(attend_tile_floats, F32) /* also for bf16, once widened */
+ATTEND_TILE(attend_tile_pairs, BF16_PAIRS)
+
 /* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. */
-INLINE tile_t prepare_tile(const workspace *w, const char *k, const char *v, int64_t stride, int64_t dim,
+static tile_t prepare_tile(const workspace *w, const char *k, const char *v, int64_t stride, int64_t dim,
                            int count, int64_t pos, int mode) {
     tile_t t = {.k = k, .v = (const float *)v, .k_stride = stride, .v_stride = stride / 4, .pos = pos,
                 .count = count};
     if (mode == F32) return t;
-    const int64_t padded = ceil_div(dim, 32) * 32;
+    const int64_t padded = w->padded;
     t.v = w->values, t.v_stride = padded;
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < count; i += 2)
@@ -585,31 +638,56 @@ INLINE tile_t prepare_tile(const workspace *w, const char *k, const char *v, int
     return t;
 }
 
-typedef struct { int64_t row, vecs, last_pos; } group_t; /* up to RVECS vectors of rows */
+/* LANES rows of `words` elements into columns of a [word][width] array; room for a multiple of LANES. */
+static void rows_to_lanes(const char *const *rows, int64_t words, float *out, int64_t width, int mode) {
+    for (int64_t d = 0; d < words; d += LANES) {
+        vf x[LANES];
+        UNROLL for (int i = 0; i < LANES; i++)
+            x[i] = load_f32(rows[i] + (mode == F32 ? 4 : 2) * d, min64(words - d, LANES), mode);
+        transpose(x);
+        UNROLL for (int i = 0; i < LANES; i++) store(out + (d + i) * width, x[i]);
+    }
+}
 
-/* The rows of an item in the workspace. */
+/* And back; a row that is NULL is skipped. + 0 because the state holds no -0. */
+static void lanes_to_rows(float *const *rows, int64_t words, const float *in, int64_t width) {
+    for (int64_t d = 0; d < words; d += LANES) {
+        vf x[LANES];
+        UNROLL for (int i = 0; i < LANES; i++) x[i] = load(in + (d + i) * width) + 0.0f;
+        transpose(x);
+        for (int i = 0; i < LANES; i++)
+            if (rows[i]) memcpy(rows[i] + d, &x[i], 4 * min64(words - d, LANES));
+    }
+}
+
+/* Where row r of an item is: its token and, of that token, its head. */
+INLINE int64_t token_of(const attend_args *a, const entry_t *e, const item_t *it, int64_t r) {
+    return e->query_start + (it->row + r) / (a->heads / a->kv_heads);
+}
+INLINE int64_t head_of(const attend_args *a, const item_t *it, int64_t r) {
+    const int64_t group = a->heads / a->kv_heads;
+    return it->kv_head * group + (it->row + r) % group;
+}
+
+/* The rows of an item into the workspace; lanes past the end repeat the last row. */
 static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w,
                      group_t *groups, int mode) {
-    const int64_t group = a->heads / a->kv_heads, dim = a->head_dim, size = mode == F32 ? 4 : 2;
+    const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2, words = mode == BF16_PAIRS ? dim / 2 : dim;
     int count = 0;
     for (int64_t row = 0; row < it->rows; row += RVECS * LANES) {
         const int64_t vecs = min64(RVECS, ceil_div(it->rows - row, LANES)), width = vecs * LANES;
-        float *q = w->q + row * dim, *acc = w->acc + row * dim;
-        for (int64_t i = 0; i < width; i++) { /* lanes past the end repeat the last row */
-            const int64_t r = it->row + min64(row + i, it->rows - 1), token = e->query_start + r / group;
-            const int64_t head = it->kv_head * group + r % group, at = token * a->heads + head;
-            const char *src = a->q + size * (token * a->q_token_stride + head * a->q_head_stride);
-            w->top[row + i] = a->row_max[at], w->sum[row + i] = a->row_sum[at];
-            w->pos[row + i] = e->first_pos + r / group;
-            if (mode == BF16_WIDE)
-                for (int64_t d = 0; d < dim; d++) {
-                    uint32_t x = (uint32_t)((const uint16_t *)src)[d] << 16;
-                    memcpy(q + d * width + i, &x, 4);
-                }
-            else
-                for (int64_t d = 0; d < (mode == BF16_PAIRS ? dim / 2 : dim); d++)
-                    memcpy(q + d * width + i, src + 4 * d, 4);
-            for (int64_t d = 0; d < dim; d++) acc[d * width + i] = a->acc[at * dim + d];
+        for (int64_t lane = 0; lane < width; lane += LANES) {
+            const char *q[LANES], *acc[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const int64_t r = min64(row + lane + i, it->rows - 1), token = token_of(a, e, it, r);
+                const int64_t head = head_of(a, it, r), at = token * a->heads + head, to = row + lane + i;
+                q[i] = a->q + size * (token * a->q_token_stride + head * a->q_head_stride);
+                acc[i] = (const char *)(a->acc + at * dim);
+                w->top[to] = a->row_max[at], w->sum[to] = a->row_sum[at];
+                w->pos[to] = e->first_pos + token - e->query_start;
+            }
+            rows_to_lanes(q, words, w->q + row * w->padded + lane, width, mode == BF16_WIDE ? BF16_WIDE : F32);
+            rows_to_lanes(acc, dim, w->acc + row * w->padded + lane, width, F32);
         }
         groups[count++] = (group_t){row, vecs, w->pos[row + width - 1]};
     }
@@ -617,22 +695,26 @@ static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, c
 }
 
 static void store_rows(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w) {
-    const int64_t group = a->heads / a->kv_heads, dim = a->head_dim;
-    for (int64_t r = 0; r < it->rows; r++) {
-        const int64_t row = r / (RVECS * LANES) * RVECS * LANES;
+    for (int64_t row = 0; row < it->rows; row += RVECS * LANES) {
         const int64_t width = min64(RVECS, ceil_div(it->rows - row, LANES)) * LANES;
-        const int64_t token = e->query_start + (it->row + r) / group;
-        const int64_t at = token * a->heads + it->kv_head * group + (it->row + r) % group;
-        if (w->pos[r] < e->key_begin) continue; /* saw nothing here: untouched, bit for bit */
-        a->row_max[at] = w->top[r], a->row_sum[at] = w->sum[r];
-        for (int64_t d = 0; d < dim; d++)
-            a->acc[at * dim + d] = w->acc[row * dim + d * width + r - row] + 0.0f;
+        for (int64_t lane = 0; lane < width; lane += LANES) {
+            float *acc[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const int64_t r = row + lane + i, at = token_of(a, e, it, r) * a->heads + head_of(a, it, r);
+                acc[i] = 0; /* no row, or one that saw nothing here: untouched, bit for bit */
+                if (r >= it->rows || w->pos[r] < e->key_begin) continue;
+                a->row_max[at] = w->top[r], a->row_sum[at] = w->sum[r];
+                acc[i] = a->acc + at * a->head_dim;
+            }
+            lanes_to_rows(acc, a->head_dim, w->acc + row * w->padded + lane, width);
+        }
     }
 }
 
-INLINE void prefill_item(const attend_args *a, const item_t *it, float *scratch, int mode) {
+static void prefill_item(const attend_args *a, const item_t *it, float *scratch) {
     const entry_t e = entry_at(a, it->entry);
     const workspace w = carve(scratch, a->head_dim);
+    const int mode = mode_of(a);
     const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2, stride = a->kv_heads * dim * size;
     const int64_t group = a->heads / a->kv_heads;
     const int64_t end = min64(e.key_end, e.first_pos + (it->row + it->rows - 1) / group + 1);
@@ -645,14 +727,8 @@ INLINE void prefill_item(const attend_args *a, const item_t *it, float *scratch,
         for (int64_t off = 0; off < a->block_size && start + off < end; off += TILE) {
             const int n = min64(min64(TILE, a->block_size - off), end - start - off);
             const tile_t t = prepare_tile(&w, k + off * stride, v + off * stride, stride, dim, n, start + off, mode);
-            for (int g = 0; g < count; g++) {
-                const int64_t row = groups[g].row, last = groups[g].last_pos;
-                switch (groups[g].vecs) {
-                case 1: attend_tile(&t, &w, row, last, dim, a->scale, 1, mode); break;
-                case 2: attend_tile(&t, &w, row, last, dim, a->scale, 2, mode); break;
-                default: attend_tile(&t, &w, row, last, dim, a->scale, 3, mode);
-                }
-            }
+            for (int g = 0; g < count; g++)
+                (mode == BF16_PAIRS ? attend_tile_pairs : attend_tile_floats)(&t, &w, &groups[g], dim, a->scale);
         }
     }
     store_rows(a, &e, it, &w);
@@ -669,27 +745,6 @@ INLINE void prefill_item(const attend_args *a, const item_t *it, float *scratch,
         }                                                                                           \
     } while (0)
 
-static int mode_of(const attend_args *a) {
-    if (!a->is_bf16) return F32;
-    return HAVE_PAIRS && a->head_dim % 2 == 0 ? BF16_PAIRS : BF16_WIDE; /* a pair must not leave its row */
-}
-
-static void run_segment(const attend_args *a, segment_t s, int64_t h0, int64_t h1, float *partial, char *scratch) {
-    switch (mode_of(a)) {
-    case F32: BY_DIM(decode_segment, F32, a, s, h0, h1, partial, scratch); break;
-    case BF16_WIDE: BY_DIM(decode_segment, BF16_WIDE, a, s, h0, h1, partial, scratch); break;
-    default: BY_DIM(decode_segment, BF16_PAIRS, a, s, h0, h1, partial, scratch);
-    }
-}
-
-static void run_item(const attend_args *a, const item_t *it, float *scratch) {
-    switch (mode_of(a)) {
-    case F32: prefill_item(a, it, scratch, F32); break;
-    case BF16_WIDE: prefill_item(a, it, scratch, BF16_WIDE); break;
-    default: prefill_item(a, it, scratch, BF16_PAIRS);
-    }
-}
-
 typedef struct { /* the work of one call */
     int64_t *first_segment; /* [entries + 1]: a decode entry's segments are consecutive */
     segment_t *segments;
@@ -697,8 +752,25 @@ typedef struct { /* the work of one call */
     int64_t num_segments, num_items, max_rows, rows_per_item;
 } plan_t;
 
+static void run_segment(const attend_args *a, const plan_t *p, int64_t i, int cold, int64_t h0, int64_t h1,
+                        float *partial, char *scratch) {
+    const segment_t s = p->segments[i], next = p->segments[min64(i + 1, p->num_segments - 1)];
+    const entry_t e = entry_at(a, next.entry);
+    const char *after = span_of(a, &e, next.index).k;
+    switch (mode_of(a)) {
+    case F32: BY_DIM(decode_segment, F32, a, s, after, cold, h0, h1, partial, scratch); break;
+#if HAVE_PAIRS
+    case BF16_PAIRS: BY_DIM(decode_segment, BF16_PAIRS, a, s, after, cold, h0, h1, partial, scratch); break;
+    default: decode_segment(a, s, after, cold, h0, h1, partial, scratch, a->head_dim, BF16_WIDE); /* odd head_dim */
+#else
+    default: BY_DIM(decode_segment, BF16_WIDE, a, s, after, cold, h0, h1, partial, scratch);
+#endif
+    }
+}
+
 static int64_t count_segments(const attend_args *a, const entry_t *e) {
     const int64_t keys = e->key_end - e->key_begin, per_block = ceil_div(a->block_size, SEG);
+    if (e->q_len == 0) return 0;
     return keys / a->block_size * per_block + ceil_div(keys % a->block_size, SEG);
 }
 
@@ -771,7 +843,7 @@ int attend(const attend_args *a) {
     const int64_t segment_floats = p.max_rows * partial_stride(a->head_dim);
     int64_t window = segment_floats ? WINDOW_BYTES / (4 * segment_floats) : 0;
     window = min64(p.num_segments, window > a->threads ? window : a->threads);
-    int64_t scratch = p.max_rows ? p.max_rows * padded + 4 * TILE : 0;
+    int64_t scratch = p.max_rows * (padded + TILE + 1);
     if (p.num_items && workspace_words(a->head_dim) > scratch) scratch = workspace_words(a->head_dim);
     scratch = ceil_div(scratch, 16) * 16;
     const size_t tables = ceil_div((a->entries + 1) * sizeof(int64_t) + p.num_segments * sizeof(segment_t) +
@@ -785,22 +857,28 @@ int attend(const attend_args *a) {
     fill_plan(a, &p);
     /* Few segments: one kv head each, to feed every thread; else all heads, to read memory in order. */
     const int64_t split = p.num_segments < 4 * a->threads ? a->kv_heads : 1, heads = a->kv_heads / split;
+    /* Runs of segments, so that one can prefetch the next; short enough to share them out evenly. */
+    const int64_t run = window * split / (4 * a->threads), chunk = run < 1 ? 1 : min64(run, 8);
 #pragma omp parallel num_threads((int)a->threads)
     {
         const unsigned saved = flush_denormals();
         float *mine = scratches + omp_get_thread_num() * scratch;
         for (int64_t begin = 0; begin < p.num_segments; begin += window) {
             const int64_t end = min64(begin + window, p.num_segments);
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t i = begin * split; i < end * split; i++)
-                run_segment(a, p.segments[i / split], i % split * heads, (i % split + 1) * heads,
-                            partials + (i / split - begin) * segment_floats, (char *)mine);
+            int64_t previous = -2;
+#pragma omp for schedule(dynamic, chunk)
+            for (int64_t i = begin * split; i < end * split; i++) {
+                const int64_t seg = i / split, h0 = i % split * heads;
+                run_segment(a, &p, seg, previous != i - 1, h0, h0 + heads,
+                            partials + (seg - begin) * segment_floats, (char *)mine);
+                previous = i;
+            }
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < a->entries * p.max_rows; i++)
                 merge_row(a, &p, i / p.max_rows, i % p.max_rows, begin, end, partials);
         }
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < p.num_items; i++) run_item(a, &p.items[i], mine);
+        for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
         restore_denormals(saved);
     }
     free(memory);

@@ -1,4 +1,4 @@
-"""The one file that knows a platform: which dtype, how much memory, how many threads.
+"""The one file that knows a platform: dtype, memory, threads, streams and events.
 
 Everything else asks a Device and never looks at `torch.cuda` or the machine itself.
 """
@@ -6,20 +6,182 @@ Everything else asks a Device and never looks at `torch.cuda` or the machine its
 from __future__ import annotations
 
 import os
+import queue
+import random
 import resource
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, TransferError
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def is_done(self) -> bool:
+        """True once all work before the point has ended."""
+        ...
+
+
+class Stream(Protocol):
+    """Work that runs in order; against other streams only events order it."""
+
+    name: str
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """Copy contiguous `src` to contiguous `dst`, of the same bytes."""
+        ...
+
+    def fill(self, dst: Tensor, value: float) -> None:
+        """Fill a contiguous tensor."""
+        ...
+
+    def record(self) -> Event:
+        """An event that is done when all work queued so far is."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let all later work of this stream begin after the event."""
+        ...
+
+
+class DoneEvent:
+    """An event of work that ran inline."""
+
+    def is_done(self) -> bool:
+        """Always."""
+        return True
+
+
+class InlineStream:
+    """Runs everything at once, in the calling thread: compute on a CPU, and copies where none
+    overlap.
+
+    Waiting for another stream's event blocks the caller.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """See Stream."""
+        _copy_bytes(dst, src)
+
+    def fill(self, dst: Tensor, value: float) -> None:
+        """See Stream."""
+        dst.fill_(value)
+
+    def record(self) -> Event:
+        """See Stream."""
+        return DoneEvent()
+
+    def wait(self, event: Event) -> None:
+        """See Stream."""
+        if isinstance(event, WorkerEvent):
+            event.block()
+
+
+class WorkerEvent:
+    """An event in the queue of a WorkerStream."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def is_done(self) -> bool:
+        """True once the worker has come to it."""
+        return self._done.is_set()
+
+    def set(self, error: BaseException | None) -> None:
+        """Called by the worker; `error` is what broke the stream before this point."""
+        self.error = error
+        self._done.set()
+
+    def block(self) -> None:
+        """Wait in the calling thread. Raises TransferError if the stream broke before the event."""
+        self._done.wait()
+        if self.error is not None:
+            raise TransferError(f"a KV copy failed: {self.error}") from self.error
+
+
+class WorkerStream:
+    """Copies on a thread of its own, one core each; a random delay before each shows missing
+    waits.
+    """
+
+    def __init__(self, name: str, max_delay_s: float = 0.0, seed: int = 0) -> None:
+        self.name = name
+        self._max_delay_s = max_delay_s
+        self._random = random.Random(f"{name}:{seed}")
+        self._work: queue.SimpleQueue[Callable[[], object] | WorkerEvent | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=f"nanoengine-{name}", daemon=True)
+        self._thread.start()
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """See Stream."""
+        self._work.put(lambda: _copy_bytes(dst, src))
+
+    def fill(self, dst: Tensor, value: float) -> None:
+        """See Stream."""
+        self._work.put(lambda: dst.fill_(value))
+
+    def record(self) -> Event:
+        """See Stream."""
+        event = WorkerEvent()
+        self._work.put(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """See Stream."""
+        if isinstance(event, WorkerEvent) and not event.is_done():
+            self._work.put(event.block)
+
+    def close(self) -> None:
+        """End the thread once its queue is empty."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        while (work := self._work.get()) is not None:
+            if isinstance(work, WorkerEvent):
+                work.set(error)
+                continue
+            if self._max_delay_s:
+                time.sleep(self._random.uniform(0, self._max_delay_s))
+            try:
+                work()
+            except Exception as raised:  # told to whoever waits for the copies
+                error = raised
+
+
+def _copy_bytes(dst: Tensor, src: Tensor) -> None:
+    # numpy's copy is a plain memcpy: it releases the GIL and never starts a second team of threads.
+    np.copyto(_as_bytes(dst), _as_bytes(src))
+
+
+def _as_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
+    return tensor.view(torch.uint8).numpy()
 
 
 class Device(Protocol):
-    """One compute device and its memory."""
+    """One compute device, its memory and its three streams."""
 
     name: str
     torch_device: torch.device
+    compute: Stream
+    h2d: Stream
+    d2h: Stream
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
         """The dtype that "auto" means here, and why."""
@@ -37,16 +199,41 @@ class Device(Protocol):
         """Wait for all queued work."""
         ...
 
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised host memory that copies to and from the device run fastest with."""
+        ...
+
+    def declare(
+        self,
+        stream: Stream,
+        reads: Iterable[tuple[str, int, int]] = (),
+        writes: Iterable[tuple[str, int, int]] = (),
+    ) -> None:
+        """`stream` is about to touch these slots, each (pool, layer, slot): for stream_check.py."""
+        ...
+
+    def close_streams(self) -> None:
+        """Let queued copies end; no more may follow."""
+        ...
+
 
 class CpuDevice:
-    """The host itself."""
+    """The host itself. Compute runs inline; copies too, or on a worker thread each."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(
+        self, num_threads: int | None = None, copy_workers: bool = False, max_delay_s: float = 0.0
+    ) -> None:
         self.num_threads = num_threads or _usable_cores()
         torch.set_num_threads(self.num_threads)
+        self._workers = (
+            [WorkerStream(name, max_delay_s) for name in ("h2d", "d2h")] if copy_workers else []
+        )
+        self.compute: Stream = InlineStream("compute")
+        self.h2d: Stream = self._workers[0] if copy_workers else InlineStream("h2d")
+        self.d2h: Stream = self._workers[1] if copy_workers else InlineStream("d2h")
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
         """bfloat16 where the CPU multiplies it natively, else float32."""
@@ -71,11 +258,73 @@ class CpuDevice:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / (1 << 20)
 
     def synchronize(self) -> None:
-        """Nothing is queued on a CPU."""
+        """Wait for the copy workers."""
+        for worker in self._workers:
+            self.compute.wait(worker.record())
+
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Plain memory, taken from the system as it is first written."""
+        return torch.empty(shape, dtype=dtype)
+
+    def declare(
+        self,
+        stream: Stream,
+        reads: Iterable[tuple[str, int, int]] = (),
+        writes: Iterable[tuple[str, int, int]] = (),
+    ) -> None:
+        """Nobody checks."""
+
+    def close_streams(self) -> None:
+        """See Device."""
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+
+class CudaStream:
+    """A CUDA stream."""
+
+    def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
+        self.name = name
+        self._stream = stream
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """See Stream."""
+        with torch.cuda.stream(self._stream):
+            dst.copy_(src, non_blocking=True)
+
+    def fill(self, dst: Tensor, value: float) -> None:
+        """See Stream. Pinned memory is filled by a copy, so that it stays in order."""
+        with torch.cuda.stream(self._stream):
+            if dst.is_cuda:
+                dst.fill_(value)
+            else:
+                filled = torch.full(dst.shape, value, dtype=dst.dtype, device=self._stream.device)
+                dst.copy_(filled, non_blocking=True)
+
+    def record(self) -> Event:
+        """See Stream."""
+        return CudaEvent(self._stream.record_event())
+
+    def wait(self, event: Event) -> None:
+        """See Stream; the host does not wait."""
+        if isinstance(event, CudaEvent):
+            self._stream.wait_event(event.event)
+
+
+class CudaEvent:
+    """A CUDA event."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def is_done(self) -> bool:
+        """See Event."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class CudaDevice:
-    """One NVIDIA GPU."""
+    """One NVIDIA GPU: compute on the current stream, one copy stream each way."""
 
     def __init__(self, name: str = "cuda") -> None:
         if not torch.cuda.is_available():
@@ -86,6 +335,9 @@ class CudaDevice:
         self.name = name
         self.torch_device = torch.device(name)
         torch.cuda.set_device(self.torch_device)
+        self.compute: Stream = CudaStream("compute", torch.cuda.current_stream())
+        self.h2d: Stream = CudaStream("h2d", torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        self.d2h: Stream = CudaStream("d2h", torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
         """bfloat16 from compute capability 8.0 on, else float16."""
@@ -106,13 +358,35 @@ class CudaDevice:
         """Wait for the GPU."""
         torch.cuda.synchronize(self.torch_device)
 
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Pinned memory."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-def make_device(name: str, num_threads: int | None) -> Device:
-    """The Device called "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for anything else."""
+    def declare(
+        self,
+        stream: Stream,
+        reads: Iterable[tuple[str, int, int]] = (),
+        writes: Iterable[tuple[str, int, int]] = (),
+    ) -> None:
+        """Nobody checks."""
+
+    def close_streams(self) -> None:
+        """See Device."""
+        self.synchronize()
+
+
+def make_device(
+    name: str, num_threads: int | None, copy_workers: bool = False, max_delay_s: float = 0.0
+) -> Device:
+    """The Device called "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for anything else.
+
+    copy_workers, max_delay_s: copies on a CPU run on threads, with random delays up to so many
+    seconds.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
-        return CpuDevice(num_threads)
+        return CpuDevice(num_threads, copy_workers, max_delay_s)
     if name == "cuda" or (name.startswith("cuda:") and name[5:].isdigit()):
         return CudaDevice(name)
     raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {name!r}')

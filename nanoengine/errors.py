@@ -64,5 +64,9 @@ class PromptTooLongError(RequestError):
     """The request could not finish even alone in an empty engine."""
 
 
+class TransferError(EngineError, RuntimeError):
+    """A copy between device and host memory failed."""
+
+
 class EngineClosedError(EngineError, RuntimeError):
     """The engine was closed."""

@@ -1,28 +1,34 @@
-"""HybridKVCacheManager: which sequence holds which block, and the tensors behind the blocks.
+"""HybridKVCacheManager: which sequence holds which block, and where each block lives in a step.
 
-The only object with two faces. The scheduler admits, reserves, commits and releases sequences; the
-attention of a step writes and reads through the StepKV that `begin` makes. It knows no model and
-no sampler.
+The only object with two faces. The scheduler admits, reserves, commits, preempts and deallocates
+sequences; the attention of a step writes and reads through the StepKV that `begin` makes. It knows
+no model and no sampler, and leaves the moving of bytes to the OffloadEngine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count, pairwise
 
 import torch
 from torch import Tensor
 
 from nanoengine.block_manager import Block, BlockManager, pack_tokens
 from nanoengine.context import KVChunk
+from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError, PromptTooLongError
+from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters, TransferRun
 from nanoengine.sequence import ScheduledBatch, Sequence
+from nanoengine.step_plan import DEVICE, HOST, Load, Part, Store, plan_reads
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The shape of the device pool, [layers, blocks, block_size, kv_heads, head_dim] for K and
-    for V.
+    """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
+
+    num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
+    slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
     """
 
     num_layers: int
@@ -31,6 +37,10 @@ class KVSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    num_host_blocks: int = 0
+    ring_slots: int = 0
+    slot_blocks: int = 0
+    spare_blocks: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -39,178 +49,306 @@ class KVSpec:
         return 2 * self.num_layers * per_layer
 
     @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring, whose slots hold one layer each."""
+        return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that unfinished requests can hold, on both tiers."""
+        spare = self.spare_blocks if self.num_host_blocks else 0
+        return self.num_blocks + self.num_host_blocks - spare
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens that the pool holds."""
-        return self.num_blocks * self.block_size
+        """Tokens that unfinished requests can hold, on both tiers."""
+        return self.capacity_blocks * self.block_size
+
+
+MakeTensor = Callable[[object, torch.dtype], Tensor]
 
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence in logical order; the first `num_published` are findable by
-    content.
+    """The blocks of one sequence in logical order.
 
-    `num_shared_tokens` came from the prefix cache: their KV is never written again. `parent` is
-    the block under which the next full one is chained.
+    The first len(published) are findable by content, each under the block that stands for it there.
+    `num_shared_tokens` came from the prefix cache: their KV is never written again.
     """
 
+    seq: Sequence
     blocks: list[Block] = field(default_factory=list)
-    num_published: int = 0
+    published: list[Block] = field(default_factory=list)
     num_shared_tokens: int = 0
-    parent: Block | None = None
+    is_parked: bool = False
+
+
+@dataclass(slots=True)
+class _StepBudget:
+    """What the reservations of one step may still take."""
+
+    write_blocks: int
+    loads: int
+
+
+def drop_order(active: Iterable[list[Block]], idle: Iterable[list[Block]]) -> list[Block]:
+    """Which blocks with a device copy lose it first, when the device is full.
+
+    Blocks of sequences outside the step go before those of running ones; blocks of one sequence
+    before
+    shared ones; middle blocks, oldest first, before the first block. Any choice streams the same
+    bytes: a step reads every block once.
+    """
+    ranked: dict[Block, tuple[bool, bool, bool, int]] = {}
+    for is_active, tables in ((False, idle), (True, active)):
+        for blocks in tables:
+            for index, block in enumerate(blocks):
+                if block.device_slot is not None:
+                    rank = (is_active, block.ref_count > 1, index == 0, index)
+                    ranked[block] = max(rank, ranked.get(block, rank))
+    return sorted(ranked, key=ranked.__getitem__)
 
 
 class HybridKVCacheManager:
-    """Owns the KV pool and every sequence's block table."""
+    """Owns the device pool, every block table and, with a host tier, the OffloadEngine."""
 
     def __init__(
         self,
         spec: KVSpec,
-        device: torch.device,
+        device: Device,
         enable_prefix_caching: bool = True,
         decode_reserve_blocks: int = 0,
+        debug: bool = False,
     ) -> None:
         self.spec = spec
+        self.peak_streamed = 0
         self._device = device
         self._enable_prefix_caching = enable_prefix_caching
         self._decode_reserve_blocks = decode_reserve_blocks
-        self._manager = BlockManager(spec.num_blocks)
+        self._debug = debug
+        self._manager = BlockManager(spec.num_blocks, spec.num_host_blocks, spec.spare_blocks)
         self._tables: dict[int, BlockTable] = {}
-        shape = (
-            spec.num_layers,
-            spec.num_blocks,
-            spec.block_size,
-            spec.num_kv_heads,
-            spec.head_dim,
-        )
+        self._budget = _StepBudget(0, 0)
+        block = (2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (spec.num_layers, spec.num_blocks, *block)
         try:
-            self._k = torch.empty(shape, dtype=spec.dtype, device=device)
-            self._v = torch.empty(shape, dtype=spec.dtype, device=device)
+            self._pool = torch.empty(shape, dtype=spec.dtype, device=device.torch_device)
+            self._offload = OffloadEngine(
+                device,
+                self._pool,
+                spec.num_host_blocks,
+                spec.ring_slots,
+                spec.slot_blocks,
+                debug,
+            )
         except (RuntimeError, MemoryError) as error:
-            gib = spec.block_bytes * spec.num_blocks / (1 << 30)
+            gib = spec.block_bytes * (spec.num_blocks + spec.num_host_blocks) / (1 << 30)
             raise OutOfMemoryError(
-                f"{spec.num_blocks} KV blocks need {gib:.2f} GiB on {device}, which could not be "
-                "had; "
-                "lower kv_cache_gib or num_gpu_blocks"
+                f"{spec.num_blocks} device and {spec.num_host_blocks} host KV blocks need "
+                f"{gib:.2f} "
+                "GiB, which could not be had; lower kv_cache_gib, num_gpu_blocks or kv_offload_gib"
             ) from error
+
+    @property
+    def counters(self) -> TransferCounters:
+        """Bytes moved between the tiers so far."""
+        return self._offload.counters
 
     # -- the scheduler's face
     # ------------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
-        asked = num_prompt_tokens + (max_tokens or 1)
-        if asked > self.spec.num_tokens:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: "
-                f"{asked} in "
-                f"all, but the KV cache holds {self.spec.num_tokens} ({self.spec.num_blocks} "
-                "blocks x "
-                f"{self.spec.block_size} tokens); raise kv_cache_gib or num_gpu_blocks, or ask "
-                "for less"
+        spec, asked = self.spec, num_prompt_tokens + (max_tokens or 1)
+        if asked <= spec.num_tokens:
+            return
+        tiers = f"{spec.num_blocks} blocks x {spec.block_size} tokens"
+        settings = "kv_cache_gib or num_gpu_blocks"
+        if spec.num_host_blocks:
+            tiers = (
+                f"({spec.num_blocks} device + {spec.num_host_blocks} host - {spec.spare_blocks} "
+                f"reserve) blocks x {spec.block_size} tokens"
             )
+            settings = "kv_offload_gib"
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: "
+            f"{asked} in all, but the KV cache holds {spec.num_tokens} ({tiers}); raise "
+            f"{settings}, "
+            "or ask for less"
+        )
+
+    def start_step(self) -> None:
+        """Reservations from here on are for one step."""
+        spare = self._manager.num_available + self.spec.spare_blocks
+        self._budget = _StepBudget(self.spec.num_blocks, max(1, spare))
 
     def admit(self, seq: Sequence) -> bool:
-        """Give a waiting sequence the blocks of all its tokens, reusing cached ones; False if it
-        must wait.
+        """Give a waiting sequence the blocks of all its tokens, reusing cached ones.
 
-        Sets `num_computed`, and `num_cached` at the first admission. Nothing changes on False.
+        False (and no change) if it must wait. A preempted sequence goes on with what it still
+        holds. Sets `num_computed`, and `num_cached` at the first admission.
         """
-        hits = self._lookup(seq)
-        needed = self._blocks_for(seq.num_tokens) - len(hits)
-        idle_hits = sum(self._manager.is_cached(block) for block in hits)
-        reserve = self._decode_reserve_blocks if self._tables else 0
-        if needed + idle_hits + reserve > self._manager.num_available:
+        table = self._tables.get(seq.seq_id)
+        active = sum(not t.is_parked for t in self._tables.values())
+        # Every active sequence writes to a device block, and one more keeps a prefill going.
+        if active and self.spec.num_host_blocks and active >= self.spec.num_blocks - 1:
             return False
-        for block in hits:
-            self._manager.acquire(block)
-        blocks = hits + [self._manager.allocate() for _ in range(needed)]
-        shared = len(hits) * self.spec.block_size
-        parent = hits[-1] if hits else None
-        self._tables[seq.seq_id] = BlockTable(blocks, len(hits), shared, parent)
-        seq.num_computed = min(shared, seq.num_tokens - 1)
+        held = table.blocks if table else self._lookup(seq)
+        idle_hits = 0 if table else sum(not block.ref_count for block in held)
+        needed = self._blocks_for(seq.num_tokens) - len(held)
+        reserve = self._decode_reserve_blocks if active else 0
+        while needed + idle_hits + reserve > self._manager.num_available:
+            if active or not self._reclaim(besides=seq.seq_id):
+                return False
+        if table is None:
+            table = self._tables[seq.seq_id] = self._table_of(seq, held)
+            seq.num_computed = min(table.num_shared_tokens, seq.num_tokens - 1)
+        table.is_parked = False
+        table.blocks += [self._manager.allocate() for _ in range(needed)]
         if seq.metrics.first_scheduled_time is None:
             seq.num_cached = seq.num_computed
         return True
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make sure the next `num_tokens` tokens have blocks; False (and no change) when there
-        are none.
+    def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
+        """How many of the next `num_tokens` tokens can be computed in this step.
+
+        0: none in this step, the device blocks to write to are taken. None: blocks have run out, a
+        sequence must be preempted.
         """
         table = self._tables[seq.seq_id]
         needed = self._blocks_for(seq.num_computed + num_tokens) - len(table.blocks)
-        if needed > self._manager.num_available:
-            return False
-        table.blocks.extend(self._manager.allocate() for _ in range(needed))
-        return True
+        while needed > self._manager.num_available:
+            if not self._reclaim(besides=seq.seq_id):
+                return None
+        start = max(seq.num_computed, table.num_shared_tokens)
+        first = start // self.spec.block_size
+        loads = int(first < len(table.blocks) and table.blocks[first].device_slot is None)
+        loads = loads and table.blocks[first].num_tokens > 0
+        room = (first + self._budget.write_blocks) * self.spec.block_size - seq.num_computed
+        granted = min(num_tokens, room)
+        if granted <= 0 or loads > self._budget.loads:
+            return 0
+        stop = seq.num_computed + granted
+        self._budget.loads -= loads
+        self._budget.write_blocks -= max(0, self._blocks_for(stop) - first) if stop > start else 0
+        needed = self._blocks_for(stop) - len(table.blocks)
+        table.blocks += [self._manager.allocate() for _ in range(needed)]
+        return granted
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         """The next `num_tokens` tokens now have KV: count them and publish the blocks they
         filled.
         """
+        table, size = self._tables[seq.seq_id], self.spec.block_size
+        first = seq.num_computed // size
         seq.num_computed += num_tokens
+        for index in range(first, self._blocks_for(seq.num_computed)):
+            block = table.blocks[index]
+            block.num_tokens = max(block.num_tokens, min(size, seq.num_computed - index * size))
         if not self._enable_prefix_caching:
             return
-        table, size = self._tables[seq.seq_id], self.spec.block_size
-        for index in range(table.num_published, seq.num_computed // size):
+        for index in range(len(table.published), seq.num_computed // size):
             tokens = pack_tokens(seq.token_ids[index * size : (index + 1) * size])
-            table.parent = self._manager.publish(table.blocks[index], table.parent, tokens)
-            table.num_published = index + 1
+            parent = table.published[-1] if table.published else None
+            table.published.append(self._manager.publish(table.blocks[index], parent, tokens))
+
+    def preempt(self, seq: Sequence) -> None:
+        """The sequence leaves the running set and keeps its KV; `reserve` and `admit` of others may
+        take its blocks, last ones first, and then it computes those again.
+        """
+        self._tables[seq.seq_id].is_parked = True
 
     def deallocate(self, seq: Sequence) -> None:
-        """The one place where a sequence's blocks and table end: finish, abort, error,
-        preemption.
-        """
+        """The one place where a sequence's blocks and table end: finish, abort, error."""
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
             for block in reversed(table.blocks):  # a prefix outlives what follows it in the LRU
-                self._manager.release(block)
+                self._release(block)
         seq.num_computed = 0
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached KV that no running sequence uses."""
+        """Forget all cached KV that no unfinished request uses."""
+        for block in list(self._manager.cached):
+            self._evict(block)
         self._manager.reset_cache()
 
     def close(self) -> None:
-        """Free the pool. Nothing may be admitted afterwards."""
+        """Free all pools. Nothing may be admitted afterwards."""
         self._tables.clear()
-        self._k = self._v = torch.empty(0)
+        self._offload.close()
+        self._pool = torch.empty(0)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for. Meant for tests, after any
         step.
         """
-        references: dict[int, int] = {}
+        references: dict[Block, int] = {}
         for table in self._tables.values():
             for block in table.blocks:
-                references[block.slot] = references.get(block.slot, 0) + 1
-                assert block.ref_count > 0, "a table holds a block without a reference"
+                references[block] = references.get(block, 0) + 1
+            held = sum(block.num_tokens for block in table.blocks)
+            assert held >= table.seq.num_computed, "computed tokens without KV"
         self._manager.check(references)
 
     # -- the attention's face
     # ------------------------------------------------------------------------
 
     def begin(self, batch: ScheduledBatch) -> StepKV:
-        """The view through which this step's layers write and read KV."""
+        """Place the blocks that the step writes, plan what it streams, and start the transfers."""
+        rows, writes = self._plan_writes(batch)
+        tables = [self._tables[item.seq.seq_id] for item in batch.items]
+        stops = [item.seq.num_computed + item.num_tokens for item in batch.items]
+        active = [t.blocks[: self._blocks_for(n)] for t, n in zip(tables, stops, strict=True)]
+        placement = _Placement(self._manager, self._tables.values(), active)
+        written = list(dict.fromkeys(block for block, _ in writes))
+        placement.place(written)
+        if self.spec.slot_blocks:
+            placement.promote()
+        parts = plan_reads(
+            [[_location(block) for block in blocks] for blocks in active], self.spec.slot_blocks
+        )
+        streamed = {span.index for part in parts if part.tier == HOST for span in part.spans}
+        self.peak_streamed = max(self.peak_streamed, len(streamed))
+        transfers = StepTransfers(
+            stores=tuple(placement.stores),
+            loads=tuple(placement.loads.values()),
+            fills=tuple(part.fill for part in parts if part.fill),
+            write_slots=tuple(_slot(block) for block in written),
+        )
         size = self.spec.block_size
+        k_slots = [_slot(block) * 2 * size + offset for block, offset in writes]
+        return StepKV(
+            pool=self._pool,
+            offload=self._offload,
+            rows=None if len(rows) == batch.num_tokens else self._tensor(rows, torch.int64),
+            k_slots=self._tensor(k_slots, torch.int64),
+            v_slots=self._tensor([slot + size for slot in k_slots], torch.int64),
+            reads=self._chunk_tables(parts),
+            run=self._offload.begin(transfers),
+            undo=placement.undo_loads,
+        )
+
+    def _chunk_tables(self, parts: list[Part]) -> list[_ChunkTable]:
+        fills = count()
+        return [
+            _ChunkTable.make(part, next(fills) if part.fill else -1, self._tensor) for part in parts
+        ]
+
+    def _plan_writes(self, batch: ScheduledBatch) -> tuple[list[int], list[tuple[Block, int]]]:
+        """The rows of the batch whose KV is stored, and for each its block and place in it.
+
+        Rows whose KV came from the prefix cache are left out: other sequences may be reading it.
+        """
+        size, row = self.spec.block_size, 0
         rows: list[int] = []
-        slots: list[int] = []
-        tables, row = [], 0
+        writes: list[tuple[Block, int]] = []
         for item in batch.items:
             table, start = self._tables[item.seq.seq_id], item.seq.num_computed
-            stop = start + item.num_tokens
-            fresh = range(max(start, table.num_shared_tokens), stop)
-            slots.extend(table.blocks[p // size].slot * size + p % size for p in fresh)
-            rows.extend(range(row + fresh.start - start, row + item.num_tokens))
+            fresh = range(max(start, table.num_shared_tokens), start + item.num_tokens)
+            writes += [(table.blocks[p // size], p % size) for p in fresh]
+            rows += range(row + fresh.start - start, row + item.num_tokens)
             row += item.num_tokens
-            tables.append([block.slot for block in table.blocks[: self._blocks_for(stop)]])
-        all_rows = len(rows) == batch.num_tokens
-        return StepKV(
-            self._k,
-            self._v,
-            None if all_rows else self._tensor(rows, torch.int64),
-            self._tensor(slots, torch.int64),
-            self._tables_as_tensors(tables),
-        )
+        return rows, writes
 
     def _lookup(self, seq: Sequence) -> list[Block]:
         hits: list[Block] = []
@@ -225,58 +363,251 @@ class HybridKVCacheManager:
             hits.append(block)
         return hits
 
+    def _table_of(self, seq: Sequence, hits: list[Block]) -> BlockTable:
+        for block in hits:
+            self._manager.acquire(block)
+        return BlockTable(seq, hits, list(hits), len(hits) * self.spec.block_size)
+
+    def _reclaim(self, besides: int) -> bool:
+        """Take the last block of the youngest preempted sequence; False when none has any."""
+        parked = [t for t in self._tables.values() if t.is_parked and t.blocks]
+        table = max(parked, key=lambda t: t.seq.seq_id, default=None)
+        if table is None or table.seq.seq_id == besides:
+            return False
+        self._release(table.blocks.pop())
+        kept = len(table.blocks) * self.spec.block_size
+        del table.published[len(table.blocks) :]
+        table.num_shared_tokens = min(table.num_shared_tokens, kept)
+        table.seq.num_computed = min(table.seq.num_computed, kept)
+        return True
+
+    def _release(self, block: Block) -> None:
+        slots = block.device_slot, block.host_slot
+        self._manager.release(block)
+        self._poison(block, slots)
+
+    def _evict(self, block: Block) -> None:
+        slots = block.device_slot, block.host_slot
+        self._manager.evict(block)
+        self._poison(block, slots)
+
+    def _poison(self, block: Block, slots: tuple[int | None, int | None]) -> None:
+        if self._debug and block.device_slot is None and block.host_slot is None:
+            device, host = ([] if slot is None else [slot] for slot in slots)
+            self._offload.poison(device, host)
+
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.spec.block_size)
 
-    def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+    def _tensor(self, values: object, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._pool.device)
 
-    def _tables_as_tensors(self, tables: list[list[int]]) -> _Tables:
-        width = max(map(len, tables))
-        flat = [slot for table in tables for slot in table + [0] * (width - len(table))]
-        counts = [len(table) for table in tables]
-        return _Tables(
-            self._tensor(list(range(len(tables))), torch.int32),
-            self._tensor([0] * len(tables), torch.int32),
-            self._tensor(counts, torch.int32),
-            self._tensor(flat, torch.int32).view(len(tables), width),
-        )
+
+class _Placement:
+    """Decides, for one step, which blocks move between the tiers."""
+
+    def __init__(
+        self, manager: BlockManager, tables: Iterable[BlockTable], active: list[list[Block]]
+    ) -> None:
+        self.stores: list[Store] = []
+        self.loads: dict[Block, Load] = {}
+        self._manager = manager
+        self._active = active
+        self._running = {block for blocks in active for block in blocks}
+        self._tables = tables
+        self._pinned: set[Block] = set()
+        self._victims: Iterator[Block] | None = None
+        self._predecessors: dict[Block, Block] | None = None
+
+    def place(self, written: list[Block]) -> None:
+        """Give every block that the step writes a device slot, and load what it held."""
+        self._pinned.update(written)
+        for block in written:
+            if block.device_slot is None:
+                slot = self._device_slot()
+                assert slot is not None, "no device slot for a block that was granted one"
+                self._move_in(block, slot)
+
+    def promote(self) -> None:
+        """Bring host blocks of running sequences into device slots that nobody running uses."""
+        for blocks in self._active:
+            for block in blocks:
+                if block.device_slot is None:
+                    slot = self._device_slot(besides=self._running)
+                    if slot is None:
+                        return
+                    self._move_in(block, slot)
+
+    def undo_loads(self) -> None:
+        """After a step that failed: what was to be loaded is on the host only."""
+        for block in self.loads:
+            if block.device_slot is not None:
+                self._manager.device.give(self._manager.drop_device(block))
+
+    def _move_in(self, block: Block, slot: int) -> None:
+        block.device_slot = slot
+        self._pinned.add(block)
+        if block.num_tokens:
+            assert block.host_slot is not None and block.is_on_host
+            self.loads[block] = Load(block.host_slot, slot, block.num_tokens)
+
+    def _device_slot(self, besides: set[Block] | None = None) -> int | None:
+        """A free device slot; else that of a cached block, else of the first in the drop order."""
+        slot = self._manager.device.take()
+        if slot is not None:
+            return slot
+        cached = self._manager.oldest_on_device
+        if cached is not None:
+            return self._take_from_cached(cached)
+        if self._victims is None:
+            idle = [table.blocks for table in self._tables]
+            self._victims = iter(drop_order(self._active, idle))
+        for block in self._victims:
+            if block.device_slot is None or block in self._pinned:
+                continue
+            if besides is not None and block in besides:
+                return None  # running blocks come last in the drop order
+            if self._save(block):
+                return self._manager.drop_device(block)
+        return None
+
+    def _take_from_cached(self, block: Block) -> int:
+        """The device slot of an unreferenced block; it stays cached on the host if there is
+        room.
+        """
+        if not block.is_on_host and (block.host_slot is not None or self._manager.host.num_free):
+            self._save(block)
+        if block.is_on_host:
+            return self._manager.drop_device(block)
+        slot = self._manager.drop_device(block)
+        self._manager.evict(block)
+        return slot
+
+    def _save(self, block: Block) -> bool:
+        """Make the host copy complete; False if there is no host slot for it."""
+        if block.is_on_host:
+            return True
+        if block.host_slot is None:
+            block.host_slot = self._host_slot(block)
+        if block.host_slot is None or block.device_slot is None:
+            return False
+        store = Store(block.device_slot, block.host_slot, block.host_len, block.num_tokens)
+        self.stores.append(store)
+        block.host_len = block.num_tokens
+        return True
+
+    def _host_slot(self, block: Block) -> int | None:
+        """A free host slot, next to that of the block before if it can be; else a reclaimed one."""
+        before = self._before().get(block)
+        next_to = before.host_slot + 1 if before and before.host_slot is not None else None
+        slot = self._manager.host.take(next_to)
+        if slot is not None:
+            return slot
+        for cached in list(self._manager.cached):
+            if cached.host_slot is not None:
+                if cached.device_slot is not None:
+                    return self._manager.drop_host(cached)
+                self._manager.evict(cached)
+                return self._manager.host.take()
+        for blocks in (table.blocks for table in self._tables):
+            for other in blocks:  # a second copy of a block that stays on the device
+                twice = other.device_slot is not None and other.host_slot is not None
+                if twice and other is not block and other not in self.loads:
+                    return self._manager.drop_host(other)
+        return None
+
+    def _before(self) -> dict[Block, Block]:
+        if self._predecessors is None:
+            pairs = (pair for table in self._tables for pair in pairwise(table.blocks))
+            self._predecessors = {after: before for before, after in pairs}
+        return self._predecessors
+
+
+def _slot(block: Block) -> int:
+    assert block.device_slot is not None
+    return block.device_slot
+
+
+def _location(block: Block) -> tuple[str, int]:
+    if block.device_slot is not None:
+        return DEVICE, block.device_slot
+    assert block.host_slot is not None
+    return HOST, block.host_slot
 
 
 @dataclass(frozen=True, slots=True)
-class _Tables:
+class _ChunkTable:
+    """A part of the step's reads as the tensors of a KVChunk, the same for every layer."""
+
+    part: Part
+    fill_index: int
     seq_index: Tensor
     first_block: Tensor
     num_blocks: Tensor
     block_table: Tensor
+    slots: tuple[int, ...]
+
+    @classmethod
+    def make(cls, part: Part, fill_index: int, tensor: MakeTensor) -> _ChunkTable:
+        spans = part.spans
+        width = max(len(span.slots) for span in spans)
+        padded = [[*span.slots, *[0] * (width - len(span.slots))] for span in spans]
+        return cls(
+            part,
+            fill_index,
+            tensor([span.index for span in spans], torch.int32),
+            tensor([span.first for span in spans], torch.int32),
+            tensor([len(span.slots) for span in spans], torch.int32),
+            tensor(padded, torch.int32),
+            tuple({slot for span in spans for slot in span.slots}),
+        )
+
+    def chunk(self, blocks: Tensor) -> KVChunk:
+        """The chunk over the pool `blocks`, [pool_blocks, 2, block_size, kv_heads, head_dim]."""
+        k, v = blocks.unbind(1)
+        return KVChunk(k, v, self.seq_index, self.first_block, self.num_blocks, self.block_table)
 
 
 @dataclass(frozen=True, slots=True)
 class StepKV:
     """One step's view of the KV cache (context.KVCache).
 
-    rows, slots: which rows of this step's K and V are stored (None: all), and at which flat pool
-    slots.
-    Rows whose KV came from the prefix cache are not stored again: other sequences may be reading
-    it.
+    rows: which rows of this step's K and V are stored (None: all); k_slots, v_slots: at which rows
+    of a layer's pool, flattened to [device_blocks x 2 x block_size, kv_heads, head_dim].
     """
 
-    k: Tensor
-    v: Tensor
+    pool: Tensor
+    offload: OffloadEngine
     rows: Tensor | None
-    slots: Tensor
-    tables: _Tables
+    k_slots: Tensor
+    v_slots: Tensor
+    reads: list[_ChunkTable]
+    run: TransferRun
+    undo: Callable[[], None]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v, [tokens, kv_heads, head_dim]."""
+        self.run.before_write(layer)
         if self.rows is not None:
             k, v = k[self.rows], v[self.rows]
-        self.k[layer].flatten(0, 1).index_copy_(0, self.slots, k)
-        self.v[layer].flatten(0, 1).index_copy_(0, self.slots, v)
+        flat = self.pool[layer].flatten(0, 2)
+        flat.index_copy_(0, self.k_slots, k)
+        flat.index_copy_(0, self.v_slots, v)
 
-    def read(self, layer: int) -> Iterable[KVChunk]:
-        """All blocks of all sequences, in one chunk."""
-        t = self.tables
-        yield KVChunk(
-            self.k[layer], self.v[layer], t.seq_index, t.first_block, t.num_blocks, t.block_table
-        )
+    def read(self, layer: int) -> Iterator[KVChunk]:
+        """All blocks of all sequences, each sequence's in logical order."""
+        for table in self.reads:
+            if table.part.tier == DEVICE:
+                self.run.read_device(layer, table.slots)
+                yield table.chunk(self.pool[layer])
+            elif table.part.fill:
+                yield table.chunk(self.run.fill(layer, table.fill_index))
+                self.run.drained(layer, table.fill_index)
+            else:
+                self.run.read_host(layer, table.slots)
+                yield table.chunk(self.offload.host_pool[layer])
+
+    def end(self) -> None:
+        """Wait for what is still under way; to be called whether the step succeeded or not."""
+        if not self.run.end():
+            self.undo()

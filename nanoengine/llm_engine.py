@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,65 +20,28 @@ import torch
 import xxhash
 
 from nanoengine.attention import make_attention
-from nanoengine.config import GIB, EngineConfig, ModelConfig, make_config
+from nanoengine.config import EngineConfig, ModelConfig, make_config
 from nanoengine.device import Device, make_device
 from nanoengine.errors import (
     ConfigError,
     EngineClosedError,
+    EngineError,
     InvalidParamsError,
     InvalidPromptError,
     ModelLoadError,
-    OutOfMemoryError,
     PromptTooLongError,
     RequestError,
 )
-from nanoengine.kv_cache import HybridKVCacheManager, KVSpec
-from nanoengine.loader import LoadedModel, load_model
-from nanoengine.model_runner import ModelRunner, activation_bytes
+from nanoengine.kv_cache import HybridKVCacheManager
+from nanoengine.loader import load_model
+from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
+from nanoengine.model_runner import ModelRunner
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
+from nanoengine.stream_check import CheckedDevice
 from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
-
-DEFAULT_CPU_KV_BYTES = 4 * GIB
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """What start-up decided, and what was really allocated."""
-
-    model: str
-    source: str
-    device: str
-    dtype: str
-    attention: str
-    weight_bytes: int
-    activation_bytes: int
-    kv: KVSpec
-    max_model_len: int
-    max_model_len_bound: str
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-    def __str__(self) -> str:
-        kv = self.kv
-        per_token = kv.block_bytes // kv.block_size
-        kv_bytes = kv.block_bytes * kv.num_blocks
-        return "\n".join(
-            (
-                f"model        {self.model} ({self.source})",
-                f"device       {self.device}, {self.dtype}; attention: {self.attention}",
-                f"weights      {self.weight_bytes / GIB:.3f} GiB, activations up to "
-                f"{self.activation_bytes / GIB:.3f} GiB",
-                f"KV cache     {kv_bytes / GIB:.3f} GiB = {kv.num_blocks} blocks x "
-                f"{kv.block_size} tokens = "
-                f"{kv.num_tokens} tokens at {per_token} bytes",
-                f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "
-                "tokens a step, "
-                f"{self.max_model_len} tokens each ({self.max_model_len_bound})",
-            )
-        )
 
 
 class LLMEngine:
@@ -88,28 +50,38 @@ class LLMEngine:
     def __init__(self, model: str | Path, **settings: Any) -> None:
         """See config.EngineConfig for the settings. Raises ConfigError and ModelLoadError."""
         self.config: EngineConfig = make_config(model, settings)
-        self.device: Device = make_device(self.config.device, self.config.num_threads)
+        self.device: Device = self._make_device()
         dtype, why = self._dtype()
-        self._loaded: LoadedModel | None = load_model(
+        loaded = load_model(
             self.config.model,
             self.config.load_format,
             self.device.torch_device,
             dtype,
             self.config.seed,
         )
-        self.model_config: ModelConfig = self._loaded.config
-        self._tokenizer = self._load_tokenizer()
-        attention = make_attention(self.device.torch_device, dtype, self.model_config.head_dim)
-        self.plan = self._plan(dtype, why, attention.name)
+        self.model_config: ModelConfig = loaded.config
+        self._tokenizer = self._load_tokenizer(loaded.folder)
+        attention = make_attention(self.device.torch_device, dtype, loaded.config.head_dim)
+        self.plan: MemoryPlan = plan_memory(
+            self.config,
+            loaded.config,
+            self.device,
+            dtype,
+            why,
+            loaded.source,
+            loaded.weight_bytes,
+            attention.name,
+        )
         self.kv = HybridKVCacheManager(
             self.plan.kv,
-            self.device.torch_device,
+            self.device,
             self.config.enable_prefix_caching,
             self.config.decode_reserve_blocks,
+            self.config.debug_kv,
         )
         self.scheduler = Scheduler(self.config, self.kv)
         self._runner: ModelRunner | None = ModelRunner(
-            self._loaded.decoder, attention, self.kv, self.device.torch_device
+            loaded.decoder, attention, self.kv, self.device.torch_device
         )
         self._ids = count()
 
@@ -155,6 +127,10 @@ class LLMEngine:
         """Run one step; returns the requests that it finished."""
         batch = self._alive().schedule()
         if not batch.items:
+            if self.scheduler.has_work:
+                raise EngineError(
+                    "no request can go on; this is a fault of the engine, not of a request"
+                )
             return []
         token_ids = self._run(
             batch
@@ -188,7 +164,7 @@ class LLMEngine:
             self.scheduler.abort(
                 [s.seq_id for s in [*self.scheduler.running, *self.scheduler.waiting]]
             )
-            self._runner = self._loaded = None
+            self._runner = None
             self.kv.close()
 
     # -- parts
@@ -212,92 +188,22 @@ class LLMEngine:
             raise ConfigError("float16 arithmetic is not offered on a CPU; use bfloat16 or float32")
         return dtype, "as asked"
 
-    def _load_tokenizer(self) -> Tokenizer | None:
-        assert self._loaded is not None
-        folder = Path(self.config.tokenizer) if self.config.tokenizer else self._loaded.folder
+    def _make_device(self) -> Device:
+        config = self.config
+        device = make_device(config.device, config.num_threads)
+        if device.name == "cpu" and streams(config, "cpu"):
+            delay = config.debug_copy_delay_ms / 1000
+            device = make_device("cpu", config.num_threads, copy_workers=True, max_delay_s=delay)
+        return CheckedDevice(device) if config.debug_kv else device
+
+    def _load_tokenizer(self, model_folder: Path) -> Tokenizer | None:
+        folder = Path(self.config.tokenizer) if self.config.tokenizer else model_folder
         try:
             return Tokenizer.from_folder(folder)
         except ModelLoadError:
             if self.config.load_format == "dummy" and self.config.tokenizer is None:
                 return None
             raise
-
-    def _plan(self, dtype: torch.dtype, why: str, attention: str) -> MemoryPlan:
-        assert self._loaded is not None
-        config, model = self.config, self.model_config
-        activations = activation_bytes(
-            model, config.max_num_batched_tokens, config.max_num_seqs, dtype.itemsize
-        )
-        positions = min(config.max_model_len or model.max_position, model.max_position)
-        spec = KVSpec(
-            model.num_layers,
-            1,
-            config.kvcache_block_size,
-            model.num_kv_heads,
-            model.head_dim,
-            dtype,
-        )
-        spec = replace(spec, num_blocks=self._num_blocks(spec, positions, activations))
-        max_model_len, bound = self._max_model_len(spec)
-        return MemoryPlan(
-            model=config.model,
-            source=self._loaded.source,
-            device=f"{self.device.name}, {torch.get_num_threads()} threads"
-            if self.device.name == "cpu"
-            else self.device.name,
-            dtype=f"{str(dtype).removeprefix('torch.')} ({why})",
-            attention=attention,
-            weight_bytes=self._loaded.weight_bytes,
-            activation_bytes=activations,
-            kv=spec,
-            max_model_len=max_model_len,
-            max_model_len_bound=bound,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-        )
-
-    def _num_blocks(self, spec: KVSpec, positions: int, activations: int) -> int:
-        config = self.config
-        if config.num_gpu_blocks is not None:
-            return config.num_gpu_blocks
-        if config.kv_cache_gib is not None:
-            budget, setting = int(config.kv_cache_gib * GIB), "kv_cache_gib"
-        else:
-            free, total = self.device.memory()
-            if self.device.name == "cpu":
-                budget = min(DEFAULT_CPU_KV_BYTES, (free - activations) // 2)
-            else:
-                budget = int(total * config.gpu_memory_utilization) - (total - free) - activations
-            # No more than all requests at full length could ever use.
-            most = config.max_num_seqs * -(-positions // spec.block_size) * spec.block_bytes
-            budget, setting = min(budget, most), "gpu_memory_utilization"
-        if budget < spec.block_bytes:
-            raise OutOfMemoryError(
-                f"{max(0, budget) / GIB:.3f} GiB are left for KV, but one block of "
-                f"{spec.block_size} tokens "
-                f"needs {spec.block_bytes / GIB:.3f}; raise {setting} or lower kvcache_block_size"
-            )
-        return budget // spec.block_bytes
-
-    def _max_model_len(self, spec: KVSpec) -> tuple[int, str]:
-        asked, positions = self.config.max_model_len, self.model_config.max_position
-        if asked is not None and asked > positions:
-            raise ConfigError(
-                f"max_model_len={asked} is above the model's {positions} positions; lower it, or "
-                "set "
-                "rope_parameters in config.json to a scaling that the model was trained for"
-            )
-        if asked is not None and asked > spec.num_tokens:
-            raise OutOfMemoryError(
-                f"max_model_len={asked} needs {-(-asked // spec.block_size)} KV blocks of "
-                f"{spec.block_size} "
-                f"tokens, but there are {spec.num_blocks}; raise kv_cache_gib or num_gpu_blocks"
-            )
-        if asked is not None:
-            return asked, "max_model_len"
-        if spec.num_tokens < positions:
-            return spec.num_tokens, "KV blocks x block size; raise kv_cache_gib or num_gpu_blocks"
-        return positions, "the model's positions"
 
     def _checked_ids(self, prompt: object) -> list[int]:
         vocab = self.model_config.vocab_size

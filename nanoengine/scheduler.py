@@ -20,9 +20,11 @@ from nanoengine.sequence import ScheduledBatch, ScheduledSequence, Sequence, Seq
 class KVAdmission(Protocol):
     """The scheduler's face of the KV manager."""
 
+    def start_step(self) -> None: ...
     def admit(self, seq: Sequence) -> bool: ...
-    def reserve(self, seq: Sequence, num_tokens: int) -> bool: ...
+    def reserve(self, seq: Sequence, num_tokens: int) -> int | None: ...
     def commit(self, seq: Sequence, num_tokens: int) -> None: ...
+    def preempt(self, seq: Sequence) -> None: ...
     def deallocate(self, seq: Sequence) -> None: ...
 
 
@@ -59,17 +61,13 @@ class Scheduler:
         """
         plan: dict[int, ScheduledSequence] = {}
         budget = self._config.max_num_batched_tokens
-        preempted = False
-        for seq in sorted(
-            self.running, key=lambda s: s.is_prefill
-        ):  # decodes first, each oldest first
+        num_running = len(self.running)
+        self._kv.start_step()
+        # Decodes first, each oldest first.
+        for seq in sorted(self.running, key=lambda s: s.is_prefill):
             if seq.status is SequenceStatus.RUNNING and budget:
-                num_tokens = self._chunk(seq, budget)
-                preempted |= self._make_room(seq, num_tokens, plan)
-                if seq.status is SequenceStatus.RUNNING:
-                    plan[seq.seq_id] = ScheduledSequence(seq, num_tokens)
-                    budget -= num_tokens
-        if not preempted:
+                budget -= self._schedule_one(seq, budget, plan)
+        if len(self.running) == num_running:  # nobody was preempted
             self._admit_waiting(budget, plan)
         self._stamp(plan.values())
         return ScheduledBatch(tuple(plan.values()))
@@ -95,33 +93,31 @@ class Scheduler:
         self._drop_finished()
         return ended
 
-    def _make_room(
-        self, seq: Sequence, num_tokens: int, plan: dict[int, ScheduledSequence]
-    ) -> bool:
-        """Reserve blocks for `seq`, preempting the youngest until there are; True if any was."""
-        preempted = False
-        while seq.status is SequenceStatus.RUNNING and not self._kv.reserve(seq, num_tokens):
-            self._preempt(self.running[-1], plan)
-            preempted = True
-        return preempted
+    def _schedule_one(self, seq: Sequence, budget: int, plan: dict[int, ScheduledSequence]) -> int:
+        """Plan as many tokens of `seq` as there is room for, preempting the youngest for blocks."""
+        wanted = self._chunk(seq, budget)
+        while (granted := self._kv.reserve(seq, wanted)) is None:
+            victim = self.running[-1]
+            self._preempt(victim, plan)
+            if victim is seq:
+                return 0
+        if granted:
+            plan[seq.seq_id] = ScheduledSequence(seq, granted)
+        return granted
 
     def _admit_waiting(self, budget: int, plan: dict[int, ScheduledSequence]) -> None:
         skipped: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
             seq = self.waiting.popleft()
             if not self._may_start(seq, budget, plan):
-                skipped.append(
-                    seq
-                )  # shorter prompts behind it may pass while it waits for its place
+                skipped.append(seq)  # shorter ones may pass while it waits for its place
                 continue
             if not self._kv.admit(seq):
                 self.waiting.appendleft(seq)
                 break
-            num_tokens = self._chunk(seq, budget)
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
-            plan[seq.seq_id] = ScheduledSequence(seq, num_tokens)
-            budget -= num_tokens
+            budget -= self._schedule_one(seq, budget, plan)
         self.waiting.extendleft(reversed(skipped))
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
@@ -156,10 +152,10 @@ class Scheduler:
                 item.seq.metrics.first_scheduled_time = now
 
     def _preempt(self, seq: Sequence, plan: dict[int, ScheduledSequence]) -> None:
-        """Take the sequence's blocks; it waits at the front and is computed again."""
+        """The sequence waits at the front; what is taken of its KV meanwhile is computed again."""
         plan.pop(seq.seq_id, None)
         self.running.remove(seq)
-        self._kv.deallocate(seq)
+        self._kv.preempt(seq)
         seq.status = SequenceStatus.WAITING
         seq.metrics.num_preemptions += 1
         self.waiting.appendleft(seq)

@@ -58,7 +58,8 @@ NOT_TEMPLATE_VARIABLES = frozenset(
 )
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 REPLACEMENT = "\ufffd"
-# A code point is at most 4 bytes, so this many tokens without one clean end are not text.
+# After so many tokens without a clean end some text is given out anyway. A code point is at most 4
+# bytes, so half of them hold the last one and what is before it.
 MAX_PENDING_TOKENS = 8
 
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -238,40 +239,40 @@ class IncrementalDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
-            return self._give(text, len(self._window))
+            return self._give(text)
         if len(self._window) - self._settled >= MAX_PENDING_TOKENS:
             return self._give_part(text)
         return ""
 
     def flush(self) -> str:
         """No more tokens follow: returns what was held back."""
-        return self._give(self._decode(self._window), len(self._window))
+        return self._give(self._decode(self._window))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip)
 
-    def _give(self, text: str, num_final: int) -> str:
-        """Give out `text` of the window's first `num_final` ids and cut the window before the
-        newest."""
+    def _give(self, text: str) -> str:
+        """Give out the rest of the window's text; its newest ids stay as context for the next."""
         new = text[self._given :]
         if new:
             self._pieces.append(new)
-        context = self._window[self._settled : num_final]
         self._window = self._window[self._settled :]
-        self._settled = len(context)
-        self._given = len(self._decode(context))
+        self._settled = len(self._window)
+        self._given = len(self._decode(self._window))
         return new
 
     def _give_part(self, text: str) -> str:
-        """Give out the start of a run of bytes that are no text, up to a clean cut.
+        """Give out all but the last character of a window that has long had no clean end.
 
-        Of four neighbouring cuts between tokens at least one is not inside a code point.
+        Only that one can still change, and its bytes are in the last three tokens. A cut inside an
+        earlier code point spoils only text that was given out, so positions count from the end.
         """
-        for cut in range(len(self._window) - 4, self._settled, -1):
-            head = self._decode(self._window[:cut])
-            if head + self._decode(self._window[cut:]) == text:
-                return self._give(head, cut)
-        return ""
+        new = text[self._given : -1]
+        self._pieces.append(new)
+        self._window = self._window[-MAX_PENDING_TOKENS // 2 :]
+        self._settled = 0
+        self._given = len(self._decode(self._window)) - 1
+        return new
 
 
 def build_byte_level_bpe(

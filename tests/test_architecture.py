@@ -19,26 +19,28 @@ PACKAGE = "nanoengine"
 # A file imports only rows above its own ...
 ROWS = (
     ("errors", "config", "sampling_params", "metrics"),
-    ("sequence", "context", "device", "outputs"),
-    ("block_manager", "offload", "kv_cache"),
+    ("sequence", "context", "device", "outputs", "stream_check"),
+    ("block_manager", "step_plan", "offload", "kv_cache"),
     (
         *("cpu_kernels", "kernels", "quant", "attention", "layers"),
         *("models", "structured", "speculative", "sampler"),
     ),
     ("model_cache", "gguf_structure", "gguf_convert", "tokenizer", "loader"),
-    ("scheduler", "cuda_graph", "model_runner"),
+    ("memory_plan", "scheduler", "cuda_graph", "model_runner"),
     ("llm_engine", "llm"),
     ("benchmark", "ruler", "server", "cli", "__init__", "__main__"),
 )
 # ... and, inside its row, only what is listed here. Everyone may import errors.
 ARROWS = {
     "context": {"sequence"},
-    "kv_cache": {"block_manager", "offload"},
+    "offload": {"step_plan"},
+    "kv_cache": {"block_manager", "step_plan", "offload"},
     "attention": {"kernels", "cpu_kernels"},
     "layers": {"quant", "cpu_kernels"},
     "models": {"layers"},
     "sampler": {"structured", "speculative"},
     "outputs": {"sequence"},
+    "stream_check": {"device"},
     "gguf_convert": {"tokenizer", "gguf_structure"},
     "loader": {"model_cache", "gguf_convert", "tokenizer"},
     "model_runner": {"cuda_graph"},

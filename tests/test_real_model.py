@@ -57,7 +57,8 @@ def test_it_knows_the_capital_of_france(dtype: str) -> None:
 
 def test_fp32_equals_transformers(reference_model: PreTrainedModel) -> None:
     """8 prompts x 64 greedy tokens in one batch: logits within 3e-3 and the same choices."""
-    with LLM(MODEL, dtype="float32", kv_cache_gib=0.2, max_num_batched_tokens=32, max_num_seqs=8) as llm:
+    settings = {"dtype": "float32", "kv_cache_gib": 0.2, "max_num_seqs": 8}
+    with LLM(MODEL, max_num_batched_tokens=32, **settings) as llm:
         driver = Driver(llm.llm_engine)
         prompts = [llm.tokenizer.encode(text) for text in PROMPTS]
         params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)

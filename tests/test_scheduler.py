@@ -17,18 +17,24 @@ class CountingKV:
 
     def admit(self, seq: Sequence) -> bool:
         self.held[seq.seq_id] = 0
-        if self.reserve(seq, seq.num_tokens):
+        if self.reserve(seq, seq.num_tokens) is not None:
             return True
         del self.held[seq.seq_id]
         return False
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> bool:
+    def start_step(self) -> None:
+        pass
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
         more = max(0, seq.num_computed + num_tokens - self.held[seq.seq_id])
         if more > self.free:
-            return False
+            return None
         self.free -= more
         self.held[seq.seq_id] += more
-        return True
+        return num_tokens
+
+    def preempt(self, seq: Sequence) -> None:
+        self.deallocate(seq)
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         seq.num_computed += num_tokens

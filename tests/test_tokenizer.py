@@ -469,9 +469,14 @@ def test_long_runs_without_a_plain_end(tokenizer: Tokenizer, text: str) -> None:
 
 
 def test_the_work_per_token_does_not_grow(tokenizer: Tokenizer) -> None:
-    """Neither on text nor on an endless code point that never completes."""
+    """Neither on text nor on code points that never complete."""
     vocab = tokenizer.backend.get_vocab()
-    for ids in ([vocab["â"]] * 5000, tokenizer.encode("the quick brown fox " * 1000)):
+    never_whole = [vocab[byte] for byte in ("ð", "Ł", "Ļ")]  # F0 9F 99 and no fourth byte
+    for ids in (
+        [vocab["â"]] * 5000,
+        never_whole * 2000,
+        tokenizer.encode("the quick brown fox " * 1000),
+    ):
         stream = IncrementalDetokenizer(tokenizer)
         longest = 0
         for token_id in ids:
@@ -480,6 +485,19 @@ def test_the_work_per_token_does_not_grow(tokenizer: Tokenizer) -> None:
         assert longest <= 3 * MAX_PENDING_TOKENS
         stream.flush()
         assert stream.text == tokenizer.decode(ids)
+
+
+def test_tokens_that_all_end_inside_a_code_point() -> None:
+    """Whole emojis pass, but no token boundary falls between two of them."""
+    vocab = {"ð": 0, "Ł": 1, "ĻĤð": 2, "a": 3}  # F0, 9F, 99 82 F0
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    ours = Tokenizer(backend)
+    for tail in ([], [3], [1], [1, 2, 3]):
+        ids = [0] + [1, 2] * 50 + tail
+        given = pieces(ours, ids, True)
+        assert "".join(given) == ours.decode(ids)
+        assert ours.decode(ids).startswith("🙂" * 50) and max(map(len, given)) < 10
 
 
 def test_a_stream_goes_on_after_flush(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,212 @@
+"""What start-up decides about memory, and says: budgets, blocks on each tier, the longest request.
+
+Arithmetic only; nothing is allocated here. Every figure that bounds a request is in the
+MemoryPlan, with the setting that raises it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanoengine.config import GIB, EngineConfig, ModelConfig
+from nanoengine.device import Device
+from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.kv_cache import KVSpec
+
+DEFAULT_CPU_KV_BYTES = 4 * GIB
+DEFAULT_HOST_KV_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What start-up decided, and what was really allocated."""
+
+    model: str
+    source: str
+    device: str
+    dtype: str
+    attention: str
+    weight_bytes: int
+    activation_bytes: int
+    kv: KVSpec
+    offload: str
+    max_model_len: int
+    max_model_len_bound: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def __str__(self) -> str:
+        kv = self.kv
+        bytes_per_token = kv.block_bytes // kv.block_size
+        lines = [
+            f"model        {self.model} ({self.source})",
+            f"device       {self.device}, {self.dtype}; attention: {self.attention}",
+            f"weights      {_gib(self.weight_bytes)}, activations up to "
+            f"{_gib(self.activation_bytes)}",
+            f"KV device    {_gib(kv.block_bytes * kv.num_blocks)} = {kv.num_blocks} blocks x "
+            f"{kv.block_size} tokens = {kv.num_blocks * kv.block_size} tokens at "
+            f"{bytes_per_token} bytes",
+        ]
+        if kv.num_host_blocks:
+            lines.append(
+                f"KV host      {_gib(kv.block_bytes * kv.num_host_blocks)} = {kv.num_host_blocks} "
+                f"blocks = {kv.num_host_blocks * kv.block_size} tokens; {self.offload}"
+            )
+        lines.append(
+            f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "
+            "tokens a "
+            f"step, {self.max_model_len} tokens each ({self.max_model_len_bound})"
+        )
+        return "\n".join(lines)
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    dtype: torch.dtype,
+    dtype_reason: str,
+    source: str,
+    weight_bytes: int,
+    attention: str,
+) -> MemoryPlan:
+    """Divide the memory. Raises OutOfMemoryError or ConfigError for what cannot be honoured."""
+    tokens = config.max_num_batched_tokens
+    activations = activation_bytes(model, tokens, config.max_num_seqs, dtype.itemsize)
+    spec = _kv_spec(config, model, device, dtype, activations)
+    max_model_len, bound = _max_model_len(config, model, spec)
+    threads = f", {torch.get_num_threads()} threads" if device.name == "cpu" else ""
+    if spec.num_host_blocks:
+        # A step writes into device blocks only.
+        tokens = min(tokens, spec.num_blocks * spec.block_size)
+    return MemoryPlan(
+        model=config.model,
+        source=source,
+        device=device.name + threads,
+        dtype=f"{str(dtype).removeprefix('torch.')} ({dtype_reason})",
+        attention=attention,
+        weight_bytes=weight_bytes,
+        activation_bytes=activations,
+        kv=spec,
+        offload=_describe_offload(spec),
+        max_model_len=max_model_len,
+        max_model_len_bound=bound,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+    )
+
+
+def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_size: int) -> int:
+    """Upper bound of a step's temporary memory, from shapes alone (for a device not profiled).
+
+    Per token: residual stream and norm (fp32 and model dtype), the widest of qkv + attention state
+    and gate_up; per sequence: logits in the model's dtype and in fp32 and fp64 for sampling.
+    """
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    stream = config.hidden_size * (3 * element_size + 8)
+    attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
+    feed_forward = config.intermediate_size * 4 * element_size
+    per_token = stream + max(attention, feed_forward)
+    return num_tokens * per_token + num_seqs * config.vocab_size * (element_size + 24)
+
+
+def streams(config: EngineConfig, device_name: str) -> bool:
+    """True when host blocks are copied through the ring, not read in place."""
+    if config.offload_mode == "in_place" and device_name != "cpu":
+        raise ConfigError('offload_mode="in_place" reads host memory and works on a CPU only')
+    in_place = device_name == "cpu" and config.offload_mode != "stream"
+    return config.enable_cpu_offload and not in_place
+
+
+def _kv_spec(
+    config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, activations: int
+) -> KVSpec:
+    spec = KVSpec(
+        num_layers=model.num_layers,
+        num_blocks=0,
+        block_size=config.kvcache_block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+    ring_slots, slot_blocks = 0, 0
+    if streams(config, device.name):
+        ring_slots = config.ring_slots
+        slot_blocks = max(1, config.slot_tokens // config.kvcache_block_size)
+    spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
+    spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
+    if not config.enable_cpu_offload:
+        return spec
+    host_bytes = DEFAULT_HOST_KV_BYTES
+    if config.kv_offload_gib is not None:
+        host_bytes = int(config.kv_offload_gib * GIB)
+    num_host_blocks = host_bytes // spec.block_bytes
+    if not num_host_blocks:
+        raise OutOfMemoryError(
+            f"kv_offload_gib gives {_gib(host_bytes)}, but one block needs {_gib(spec.block_bytes)}"
+        )
+    spare = max(1, config.decode_reserve_blocks)
+    return replace(spec, num_host_blocks=num_host_blocks, spare_blocks=spare)
+
+
+def _device_blocks(
+    config: EngineConfig, model: ModelConfig, spec: KVSpec, device: Device, activations: int
+) -> int:
+    if config.num_gpu_blocks is not None:
+        return config.num_gpu_blocks
+    free, total = device.memory()
+    positions = min(config.max_model_len or model.max_position, model.max_position)
+    # No more than all requests at full length could ever use.
+    most = config.max_num_seqs * -(-positions // spec.block_size) * spec.block_bytes
+    if config.kv_cache_gib is not None:
+        budget, setting = int(config.kv_cache_gib * GIB), "kv_cache_gib"
+    elif device.name == "cpu":
+        budget = min(DEFAULT_CPU_KV_BYTES, (free - activations) // 2, most)
+        setting = "kv_cache_gib"
+    else:
+        budget = int(total * config.gpu_memory_utilization) - (total - free)
+        budget, setting = (
+            min(budget - activations - spec.ring_bytes, most),
+            "gpu_memory_utilization",
+        )
+    if budget < spec.block_bytes:
+        raise OutOfMemoryError(
+            f"{_gib(max(0, budget))} are left for KV, but one block of {spec.block_size} tokens "
+            "needs "
+            f"{_gib(spec.block_bytes)}; raise {setting} or lower kvcache_block_size"
+        )
+    return budget // spec.block_bytes
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> tuple[int, str]:
+    asked, positions = config.max_model_len, model.max_position
+    settings = "kv_offload_gib" if spec.num_host_blocks else "kv_cache_gib or num_gpu_blocks"
+    if asked is not None and asked > positions:
+        raise ConfigError(
+            f"max_model_len={asked} is above the model's {positions} positions; lower it, or set "
+            "rope_parameters in config.json to a scaling that the model was trained for"
+        )
+    if asked is not None and asked > spec.num_tokens:
+        raise OutOfMemoryError(
+            f"max_model_len={asked} needs {-(-asked // spec.block_size)} KV blocks of "
+            f"{spec.block_size} tokens, but there are {spec.capacity_blocks}; raise {settings}"
+        )
+    if asked is not None:
+        return asked, "max_model_len"
+    if spec.num_tokens < positions:
+        return spec.num_tokens, f"KV blocks x block size; raise {settings}"
+    return positions, "the model's positions"
+
+
+def _describe_offload(spec: KVSpec) -> str:
+    if not spec.slot_blocks:
+        return "read in place"
+    mib = spec.ring_bytes / spec.ring_slots / (1 << 20)
+    return f"streamed through {spec.ring_slots} slots of {spec.slot_blocks} blocks ({mib:.1f} MiB)"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3f} GiB"

@@ -1,0 +1,325 @@
+"""OffloadEngine: moves KV between the device pool, the host pool and the ring. Knows slots, no
+sequences.
+
+    host pool   [layers, host_blocks, 2, block_size, kv_heads, head_dim], pinned: consecutive
+    blocks of one
+                layer, K and V, are one copy
+    ring        [ring_slots, slot_blocks, 2, block_size, kv_heads, head_dim]: no layer dimension,
+    every
+                layer's fills go round it
+
+A step's transfers are known before it starts. Stores (device to host) run on one stream; loads and
+fills
+(host to device) on another, in the order in which compute needs them, `ring_slots` fills ahead and
+across layers. Nobody waits for anything but events:
+
+    a store waits for the compute that wrote the block, and a new writer of the slot for the store;
+    a load or fill waits for the store that wrote its host slot;
+    compute waits for a fill before it reads it ("filled"), the next fill for that read ("drained").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nanoengine.device import Device, Event, Stream
+from nanoengine.step_plan import Load, Store, slot_runs
+
+
+@dataclass(slots=True)
+class TransferCounters:
+    """Bytes that crossed the link, and how often compute found its data ready or had to wait."""
+
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    num_stalls: int = 0
+    num_prefetch_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTransfers:
+    """What one step moves. fills: host slots of each ring fill, the same for every layer.
+
+    write_slots: device slots that this step's K and V are written to.
+    """
+
+    stores: tuple[Store, ...] = ()
+    loads: tuple[Load, ...] = ()
+    fills: tuple[tuple[int, ...], ...] = ()
+    write_slots: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _SlotEvents:
+    """For each device and host slot the events, one a layer, of the last store that touched it."""
+
+    device: dict[int, list[Event]] = field(default_factory=dict)
+    host: dict[int, list[Event]] = field(default_factory=dict)
+
+
+class OffloadEngine:
+    """Owns the host pool, the ring and the copy streams."""
+
+    def __init__(
+        self,
+        device: Device,
+        device_pool: Tensor,
+        num_host_blocks: int,
+        ring_slots: int,
+        slot_blocks: int,
+        debug: bool = False,
+    ) -> None:
+        """device_pool: [layers, device_blocks, 2, block_size, kv_heads, head_dim].
+
+        slot_blocks 0 makes no ring: host blocks are read where they are.
+        """
+        layers, _, *block = device_pool.shape
+        self._device = device
+        self._pool = device_pool
+        self.host_pool = device.empty_host((layers, num_host_blocks, *block), device_pool.dtype)
+        self.ring = device_pool.new_empty((ring_slots, slot_blocks, *block))
+        self.slot_blocks = slot_blocks
+        self.counters = TransferCounters()
+        self._stored = _SlotEvents()
+        self._drained: list[Event | None] = [None] * ring_slots
+        self._debug = debug
+        if debug:
+            for pool in (self._pool, self.host_pool, self.ring):
+                pool.fill_(torch.nan)
+
+    def begin(self, transfers: StepTransfers) -> TransferRun:
+        """Queue the step's stores, loads and first fills."""
+        return TransferRun(self, transfers)
+
+    def poison(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        """Fill freed slots with NaN (debug only), once nothing reads them any more."""
+        compute, d2h = self._device.compute, self._device.d2h
+        for slot in device_slots:
+            for layer, pool in enumerate(self._pool):
+                self.wait_stored(compute, layer, device_slots=(slot,))
+                self._device.declare(compute, writes=_keys("device", layer, (slot,)))
+                compute.fill(pool[slot], torch.nan)
+        d2h.wait(compute.record())
+        for slot in host_slots:
+            for layer, pool in enumerate(self.host_pool):
+                self._device.declare(d2h, writes=_keys("host", layer, (slot,)))
+                d2h.fill(pool[slot], torch.nan)
+            self._stored.host[slot] = [d2h.record()] * len(self.host_pool)
+
+    def wait_stored(
+        self,
+        stream: Stream,
+        layer: int,
+        device_slots: Sequence[int] = (),
+        host_slots: Sequence[int] = (),
+    ) -> None:
+        """Let `stream` wait for the last stores that read these device slots or wrote these
+        host slots.
+        """
+        for events, slots in (
+            (self._stored.device, device_slots),
+            (self._stored.host, host_slots),
+        ):
+            for event in {id(e[layer]): e[layer] for s in slots if (e := events.get(s))}.values():
+                stream.wait(event)
+
+    def close(self) -> None:
+        """Let queued copies end, then drop the pools."""
+        self._device.close_streams()
+        self.host_pool = self.ring = self._pool = torch.empty(0)
+
+    # -- used by TransferRun
+    # -------------------------------------------------------------------------
+
+    def queue_stores(self, stores: Sequence[Store]) -> None:
+        """All stores of a step, layer by layer, behind everything that compute has been given
+        so far.
+        """
+        if not stores:
+            return
+        d2h, declare = self._device.d2h, self._device.declare
+        d2h.wait(self._device.compute.record())
+        events: list[Event] = []
+        for layer, (pool, host) in enumerate(zip(self._pool, self.host_pool, strict=True)):
+            for s in stores:
+                declare(
+                    d2h,
+                    reads=_keys("device", layer, (s.device_slot,)),
+                    writes=_keys("host", layer, (s.host_slot,)),
+                )
+                self._copy(d2h, host[s.host_slot], pool[s.device_slot], s.start, s.stop)
+            events.append(d2h.record())
+        for s in stores:
+            self._stored.device[s.device_slot] = events
+            self._stored.host[s.host_slot] = events
+            self.counters.d2h_bytes += len(self._pool) * self._token_bytes * (s.stop - s.start)
+
+    def queue_loads(self, layer: int, loads: Sequence[Load]) -> Event:
+        """Bring blocks of one layer back into device slots."""
+        h2d, declare = self._device.h2d, self._device.declare
+        for load in loads:
+            self.wait_stored(h2d, layer, (load.device_slot,), (load.host_slot,))
+            declare(
+                h2d,
+                reads=_keys("host", layer, (load.host_slot,)),
+                writes=_keys("device", layer, (load.device_slot,)),
+            )
+            source = self.host_pool[layer, load.host_slot]
+            self._copy(h2d, self._pool[layer, load.device_slot], source, 0, load.num_tokens)
+            self.counters.h2d_bytes += self._token_bytes * load.num_tokens
+        return h2d.record()
+
+    def queue_fill(self, layer: int, host_slots: Sequence[int], ring_slot: int) -> Event:
+        """Bring blocks of one layer into a ring slot, once its last reader has drained it."""
+        h2d, declare = self._device.h2d, self._device.declare
+        drained = self._drained[ring_slot]
+        if drained is not None:
+            h2d.wait(drained)
+        self.wait_stored(h2d, layer, host_slots=host_slots)
+        declare(
+            h2d,
+            reads=_keys("host", layer, host_slots),
+            writes=_keys("ring", 0, (ring_slot,)),
+        )
+        target = self.ring[ring_slot]
+        if self._debug:
+            h2d.fill(target, torch.nan)
+        for at, first, count in slot_runs(host_slots):
+            h2d.copy(target[at : at + count], self.host_pool[layer, first : first + count])
+        self.counters.h2d_bytes += len(host_slots) * self._block_bytes
+        return h2d.record()
+
+    def await_event(self, event: Event) -> None:
+        """Let compute wait, and count whether it had to."""
+        if event.is_done():
+            self.counters.num_prefetch_hits += 1
+        else:
+            self.counters.num_stalls += 1
+        self._device.compute.wait(event)
+
+    def drain(self, ring_slot: int) -> None:
+        """Compute has been given all its reads of this ring slot."""
+        compute = self._device.compute
+        if self._debug:
+            self._device.declare(compute, writes=_keys("ring", 0, (ring_slot,)))
+            compute.fill(self.ring[ring_slot], torch.nan)
+        self._drained[ring_slot] = compute.record()
+
+    @property
+    def device(self) -> Device:
+        """The device whose streams are used."""
+        return self._device
+
+    @property
+    def _block_bytes(self) -> int:
+        """K and V of one block of one layer."""
+        return self._pool[0, 0].nbytes
+
+    @property
+    def _token_bytes(self) -> int:
+        return self._block_bytes // self._pool.shape[3]
+
+    def _copy(self, stream: Stream, dst: Tensor, src: Tensor, start: int, stop: int) -> None:
+        """Tokens [start, stop) of a block [2, block_size, ...]: one copy when it is whole, else
+        two.
+        """
+        if stop - start == dst.shape[1]:
+            stream.copy(dst, src)
+            return
+        for part in range(2):
+            stream.copy(dst[part, start:stop], src[part, start:stop])
+
+
+class TransferRun:
+    """The transfers of one step on their way; compute calls it layer by layer."""
+
+    def __init__(self, engine: OffloadEngine, transfers: StepTransfers) -> None:
+        self._engine = engine
+        self._transfers = transfers
+        self._num_layers = len(engine.host_pool)
+        self._loaded: list[Event] = []
+        self._filled: dict[int, Event] = {}  # number of the fill -> event, until it is consumed
+        self._next_fill = 0
+        engine.queue_stores(transfers.stores)
+        if transfers.loads:
+            # A slot to load into may have been read by the step before.
+            engine.device.h2d.wait(engine.device.compute.record())
+        self._issue()
+
+    def before_write(self, layer: int) -> None:
+        """Let compute wait until this layer's K and V may be written: loads are in, old blocks
+        are out.
+        """
+        engine, write_slots = self._engine, self._transfers.write_slots
+        if self._transfers.loads:
+            engine.await_event(self._loaded[layer])
+        engine.wait_stored(engine.device.compute, layer, device_slots=write_slots)
+        engine.device.declare(engine.device.compute, writes=_keys("device", layer, write_slots))
+
+    def read_device(self, layer: int, slots: Sequence[int]) -> None:
+        """Compute is about to read these device slots."""
+        device = self._engine.device
+        device.declare(device.compute, reads=_keys("device", layer, slots))
+
+    def read_host(self, layer: int, slots: Sequence[int]) -> None:
+        """Compute is about to read these host slots in place."""
+        device = self._engine.device
+        self._engine.wait_stored(device.compute, layer, host_slots=slots)
+        device.declare(device.compute, reads=_keys("host", layer, slots))
+
+    def fill(self, layer: int, index: int) -> Tensor:
+        """The ring slot with fill `index` of a layer, [slot_blocks, 2, block_size, kv_heads,
+        head_dim].
+
+        Valid until `drained` is called for it.
+        """
+        number = layer * len(self._transfers.fills) + index
+        self._engine.await_event(self._filled[number])
+        ring_slot = number % len(self._engine.ring)
+        device = self._engine.device
+        device.declare(device.compute, reads=_keys("ring", 0, (ring_slot,)))
+        return self._engine.ring[ring_slot]
+
+    def drained(self, layer: int, index: int) -> None:
+        """Compute has read the fill; its ring slot takes the next one."""
+        number = layer * len(self._transfers.fills) + index
+        del self._filled[number]
+        self._engine.drain(number % len(self._engine.ring))
+        self._issue()
+
+    def end(self) -> bool:
+        """Let compute wait for all that is still under way; False if the step had not come to
+        its end.
+        """
+        compute = self._engine.device.compute
+        complete = self._next_fill == self._num_layers * len(self._transfers.fills)
+        complete &= not self._filled
+        for event in [*self._filled.values(), *self._loaded]:
+            compute.wait(event)
+        for number in self._filled:
+            self._engine.drain(number % len(self._engine.ring))
+        self._filled.clear()
+        return complete
+
+    def _issue(self) -> None:
+        """Queue loads and fills in the order of their use, as far as the ring has room."""
+        fills, loads = self._transfers.fills, self._transfers.loads
+        while True:
+            layer = self._next_fill // len(fills) if fills else self._num_layers
+            while loads and len(self._loaded) < min(layer + 1, self._num_layers):
+                self._loaded.append(self._engine.queue_loads(len(self._loaded), loads))
+            if layer == self._num_layers or len(self._filled) == len(self._engine.ring):
+                return
+            ring_slot = self._next_fill % len(self._engine.ring)
+            host_slots = fills[self._next_fill % len(fills)]
+            self._filled[self._next_fill] = self._engine.queue_fill(layer, host_slots, ring_slot)
+            self._next_fill += 1
+
+
+def _keys(pool: str, layer: int, slots: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+    """Names of slots for the checking device; nobody else asks for them."""
+    return ((pool, layer, slot) for slot in slots)

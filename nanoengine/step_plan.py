@@ -1,0 +1,132 @@
+"""How one step reads KV that lies on two tiers: pure functions over block locations. No torch, no
+state.
+
+A sequence's blocks are read in logical order, each exactly once. Runs of blocks on the device are
+read
+where they are; runs on the host are read through ring fills, or in place. Sequences that share a
+prefix share its fills: one crossing of the link serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DEVICE, HOST = "device", "host"
+Location = tuple[str, int]  # (tier, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Copy tokens [start, stop) of a block, all layers, from a device slot to a host slot."""
+
+    device_slot: int
+    host_slot: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Copy the first `num_tokens` tokens of a block, all layers, from a host slot to a device
+    slot.
+    """
+
+    host_slot: int
+    device_slot: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpan:
+    """Consecutive blocks of sequence `index` of the batch: logical `first`, ... at `slots`.
+
+    The slots are pool slots, or places inside the ring slot when the part is a fill.
+    """
+
+    index: int
+    first: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one attention call reads: spans of several sequences in one pool.
+
+    tier: DEVICE, or HOST (in place), or HOST with `fill` set: host slots to bring into a ring slot.
+    """
+
+    tier: str
+    spans: tuple[SequenceSpan, ...]
+    fill: tuple[int, ...] = ()
+
+
+def plan_reads(tables: Sequence[Sequence[Location]], slot_blocks: int) -> list[Part]:
+    """The parts in which the blocks of each sequence are read, every sequence in logical order.
+
+    tables: the location of each block of each sequence of the batch.
+    slot_blocks: blocks that a ring slot holds; 0 reads host blocks where they are.
+    """
+    done = [0] * len(tables)
+    parts: list[Part] = []
+    while any(at < len(table) for at, table in zip(done, tables, strict=True)):
+        for tier in (DEVICE, HOST):
+            runs = [_run(table, at, tier) for at, table in zip(done, tables, strict=True)]
+            if tier == HOST and slot_blocks:
+                parts += _fills(runs, done, slot_blocks)
+            elif any(runs):
+                spans = (SequenceSpan(i, done[i], run) for i, run in enumerate(runs) if run)
+                parts.append(Part(tier, tuple(spans)))
+            done = [at + len(run) for at, run in zip(done, runs, strict=True)]
+    return parts
+
+
+def _run(table: Sequence[Location], at: int, tier: str) -> tuple[int, ...]:
+    """Slots of the blocks from `at` on that lie on `tier` without a break."""
+    stop = at
+    while stop < len(table) and table[stop][0] == tier:
+        stop += 1
+    return tuple(slot for _, slot in table[at:stop])
+
+
+def _fills(runs: list[tuple[int, ...]], firsts: list[int], slot_blocks: int) -> list[Part]:
+    """Host runs cut into ring fills; a slot that is next for several sequences is brought once."""
+    parts: list[Part] = []
+    fill: list[int] = []
+    spans: dict[int, list[int]] = {}
+    starts: dict[int, int] = {}
+    served = [0] * len(runs)
+
+    def flush() -> None:
+        if fill:
+            made = (SequenceSpan(i, starts[i], tuple(at)) for i, at in sorted(spans.items()))
+            parts.append(Part(HOST, tuple(made), tuple(fill)))
+            fill.clear()
+            spans.clear()
+            starts.clear()
+
+    for index, run in enumerate(runs):
+        while served[index] < len(run):
+            slot = run[served[index]]
+            if len(fill) == slot_blocks:
+                flush()
+            for i, other in enumerate(runs):
+                if served[i] < len(other) and other[served[i]] == slot:
+                    starts.setdefault(i, firsts[i] + served[i])
+                    spans.setdefault(i, []).append(len(fill))
+                    served[i] += 1
+            fill.append(slot)
+    flush()
+    return parts
+
+
+def slot_runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Consecutive slots as (position in `slots`, first slot, count): each is one copy."""
+    runs: list[tuple[int, int, int]] = []
+    for at, slot in enumerate(slots):
+        if runs and slot == runs[-1][1] + runs[-1][2]:
+            position, first, count = runs[-1]
+            runs[-1] = (position, first, count + 1)
+        else:
+            runs.append((at, slot, 1))
+    return runs

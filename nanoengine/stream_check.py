@@ -1,0 +1,145 @@
+"""A device that checks the order of its streams: raises on any two accesses that no event orders.
+
+Every stream carries a vector clock; `record` stamps it on the event and `wait` merges it (Mattern
+1989). An access is ordered after another if the other's time on its own stream is in the accessing
+stream's
+clock. The check looks at what was queued, not at what ran when: a missing wait is found in every
+run, also where inline compute would have hidden it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nanoengine.device import Device, Event, Stream
+from nanoengine.errors import EngineError
+
+Key = tuple[str, int, int]
+Clock = dict[str, int]
+
+
+class RaceError(EngineError):
+    """Two streams touch the same slot, one of them writing, and no event orders them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedEvent:
+    """An event and the clock of the stream that recorded it."""
+
+    inner: Event
+    clock: Clock
+
+    def is_done(self) -> bool:
+        """See device.Event."""
+        return self.inner.is_done()
+
+
+class CheckedStream:
+    """A stream with a vector clock."""
+
+    def __init__(self, inner: Stream) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self.clock: Clock = {inner.name: 0}
+
+    def copy(self, dst: Tensor, src: Tensor) -> None:
+        """See device.Stream."""
+        self.inner.copy(dst, src)
+
+    def fill(self, dst: Tensor, value: float) -> None:
+        """See device.Stream."""
+        self.inner.fill(dst, value)
+
+    def record(self) -> Event:
+        """See device.Stream."""
+        return CheckedEvent(self.inner.record(), dict(self.clock))
+
+    def wait(self, event: Event) -> None:
+        """See device.Stream."""
+        assert isinstance(event, CheckedEvent)
+        for name, time in event.clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), time)
+        self.inner.wait(event.inner)
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """The last write of a slot and the reads since: stream name -> time on that stream."""
+
+    write: Clock = field(default_factory=dict)
+    reads: Clock = field(default_factory=dict)
+
+
+class CheckedDevice:
+    """Wraps a device; `declare` says what each stream touches. num_checked counts declared
+    accesses.
+    """
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.torch_device: torch.device = inner.torch_device
+        self.compute: Stream = CheckedStream(inner.compute)
+        self.h2d: Stream = CheckedStream(inner.h2d)
+        self.d2h: Stream = CheckedStream(inner.d2h)
+        self.num_checked = 0
+        self._slots: dict[Key, _Accesses] = {}
+
+    def declare(
+        self, stream: Stream, reads: Iterable[Key] = (), writes: Iterable[Key] = ()
+    ) -> None:
+        """`stream` is about to read and write these slots. Raises RaceError."""
+        assert isinstance(stream, CheckedStream)
+        stream.clock[stream.name] += 1
+        now = stream.clock[stream.name]
+        for key in reads:
+            accesses = self._slots.setdefault(key, _Accesses())
+            self._demand_order(stream, key, accesses.write, "reads", "wrote")
+            accesses.reads[stream.name] = now
+            self.num_checked += 1
+        for key in writes:
+            accesses = self._slots.setdefault(key, _Accesses())
+            self._demand_order(stream, key, accesses.write, "writes", "wrote")
+            self._demand_order(stream, key, accesses.reads, "writes", "read")
+            accesses.write, accesses.reads = {stream.name: now}, {}
+            self.num_checked += 1
+
+    def auto_dtype(self) -> tuple[torch.dtype, str]:
+        """See device.Device."""
+        return self.inner.auto_dtype()
+
+    def memory(self) -> tuple[int, int]:
+        """See device.Device."""
+        return self.inner.memory()
+
+    def peak_memory_mib(self) -> float:
+        """See device.Device."""
+        return self.inner.peak_memory_mib()
+
+    def synchronize(self) -> None:
+        """See device.Device."""
+        self.inner.synchronize()
+
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See device.Device."""
+        return self.inner.empty_host(shape, dtype)
+
+    def close_streams(self) -> None:
+        """See device.Device."""
+        self.inner.close_streams()
+
+    def _demand_order(
+        self, stream: CheckedStream, key: Key, before: Clock, verb: str, past: str
+    ) -> None:
+        for name, time in before.items():
+            if name != stream.name and stream.clock.get(name, 0) < time:
+                pool, layer, slot = key
+                raise RaceError(
+                    f"{stream.name} {verb} {pool} slot {slot} of layer {layer}, which {name} "
+                    f"{past} "
+                    "with no event in between"
+                )
