@@ -415,7 +415,8 @@ INLINE void decode_segment(const attend_args *a, segment_t seg, const char *afte
     const int64_t group = a->heads / a->kv_heads, rows = e.q_len * group, all = (head1 - head0) * rows;
     const int64_t size = mode == F32 ? 4 : 2, width = dim * size, key_stride = a->kv_heads * width;
     const int64_t stride = partial_stride(dim), q_bytes = ceil_div(dim, 32) * 32 * 4;
-    const int64_t share = ceil_div(LANES * key_stride, 64 * all) * 64;
+    const int whole = head1 - head0 == a->kv_heads; /* else others read the rest: leave it to them */
+    const int64_t share = whole ? ceil_div(LANES * key_stride, 64 * all) * 64 : 0;
     float *probs = (float *)(scratch + all * q_bytes), *alpha = probs + all * TILE;
     float *state[all];
     for (int64_t h = head0, i = 0; h < head1; h++) {
@@ -426,11 +427,11 @@ INLINE void decode_segment(const attend_args *a, segment_t seg, const char *afte
             state[i][stride - 16] = -INFINITY;
         }
     }
-    if (cold) prefetch(span.k, TILE * key_stride);
+    if (cold && whole) prefetch(span.k, TILE * key_stride);
     for (int64_t t = 0; t < span.count; t += TILE) {
         const int n = min64(TILE, span.count - t);
         const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
-        const char *next = t + TILE < span.count ? k + TILE * key_stride : after;
+        const char *next = !whole ? v : t + TILE < span.count ? k + TILE * key_stride : after;
         for (int64_t i = 0; i < all; i++) { /* while K is read, V comes in */
             const int64_t last = e.first_pos + i % rows / group;
             decode_scores(k + (head0 + i / rows) * width, key_stride, n, scratch + i * q_bytes,
@@ -749,7 +750,7 @@ typedef struct { /* the work of one call */
     int64_t *first_segment; /* [entries + 1]: a decode entry's segments are consecutive */
     segment_t *segments;
     item_t *items;
-    int64_t num_segments, num_items, max_rows, rows_per_item;
+    int64_t num_segments, num_items, max_rows, rows_per_item, threads;
 } plan_t;
 
 static void run_segment(const attend_args *a, const plan_t *p, int64_t i, int cold, int64_t h0, int64_t h1,
@@ -782,9 +783,10 @@ static int by_cost(const void *x, const void *y) { /* dearest first */
 /* How much there is of each, so that the plan is one allocation. */
 static void count_work(const attend_args *a, plan_t *p) {
     const int64_t group = a->heads / a->kv_heads;
-    int64_t rows = 0, entries = 0;
+    int64_t rows = 0, entries = 0, products = 0;
     for (int64_t i = 0; i < a->entries; i++) {
         const entry_t e = entry_at(a, i);
+        products += e.q_len * a->heads * (e.key_end - e.key_begin) * a->head_dim;
         if (e.q_len <= DECODE_MAX) {
             p->num_segments += count_segments(a, &e);
             if (e.q_len * a->heads > p->max_rows) p->max_rows = e.q_len * a->heads;
@@ -792,8 +794,9 @@ static void count_work(const attend_args *a, plan_t *p) {
             entries++, rows += e.q_len * group;
         }
     }
+    p->threads = products < 1 << 16 ? 1 : a->threads; /* some 3 us: not worth waking anybody */
     /* Smaller tiles when there are few: rows are independent, so this moves no bit. */
-    p->rows_per_item = rows / ROWS_PER_ITEM * a->kv_heads < 4 * a->threads ? RVECS * LANES : ROWS_PER_ITEM;
+    p->rows_per_item = rows / ROWS_PER_ITEM * a->kv_heads < 4 * p->threads ? RVECS * LANES : ROWS_PER_ITEM;
     p->num_items = (rows / p->rows_per_item + entries) * a->kv_heads;
 }
 
@@ -842,13 +845,13 @@ int attend(const attend_args *a) {
     const int64_t padded = ceil_div(a->head_dim, 32) * 32;
     const int64_t segment_floats = p.max_rows * partial_stride(a->head_dim);
     int64_t window = segment_floats ? WINDOW_BYTES / (4 * segment_floats) : 0;
-    window = min64(p.num_segments, window > a->threads ? window : a->threads);
+    window = min64(p.num_segments, window > p.threads ? window : p.threads);
     int64_t scratch = p.max_rows * (padded + TILE + 1);
     if (p.num_items && workspace_words(a->head_dim) > scratch) scratch = workspace_words(a->head_dim);
     scratch = ceil_div(scratch, 16) * 16;
     const size_t tables = ceil_div((a->entries + 1) * sizeof(int64_t) + p.num_segments * sizeof(segment_t) +
                                        p.num_items * sizeof(item_t), 64) * 64;
-    char *memory = aligned_alloc(64, tables + 64 * ceil_div(4 * (window * segment_floats + a->threads * scratch), 64));
+    char *memory = aligned_alloc(64, tables + 64 * ceil_div(4 * (window * segment_floats + p.threads * scratch), 64));
     if (!memory) return -1;
     p.segments = (segment_t *)memory;
     p.items = (item_t *)(p.segments + p.num_segments);
@@ -856,10 +859,10 @@ int attend(const attend_args *a) {
     float *partials = (float *)(memory + tables), *scratches = partials + window * segment_floats;
     fill_plan(a, &p);
     /* Few segments: one kv head each, to feed every thread; else all heads, to read memory in order. */
-    const int64_t split = p.num_segments < 4 * a->threads ? a->kv_heads : 1, heads = a->kv_heads / split;
+    const int64_t split = p.num_segments < 4 * p.threads ? a->kv_heads : 1, heads = a->kv_heads / split;
     /* Runs of segments, so that one can prefetch the next; short enough to share them out evenly. */
-    const int64_t run = window * split / (4 * a->threads), chunk = run < 1 ? 1 : min64(run, 8);
-#pragma omp parallel num_threads((int)a->threads)
+    const int64_t run = window * split / (4 * p.threads), chunk = run < 1 ? 1 : min64(run, 8);
+#pragma omp parallel num_threads((int)p.threads)
     {
         const unsigned saved = flush_denormals();
         float *mine = scratches + omp_get_thread_num() * scratch;

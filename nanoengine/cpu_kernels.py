@@ -35,7 +35,7 @@ CFLAGS = (
     "-fPIC",
 )
 _BUILD_TIMEOUT_S = 120
-_ISA_NAMES = (b"generic", b"avx2", b"avx512", b"avx512_bf16")
+_SEAL_BYTES = 16
 # One field per member of attend_args in cpu_kernels.c, in its order.
 _ATTEND_ARGS = struct.Struct("=12Q12qd")
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
@@ -48,8 +48,7 @@ class KernelBuildError(EngineError):
 def find_compiler() -> str:
     """Path of $CC, gcc, cc or clang, the first that exists. Raises KernelBuildError."""
     for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
-        path = shutil.which(name) if name else None
-        if path:
+        if name and (path := shutil.which(name)):
             return path
     raise KernelBuildError(
         "no C compiler found ($CC, gcc, cc, clang): install gcc for the faster CPU attention"
@@ -76,15 +75,24 @@ def cache_dir() -> Path:
 def build_library(folder: Path, extra_cflags: tuple[str, ...] = ()) -> Path:
     """Compile the kernels into `folder` unless that very build is already there; returns the .so.
 
-    Two processes may build at once: each writes its own temporary file and renames it.
-    Raises KernelBuildError when there is no compiler or it fails.
+    Two processes may build at once: each writes its own temporary file and renames it. A file torn by
+    a crash is built again. Raises KernelBuildError when there is no compiler or it fails.
     """
     compiler = find_compiler()
     command = [compiler, *CFLAGS, *extra_cflags]
     target = folder / f"{_build_key(compiler, command)}.so"
-    if not target.exists():
+    if not _is_whole(target):
         _compile(command, target)
     return target
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file ends with the hash of the rest: loading half a library is a bus error."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL_BYTES:] == xxhash.xxh3_128_digest(content[:-_SEAL_BYTES])
 
 
 def _build_key(compiler: str, command: list[str]) -> str:
@@ -108,6 +116,9 @@ def _compile(command: list[str], target: Path) -> None:
     os.close(handle)
     try:
         _run([*command, str(SOURCE), "-o", temporary, "-lm"])
+        with open(temporary, "r+b") as file:
+            # After the end of an ELF file, where no loader looks.
+            file.write(xxhash.xxh3_128_digest(file.read()))
         os.replace(temporary, target)
     except OSError as error:
         raise KernelBuildError(f"cannot write {target}: {error}") from error
@@ -126,15 +137,9 @@ def _run(command: list[str]) -> bytes:
     return done.stdout
 
 
-def _open(folder: Path, extra_cflags: tuple[str, ...]) -> ctypes.CDLL:
-    """Load the library; a torn file from an earlier crash is rebuilt once."""
-    path = build_library(folder, extra_cflags)
+def _open(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
-    except OSError:
-        path.unlink(missing_ok=True)
-    try:
-        return ctypes.CDLL(str(build_library(folder, extra_cflags)))
     except OSError as error:
         raise KernelBuildError(f"cannot load {path}: {error}") from error
 
@@ -153,7 +158,7 @@ class CpuKernels:
     @classmethod
     def load(cls, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()) -> CpuKernels:
         """Compile (or take from the cache) and bind; raises KernelBuildError with the reason."""
-        return cls(_open(folder or cache_dir(), extra_cflags))
+        return cls(_open(build_library(folder or cache_dir(), extra_cflags)))
 
     def attend(
         self,

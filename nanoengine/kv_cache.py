@@ -7,9 +7,9 @@ no model and no sampler, and leaves the moving of bytes to the OffloadEngine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -19,8 +19,9 @@ from nanoengine.context import KVChunk
 from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError, PromptTooLongError
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters, TransferRun
+from nanoengine.placement import Placement, device_slot, location
 from nanoengine.sequence import ScheduledBatch, Sequence
-from nanoengine.step_plan import DEVICE, HOST, Load, Part, Store, plan_reads
+from nanoengine.step_plan import DEVICE, HOST, Part, plan_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,24 +90,6 @@ class _StepBudget:
 
     write_blocks: int
     loads: int
-
-
-def drop_order(active: Iterable[list[Block]], idle: Iterable[list[Block]]) -> list[Block]:
-    """Which blocks with a device copy lose it first, when the device is full.
-
-    Blocks of sequences outside the step go before those of running ones; blocks of one sequence
-    before
-    shared ones; middle blocks, oldest first, before the first block. Any choice streams the same
-    bytes: a step reads every block once.
-    """
-    ranked: dict[Block, tuple[bool, bool, bool, int]] = {}
-    for is_active, tables in ((False, idle), (True, active)):
-        for blocks in tables:
-            for index, block in enumerate(blocks):
-                if block.device_slot is not None:
-                    rank = (is_active, block.ref_count > 1, index == 0, index)
-                    ranked[block] = max(rank, ranked.get(block, rank))
-    return sorted(ranked, key=ranked.__getitem__)
 
 
 class HybridKVCacheManager:
@@ -299,13 +282,14 @@ class HybridKVCacheManager:
         tables = [self._tables[item.seq.seq_id] for item in batch.items]
         stops = [item.seq.num_computed + item.num_tokens for item in batch.items]
         active = [t.blocks[: self._blocks_for(n)] for t, n in zip(tables, stops, strict=True)]
-        placement = _Placement(self._manager, self._tables.values(), active)
+        held = [table.blocks for table in self._tables.values()]
+        placement = Placement(self._manager, held, active)
         written = list(dict.fromkeys(block for block, _ in writes))
         placement.place(written)
         if self.spec.slot_blocks:
             placement.promote()
         parts = plan_reads(
-            [[_location(block) for block in blocks] for blocks in active], self.spec.slot_blocks
+            [[location(block) for block in blocks] for blocks in active], self.spec.slot_blocks
         )
         streamed = {span.index for part in parts if part.tier == HOST for span in part.spans}
         self.peak_streamed = max(self.peak_streamed, len(streamed))
@@ -313,10 +297,10 @@ class HybridKVCacheManager:
             stores=tuple(placement.stores),
             loads=tuple(placement.loads.values()),
             fills=tuple(part.fill for part in parts if part.fill),
-            write_slots=tuple(_slot(block) for block in written),
+            write_slots=tuple(device_slot(block) for block in written),
         )
         size = self.spec.block_size
-        k_slots = [_slot(block) * 2 * size + offset for block, offset in writes]
+        k_slots = [device_slot(block) * 2 * size + offset for block, offset in writes]
         return StepKV(
             pool=self._pool,
             offload=self._offload,
@@ -401,138 +385,6 @@ class HybridKVCacheManager:
 
     def _tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._pool.device)
-
-
-class _Placement:
-    """Decides, for one step, which blocks move between the tiers."""
-
-    def __init__(
-        self, manager: BlockManager, tables: Iterable[BlockTable], active: list[list[Block]]
-    ) -> None:
-        self.stores: list[Store] = []
-        self.loads: dict[Block, Load] = {}
-        self._manager = manager
-        self._active = active
-        self._running = {block for blocks in active for block in blocks}
-        self._tables = tables
-        self._pinned: set[Block] = set()
-        self._victims: Iterator[Block] | None = None
-        self._predecessors: dict[Block, Block] | None = None
-
-    def place(self, written: list[Block]) -> None:
-        """Give every block that the step writes a device slot, and load what it held."""
-        self._pinned.update(written)
-        for block in written:
-            if block.device_slot is None:
-                slot = self._device_slot()
-                assert slot is not None, "no device slot for a block that was granted one"
-                self._move_in(block, slot)
-
-    def promote(self) -> None:
-        """Bring host blocks of running sequences into device slots that nobody running uses."""
-        for blocks in self._active:
-            for block in blocks:
-                if block.device_slot is None:
-                    slot = self._device_slot(besides=self._running)
-                    if slot is None:
-                        return
-                    self._move_in(block, slot)
-
-    def undo_loads(self) -> None:
-        """After a step that failed: what was to be loaded is on the host only."""
-        for block in self.loads:
-            if block.device_slot is not None:
-                self._manager.device.give(self._manager.drop_device(block))
-
-    def _move_in(self, block: Block, slot: int) -> None:
-        block.device_slot = slot
-        self._pinned.add(block)
-        if block.num_tokens:
-            assert block.host_slot is not None and block.is_on_host
-            self.loads[block] = Load(block.host_slot, slot, block.num_tokens)
-
-    def _device_slot(self, besides: set[Block] | None = None) -> int | None:
-        """A free device slot; else that of a cached block, else of the first in the drop order."""
-        slot = self._manager.device.take()
-        if slot is not None:
-            return slot
-        cached = self._manager.oldest_on_device
-        if cached is not None:
-            return self._take_from_cached(cached)
-        if self._victims is None:
-            idle = [table.blocks for table in self._tables]
-            self._victims = iter(drop_order(self._active, idle))
-        for block in self._victims:
-            if block.device_slot is None or block in self._pinned:
-                continue
-            if besides is not None and block in besides:
-                return None  # running blocks come last in the drop order
-            if self._save(block):
-                return self._manager.drop_device(block)
-        return None
-
-    def _take_from_cached(self, block: Block) -> int:
-        """The device slot of an unreferenced block; it stays cached on the host if there is
-        room.
-        """
-        if not block.is_on_host and (block.host_slot is not None or self._manager.host.num_free):
-            self._save(block)
-        if block.is_on_host:
-            return self._manager.drop_device(block)
-        slot = self._manager.drop_device(block)
-        self._manager.evict(block)
-        return slot
-
-    def _save(self, block: Block) -> bool:
-        """Make the host copy complete; False if there is no host slot for it."""
-        if block.is_on_host:
-            return True
-        if block.host_slot is None:
-            block.host_slot = self._host_slot(block)
-        if block.host_slot is None or block.device_slot is None:
-            return False
-        store = Store(block.device_slot, block.host_slot, block.host_len, block.num_tokens)
-        self.stores.append(store)
-        block.host_len = block.num_tokens
-        return True
-
-    def _host_slot(self, block: Block) -> int | None:
-        """A free host slot, next to that of the block before if it can be; else a reclaimed one."""
-        before = self._before().get(block)
-        next_to = before.host_slot + 1 if before and before.host_slot is not None else None
-        slot = self._manager.host.take(next_to)
-        if slot is not None:
-            return slot
-        for cached in list(self._manager.cached):
-            if cached.host_slot is not None:
-                if cached.device_slot is not None:
-                    return self._manager.drop_host(cached)
-                self._manager.evict(cached)
-                return self._manager.host.take()
-        for blocks in (table.blocks for table in self._tables):
-            for other in blocks:  # a second copy of a block that stays on the device
-                twice = other.device_slot is not None and other.host_slot is not None
-                if twice and other is not block and other not in self.loads:
-                    return self._manager.drop_host(other)
-        return None
-
-    def _before(self) -> dict[Block, Block]:
-        if self._predecessors is None:
-            pairs = (pair for table in self._tables for pair in pairwise(table.blocks))
-            self._predecessors = {after: before for before, after in pairs}
-        return self._predecessors
-
-
-def _slot(block: Block) -> int:
-    assert block.device_slot is not None
-    return block.device_slot
-
-
-def _location(block: Block) -> tuple[str, int]:
-    if block.device_slot is not None:
-        return DEVICE, block.device_slot
-    assert block.host_slot is not None
-    return HOST, block.host_slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ PACKAGE = "nanoengine"
 ROWS = (
     ("errors", "config", "sampling_params", "metrics"),
     ("sequence", "context", "device", "outputs", "stream_check"),
-    ("block_manager", "step_plan", "offload", "kv_cache"),
+    ("block_manager", "step_plan", "placement", "offload", "kv_cache"),
     (
         *("cpu_kernels", "kernels", "quant", "attention", "layers"),
         *("models", "structured", "speculative", "sampler"),
@@ -33,8 +33,9 @@ ROWS = (
 # ... and, inside its row, only what is listed here. Everyone may import errors.
 ARROWS = {
     "context": {"sequence"},
+    "placement": {"block_manager", "step_plan"},
     "offload": {"step_plan"},
-    "kv_cache": {"block_manager", "step_plan", "offload"},
+    "kv_cache": {"block_manager", "step_plan", "placement", "offload"},
     "attention": {"kernels", "cpu_kernels"},
     "layers": {"quant", "cpu_kernels"},
     "models": {"layers"},

@@ -1,0 +1,392 @@
+"""The C kernels against float64, and the law that splitting KV into calls moves no bit."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoengine import cpu_kernels
+from nanoengine.context import KVChunk
+from nanoengine.cpu_kernels import CpuKernels, KernelBuildError, new_state
+from nanoengine.errors import EngineError
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+DTYPES = list(TOLERANCE)
+VARIANTS = {
+    "native": (),
+    "avx512": ("-mno-avx512bf16",),
+    "avx2": ("-mno-avx512f",),
+    "generic": ("-march=x86-64",),
+}
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, ("gcc", "cc", "clang"))),
+    reason="no C compiler: torch is used instead",
+)
+
+
+@pytest.fixture(scope="session")
+def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session")
+def kernels(build_folder: Path) -> CpuKernels:
+    return CpuKernels.load(build_folder)
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def int32(values) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int32)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences laid end to end, and their KV in one pool whose unwritten slots hold NaN."""
+
+    q: Tensor
+    keys: list[Tensor]
+    values: list[Tensor]
+    q_lens: list[int]
+    kv_lens: list[int]
+    block_size: int
+    k_pool: Tensor
+    v_pool: Tensor
+    tables: list[list[int]]
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
+
+    def query_start(self) -> Tensor:
+        return int32([0, *torch.tensor(self.q_lens).cumsum(0).tolist()])
+
+    def reference(self) -> Tensor:
+        """Causal attention in float64 over the same inputs."""
+        outs = []
+        for q, k, v in zip(self.q.split(self.q_lens), self.keys, self.values, strict=True):
+            group = q.shape[1] // k.shape[1]
+            k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.scale
+            limit = torch.arange(len(k) - len(q), len(k))[:, None]
+            scores.masked_fill_(torch.arange(len(k)) > limit, -torch.inf)
+            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        return torch.cat(outs)
+
+
+def make_batch(
+    q_lens, kv_lens, *, dtype, kv_heads=2, group=3, head_dim=64, block_size=16, seed=0
+) -> Batch:
+    gen = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen).to(dtype)
+
+    heads = kv_heads * group
+    # As in the model: q is a view of a fused qkv row, so its token stride is larger than itself.
+    fused = normal(sum(q_lens), heads + 2 * kv_heads, head_dim)
+    keys = [normal(n, kv_heads, head_dim) for n in kv_lens]
+    values = [normal(n, kv_heads, head_dim) for n in kv_lens]
+    counts = [-(-n // block_size) for n in kv_lens]
+    ids = torch.randperm(sum(counts) + 3, generator=gen).tolist()
+    pools = [
+        torch.full((len(ids), block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
+        for _ in range(2)
+    ]
+    tables = []
+    for k, v, count in zip(keys, values, counts, strict=True):
+        tables.append([ids.pop() for _ in range(count)])
+        for pool, rows in zip(pools, (k, v), strict=True):
+            for block, part in zip(tables[-1], rows.split(block_size), strict=True):
+                pool[block, : len(part)] = part
+    q = fused[:, :heads]
+    return Batch(q, keys, values, list(q_lens), list(kv_lens), block_size, *pools, tables)
+
+
+def chunk_of(batch: Batch, spans: dict[int, tuple[int, int]], scatter: bool = False) -> KVChunk:
+    """Blocks [first, last) of each sequence in `spans`; `scatter` copies them to a pool of their own."""
+    rows = [batch.tables[s][first:last] for s, (first, last) in spans.items()]
+    k, v = batch.k_pool, batch.v_pool
+    if scatter:
+        flat = [block for row in rows for block in row]
+        k, v, ids = k[flat].clone(), v[flat].clone(), iter(range(len(flat)))
+        rows = [[next(ids) for _ in row] for row in rows]
+    table = torch.zeros(len(rows), max((len(row) for row in rows), default=1), dtype=torch.int32)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = int32(row)
+    firsts, counts = int32(f for f, _ in spans.values()), int32(len(row) for row in rows)
+    return KVChunk(k, v, int32(spans), firsts, counts, table)
+
+
+def whole(batch: Batch) -> list[KVChunk]:
+    return [chunk_of(batch, {s: (0, len(t)) for s, t in enumerate(batch.tables)})]
+
+
+def fold(kernels: CpuKernels, batch: Batch, chunks) -> tuple[Tensor, Tensor, Tensor]:
+    state = new_state(*batch.q.shape)
+    for chunk in chunks:
+        kernels.attend(
+            batch.q, chunk, batch.query_start(), int32(batch.kv_lens), *state, batch.scale
+        )
+    return state
+
+
+def attend(kernels: CpuKernels, batch: Batch, chunks=None) -> Tensor:
+    _, row_sum, acc = fold(kernels, batch, chunks or whole(batch))
+    out = torch.empty(batch.q.shape, dtype=batch.q.dtype)
+    kernels.finish(row_sum, acc, out)
+    return out
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).abs().max() / want.abs().max()).item()
+
+
+def assert_close(kernels: CpuKernels, batch: Batch) -> None:
+    assert relative_error(attend(kernels, batch), batch.reference()) < TOLERANCE[batch.q.dtype]
+
+
+def same_bits(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> bool:
+    """Equal as bytes: unlike ==, this tells -0 from +0."""
+    return all(
+        torch.equal(x.view(torch.int32), y.view(torch.int32)) for x, y in zip(a, b, strict=True)
+    )
+
+
+# Prefill and decode, alone and on top of earlier keys; a last block full, partial and of one key.
+Q_LENS = [1, 2, 7, 64, 300, 1, 4]
+KV_LENS = [1, 33, 300, 64, 512, 513, 4]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 8])
+def test_blocks_and_groups(kernels, dtype, block_size, group):
+    assert_close(
+        kernels,
+        make_batch(Q_LENS, KV_LENS, dtype=dtype, group=group, block_size=block_size, head_dim=32),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [7, 16, 64, 72, 80, 128, 256])
+def test_head_dims(kernels, dtype, head_dim):
+    assert_close(kernels, make_batch(Q_LENS, KV_LENS, dtype=dtype, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_instruction_set(build_folder, variant, dtype):
+    other = CpuKernels.load(build_folder, VARIANTS[variant])
+    for head_dim in (64, 72, 5):
+        assert_close(other, make_batch(Q_LENS, KV_LENS, dtype=dtype, head_dim=head_dim))
+
+
+def test_generic_variant_is_another_build(build_folder, kernels):
+    generic = CpuKernels.load(build_folder, VARIANTS["generic"])
+    assert generic.isa == "generic"
+    assert kernels.isa in ("generic", "avx2", "avx512", "avx512_bf16")
+
+
+def test_block_larger_than_a_segment(kernels):
+    for q_len in (1, 4, 9):
+        assert_close(
+            kernels, make_batch([q_len], [1500], dtype=torch.float32, block_size=4096, group=1)
+        )
+
+
+def test_more_heads_in_a_group_than_rows_in_an_item(kernels):
+    assert_close(kernels, make_batch([9], [70], dtype=torch.float32, kv_heads=1, group=250))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_scores(kernels, dtype):
+    """Sharp softmax: exponents far below what exp can represent, and a maximum that keeps growing."""
+    batch = make_batch([1, 40], [200, 200], dtype=dtype)
+    for key in batch.keys:
+        key.mul_(40)
+    grown = make_batch([1, 40], [200, 200], dtype=dtype)
+    ramp = torch.linspace(1, 60, 200)[:, None, None]
+    for key in grown.keys:
+        key.mul_(ramp.to(dtype))
+    for b in (batch, grown):
+        refill(b)
+        # Scores of some hundreds carry a rounding error of 1e-5 into float32 exponents.
+        limit = 5e-5 if dtype == torch.float32 else TOLERANCE[dtype]
+        assert relative_error(attend(kernels, b), b.reference()) < limit
+
+
+def refill(batch: Batch) -> None:
+    """Write the keys into the pool again, after a test changed them."""
+    for table, key in zip(batch.tables, batch.keys, strict=True):
+        for block, part in zip(table, key.split(batch.block_size), strict=True):
+            batch.k_pool[block, : len(part)] = part
+
+
+def random_split(batch: Batch, rng: random.Random) -> list[KVChunk]:
+    """Chunks that hold every block once, in order, with sequences cut at unrelated places."""
+    at = [0] * len(batch.tables)
+    chunks = []
+    while any(a < len(t) for a, t in zip(at, batch.tables, strict=True)):
+        spans = {}
+        for s, table in enumerate(batch.tables):
+            step = rng.choice([0, 1, 1, 2, 3, len(table)])
+            if at[s] < len(table) and step:
+                spans[s] = (at[s], min(at[s] + step, len(table)))
+                at[s] = spans[s][1]
+        if spans:
+            chunks.append(chunk_of(batch, spans, scatter=rng.random() < 0.5))
+    return chunks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["native", "generic"])
+@pytest.mark.parametrize("block_size", [1, 5, 16, 256])
+def test_splitting_moves_no_bit(build_folder, dtype, variant, block_size):
+    kernels = CpuKernels.load(build_folder, VARIANTS[variant])
+    longest = 70 if block_size == 1 else 600
+    q_lens, kv_lens = [1, 4, 7, 60, 2], [longest, 33, longest, 60, longest - 1]
+    batch = make_batch(q_lens, kv_lens, dtype=dtype, block_size=block_size, head_dim=24)
+    want = fold(kernels, batch, whole(batch))
+    for seed in range(6):
+        rng = random.Random(seed)
+        torch.set_num_threads(rng.choice([1, 2, 3]))
+        assert same_bits(fold(kernels, batch, random_split(batch, rng)), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neighbours_and_threads_move_no_bit(kernels, dtype):
+    q_lens, kv_lens = [1, 100, 3, 1], [1000, 700, 40, 3]
+    batch = make_batch(q_lens, kv_lens, dtype=dtype)
+    want = fold(kernels, batch, whole(batch))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        state = new_state(*batch.q.shape)
+        for s, table in enumerate(batch.tables):
+            chunk = chunk_of(batch, {s: (0, len(table))})
+            kernels.attend(batch.q, chunk, batch.query_start(), int32(kv_lens), *state, batch.scale)
+        assert same_bits(state, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chunk_in_the_future_leaves_rows_untouched(kernels, dtype):
+    """Rows of a prefill that lie before a chunk keep their bits, even bits that no fold would make."""
+    batch = make_batch([3, 50], [64, 64], dtype=dtype)
+    state = fold(kernels, batch, [chunk_of(batch, {0: (0, 3), 1: (0, 3)})])
+    row_max, row_sum, acc = state
+    acc[-50:][:34] = -0.0
+    row_max[-50:][:34] = -torch.inf
+    before = [x.clone() for x in state]
+    kernels.attend(
+        batch.q,
+        chunk_of(batch, {0: (3, 4), 1: (3, 4)}),
+        batch.query_start(),
+        int32(batch.kv_lens),
+        *state,
+        batch.scale,
+    )
+    unseen = slice(3, 3 + 34)  # positions 14..47; the chunk begins at 48
+    assert same_bits([x[unseen] for x in state], [x[unseen] for x in before])
+    assert not torch.equal(row_sum[37:], before[1][37:])
+
+
+def test_rows_without_keys_finish_as_zero(kernels):
+    for dtype in DTYPES:
+        out = torch.full((2, 3, 8), torch.nan, dtype=dtype)
+        _, row_sum, acc = new_state(2, 3, 8)
+        kernels.finish(row_sum, acc, out)
+        assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_empty_calls(kernels):
+    batch = make_batch([1], [5], dtype=torch.float32)
+    before = new_state(*batch.q.shape)
+    state = fold(kernels, batch, [chunk_of(batch, {})])
+    assert same_bits(state, before)
+    assert same_bits(fold(kernels, batch, [chunk_of(batch, {0: (0, 0)})]), before)
+
+
+def test_sequence_without_queries(kernels):
+    batch = make_batch([0, 2], [20, 20], dtype=torch.bfloat16)
+    assert_close(kernels, batch)
+
+
+def test_a_pool_of_interleaved_k_and_v(kernels):
+    """The host pool keeps K and V of a block side by side: blocks are then not contiguous."""
+    batch = make_batch([1, 9], [300, 300], dtype=torch.bfloat16)
+    both = torch.stack([batch.k_pool, batch.v_pool], dim=1)
+    (chunk,) = whole(batch)
+    apart = KVChunk(
+        both[:, 0],
+        both[:, 1],
+        chunk.seq_index,
+        chunk.first_block,
+        chunk.num_blocks,
+        chunk.block_table,
+    )
+    assert torch.equal(attend(kernels, batch, [apart]), attend(kernels, batch))
+
+
+def test_nan_in_the_input_stays_visible(kernels):
+    for q_len in (1, 20):
+        batch = make_batch([q_len], [40], dtype=torch.float32)
+        batch.k_pool[batch.tables[0][0], 3] = torch.nan
+        assert attend(kernels, batch)[-1].isnan().all()
+
+
+def test_other_dtypes_are_refused(kernels):
+    batch = make_batch([1], [5], dtype=torch.float16)
+    with pytest.raises(EngineError, match="float16"):
+        attend(kernels, batch)
+
+
+def test_no_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(KernelBuildError, match="no C compiler"):
+        CpuKernels.load(tmp_path)
+
+
+def test_failing_compiler(tmp_path):
+    with pytest.raises(KernelBuildError, match="no-such-flag"):
+        CpuKernels.load(tmp_path, ("--no-such-flag",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torn_library_is_rebuilt(build_folder, tmp_path):
+    path = cpu_kernels.build_library(build_folder)
+    torn = tmp_path / path.name
+    torn.write_bytes(path.read_bytes()[:1000])
+    assert_close(CpuKernels.load(tmp_path), make_batch([1], [9], dtype=torch.float32))
+    assert torn.stat().st_size > 1000
+
+
+def test_cache_is_reused(build_folder, kernels):
+    path = cpu_kernels.build_library(build_folder)
+    before = path.stat().st_mtime_ns
+    CpuKernels.load(build_folder)
+    assert path.stat().st_mtime_ns == before
+
+
+def test_cache_folder_is_private(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cpu_kernels.cache_dir()
+    assert folder == tmp_path / "nanoengine" / "kernels"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    elsewhere = cpu_kernels.cache_dir()
+    assert elsewhere != folder
+    elsewhere.rmdir()
