@@ -9,15 +9,18 @@ import argparse
 import json
 import platform
 import random
+import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import nanoengine
 from nanoengine.llm import LLM
+from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 
 # num_seqs, min_input, max_input, min_output, max_output
@@ -70,6 +73,114 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
         }
 
 
+def offload(args: argparse.Namespace) -> dict[str, Any]:
+    """The same long requests resident, read in place, and streamed, one after the other.
+
+    Decode speed is tokens after the first over the time after the first. Every mode must give the
+    same tokens; a row says at which token each request first differs from the resident run.
+    """
+    on_cpu = args.device in (None, "cpu")
+    rows: dict[str, dict[str, Any]] = {}
+    resident: list[list[int]] = []
+    for mode in ("resident", "in_place", "stream") if on_cpu else ("resident", "stream"):
+        with _llm(args, **_offload_settings(args, mode)) as llm:
+            outputs = _run_long(args, llm)
+            rows[mode] = _offload_row(llm, outputs)
+        ids = [output.outputs[0].token_ids for output in outputs]
+        resident = resident or ids
+        rows[mode]["first_difference"] = _first_difference(resident, ids)
+        speed = rows[mode]["decode_tokens_per_s"] / rows["resident"]["decode_tokens_per_s"]
+        rows[mode]["decode_ratio_to_resident"] = round(speed, 3)
+    names = ("input_len", "output_len", "num_seqs", "num_gpu_blocks", "kvcache_block_size")
+    return {
+        "workload": {
+            "name": "offload",
+            "model": args.model,
+            "seed": args.seed,
+            **{name: getattr(args, name) for name in names},
+        },
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        "memcpy_gb_per_s": round(memcpy_gb_per_s(), 2),
+        **rows,
+    }
+
+
+def _run_long(args: argparse.Namespace, llm: LLM) -> list[RequestOutput]:
+    rng = random.Random(args.seed)
+    vocab = llm.llm_engine.model_config.vocab_size
+    prompts: list[Any] = [
+        [rng.randrange(vocab) for _ in range(args.input_len)] for _ in range(args.num_seqs)
+    ]
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=args.output_len)
+    llm.generate(prompts[0][:8], SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.llm_engine.kv.reset_counters()
+    return llm.generate(prompts, params)
+
+
+def _offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    blocks_each = -(-(args.input_len + args.output_len) // args.kvcache_block_size)
+    settings = {"kvcache_block_size": args.kvcache_block_size, "enable_prefix_caching": False}
+    if mode == "resident":
+        return settings | {"num_gpu_blocks": (blocks_each + 1) * args.num_seqs + 2}
+    return settings | {
+        "num_gpu_blocks": args.num_gpu_blocks,
+        "enable_cpu_offload": True,
+        "offload_mode": mode,
+        "kv_offload_gib": args.kv_offload_gib,
+    }
+
+
+def _offload_row(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Figures of one mode. Decoding is timed from the moment every request has its first token."""
+    metrics = [output.metrics for output in outputs if output.metrics]
+    num_in = sum(len(output.prompt_token_ids) for output in outputs)
+    first = max(m.first_token_time or 0.0 for m in metrics)
+    prefill_s = first - min(m.arrival_time for m in metrics)
+    step_s = statistics.median(m.tpot_s or 0.0 for m in metrics)
+    kv = llm.llm_engine.kv
+    row: dict[str, Any] = {
+        "prefill_tokens_per_s": round(num_in / prefill_s, 1),
+        "decode_tokens_per_s": round(len(outputs) / step_s, 2),
+        "tpot_ms": round(1000 * step_s, 2),
+        "h2d_gb": round(kv.counters.h2d_bytes / 1e9, 3),
+        "d2h_gb": round(kv.counters.d2h_bytes / 1e9, 3),
+        "num_stalls": kv.counters.num_stalls,
+        "num_prefetch_hits": kv.counters.num_prefetch_hits,
+        "peak_streamed": kv.peak_streamed,
+        "device_kv_mib": round(kv.spec.num_blocks * kv.spec.block_bytes / (1 << 20), 1),
+    }
+    if costs := llm.llm_engine.decode_costs:
+        num_blocks = -(-len(outputs[0].prompt_token_ids) // kv.spec.block_size)
+        on_host = max(0, len(outputs) * num_blocks - kv.spec.num_blocks)
+        row["predicted_tokens_per_s"] = round(costs.tokens_per_s(num_blocks, kv.spec.num_blocks), 2)
+        if llm.plan.copy_gb_per_s:
+            row["link_gb_per_s"] = round(llm.plan.copy_gb_per_s, 2)
+            row["decode_h2d_gb_per_s"] = round(on_host * kv.spec.block_bytes / step_s / 1e9, 2)
+    return row
+
+
+def _first_difference(ours: list[list[int]], theirs: list[list[int]]) -> list[int | None]:
+    """For each request the first output position at which the tokens differ, None if none does."""
+    return [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+
+
+def memcpy_gb_per_s(num_bytes: int = 256 << 20) -> float:
+    """Plain copies of 3 MiB pieces between two buffers by one thread, the best of three rounds."""
+    piece = 3 << 20
+    source, target = (np.ones(num_bytes, dtype=np.uint8) for _ in range(2))
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for at in range(0, num_bytes, piece):
+            np.copyto(target[at : at + piece], source[at : at + piece])
+        best = min(best, time.perf_counter() - start)
+    return num_bytes / best / 1e9
+
+
 def workload(
     args: argparse.Namespace, vocab_size: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -96,8 +207,8 @@ def versions() -> dict[str, str]:
     }
 
 
-def _llm(args: argparse.Namespace) -> LLM:
-    settings = {
+def _llm(args: argparse.Namespace, **more: Any) -> LLM:
+    settings = more | {
         name: getattr(args, name)
         for name in (
             "device",
@@ -126,28 +237,46 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="WORK")
-    sub = commands.add_parser(
-        "offline",
-        help="many requests queued at once: output tokens per second",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    for name, add_arguments, text in (
+        ("offline", _offline_arguments, "many requests queued at once: output tokens per second"),
+        ("offload", _offload_arguments, "long requests resident, in place and streamed"),
+    ):
+        sub = commands.add_parser(
+            name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        add_arguments(sub)
+        _common_arguments(sub)
+    return parser
+
+
+def _offline_arguments(sub: argparse.ArgumentParser) -> None:
     sub.set_defaults(run=offline)
-    sub.add_argument("--model", default="smollm2-135m", help="folder, .gguf file or smollm2-135m")
-    sub.add_argument("--device", help='"cpu", "cuda" or "cuda:N"; default: what is here')
-    sub.add_argument(
-        "--dtype", help='"float32" or "bfloat16"; default: what the device multiplies natively'
-    )
-    sub.add_argument("--load-format", default="auto", help='"dummy": random weights')
     for name, on_cpu, on_gpu in zip(WORKLOAD, CPU_WORKLOAD, GPU_WORKLOAD, strict=True):
         flag = "--" + name.replace("_", "-")
         sub.add_argument(flag, type=int, help=f"default: {on_cpu} on a CPU, {on_gpu} on a GPU")
-    sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
     sub.add_argument("--max-num-seqs", type=int, help="requests running at once")
-    sub.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in a step")
     sub.add_argument("--kv-cache-gib", type=float, help="KV budget")
+
+
+def _offload_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.set_defaults(run=offload, max_num_seqs=None, kv_cache_gib=None)
+    sub.add_argument("--input-len", type=int, default=8000, help="tokens of each prompt")
+    sub.add_argument("--output-len", type=int, default=32, help="tokens to generate for each")
+    sub.add_argument("--num-seqs", type=int, default=1, help="requests at once")
+    sub.add_argument("--num-gpu-blocks", type=int, default=8, help="device blocks when offloading")
+    sub.add_argument("--kvcache-block-size", type=int, default=256, help="tokens of a block")
+    sub.add_argument("--kv-offload-gib", type=float, default=2.0, help="host KV")
+
+
+def _common_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--model", default="smollm2-135m", help="folder, .gguf file or smollm2-135m")
+    sub.add_argument("--device", help='"cpu", "cuda" or "cuda:N" (default: what is here)')
+    sub.add_argument("--dtype", help='"float32" or "bfloat16" (default: the native one)')
+    sub.add_argument("--load-format", default="auto", help='"dummy": random weights')
+    sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
+    sub.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in a step")
     sub.add_argument("--num-threads", type=int, help="CPU threads")
     sub.add_argument("--json", metavar="FILE", help="also write the result here, indented")
-    return parser
 
 
 if __name__ == "__main__":

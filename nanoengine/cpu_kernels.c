@@ -157,29 +157,39 @@ INLINE vf exp2v(vf t, int degree) {
  * from fusing the product into a subtraction, which would make 2^(x - x) something else than 1. */
 INLINE vf base_of(vf top) { return vmax(splat(-1e30f), top * LOG2E); }
 
-/* Round to nearest even, as torch does; NaN stays NaN. */
-INLINE uint16_t to_bf16(float x) {
-    uint32_t u;
-    memcpy(&u, &x, 4);
-    return x != x ? 0x7fc0 : (u + 0x7fff + (u >> 16 & 1)) >> 16;
-}
 INLINE vf widen(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
 
 /* n (1..LANES) elements starting at p, the other lanes 0; nothing past them is read. */
 INLINE vf load_f32(const void *p, int n, int mode) {
+    vf x = {0};
+    vh h = {0};
     if (mode == F32) {
-        vf x = {0};
         if (n >= LANES) return load(p);
-#if LANES == 16
-        return (vf)_mm512_maskz_loadu_ps((1u << n) - 1, p);
-#endif
-        memcpy(&x, p, 4 * n);
+        memcpy(&x, p, 4 * (size_t)n);
         return x;
     }
-    vh x = {0};
-    memcpy(&x, p, n >= LANES ? sizeof x : 2 * (size_t)n);
-    return widen(x);
+    if (n >= LANES) memcpy(&h, p, sizeof h);
+    else memcpy(&h, p, 2 * (size_t)n);
+    return widen(h);
 }
+
+/* To the nearest bf16, ties to even, as torch does; NaN stays NaN. */
+INLINE vh narrow(vf x) {
+#if defined(__AVX512BF16__) && LANES == 16
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+    const vu u = (vu)x, nearest = u + 0x7fff + (u >> 16 & 1);
+    return __builtin_convertvector((vu)pick(x == x, (vf)nearest, (vf)(u | 0x400000)) >> 16, vh);
+#endif
+}
+
+INLINE void store_n(void *p, vf x, int n, int mode) {
+    const vh h = narrow(x);
+    if (n < LANES) memcpy(p, mode == F32 ? (const void *)&x : &h, (size_t)n * (mode == F32 ? 4 : 2));
+    else if (mode == F32) memcpy(p, &x, sizeof x);
+    else memcpy(p, &h, sizeof h);
+}
+INLINE vf rounded(vf x, int mode) { return mode == F32 ? x : widen(narrow(x)); }
 
 #if defined(__AVX512BF16__) && LANES == 16
 #define HAVE_PAIRS 1
@@ -190,9 +200,6 @@ INLINE vf dot_pairs(vf acc, vf a, vf b) {
 INLINE vf load_bf16(const void *p, int n) { /* up to 32 elements, the rest 0 */
     if (n >= 32) return load(p);
     return (vf)_mm512_maskz_loadu_epi16((1u << n) - 1, p);
-}
-INLINE void store_bf16(void *p, vf x) {
-    _mm256_storeu_si256(p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
 }
 /* a0 b0 a1 b1 ...: the first or the second 16 pairs of two rows of 32 elements. */
 INLINE vf interleave(vf a, vf b, int half) {
@@ -209,7 +216,6 @@ INLINE vf round_pairs(vf a, vf b) {
 #define HAVE_PAIRS 0
 INLINE vf dot_pairs(vf acc, vf a, vf b) { return acc + a * b; } /* the rest: never called */
 INLINE vf load_bf16(const void *p, int n) { return load_f32(p, n, F32); }
-INLINE void store_bf16(void *p, vf x) { store(p, x); }
 INLINE vf interleave(vf a, vf b, int half) { return half ? a : b; }
 INLINE vf round_pairs(vf a, vf b) { return a + b; }
 #endif
@@ -299,11 +305,11 @@ INLINE void prefetch(const char *p, int64_t bytes) {
 INLINE vf dot_row(const char *k, const char *q, int64_t dim, int mode) {
     vf s = {0};
     if (mode == BF16_PAIRS) {
-        UNROLL for (int64_t d = 0; d < dim; d += 32)
+        for (int64_t d = 0; d < dim; d += 32)
             s = dot_pairs(s, load_bf16(k + 2 * d, dim - d), load(q + 2 * d));
     } else {
         const int size = mode == F32 ? 4 : 2;
-        UNROLL for (int64_t d = 0; d < dim; d += LANES)
+        for (int64_t d = 0; d < dim; d += LANES)
             s += load_f32(k + size * d, dim - d, mode) * load(q + 4 * d);
     }
     return s;
@@ -321,9 +327,24 @@ INLINE void decode_scores(const char *k, int64_t k_stride, int n, const char *q,
     }
 }
 
+#define SCORES(mode, dim) decode_scores(k, k_stride, n, q, soon, share, out, dim, mode)
+#define SCORES_BY_DIM(mode)                                                                         \
+    do {                                                                                            \
+        if (dim == 64) SCORES(mode, 64);                                                            \
+        else if (dim == 128) SCORES(mode, 128);                                                     \
+        else SCORES(mode, dim);                                                                     \
+    } while (0)
+static void tile_row_scores(const char *k, int64_t k_stride, int n, const char *q, const char *soon,
+                            int64_t share, float *out, int64_t dim, int mode) {
+    if (mode == F32) SCORES_BY_DIM(F32);
+    else if (!HAVE_PAIRS) SCORES_BY_DIM(BF16_WIDE);
+    else if (mode == BF16_PAIRS) SCORES_BY_DIM(BF16_PAIRS);
+    else SCORES(BF16_WIDE, dim); /* an odd head_dim */
+}
+
 /* Softmax of one row over a tile, against the carried maximum; p replaces the scores. Returns alpha,
  * the factor for what was accumulated before. */
-INLINE float decode_softmax(float *scores, int n, int visible, float scale, float *row, int mode) {
+static float decode_softmax(float *scores, int n, int visible, float scale, float *row, int mode) {
     vf s[TILE / LANES], top = splat(-INFINITY), sum = {0};
     const int vecs = ceil_div(n, LANES);
     for (int c = 0; c < vecs; c++) {
@@ -336,8 +357,7 @@ INLINE float decode_softmax(float *scores, int n, int visible, float scale, floa
     for (int c = 0; c < vecs; c++) {
         vf p = exp2v(s[c] * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
         sum += p;
-        if (mode == BF16_PAIRS) store_bf16((uint16_t *)scores + c * LANES, p);
-        else store(scores + c * LANES, p);
+        store_n((char *)scores + c * LANES * (mode == BF16_PAIRS ? 2 : 4), p, LANES, mode == BF16_PAIRS ? mode : F32);
     }
     float alpha = exp2v(base_of(splat(old)) - base, 5)[0];
     row[0] = new;
@@ -393,6 +413,20 @@ INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const flo
         decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, dim - d, rows, 1, mode);
 }
 
+#define DECODE_VALUES(name, mode)                                                                   \
+    static void name(const char *v, int64_t v_stride, int n, const float *probs, float **acc,       \
+                     const float *alpha, const char *soon, int64_t dim, int rows) {                 \
+        switch (rows) {                                                                             \
+        case 1: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 1, mode); break;   \
+        case 2: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 2, mode); break;   \
+        case 3: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 3, mode); break;   \
+        default: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 4, mode);         \
+        }                                                                                           \
+    }
+DECODE_VALUES(values_f32, F32)
+DECODE_VALUES(values_wide, BF16_WIDE)
+DECODE_VALUES(values_pairs, BF16_PAIRS)
+
 /* The query rows of one kv head, padded to whole vectors: row r is (query r / group, head r % group). */
 static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head, char *out, int mode) {
     int64_t group = a->heads / a->kv_heads, dim = a->head_dim, size = a->is_bf16 ? 2 : 4;
@@ -408,8 +442,10 @@ static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head
 
 /* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the segment
  * that comes next, `cold` says that nobody has prefetched this one. */
-INLINE void decode_segment(const attend_args *a, segment_t seg, const char *after, int cold, int64_t head0,
-                           int64_t head1, float *partial, char *scratch, int64_t dim, int mode) {
+static void decode_segment(const attend_args *a, segment_t seg, const char *after, int cold, int64_t head0,
+                           int64_t head1, float *partial, char *scratch) {
+    const int mode = mode_of(a);
+    const int64_t dim = a->head_dim;
     const entry_t e = entry_at(a, seg.entry);
     const span_t span = span_of(a, &e, seg.index);
     const int64_t group = a->heads / a->kv_heads, rows = e.q_len * group, all = (head1 - head0) * rows;
@@ -434,8 +470,8 @@ INLINE void decode_segment(const attend_args *a, segment_t seg, const char *afte
         const char *next = !whole ? v : t + TILE < span.count ? k + TILE * key_stride : after;
         for (int64_t i = 0; i < all; i++) { /* while K is read, V comes in */
             const int64_t last = e.first_pos + i % rows / group;
-            decode_scores(k + (head0 + i / rows) * width, key_stride, n, scratch + i * q_bytes,
-                          v + i * share * (TILE / LANES), share, probs + i * TILE, dim, mode);
+            tile_row_scores(k + (head0 + i / rows) * width, key_stride, n, scratch + i * q_bytes,
+                            v + i * share * (TILE / LANES), share, probs + i * TILE, dim, mode);
             alpha[i] = decode_softmax(probs + i * TILE, n, min64(n, last + 1 - span.pos - t), a->scale,
                                       state[i] + stride - 16, mode);
         }
@@ -443,12 +479,10 @@ INLINE void decode_segment(const attend_args *a, segment_t seg, const char *afte
             const char *vh = v + h * width, *soon = next + (h - head0) * TILE * width;
             for (int64_t i = (h - head0) * rows, end = i + rows; i < end; i += 4) {
                 float *p = probs + i * TILE, **s = state + i, *f = alpha + i;
-                switch (min64(4, end - i)) {
-                case 1: decode_values_rows(vh, key_stride, n, p, s, f, soon, dim, 1, mode); break;
-                case 2: decode_values_rows(vh, key_stride, n, p, s, f, soon, dim, 2, mode); break;
-                case 3: decode_values_rows(vh, key_stride, n, p, s, f, soon, dim, 3, mode); break;
-                default: decode_values_rows(vh, key_stride, n, p, s, f, soon, dim, 4, mode);
-                }
+                const int few = min64(4, end - i);
+                if (mode == F32) values_f32(vh, key_stride, n, p, s, f, soon, dim, few);
+                else if (HAVE_PAIRS && mode == BF16_PAIRS) values_pairs(vh, key_stride, n, p, s, f, soon, dim, few);
+                else values_wide(vh, key_stride, n, p, s, f, soon, dim, few);
             }
         }
     }
@@ -737,15 +771,6 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
 
 /* ---- dispatch --------------------------------------------------------------------------------- */
 
-#define BY_DIM(f, mode, ...)                                                                        \
-    do {                                                                                            \
-        switch (a->head_dim) {                                                                      \
-        case 64: f(__VA_ARGS__, 64, mode); break;                                                   \
-        case 128: f(__VA_ARGS__, 128, mode); break;                                                 \
-        default: f(__VA_ARGS__, a->head_dim, mode);                                                 \
-        }                                                                                           \
-    } while (0)
-
 typedef struct { /* the work of one call */
     int64_t *first_segment; /* [entries + 1]: a decode entry's segments are consecutive */
     segment_t *segments;
@@ -758,15 +783,7 @@ static void run_segment(const attend_args *a, const plan_t *p, int64_t i, int co
     const segment_t s = p->segments[i], next = p->segments[min64(i + 1, p->num_segments - 1)];
     const entry_t e = entry_at(a, next.entry);
     const char *after = span_of(a, &e, next.index).k;
-    switch (mode_of(a)) {
-    case F32: BY_DIM(decode_segment, F32, a, s, after, cold, h0, h1, partial, scratch); break;
-#if HAVE_PAIRS
-    case BF16_PAIRS: BY_DIM(decode_segment, BF16_PAIRS, a, s, after, cold, h0, h1, partial, scratch); break;
-    default: decode_segment(a, s, after, cold, h0, h1, partial, scratch, a->head_dim, BF16_WIDE); /* odd head_dim */
-#else
-    default: BY_DIM(decode_segment, BF16_WIDE, a, s, after, cold, h0, h1, partial, scratch);
-#endif
-    }
+    decode_segment(a, s, after, cold, h0, h1, partial, scratch);
 }
 
 static int64_t count_segments(const attend_args *a, const entry_t *e) {
@@ -888,19 +905,111 @@ int attend(const attend_args *a) {
     return 0;
 }
 
-/* out = acc / row_sum in the dtype of out (contiguous); a row without keys gives 0. */
-int finish(const float *row_sum, const float *acc, void *out, int64_t rows, int64_t dim, int64_t is_bf16,
-           int64_t threads) {
-    if (rows * dim < 1 << 16) threads = 1;
-#pragma omp parallel for num_threads((int)threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        const float sum = row_sum[r] == 0.0f ? 1.0f : row_sum[r], *x = acc + r * dim;
-        if (!is_bf16)
-            for (int64_t d = 0; d < dim; d++) ((float *)out)[r * dim + d] = x[d] / sum;
-        else
-            for (int64_t d = 0; d < dim; d++) ((uint16_t *)out)[r * dim + d] = to_bf16(x[d] / sum);
+/* ---- small operators; a row's bits depend on that row alone ----------------------------------- */
+
+/* Runs `f(row, mode)` for every row with the mode a constant; few elements are not worth a second thread. */
+#define FOR_ROWS(rows, elements, is_bf16, threads, f)                                               \
+    do {                                                                                            \
+        const int team = (elements) < 1 << 16 ? 1 : (int)(threads);                                 \
+        _Pragma("omp parallel for num_threads(team) schedule(static)")                              \
+        for (int64_t row = 0; row < (rows); row++)                                                  \
+            if (is_bf16) f(row, BF16_WIDE);                                                         \
+            else f(row, F32);                                                                       \
+    } while (0)
+#define AT(p, i, mode) ((char *)(p) + (i) * ((mode) == F32 ? 4 : 2))
+#define LOAD(p, i, mode) load_f32(AT(p, i, mode), min64(dim - d, LANES), mode)
+#define STORE(p, i, x, mode) store_n(AT(p, i, mode), x, min64(dim - d, LANES), mode)
+
+/* out = acc / row_sum, all contiguous; a row without keys gives 0. */
+INLINE void finish_row(const float *row_sum, const float *acc, void *out, int64_t row, int64_t dim, int mode) {
+    const float sum = row_sum[row] == 0.0f ? 1.0f : row_sum[row];
+    for (int64_t d = 0; d < dim; d += LANES) STORE(out, row * dim + d, LOAD(acc, row * dim + d, F32) / sum, mode);
+}
+void finish(const float *row_sum, const float *acc, void *out, int64_t rows, int64_t dim, int64_t is_bf16,
+            int64_t threads) {
+#define ROW(i, mode) finish_row(row_sum, acc, out, i, dim, mode)
+    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+#undef ROW
+}
+
+typedef struct { /* as attend_args: filled by cpu_kernels.py */
+    const void *x, *weight;
+    void *residual, *out; /* residual: NULL, or contiguous */
+    int64_t tokens, heads, dim, x_token, x_head, out_token, out_head, is_bf16, threads;
+    double eps;
+} norm_args;
+
+/* transformers' LlamaRMSNorm: statistics in fp32, rounded before the weight is applied. */
+INLINE void norm_row(const norm_args *a, int64_t row, int mode) {
+    const int64_t dim = a->dim, token = row / a->heads, head = row % a->heads;
+    const char *x = AT(a->x, token * a->x_token + head * a->x_head, mode);
+    char *out = AT(a->out, token * a->out_token + head * a->out_head, mode);
+    vf squares = {0};
+    if (a->residual) {
+        char *residual = AT(a->residual, row * dim, mode);
+        for (int64_t d = 0; d < dim; d += LANES) STORE(residual, d, LOAD(residual, d, mode) + LOAD(x, d, mode), mode);
+        x = residual;
     }
-    return 0;
+    for (int64_t d = 0; d < dim; d += LANES) squares += LOAD(x, d, mode) * LOAD(x, d, mode);
+    const float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + (float)a->eps);
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(out, d, rounded(LOAD(x, d, mode) * scale, mode) * LOAD(a->weight, d, mode), mode);
+}
+void rms_norm(const norm_args *a) {
+#define ROW(i, mode) norm_row(a, i, mode)
+    FOR_ROWS(a->tokens * a->heads, a->tokens * a->heads * a->dim, a->is_bf16, a->threads, ROW);
+#undef ROW
+}
+
+typedef struct {
+    void *q, *k;
+    const void *v;
+    const float *cos, *sin;
+    const int64_t *slots;
+    void *k_pool, *v_pool;
+    int64_t tokens, heads, kv_heads, head_dim, q_token, k_token, v_token, k_block_stride, v_block_stride;
+    int64_t block_size, is_bf16, threads;
+} rope_args;
+
+/* Turn the pairs (i, i + head_dim / 2) of one head; fp32, rounded once. */
+INLINE void turn(void *x, const float *cos, const float *sin, int64_t dim, int mode) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf a = LOAD(x, d, mode), b = LOAD(x, dim + d, mode), c = LOAD(cos, d, F32), s = LOAD(sin, d, F32);
+        STORE(x, d, a * c - b * s, mode);
+        STORE(x, dim + d, b * c + a * s, mode);
+    }
+}
+
+INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
+    const int64_t dim = a->head_dim, half = dim / 2, slot = a->slots[row], width = a->kv_heads * dim;
+    const float *cos = a->cos + row * half, *sin = a->sin + row * half;
+    char *k = AT(a->k, row * a->k_token, mode);
+    for (int64_t h = 0; h < a->heads; h++) turn(AT(a->q, row * a->q_token + h * dim, mode), cos, sin, half, mode);
+    for (int64_t h = 0; h < a->kv_heads; h++) turn(AT(k, h * dim, mode), cos, sin, half, mode);
+    if (slot < 0) return;
+    const int64_t block = slot / a->block_size, inside = slot % a->block_size * width, bytes = AT(0, width, mode) - (char *)0;
+    memcpy(AT(a->k_pool, block * a->k_block_stride + inside, mode), k, bytes);
+    memcpy(AT(a->v_pool, block * a->v_block_stride + inside, mode), AT(a->v, row * a->v_token, mode), bytes);
+}
+void rope_store(const rope_args *a) {
+#define ROW(i, mode) rope_row(a, i, mode)
+    FOR_ROWS(a->tokens, a->tokens * (a->heads + 2 * a->kv_heads) * a->head_dim, a->is_bf16, a->threads, ROW);
+#undef ROW
+}
+
+/* silu(gate) * up with silu rounded first, as torch does in two steps; exp of -|x| cannot overflow. */
+INLINE void silu_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride, int mode) {
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf x = LOAD(gate_up, row * stride + d, mode), up = LOAD(gate_up, row * stride + dim + d, mode);
+        const vf e = exp2v(pick(x > 0.0f, -x, x) * LOG2E, 5);
+        STORE(out, row * dim + d, rounded(x * pick(x > 0.0f, splat(1.0f), e) / (e + 1.0f), mode) * up, mode);
+    }
+}
+void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride, int64_t is_bf16,
+              int64_t threads) {
+#define ROW(i, mode) silu_row(gate_up, out, i, dim, stride, mode)
+    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+#undef ROW
 }
 
 const char *isa(void) {

@@ -36,8 +36,10 @@ CFLAGS = (
 )
 _BUILD_TIMEOUT_S = 120
 _SEAL_BYTES = 16
-# One field per member of attend_args in cpu_kernels.c, in its order.
+# One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
 _ATTEND_ARGS = struct.Struct("=12Q12qd")
+_NORM_ARGS = struct.Struct("=4Q9qd")
+_ROPE_ARGS = struct.Struct("=8Q12q")
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -75,8 +77,8 @@ def cache_dir() -> Path:
 def build_library(folder: Path, extra_cflags: tuple[str, ...] = ()) -> Path:
     """Compile the kernels into `folder` unless that very build is already there; returns the .so.
 
-    Two processes may build at once: each writes its own temporary file and renames it. A file torn by
-    a crash is built again. Raises KernelBuildError when there is no compiler or it fails.
+    Two processes may build at once: each writes its own temporary file and renames it. A file torn
+    by a crash is built again. Raises KernelBuildError when there is no compiler or it fails.
     """
     compiler = find_compiler()
     command = [compiler, *CFLAGS, *extra_cflags]
@@ -149,9 +151,14 @@ class CpuKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.attend
-        self._attend.argtypes = [ctypes.c_char_p]
+        self._rms_norm = library.rms_norm
+        self._rope_store = library.rope_store
+        for function in (self._attend, self._rms_norm, self._rope_store):
+            function.argtypes = [ctypes.c_char_p]
         self._finish = library.finish
         self._finish.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4
+        self._silu_mul = library.silu_mul
+        self._silu_mul.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         library.isa.restype = ctypes.c_char_p
         self.isa: str = library.isa().decode()
 
@@ -226,6 +233,90 @@ class CpuKernels:
             row_sum.numel(),
             acc.shape[-1],
             _IS_BF16[out.dtype],
+            torch.get_num_threads(),
+        )
+
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None
+    ) -> None:
+        """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm.
+
+        x, out    [tokens, dim] or [tokens, heads, dim], last dimension contiguous; may be the same
+        residual  if given, contiguous and of x's shape: it becomes residual + x first, and the norm
+                  is taken of that
+        """
+        heads = x.shape[1] if x.dim() == 3 else 1
+        packed = _NORM_ARGS.pack(
+            x.data_ptr(),
+            weight.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            heads,
+            x.shape[-1],
+            x.stride(0),
+            x.stride(-2),
+            out.stride(0),
+            out.stride(-2),
+            _IS_BF16[x.dtype],
+            torch.get_num_threads(),
+            eps,
+        )
+        self._rms_norm(packed)
+
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+    ) -> None:
+        """Turn q and k in place (half-split rotary embedding), then store k and v in the pools.
+
+        q               [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; views whose
+                        heads follow each other, such as parts of a fused projection, will do
+        cos, sin        float32, contiguous, tokens * head_dim / 2 values
+        slots           int64 [tokens], block * block_size + offset, or -1: do not store
+        k_pool, v_pool  [blocks, block_size, kv_heads, head_dim], each block contiguous
+        """
+        packed = _ROPE_ARGS.pack(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            k_pool.data_ptr(),
+            v_pool.data_ptr(),
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            q.shape[2],
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            k_pool.stride(0),
+            v_pool.stride(0),
+            k_pool.shape[1],
+            _IS_BF16[q.dtype],
+            torch.get_num_threads(),
+        )
+        self._rope_store(packed)
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
+        tokens, dim = out.shape
+        self._silu_mul(
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            dim,
+            gate_up.stride(0),
+            _IS_BF16[gate_up.dtype],
             torch.get_num_threads(),
         )
 

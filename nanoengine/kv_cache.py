@@ -8,7 +8,8 @@ no model and no sampler, and leaves the moving of bytes to the OffloadEngine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
@@ -20,7 +21,7 @@ from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError, PromptTooLongError
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters, TransferRun
 from nanoengine.placement import Placement, device_slot, location
-from nanoengine.sequence import ScheduledBatch, Sequence
+from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
 from nanoengine.step_plan import DEVICE, HOST, Part, plan_reads
 
 
@@ -86,7 +87,7 @@ class BlockTable:
 
 @dataclass(slots=True)
 class _StepBudget:
-    """What the reservations of one step may still take."""
+    """What the reservations of one step may still write, and how many loads were granted."""
 
     write_blocks: int
     loads: int
@@ -162,8 +163,7 @@ class HybridKVCacheManager:
 
     def start_step(self) -> None:
         """Reservations from here on are for one step."""
-        spare = self._manager.num_available + self.spec.spare_blocks
-        self._budget = _StepBudget(self.spec.num_blocks, max(1, spare))
+        self._budget = _StepBudget(self.spec.num_blocks, 0)
 
     def admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence the blocks of all its tokens, reusing cached ones.
@@ -180,6 +180,7 @@ class HybridKVCacheManager:
         idle_hits = 0 if table else sum(not block.ref_count for block in held)
         needed = self._blocks_for(seq.num_tokens) - len(held)
         reserve = self._decode_reserve_blocks if active else 0
+        reserve += max(0, self._budget.loads - self.spec.spare_blocks)
         while needed + idle_hits + reserve > self._manager.num_available:
             if active or not self._reclaim(besides=seq.seq_id):
                 return False
@@ -209,12 +210,15 @@ class HybridKVCacheManager:
         loads = loads and table.blocks[first].num_tokens > 0
         room = (first + self._budget.write_blocks) * self.spec.block_size - seq.num_computed
         granted = min(num_tokens, room)
-        if granted <= 0 or loads > self._budget.loads:
-            return 0
         stop = seq.num_computed + granted
-        self._budget.loads -= loads
+        needed = max(0, self._blocks_for(stop) - len(table.blocks))
+        # A load holds two slots during the step: what new blocks leave free must do for all loads.
+        loads += self._budget.loads
+        free = self._manager.num_available - needed + self.spec.spare_blocks
+        if granted <= 0 or loads > free:
+            return 0
+        self._budget.loads = loads
         self._budget.write_blocks -= max(0, self._blocks_for(stop) - first) if stop > start else 0
-        needed = self._blocks_for(stop) - len(table.blocks)
         table.blocks += [self._manager.allocate() for _ in range(needed)]
         return granted
 
@@ -255,6 +259,55 @@ class HybridKVCacheManager:
             self._evict(block)
         self._manager.reset_cache()
 
+    # -- for start-up and benchmarks ---------------------------------------------------------------
+
+    def fill_random(self, seq: Sequence, on_host: bool) -> None:
+        """Give an admitted sequence random KV for all its tokens but the last, on one tier."""
+        shape = self._pool.shape[2:]
+        values = torch.randn(shape, dtype=torch.float32, device=self._pool.device)
+        pool = self._offload.host_pool if on_host else self._pool
+        slots = self._manager.host if on_host else self._manager.device
+        seq.num_computed = seq.num_tokens - 1
+        for index, block in enumerate(self._tables[seq.seq_id].blocks):
+            num_tokens = seq.num_computed - index * self.spec.block_size
+            block.num_tokens = max(0, min(self.spec.block_size, num_tokens))
+            if not block.num_tokens:
+                break
+            slot = slots.take()
+            assert slot is not None, "no free slot for random KV"
+            pool[:, slot] = values.to(pool)
+            if on_host:
+                block.host_slot, block.host_len = slot, block.num_tokens
+            else:
+                block.device_slot = slot
+
+    @contextmanager
+    def full_device(self, keep_free: int) -> Iterator[None]:
+        """Take all free device slots but `keep_free`, so that host blocks stay where they are."""
+        free = self._manager.device
+        taken = [free.take() for _ in range(free.num_free - keep_free)]
+        try:
+            yield
+        finally:
+            for slot in taken:
+                if slot is not None:
+                    free.give(slot)
+
+    def ring_pieces(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of (part of the ring, host blocks) to time copies with."""
+        ring, host = self._offload.ring, self._offload.host_pool[0]
+        width = min(self.spec.slot_blocks, self.spec.num_host_blocks)
+        if not width:
+            return []
+        host[: min(num_blocks, len(host))] = 0  # memory never written reads faster than real KV
+        starts = range(0, min(num_blocks, len(host)) - width + 1, width)
+        return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
+
+    def reset_counters(self) -> None:
+        """Forget what was counted so far."""
+        self._offload.counters = TransferCounters()
+        self.peak_streamed = 0
+
     def close(self) -> None:
         """Free all pools. Nothing may be admitted afterwards."""
         self._tables.clear()
@@ -293,14 +346,17 @@ class HybridKVCacheManager:
         )
         streamed = {span.index for part in parts if part.tier == HOST for span in part.spans}
         self.peak_streamed = max(self.peak_streamed, len(streamed))
+        for item, blocks in zip(batch.items, active, strict=True):
+            self._count_transfers(item.seq.metrics, blocks, placement)
         transfers = StepTransfers(
-            stores=tuple(placement.stores),
+            stores=tuple(placement.stores.values()),
             loads=tuple(placement.loads.values()),
             fills=tuple(part.fill for part in parts if part.fill),
             write_slots=tuple(device_slot(block) for block in written),
         )
         size = self.spec.block_size
         k_slots = [device_slot(block) * 2 * size + offset for block, offset in writes]
+        counted = replace(self.counters)
         return StepKV(
             pool=self._pool,
             offload=self._offload,
@@ -310,7 +366,22 @@ class HybridKVCacheManager:
             reads=self._chunk_tables(parts),
             run=self._offload.begin(transfers),
             undo=placement.undo_loads,
+            streamed=[batch.items[index].seq.metrics for index in streamed],
+            counted=counted,
         )
+
+    def _count_transfers(
+        self, metrics: RequestMetrics, blocks: list[Block], placement: Placement
+    ) -> None:
+        token_bytes = self.spec.block_bytes // self.spec.block_size
+        if self.spec.slot_blocks:
+            on_host = sum(block.device_slot is None for block in blocks)
+            metrics.h2d_bytes += on_host * self.spec.block_bytes
+        for block in blocks:
+            if load := placement.loads.get(block):
+                metrics.h2d_bytes += load.num_tokens * token_bytes
+            if store := placement.stores.get(block):
+                metrics.d2h_bytes += (store.stop - store.start) * token_bytes
 
     def _chunk_tables(self, parts: list[Part]) -> list[_ChunkTable]:
         fills = count()
@@ -436,6 +507,8 @@ class StepKV:
     reads: list[_ChunkTable]
     run: TransferRun
     undo: Callable[[], None]
+    streamed: list[RequestMetrics]
+    counted: TransferCounters
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store k and v, [tokens, kv_heads, head_dim]."""
@@ -463,3 +536,8 @@ class StepKV:
         """Wait for what is still under way; to be called whether the step succeeded or not."""
         if not self.run.end():
             self.undo()
+        now = self.offload.counters
+        for metrics in self.streamed:
+            metrics.num_stalls += now.num_stalls - self.counted.num_stalls
+            metrics.num_prefetch_hits += now.num_prefetch_hits - self.counted.num_prefetch_hits
+            metrics.peak_streamed = max(metrics.peak_streamed, len(self.streamed))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from nanoengine.loader import load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
 from nanoengine.model_runner import ModelRunner
 from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.probe import DecodeCosts, measure_copy, measure_decode
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
@@ -83,6 +85,9 @@ class LLMEngine:
         self._runner: ModelRunner | None = ModelRunner(
             loaded.decoder, attention, self.kv, self.device.torch_device
         )
+        self.decode_costs: DecodeCosts | None = None
+        if self.plan.kv.num_host_blocks:
+            self.plan = self._with_predictions()
         self._ids = count()
 
     # -- requests
@@ -169,6 +174,19 @@ class LLMEngine:
 
     # -- parts
     # ---------------------------------------------------------------------------------------
+
+    def _with_predictions(self) -> MemoryPlan:
+        """The plan with what start-up measured."""
+        assert self._runner is not None
+        spec = self.plan.kv
+        num_blocks = -(-self.plan.max_model_len // spec.block_size)
+        costs = measure_decode(self._runner, self.kv, self.device, num_blocks)
+        self.decode_costs = costs
+        return replace(
+            self.plan,
+            copy_gb_per_s=measure_copy(self.device, self.kv),
+            decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
+        )
 
     def _run(self, batch: ScheduledBatch) -> list[int]:
         if self._runner is None:

@@ -36,6 +36,8 @@ class MemoryPlan:
     max_model_len_bound: str
     max_num_seqs: int
     max_num_batched_tokens: int
+    copy_gb_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
 
     def __str__(self) -> str:
         kv = self.kv
@@ -53,6 +55,12 @@ class MemoryPlan:
             lines.append(
                 f"KV host      {_gib(kv.block_bytes * kv.num_host_blocks)} = {kv.num_host_blocks} "
                 f"blocks = {kv.num_host_blocks * kv.block_size} tokens; {self.offload}"
+            )
+        if self.decode_tokens_per_s:
+            copies = f"copies at {self.copy_gb_per_s:.1f} GB/s; " if self.copy_gb_per_s else ""
+            lines.append(
+                f"speed        {copies}one request of {self.max_model_len} tokens decodes at about "
+                f"{self.decode_tokens_per_s:.1f} tok/s"
             )
         lines.append(
             f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "

@@ -39,7 +39,7 @@ class Placement:
     def __init__(
         self, manager: BlockManager, tables: list[list[Block]], active: list[list[Block]]
     ) -> None:
-        self.stores: list[Store] = []
+        self.stores: dict[Block, Store] = {}
         self.loads: dict[Block, Load] = {}
         self._manager = manager
         self._active = active
@@ -120,8 +120,8 @@ class Placement:
             block.host_slot = self._host_slot(block)
         if block.host_slot is None or block.device_slot is None:
             return False
-        store = Store(block.device_slot, block.host_slot, block.host_len, block.num_tokens)
-        self.stores.append(store)
+        slots = block.device_slot, block.host_slot
+        self.stores[block] = Store(*slots, block.host_len, block.num_tokens)
         block.host_len = block.num_tokens
         return True
 

@@ -163,6 +163,7 @@ class Scheduler:
     def _end(self, seq: Sequence, reason: str) -> None:
         seq.finish(reason)
         seq.metrics.finished_time = time.perf_counter()
+        seq.metrics.num_tokens = seq.num_output_tokens
         self._kv.deallocate(seq)
 
     def _drop_finished(self) -> None:

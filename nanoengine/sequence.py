@@ -23,13 +23,31 @@ class SequenceStatus(Enum):
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one request (time.perf_counter seconds; None until reached) and what it cost."""
+    """Times of one request (time.perf_counter seconds; None until reached) and what it cost.
+
+    h2d_bytes, d2h_bytes: its blocks that crossed the link (a shared block counts for each request).
+    num_stalls, num_prefetch_hits: how often its steps waited for a copy, or found it ready.
+    peak_streamed: most sequences that read host KV in one of its steps.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
+    num_tokens: int = 0
     num_preemptions: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    num_stalls: int = 0
+    num_prefetch_hits: int = 0
+    peak_streamed: int = 0
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds between tokens after the first; None for a single token."""
+        if self.finished_time is None or self.first_token_time is None or self.num_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.num_tokens - 1)
 
     @property
     def ttft_s(self) -> float | None:

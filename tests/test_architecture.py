@@ -26,7 +26,7 @@ ROWS = (
         *("models", "structured", "speculative", "sampler"),
     ),
     ("model_cache", "gguf_structure", "gguf_convert", "tokenizer", "loader"),
-    ("memory_plan", "scheduler", "cuda_graph", "model_runner"),
+    ("memory_plan", "scheduler", "cuda_graph", "model_runner", "probe"),
     ("llm_engine", "llm"),
     ("benchmark", "ruler", "server", "cli", "__init__", "__main__"),
 )
@@ -45,6 +45,7 @@ ARROWS = {
     "gguf_convert": {"tokenizer", "gguf_structure"},
     "loader": {"model_cache", "gguf_convert", "tokenizer"},
     "model_runner": {"cuda_graph"},
+    "probe": {"model_runner"},
     "llm": {"llm_engine"},
     "benchmark": {"__init__"},
     "cli": {"server", "benchmark", "ruler"},

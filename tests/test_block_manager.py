@@ -1,17 +1,33 @@
-"""Blocks: exact ids, references, prefix chain, eviction order."""
+"""Blocks on two tiers: slots, references, prefix chain, LRU. Every rule of `check` can fail."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
 from nanoengine import block_manager
-from nanoengine.block_manager import Block, BlockManager, pack_tokens
+from nanoengine.block_manager import Block, BlockManager, SlotPool, pack_tokens
+
+
+def on_device(manager: BlockManager, num_tokens: int = 1) -> Block:
+    """A referenced block with KV in a device slot."""
+    block = manager.allocate()
+    block.device_slot, block.num_tokens = manager.device.take(), num_tokens
+    return block
+
+
+def on_host(manager: BlockManager, num_tokens: int = 1) -> Block:
+    block = manager.allocate()
+    block.host_slot = manager.host.take()
+    block.num_tokens = block.host_len = num_tokens
+    return block
 
 
 def published_chain(manager: BlockManager, *contents: list[int]) -> list[Block]:
     parent, blocks = None, []
     for tokens in contents:
-        block = manager.allocate()
+        block = on_device(manager)
         parent = manager.publish(block, parent, pack_tokens(tokens))
         blocks.append(block)
     return blocks
@@ -19,13 +35,23 @@ def published_chain(manager: BlockManager, *contents: list[int]) -> list[Block]:
 
 def test_free_and_referenced_add_up() -> None:
     manager = BlockManager(3)
-    a, b = manager.allocate(), manager.allocate()
-    manager.check({a.slot: 1, b.slot: 1})
-    assert manager.num_available == 1
+    a, b = on_device(manager), on_device(manager)
+    manager.check({a: 1, b: 1})
+    assert manager.num_available == 1 and manager.device.num_free == 1
     manager.release(a)
-    manager.check({b.slot: 1})
-    with pytest.raises(AssertionError, match="leaked"):
+    manager.check({b: 1})
+    assert manager.num_available == 2 and manager.device.num_free == 2
+    with pytest.raises(AssertionError, match="miscounted"):
         manager.check({})
+
+
+def test_capacity_counts_both_tiers_less_the_reserve() -> None:
+    assert BlockManager(3, 5, 2).num_available == 6
+    assert BlockManager(3, 0, 2).num_available == 3  # nothing moves, nothing is held back
+    manager = BlockManager(1, 2, 1)
+    a, b = on_device(manager), on_host(manager)
+    assert manager.num_available == 0
+    manager.check({a: 1, b: 1})
 
 
 def test_a_published_block_is_found_under_its_parent_only() -> None:
@@ -41,7 +67,7 @@ def test_a_hash_collision_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a digest that is always the same, only tokens and parent keep prompts apart."""
     monkeypatch.setattr(block_manager, "chain_digest", lambda parent, tokens: b"same")
     manager = BlockManager(4)
-    a = manager.allocate()
+    a = on_device(manager)
     manager.publish(a, None, pack_tokens([1, 2]))
     assert manager.find(None, pack_tokens([9, 9])) is None
     assert manager.find(a, pack_tokens([1, 2])) is None
@@ -50,34 +76,52 @@ def test_a_hash_collision_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_equal_content_is_published_once() -> None:
     manager = BlockManager(4)
-    a, b = manager.allocate(), manager.allocate()
+    a, b = on_device(manager), on_device(manager)
     assert manager.publish(a, None, pack_tokens([1])) is a
     assert manager.publish(b, None, pack_tokens([1])) is a
     manager.release(b)
-    assert manager.num_cached == 0 and manager.num_available == 3
+    assert not list(manager.cached) and manager.num_available == 3
+    manager.check({a: 1})
 
 
-def test_eviction_takes_the_least_recently_released() -> None:
-    manager = BlockManager(3)
+def test_the_cache_is_ordered_by_release() -> None:
+    """On both tiers: what was released first goes first; a block in use again is not in it."""
+    manager = BlockManager(3, 3)
     a, b = published_chain(manager, [1], [2])
+    c = on_host(manager)
+    manager.publish(c, b, pack_tokens([3]))
+    for block in (c, b, a):
+        manager.release(block)
+    assert list(manager.cached) == [c, b, a]
+    assert manager.oldest_on_device is b
+    manager.check({})
+    manager.acquire(b)
+    assert list(manager.cached) == [c, a] and manager.oldest_on_device is a
+    manager.check({b: 1})
+
+
+def test_an_evicted_block_is_forgotten_and_its_slots_are_free() -> None:
+    manager = BlockManager(3, 3)
+    a, b = published_chain(manager, [1], [2])
+    b.host_slot, b.host_len = manager.host.take(), 1
     manager.release(b)
-    manager.release(a)
-    manager.allocate()  # the one free block
-    manager.allocate()  # evicts b, released first
+    manager.evict(b)
     assert manager.find(a, pack_tokens([2])) is None
     assert manager.find(None, pack_tokens([1])) is a
-    manager.acquire(a)
-    manager.check({a.slot: 1, **dict.fromkeys({0, 1, 2} - {a.slot}, 1)})
+    assert (manager.device.num_free, manager.host.num_free) == (2, 3)
+    assert (b.device_slot, b.host_slot, b.num_tokens, b.host_len) == (None, None, 0, 0)
+    manager.check({a: 1})
 
 
 def test_nothing_is_chained_under_an_evicted_parent() -> None:
     manager = BlockManager(2)
     a = published_chain(manager, [1])[0]
     manager.release(a)
-    child = manager.allocate()
-    manager.allocate()  # evicts a
-    manager.publish(child, a, pack_tokens([2]))
+    manager.evict(a)
+    child = on_device(manager)
+    assert manager.publish(child, a, pack_tokens([2])) is child
     assert child.digest is None
+    manager.check({child: 1})
 
 
 def test_reset_forgets_used_and_unused() -> None:
@@ -86,7 +130,85 @@ def test_reset_forgets_used_and_unused() -> None:
     manager.release(b)
     manager.reset_cache()
     assert manager.find(None, pack_tokens([1])) is None
-    manager.check({a.slot: 1})
+    manager.check({a: 1})
     manager.release(a)
     manager.check({})
-    assert manager.num_available == 3
+    assert manager.num_available == manager.device.num_free == 3
+
+
+def test_the_last_copy_cannot_be_dropped() -> None:
+    manager = BlockManager(2, 2)
+    block = on_host(manager)
+    with pytest.raises(AssertionError, match="last copy"):
+        manager.drop_host(block)
+    manager = BlockManager(2, 2)
+    block = on_device(manager)
+    manager.device.give(manager.drop_device(block))  # its own rule: the host copy is complete
+    with pytest.raises(AssertionError, match="last copy"):
+        manager.check({block: 1})
+
+
+def test_a_block_on_both_tiers_can_lose_either() -> None:
+    manager = BlockManager(2, 2)
+    block = on_device(manager, 3)
+    block.host_slot, block.host_len = manager.host.take(), 2
+    assert not block.is_on_host
+    block.host_len = 3
+    assert block.is_on_host
+    manager.host.give(manager.drop_host(block))
+    assert (block.host_slot, block.host_len) == (None, 0) and not block.is_on_host
+    manager.check({block: 1})
+
+
+def test_slots_are_taken_next_to_each_other_where_that_is_asked_for() -> None:
+    pool = SlotPool(4)
+    assert pool.take(2) == 2
+    assert pool.take(2) == 0  # taken already: another one
+    assert pool.take(3) == 3 and pool.take() == 1 and pool.take() is None
+    pool.give(3)
+    assert pool.take(99) == 3
+
+
+def _lose_a_slot(manager: BlockManager, a: Block, b: Block) -> None:
+    manager.device.take()
+
+
+def _hold_a_slot_twice(manager: BlockManager, a: Block, b: Block) -> None:
+    b.device_slot = a.device_slot
+
+
+def _give_back_a_held_slot(manager: BlockManager, a: Block, b: Block) -> None:
+    manager.device.give(a.device_slot or 0)
+
+
+def _forget_a_reference(manager: BlockManager, a: Block, b: Block) -> None:
+    a.ref_count += 1
+
+
+def _claim_a_longer_host_copy(manager: BlockManager, a: Block, b: Block) -> None:
+    a.host_slot, a.host_len = manager.host.take(), a.num_tokens + 1
+
+
+def _release_without_caching(manager: BlockManager, a: Block, b: Block) -> None:
+    b.ref_count -= 1
+    manager._num_referenced -= 1
+
+
+BREAKAGES: dict[str, Callable[[BlockManager, Block, Block], None]] = {
+    "slots leaked": _lose_a_slot,
+    "held twice": _hold_a_slot_twice,
+    "both free and held": _give_back_a_held_slot,
+    "a reference count is off": _forget_a_reference,
+    "longer than the block": _claim_a_longer_host_copy,
+    "miscounted": _release_without_caching,
+}
+
+
+@pytest.mark.parametrize("message", BREAKAGES)
+def test_check_finds_what_is_broken(message: str) -> None:
+    manager = BlockManager(4, 4)
+    a, b = published_chain(manager, [1], [2])
+    manager.check({a: 1, b: 1})
+    BREAKAGES[message](manager, a, b)
+    with pytest.raises(AssertionError, match=message):
+        manager.check({a: 1, b: 1})

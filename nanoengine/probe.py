@@ -1,0 +1,110 @@
+"""Measures, at start-up of an offloading engine, what a decode step costs.
+
+Real steps of the real runner over KV of random numbers, at three sizes: next to nothing, some
+blocks on the device, some on the host. What a block costs on each tier follows from the differences,
+and from that the speed that the plan predicts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from nanoengine.device import Device
+from nanoengine.kv_cache import HybridKVCacheManager
+from nanoengine.model_runner import ModelRunner
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import RequestMetrics, ScheduledBatch, ScheduledSequence, Sequence
+
+NUM_BLOCKS = 16
+NUM_STEPS = 3
+PROBE_ID = -1
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCosts:
+    """Seconds of a decode step of one request: the step itself, and each block on either tier."""
+
+    step_s: float
+    device_block_s: float
+    host_block_s: float
+
+    def tokens_per_s(self, num_blocks: int, device_blocks: int) -> float:
+        """Predicted speed of one request with `num_blocks` blocks of context."""
+        on_device = min(num_blocks, device_blocks)
+        on_host = num_blocks - on_device
+        cost = on_device * self.device_block_s + on_host * self.host_block_s
+        return 1 / (self.step_s + cost)
+
+
+def measure_decode(
+    runner: ModelRunner, kv: HybridKVCacheManager, device: Device, max_blocks: int
+) -> DecodeCosts:
+    """Time decode steps; leaves nothing behind. max_blocks: what one request may have."""
+    step_s = _time(runner, kv, device, 1, on_host=False)
+    resident = max(0, min(NUM_BLOCKS, kv.spec.num_blocks - 1, max_blocks - 1))
+    streamed = max(1, min(NUM_BLOCKS, kv.spec.num_host_blocks - 1, max_blocks - 1))
+    device_block_s = 0.0
+    if resident:
+        device_block_s = _time(runner, kv, device, 1 + resident, on_host=False) - step_s
+        device_block_s = max(0.0, device_block_s) / resident
+    host_block_s = _time(runner, kv, device, 1 + streamed, on_host=True) - step_s
+    return DecodeCosts(step_s, device_block_s, max(0.0, host_block_s) / streamed)
+
+
+def _time(
+    runner: ModelRunner, kv: HybridKVCacheManager, device: Device, num_blocks: int, on_host: bool
+) -> float:
+    """Seconds of the fastest of a few decode steps over `num_blocks` blocks."""
+    num_tokens = num_blocks * kv.spec.block_size
+    seq = Sequence(
+        seq_id=PROBE_ID,
+        token_ids=[0] * num_tokens,
+        num_prompt_tokens=num_tokens,
+        params=SamplingParams(temperature=0),
+        seed=0,
+        stop_token_ids=frozenset(),
+        max_total_tokens=num_tokens + 1,
+        metrics=RequestMetrics(time.perf_counter()),
+    )
+    batch = ScheduledBatch((ScheduledSequence(seq, 1),))
+    kv.start_step()
+    try:
+        if not kv.admit(seq):
+            return 0.0
+        kv.fill_random(seq, on_host)
+        with kv.full_device(keep_free=1) if on_host else _nothing():
+            return min(_step(runner, device, batch) for _ in range(NUM_STEPS + 1))
+    finally:
+        kv.deallocate(seq)
+        kv.reset_counters()
+
+
+def _step(runner: ModelRunner, device: Device, batch: ScheduledBatch) -> float:
+    start = time.perf_counter()
+    runner.run(batch)
+    device.synchronize()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def measure_copy(device: Device, kv: HybridKVCacheManager) -> float:
+    """GB/s of copies from host blocks into the ring; 0 without a ring."""
+    pieces = kv.ring_pieces(NUM_BLOCKS)
+    if not pieces:
+        return 0.0
+    best = float("inf")
+    for _ in range(NUM_STEPS):
+        start = time.perf_counter()
+        for dst, src in pieces:
+            device.h2d.copy(dst, src)
+        device.compute.wait(device.h2d.record())
+        device.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return sum(dst.nbytes for dst, _ in pieces) / best / 1e9

@@ -1,0 +1,3 @@
+import sys
+from nanoengine.ruler import main
+sys.exit(main())
