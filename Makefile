@@ -5,18 +5,20 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+DEVICE ?= cuda
+GPU_ARGS ?=
 
 # Called as a module: pip's own script cannot be trusted in a path with a space in it.
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check bench clean gpu-check
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\): .*## \(.*\)/make \1	\2/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile
 
 demo: .venv/.model ## generate text with SmolLM2-135M (example.py)
 	$(PY) example.py
@@ -28,6 +30,15 @@ check: .venv/.dev ## lint, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+# GPU_PYTHON: an interpreter that has torch already; without it the environment here is used.
+ifdef GPU_PYTHON
+gpu-check: ## check and measure on a GPU, one JSON; DEVICE=cpu rehearses it
+	"$(GPU_PYTHON)" tests/gpu_check.py --device $(DEVICE) $(GPU_ARGS)
+else
+gpu-check: .venv/.test
+	$(PY) tests/gpu_check.py --device $(DEVICE) $(GPU_ARGS)
+endif
 
 bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
 	$(PY) bench.py $(BENCH_ARGS)

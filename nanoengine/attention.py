@@ -11,6 +11,7 @@ which pool they came from or in how many calls, so any split of a context gives 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
@@ -50,27 +51,23 @@ class TorchAttention:
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """See context.AttentionBackend."""
         state = SoftmaxState.empty(q)
-        starts, kv_lens = ctx.query_start.tolist(), ctx.kv_lens.tolist()
         for chunk in ctx.kv.read(layer):
-            self._attend(q, chunk, starts, kv_lens, state)
+            self._attend(q, chunk, ctx.lengths, state)
         return (state.acc / state.row_sum.unsqueeze(-1)).to(q.dtype)
 
     def _attend(
-        self, q: Tensor, chunk: KVChunk, starts: list[int], kv_lens: list[int], state: SoftmaxState
+        self, q: Tensor, chunk: KVChunk, lengths: tuple[tuple[int, int], ...], state: SoftmaxState
     ) -> None:
         block_size = chunk.k.shape[1]
-        tables = chunk.block_table.tolist()
-        spans = zip(chunk.seq_index.tolist(), chunk.first_block.tolist(), strict=True)
-        counts = chunk.num_blocks.tolist()
-        for (index, first), count, table in zip(spans, counts, tables, strict=True):
-            start, stop, kv_len = starts[index], starts[index + 1], kv_lens[index]
-            for offset, block in enumerate(table[:count]):
-                position = (first + offset) * block_size
+        stops = list(accumulate(num_queries for num_queries, _ in lengths))
+        for index, first, blocks in chunk.spans:
+            (num_queries, kv_len), stop = lengths[index], stops[index]
+            for position, block in zip(count(first * block_size, block_size), blocks, strict=False):
                 num_keys = min(block_size, kv_len - position)
                 if num_keys > 0:
                     # Rows before the first key of this block see nothing of it.
-                    skip = max(0, position - (kv_len - (stop - start)))
-                    rows = slice(start + skip, stop)
+                    skip = max(0, position - (kv_len - num_queries))
+                    rows = slice(stop - num_queries + skip, stop)
                     k, v = chunk.k[block, :num_keys], chunk.v[block, :num_keys]
                     self._fold(q[rows], k, v, kv_len - position, rows, state)
 

@@ -14,6 +14,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+Spans = tuple[tuple[int, int, tuple[int, ...]], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
@@ -25,6 +27,7 @@ class KVChunk:
     first_block   int32 [n]: logical index of the first block of each of them
     num_blocks    int32 [n]: how many blocks each of them has here
     block_table   int32 [n, max(num_blocks)]: their ids in the pool
+    spans         the same for backends driven from Python: (sequence, first block, ids) of each
 
     A backend is handed the chunks of a layer in an order in which every sequence's blocks appear
     in logical order, each exactly once. Keys at or past a sequence's `kv_lens` are never read.
@@ -36,6 +39,7 @@ class KVChunk:
     first_block: Tensor
     num_blocks: Tensor
     block_table: Tensor
+    spans: Spans = ()
 
 
 class KVCache(Protocol):
@@ -75,6 +79,7 @@ class ForwardContext:
     positions     int64 [tokens]
     query_start   int32 [n + 1]: tokens [query_start[i], query_start[i + 1]) belong to sequence i
     kv_lens       int32 [n]: keys of sequence i once this step's are written
+    lengths       (query tokens, kv_lens) of each sequence, for backends driven from Python
     logit_rows    int64 [m]: the tokens whose logits are wanted
     max_query_len largest number of query tokens of one sequence
     """
@@ -83,6 +88,7 @@ class ForwardContext:
     positions: Tensor
     query_start: Tensor
     kv_lens: Tensor
+    lengths: tuple[tuple[int, int], ...]
     logit_rows: Tensor
     max_query_len: int
     kv: KVCache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.block_manager import Block, BlockManager, pack_tokens
-from nanoengine.context import KVChunk
+from nanoengine.context import KVChunk, Spans
 from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError, PromptTooLongError
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters, TransferRun
@@ -468,6 +468,7 @@ class _ChunkTable:
     first_block: Tensor
     num_blocks: Tensor
     block_table: Tensor
+    spans: Spans
     slots: tuple[int, ...]
 
     @classmethod
@@ -482,13 +483,16 @@ class _ChunkTable:
             tensor([span.first for span in spans], torch.int32),
             tensor([len(span.slots) for span in spans], torch.int32),
             tensor(padded, torch.int32),
+            tuple((span.index, span.first, span.slots) for span in spans),
             tuple({slot for span in spans for slot in span.slots}),
         )
 
     def chunk(self, blocks: Tensor) -> KVChunk:
         """The chunk over the pool `blocks`, [pool_blocks, 2, block_size, kv_heads, head_dim]."""
         k, v = blocks.unbind(1)
-        return KVChunk(k, v, self.seq_index, self.first_block, self.num_blocks, self.block_table)
+        return KVChunk(
+            k, v, self.seq_index, self.first_block, self.num_blocks, self.block_table, self.spans
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Measures, at start-up of an offloading engine, what a decode step costs.
 
 Real steps of the real runner over KV of random numbers, at three sizes: next to nothing, some
-blocks on the device, some on the host. What a block costs on each tier follows from the differences,
-and from that the speed that the plan predicts.
+blocks on the device, some on the host. What a block costs on each tier follows from the
+differences, and from that the speed that the plan predicts.
 """
 
 from __future__ import annotations

@@ -304,6 +304,22 @@ def test_a_chunk_in_the_future_leaves_rows_untouched(kernels, dtype):
     assert not torch.equal(row_sum[37:], before[1][37:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_minus_zero_is_not_kept(kernels, dtype):
+    """-1 weighed with an underflowed 0: were it kept, a tile computed for a neighbour would mend it."""
+    batch = make_batch([64], [64], dtype=dtype)
+    batch.q.fill_(1.0)
+    first, second, *_ = batch.tables[0]
+    batch.k_pool.fill_(0.0)
+    batch.v_pool.fill_(0.0)
+    batch.v_pool[first] = -1.0
+    batch.k_pool[second] = 100.0
+    want = fold(kernels, batch, whole(batch))
+    one_by_one = [chunk_of(batch, {0: (b, b + 1)}) for b in range(4)]
+    assert same_bits(fold(kernels, batch, one_by_one), want)
+    assert not torch.signbit(want[2][16:]).any()
+
+
 def test_rows_without_keys_finish_as_zero(kernels):
     for dtype in DTYPES:
         out = torch.full((2, 3, 8), torch.nan, dtype=dtype)

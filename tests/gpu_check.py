@@ -1,0 +1,281 @@
+"""`make gpu-check`: what only a GPU can show, in one run that ends with one JSON object.
+
+    python tests/gpu_check.py [--device cuda] [--json FILE]
+
+Parity and isolation on the device, what the stream checker saw, the link, and a streamed decode in
+Llama-3.1-8B shapes with random weights and KV. `--device cpu` rehearses all of it in small shapes.
+Needs torch, transformers, safetensors, xxhash, tqdm and numpy, and no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # works in a checkout that is not installed
+
+from conftest import TINY, reference, reference_greedy
+from driver import Driver
+from tqdm import tqdm
+
+import nanoengine
+from nanoengine import SamplingParams
+from nanoengine.device import make_device
+from nanoengine.llm_engine import LLMEngine
+
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+BLOCK = 8
+STREAM: dict[str, Any] = {
+    "enable_cpu_offload": True,
+    "offload_mode": "stream",
+    "kv_offload_gib": 0.01,
+    "num_gpu_blocks": 6,
+    "debug_kv": True,
+}
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+# The same kind of work where there is no GPU.
+SMALL = LLAMA_8B | {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def prompts() -> list[list[int]]:
+    """Lengths around multiples of the block, one shared beginning."""
+    made = [[(i * 31 + n) % 256 for i in range(n)] for n in (1, 7, 8, 9, 17, 60, 120)]
+    return [*made, made[5][:24]]
+
+
+def engine(folder: Path, device: str, **settings: Any) -> LLMEngine:
+    """An engine with small blocks and chunks."""
+    defaults = {"kvcache_block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    return LLMEngine(folder, device=device, **(defaults | settings))
+
+
+def logits_of(driver: Driver, work: list[list[int]]) -> list[torch.Tensor]:
+    """The logits that each token of each request was chosen from."""
+    outputs = driver.run(work, PARAMS)
+    return [torch.stack(driver.logits[output.request_id]).cpu() for output in outputs]
+
+
+def parity(folder: Path, device: str) -> dict[str, Any]:
+    """fp32 greedy ids against transformers on the CPU: resident, and streamed with ring 2, 3, 4."""
+    model = reference(folder)
+    expected = [reference_greedy(model, prompt, PARAMS.max_tokens) for prompt in prompts()]
+    result: dict[str, Any] = {}
+    for ring in (0, 2, 3, 4):
+        settings = STREAM | {"ring_slots": ring} if ring else {"num_gpu_blocks": 200}
+        made = engine(folder, device, dtype="float32", **settings)
+        driver = Driver(made)
+        outputs = driver.run(prompts(), PARAMS)
+        equal = [o.outputs[0].token_ids for o in outputs] == expected
+        result[f"ring_{ring}" if ring else "resident"] = {
+            "ids_equal": equal,
+            "attention": made.plan.attention,
+            "h2d_bytes": made.kv.counters.h2d_bytes,
+            "checked_accesses": getattr(made.device, "num_checked", 0),
+            "ok": equal and (not ring or made.kv.counters.h2d_bytes > 0),
+        }
+        made.close()
+    return result
+
+
+def bitwise(folder: Path, device: str) -> dict[str, Any]:
+    """bf16 logits, equal bit for bit over ring sizes and delays at the same batches and chunks."""
+    runs = {}
+    for name, extra in {
+        "ring 2": {"ring_slots": 2, "slot_tokens": BLOCK},
+        "ring 3": {"ring_slots": 3, "slot_tokens": 2 * BLOCK},
+        "ring 4, unchecked": {"ring_slots": 4, "debug_kv": False},
+        "ring 2, delays": {"ring_slots": 2, "debug_copy_delay_ms": 0.2},
+    }.items():
+        made = engine(folder, device, dtype="bfloat16", **(STREAM | extra))
+        runs[name] = logits_of(Driver(made), prompts())
+        made.close()
+    first = runs["ring 2"]
+    same = {
+        name: all(torch.equal(a, b) for a, b in zip(first, run, strict=True))
+        for name, run in runs.items()
+    }
+    return {"equal_to_ring_2": same, "ok": all(same.values())}
+
+
+def isolation(folder: Path, device: str) -> dict[str, Any]:
+    """Request 50 of a long-lived streaming engine against the same request in a fresh one."""
+    settings = STREAM | {"dtype": "float32", "enable_prefix_caching": False}
+    old = engine(folder, device, **settings)
+    driver = Driver(old)
+    for i in range(49):
+        request = old.add_request([(i * 7 + j) % 256 for j in range(5 + 2 * i)], PARAMS)
+        for _ in range(i % 4):
+            driver.step()
+        if i % 3 == 0:
+            old.abort(request)
+    driver.drain()
+    fresh = engine(folder, device, **settings)
+    ours, theirs = (logits_of(d, [prompts()[-2]])[0] for d in (driver, Driver(fresh)))
+    old.close()
+    fresh.close()
+    return {"request_50_bitwise_equal": torch.equal(ours, theirs), "ok": torch.equal(ours, theirs)}
+
+
+def link(device_name: str) -> dict[str, Any]:
+    """GB/s of pinned copies in 16 MiB pieces, each way and both at once, and of device reads."""
+    device = make_device(device_name, None, copy_workers=True)
+    num, piece = (64, 16 << 20) if device_name != "cpu" else (8, 4 << 20)
+    host = device.empty_host((2, num, piece), torch.uint8).zero_()
+    there = torch.zeros((2, num, piece), dtype=torch.uint8, device=device.torch_device)
+
+    def run(h2d: bool, d2h: bool) -> float:
+        device.synchronize()
+        start = time.perf_counter()
+        for i in range(num):
+            if h2d:
+                device.h2d.copy(there[0, i], host[0, i])
+            if d2h:
+                device.d2h.copy(host[1, i], there[1, i])
+        for stream in (device.h2d, device.d2h):
+            device.compute.wait(stream.record())
+        device.synchronize()
+        return (h2d + d2h) * num * piece / (time.perf_counter() - start) / 1e9
+
+    def read() -> float:
+        device.synchronize()
+        start = time.perf_counter()
+        there.view(torch.int64).sum()
+        device.synchronize()
+        return there.nbytes / (time.perf_counter() - start) / 1e9
+
+    best = {
+        "h2d_gb_per_s": max(run(True, False) for _ in range(3)),
+        "d2h_gb_per_s": max(run(False, True) for _ in range(3)),
+        "both_gb_per_s": max(run(True, True) for _ in range(3)),
+        "device_read_gb_per_s": max(read() for _ in range(3)),
+    }
+    device.close_streams()
+    return {name: round(value, 2) for name, value in best.items()} | {"ok": True}
+
+
+def long_decode(folder: Path, device: str, h2d_gb_per_s: float) -> dict[str, Any]:
+    """One streamed request of 32K tokens with 1 GiB of device KV; random weights and KV."""
+    rehearsal = device == "cpu"
+    context = 4096 if rehearsal else 32768
+    (folder / "config.json").write_text(json.dumps(SMALL if rehearsal else LLAMA_8B))
+    made = LLMEngine(
+        folder,
+        load_format="dummy",
+        device=device,
+        dtype="bfloat16",
+        kv_cache_gib=0.002 if rehearsal else 1.0,
+        enable_cpu_offload=True,
+        offload_mode="stream",
+        kv_offload_gib=0.02 if rehearsal else 5.0,
+        max_num_seqs=4,
+        max_model_len=context,
+    )
+    print(made.plan, file=sys.stderr)
+    spec, costs = made.plan.kv, made.decode_costs
+    num_blocks = context // spec.block_size
+    streamed = max(0, num_blocks - spec.num_blocks) * spec.block_bytes
+    step_s = 1 / costs.tokens_per_s(num_blocks, spec.num_blocks)
+    result = {
+        "context": context,
+        "device_kv_gib": round(spec.num_blocks * spec.block_bytes / (1 << 30), 3),
+        "streamed_gb_per_step": round(streamed / 1e9, 3),
+        "tokens_per_s": round(1 / step_s, 2),
+        "streamed_gb_per_s": round(streamed / step_s / 1e9, 2),
+        "share_of_link": round(streamed / step_s / 1e9 / h2d_gb_per_s, 3),
+        "peak_memory_mib": round(made.device.peak_memory_mib(), 1),
+        "ok": streamed > 0,
+    }
+    made.close()
+    return result
+
+
+def commit() -> str:
+    """The checked-out commit, "unknown" outside a repository."""
+    run = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return run.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    """Run every check; 0 if all are ok."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
+    parser.add_argument("--json", metavar="FILE", help="also write the result here, indented")
+    args = parser.parse_args()
+    made = make_device(args.device, None)
+    name = torch.cuda.get_device_name() if args.device != "cpu" else platform.processor() or "cpu"
+    result: dict[str, Any] = {
+        "hardware": {"device": name, "memory_gib": round(made.memory()[1] / (1 << 30), 1)},
+        "versions": {
+            "nanoengine": nanoengine.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": commit(),
+        "rehearsal": args.device == "cpu",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        llama, qwen, shapes = (Path(folder) / name for name in ("llama", "qwen3", "shapes"))
+        TINY["llama"](llama)
+        TINY["qwen3"](qwen)
+        shapes.mkdir()
+        checks: dict[str, Callable[[], dict[str, Any]]] = {
+            "link": lambda: link(args.device),
+            "parity_llama": lambda: parity(llama, args.device),
+            "parity_qwen3": lambda: parity(qwen, args.device),
+            "bitwise_bf16": lambda: bitwise(llama, args.device),
+            "isolation": lambda: isolation(llama, args.device),
+            "long_decode": lambda: long_decode(shapes, args.device, result["link"]["h2d_gb_per_s"]),
+        }
+        for check, run in (bar := tqdm(checks.items())):
+            bar.set_description(check)
+            start = time.perf_counter()
+            result[check] = run()
+            result[check]["seconds"] = round(time.perf_counter() - start, 1)
+    flat = [part for check in checks for part in (result[check], *result[check].values())]
+    result["ok"] = all(part.get("ok", True) for part in flat if isinstance(part, dict))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""Which blocks move between the tiers: drop order, last copies, and every full pool a step can meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine.block_manager import Block, BlockManager, pack_tokens
+from nanoengine.placement import Placement, drop_order, location
+from nanoengine.step_plan import DEVICE, HOST, Load, Store
+
+SIZE = 4
+
+
+def block_on(manager: BlockManager, tiers: str, num_tokens: int = SIZE) -> Block:
+    """A referenced block: "d" on the device, "h" on the host, "dh" on both, "" on neither."""
+    block = manager.allocate()
+    block.num_tokens = num_tokens if tiers else 0
+    if "d" in tiers:
+        block.device_slot = manager.device.take()
+    if "h" in tiers:
+        block.host_slot, block.host_len = manager.host.take(), num_tokens
+    return block
+
+
+def references(tables: list[list[Block]]) -> dict[Block, int]:
+    counts: dict[Block, int] = {}
+    for table in tables:
+        for block in table:
+            counts[block] = counts.get(block, 0) + 1
+    return counts
+
+
+# -- the order
+
+
+def test_drop_order_idle_before_running_own_before_shared_middle_before_first() -> None:
+    manager = BlockManager(16, 16)
+    shared = block_on(manager, "d")
+    shared.ref_count = 2
+    idle = [shared, *(block_on(manager, "d") for _ in range(3))]
+    running = [shared, *(block_on(manager, "d") for _ in range(3))]
+    other = [block_on(manager, "d") for _ in range(3)]
+    order = drop_order([running, other], [idle, running, other])
+    assert order[:3] == idle[1:]  # whoever does not run, oldest first
+    assert order[-2:] == [other[0], shared]  # then first blocks, and the shared first one at last
+    assert set(order[3:-2]) == {*running[1:], *other[1:]}
+
+
+def test_only_blocks_with_a_device_copy_are_in_the_order() -> None:
+    manager = BlockManager(4, 4)
+    table = [block_on(manager, "d"), block_on(manager, "h"), block_on(manager, "")]
+    assert drop_order([table], []) == table[:1]
+
+
+def test_a_block_counts_as_running_if_any_running_sequence_holds_it() -> None:
+    manager = BlockManager(4)
+    shared, idle = block_on(manager, "d"), block_on(manager, "d")
+    shared.ref_count = 2
+    assert drop_order([[shared]], [[shared], [shared, idle]]) == [idle, shared]
+
+
+# -- moves
+
+
+def test_free_slots_come_first_then_the_cache_then_referenced_blocks() -> None:
+    manager = BlockManager(3, 4, 1)
+    cached, held = block_on(manager, "d"), block_on(manager, "dh")
+    manager.publish(cached, None, pack_tokens([1]))
+    manager.release(cached)
+    slots = cached.device_slot, held.device_slot
+    new = [block_on(manager, "") for _ in range(3)]
+    placement = Placement(manager, [[held, *new]], [[held, *new]])
+    placement.place(new)
+    assert new[1].device_slot, new[2].device_slot == slots
+    # The cached block went to the host, where there is room; the held one was there already.
+    assert list(placement.stores.values()) == [Store(slots[0], cached.host_slot, 0, SIZE)]
+    assert location(held)[0] == HOST and cached.is_on_host and cached.device_slot is None
+    manager.check(references([[held, *new]]))
+
+
+def test_only_what_the_host_lacks_is_stored() -> None:
+    manager = BlockManager(1, 3, 1)
+    tail = block_on(manager, "dh", 1)
+    tail.num_tokens = 3
+    new = block_on(manager, "")
+    placement = Placement(manager, [[tail], [new]], [[new]])
+    placement.place([new])
+    assert list(placement.stores.values()) == [Store(0, tail.host_slot, 1, 3)]
+    assert tail.is_on_host and tail.host_len == 3
+
+
+def test_a_load_brings_the_computed_tokens_of_the_block() -> None:
+    manager = BlockManager(2, 3, 1)
+    tail = block_on(manager, "h", 3)
+    placement = Placement(manager, [[tail]], [[tail]])
+    placement.place([tail])
+    assert list(placement.loads.values()) == [Load(tail.host_slot, tail.device_slot, 3)]
+    assert location(tail) == (DEVICE, tail.device_slot)
+
+
+def test_what_the_step_writes_stays_where_it_is() -> None:
+    manager = BlockManager(2, 4, 1)
+    written, other = block_on(manager, "dh", 2), block_on(manager, "dh")
+    new = block_on(manager, "")
+    placement = Placement(manager, [[written, other, new]], [[written, other, new]])
+    placement.place([written, new])
+    assert written.device_slot is not None and other.device_slot is None
+    assert new.device_slot is not None and not placement.stores
+
+
+def test_the_host_gives_up_cached_blocks_then_second_copies_never_a_last_one() -> None:
+    manager = BlockManager(2, 2, 1)
+    a, b = block_on(manager, "dh"), block_on(manager, "d")
+    cached = block_on(manager, "h")
+    manager.publish(cached, None, pack_tokens([1]))
+    manager.release(cached)
+    new = block_on(manager, "")
+    tables = [[a, b, new]]
+    # a is written, so only b can go, and it has no host copy: the cached block makes room.
+    placement = Placement(manager, tables, tables)
+    placement.place([a, new])
+    assert manager.find(None, pack_tokens([1])) is None
+    manager.check(references(tables))
+    # Now a's second copy is all that can be given up.
+    a.num_tokens = a.host_len = SIZE
+    other = block_on(manager, "")
+    tables[0].append(other)
+    assert manager.num_available < 0  # the reserve is in use, on purpose: nothing can be moved
+    placement = Placement(manager, tables, tables)
+    placement.place([new, other])
+    assert (a.device_slot is None) != (a.host_slot is None)
+    manager.check(references(tables))
+
+
+def test_the_host_copy_under_a_load_is_not_given_up() -> None:
+    """Its slot is still read; another block's second copy is taken."""
+    manager = BlockManager(2, 2, 1)
+    loaded, twice, plain = block_on(manager, "h", 1), block_on(manager, "dh"), block_on(manager, "d")
+    tables = [[loaded], [twice], [plain]]
+    placement = Placement(manager, tables, tables)
+    host_slot = loaded.host_slot
+    placement.place([loaded])
+    assert placement.loads[loaded].host_slot == host_slot == loaded.host_slot
+    manager.check(references(tables))
+
+
+def test_an_empty_block_leaves_the_device_without_a_copy() -> None:
+    """A failed step leaves blocks with a device slot and nothing in it: no host slot for those."""
+    manager = BlockManager(1, 2, 1)
+    empty, tail = block_on(manager, ""), block_on(manager, "h", 1)
+    empty.device_slot = manager.device.take()
+    tables = [[empty], [tail]]
+    placement = Placement(manager, tables, tables[1:])
+    placement.place([tail])
+    assert not placement.stores and empty.device_slot is None and empty.host_slot is None
+    manager.check(references(tables))
+
+
+def test_neighbours_lie_next_to_each_other_on_the_host() -> None:
+    manager = BlockManager(4, 12, 1)
+    first = [block_on(manager, "d") for _ in range(2)]
+    second = [block_on(manager, "d") for _ in range(2)]
+    new = [block_on(manager, "") for _ in range(4)]
+    tables = [first, second, new]
+    Placement(manager, tables, [new]).place(new)
+    for before, after in (first, second):
+        assert after.host_slot == before.host_slot + 1
+
+
+def test_undo_leaves_loaded_blocks_on_the_host_only() -> None:
+    manager = BlockManager(2, 3, 1)
+    tail = block_on(manager, "h", 2)
+    placement = Placement(manager, [[tail]], [[tail]])
+    placement.place([tail])
+    placement.undo_loads()
+    assert tail.device_slot is None and tail.is_on_host and manager.device.num_free == 2
+    manager.check({tail: 1})
+
+
+# -- random worlds, up to the last slot
+
+
+@dataclass
+class World:
+    """Tables over two tiers, and what a step wants to write."""
+
+    manager: BlockManager
+    tables: list[list[Block]]
+    active: list[list[Block]]
+    written: list[Block]
+
+    def check(self) -> None:
+        self.manager.check(references(self.tables))
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    """Any tables that the KV manager could have granted a step for, full pools among them.
+
+    Its promise: written blocks fit the device, and all referenced blocks plus one more slot for
+    each load fit both tiers together.
+    """
+    num_device, num_host = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    manager = BlockManager(num_device, num_host, 1)
+    room = num_device + num_host
+    tables: list[list[Block]] = []
+    written: list[Block] = []
+    for _ in range(draw(st.integers(1, 4))):
+        origin = draw(st.sampled_from([[], *tables]))
+        table = [b for b in origin[: draw(st.integers(0, len(origin)))] if b not in written]
+        for block in table:
+            manager.acquire(block)
+        for _ in range(draw(st.integers(0, 6))):
+            if room and (block := _draw_block(draw, manager, room)):
+                room -= 1 + (block.host_slot is not None and block.device_slot is not None)
+                table.append(block)
+        room -= _draw_tail(draw, manager, table, written, room)
+        tables.append(table)
+    _draw_cached(draw, manager)
+    active = [t for t in tables if set(t) & set(written) or draw(st.booleans())]
+    return World(manager, tables, active, written)
+
+
+def _draw_block(draw: st.DrawFn, manager: BlockManager, room: int) -> Block | None:
+    tiers = draw(st.sampled_from(["d", "h", "dh"] if room > 1 else ["d", "h"]))
+    if ("d" in tiers and not manager.device.num_free) or (
+        "h" in tiers and not manager.host.num_free
+    ):
+        return None
+    block = block_on(manager, tiers)
+    if tiers == "dh":
+        block.host_len = draw(st.integers(0, SIZE))
+    return block
+
+
+def _draw_tail(
+    draw: st.DrawFn, manager: BlockManager, table: list[Block], written: list[Block], room: int
+) -> int:
+    """A new or partly filled block at the table's end, to be written; returns the slots it costs."""
+    kind = draw(st.sampled_from(["none", "new", "empty on device", "d", "h"]))
+    if kind == "none" or len(written) == manager.device.num_slots:
+        return 0
+    cost = 2 if kind == "h" else 1
+    pool = manager.host if kind == "h" else manager.device
+    if cost > room or (kind != "new" and not pool.num_free):
+        return 0
+    block = block_on(manager, kind if kind in "dh" else "", draw(st.integers(1, SIZE - 1)))
+    if kind == "empty on device":
+        block.device_slot = manager.device.take()
+    table.append(block)
+    written.append(block)
+    return cost
+
+
+def _draw_cached(draw: st.DrawFn, manager: BlockManager) -> None:
+    """Unreferenced blocks in whatever slots are left."""
+    for number in range(draw(st.integers(0, 4))):
+        tiers = draw(st.sampled_from(["d", "h", "dh"]))
+        if ("d" in tiers and not manager.device.num_free) or (
+            "h" in tiers and not manager.host.num_free
+        ):
+            continue
+        block = block_on(manager, tiers)
+        manager.publish(block, None, pack_tokens([number]))
+        manager.release(block)
+
+
+@settings(max_examples=400, deadline=None)
+@given(worlds(), st.booleans())
+def test_every_step_that_was_granted_can_be_placed(world: World, promotes: bool) -> None:
+    """Whatever the pools hold: written blocks on the device, no content lost, no slot held twice."""
+    world.check()
+    before = {b: (location(b), b.num_tokens) for t in world.tables for b in t if b.num_tokens}
+    host_before = {b: (b.host_slot, b.host_len) for b in before}
+    placement = Placement(world.manager, world.tables, world.active)
+    placement.place(world.written)
+    if promotes:
+        placement.promote()
+    world.check()
+    assert all(block.device_slot is not None for block in world.written)
+    stored = list(placement.stores.values())
+    for block, (_, num_tokens) in before.items():
+        assert block.num_tokens == num_tokens, "content lost"
+        assert block.device_slot is not None or block.is_on_host, "the last copy is gone"
+    for block, load in placement.loads.items():
+        # Read where the block was before the step, and nothing of this step overwrites that.
+        assert (load.host_slot, load.num_tokens) == host_before[block]
+        assert load.device_slot == block.device_slot and load.host_slot == block.host_slot
+        assert load.host_slot not in {store.host_slot for store in stored}
+    for block, store in placement.stores.items():
+        if block in before:
+            assert before[block][0] == (DEVICE, store.device_slot)
+            assert store.stop == block.num_tokens == block.host_len
+            slot, length = host_before[block]
+            assert store.start == (length if slot == store.host_slot else 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_promotion_brings_in_blocks_only_over_what_nobody_running_reads(world: World) -> None:
+    running = {block for table in world.active for block in table}
+    placement = Placement(world.manager, world.tables, world.active)
+    placement.place(world.written)
+    on_device = {b for b in running if b.device_slot is not None}
+    placement.promote()
+    assert on_device <= {b for b in running if b.device_slot is not None}
+    if any(block.device_slot is None for block in running):
+        assert not world.manager.device.num_free, "a free slot, and blocks left on the host"
+    world.check()
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_undo_after_any_step_leaves_everything_readable(world: World) -> None:
+    held = {b: b.num_tokens for table in world.tables for b in table}
+    placement = Placement(world.manager, world.tables, world.active)
+    placement.place(world.written)
+    placement.promote()
+    placement.undo_loads()
+    world.check()
+    for block, num_tokens in held.items():
+        assert block.num_tokens == num_tokens
+        assert block not in placement.loads or block.is_on_host
+
+
+def test_a_second_copy_of_another_block_counts_as_room() -> None:
+    """Both tiers full, but one block is there twice: its host slot is taken."""
+    manager = BlockManager(2, 2, 1)
+    twice, single, hosted = (block_on(manager, tiers) for tiers in ("dh", "d", "h"))
+    new = block_on(manager, "")
+    tables = [[twice], [single], [hosted], [new]]
+    placement = Placement(manager, tables, tables)
+    placement.place([twice, new])
+    assert single.is_on_host and twice.host_slot is None and new.device_slot is not None
+    manager.check(references(tables))
+
+
+def test_without_room_for_a_new_block_the_fault_is_named() -> None:
+    """One block more than the promise allows: an assertion, not a silent overwrite."""
+    manager = BlockManager(1, 1, 0)
+    tables = [[block_on(manager, "d")], [block_on(manager, "h")], [block_on(manager, "")]]
+    with pytest.raises(AssertionError, match="no device slot"):
+        Placement(manager, tables, tables).place(tables[2])
