@@ -165,7 +165,8 @@ class NiahBuilder:
         """Raises ConfigError when not even the smallest haystack fits."""
         lm_eval = self._format.mode == "lm-eval"
         num_lines = self._lines_of_lm_eval() if lm_eval else self._lines_of_nvidia()
-        floor = 1 if lm_eval else self._step
+        # The smallest haystack from which each of them still goes a step down.
+        floor = 2 if lm_eval else self._step + 1
         return [self._fitting(index, num_lines, floor) for index in range(num_samples)]
 
     def _lines_of_nvidia(self) -> int:
@@ -206,13 +207,13 @@ class NiahBuilder:
             needed = len(ids) + NUM_ANSWER_TOKENS
             if needed <= self._length:
                 return Sample(index, ids, [answer], depth, self._length)
-            if num_lines <= floor:
+            if num_lines < floor:
                 raise ConfigError(
-                    f"length {self._length} is too small for {self._name}: sample {index} with its "
-                    f"smallest haystack ({num_lines} lines) needs {needed} tokens, "
+                    f"length {self._length} is too small for {self._name}: with the smallest haystack "
+                    f"({num_lines} lines) sample {index} needs {needed} tokens, "
                     f"{NUM_ANSWER_TOKENS} of them for the answer; raise --length"
                 )
-            num_lines = max(floor, num_lines - self._step)
+            num_lines = max(1, num_lines - self._step)
 
     def _draw(self, num_lines: int) -> tuple[str, str, str, float]:
         """Question, answer prefix, value, and the needle's depth in percent. The order of the

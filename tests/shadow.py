@@ -1,9 +1,9 @@
-"""Requests over the real scheduler and KV manager without a model: KV that can be checked by value.
+"""Requests over the real scheduler and KV manager without a model: KV checked by value.
 
-The "keys" of a token are a rolling hash of all tokens up to it, and the next token is drawn from the
-same hash. So every read tells whether it is the right block of the right sequence, delivered whole,
-and every answer can be computed with a plain loop. A step costs microseconds of maths, which makes
-long random runs cheap.
+The "keys" of a token are a rolling hash of all tokens up to it, and the next token is drawn from
+the same hash. So every read tells whether it is the right block of the right sequence, delivered
+whole, and every answer can be computed with a plain loop. A step has next to no maths in it, which
+makes long random runs cheap.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def test_a_chunk_in_the_future_leaves_rows_untouched(kernels, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_minus_zero_is_not_kept(kernels, dtype):
-    """-1 weighed with an underflowed 0: were it kept, a tile computed for a neighbour would mend it."""
+    """-1 weighed with an underflowed 0: a tile computed for a neighbour only would mend it."""
     batch = make_batch([64], [64], dtype=dtype)
     batch.q.fill_(1.0)
     first, second, *_ = batch.tables[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,7 +77,7 @@ def test_device_and_in_place_parts_are_as_few_as_the_tier_changes(made: Tables) 
 def _changes(table: list[Location]) -> int:
     """Runs of one tier, counted from the device."""
     tiers = [DEVICE, *(tier for tier, _ in table)]
-    return 1 + sum(a != b for a, b in zip(tiers, tiers[1:], strict=False)) if table else 0
+    return 1 + sum(a != b for a, b in pairwise(tiers)) if table else 0
 
 
 def test_the_smallest_cases() -> None:
@@ -97,5 +99,5 @@ def test_slot_runs_are_the_slots_in_as_few_copies_as_possible(slots: list[int]) 
     assert [at for at, _, _ in runs] == [
         sum(count for _, _, count in runs[:i]) for i in range(len(runs))
     ]
-    breaks = sum(b != a + 1 for a, b in zip(slots, slots[1:], strict=False))
+    breaks = sum(b != a + 1 for a, b in pairwise(slots))
     assert len(runs) == (breaks + 1 if slots else 0)
