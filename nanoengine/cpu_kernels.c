@@ -14,7 +14,7 @@
  *
  * A tile may also be computed for a row that sees none of its keys (a neighbour does): this must not
  * change the row. So alpha = 2^0 is exactly 1, p of a masked key is exactly +0, denormals are flushed
- * throughout, and -0 is turned into +0 wherever the accumulator is rescaled or stored.
+ * throughout, and prefill stores no -0 (-0 + 0 * v is +0).
  *
  * Memory past a sequence's kv_len is never read: it may hold NaN, and 0 * NaN is NaN.
  * Three modes: fp32; bf16 multiplied in pairs (AVX512-BF16); bf16 widened to fp32.
@@ -251,7 +251,7 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
 
 static int mode_of(const attend_args *a) {
     if (!a->is_bf16) return F32;
-    return HAVE_PAIRS && a->head_dim % 2 == 0 ? BF16_PAIRS : BF16_WIDE; /* a pair must not leave its row */
+    return HAVE_PAIRS && a->head_dim % 2 == 0 ? BF16_PAIRS : BF16_WIDE; /* pairs stay in a row */
 }
 
 typedef struct { /* what one row of the chunk is about; positions are absolute */
@@ -272,6 +272,7 @@ static entry_t entry_at(const attend_args *a, int64_t e) {
 }
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t up_to_line(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- decode: lanes along head_dim ------------------------------------------------------------- */
@@ -286,7 +287,8 @@ typedef struct { /* where a segment lies */
 static span_t span_of(const attend_args *a, const entry_t *e, int64_t index) {
     const int64_t per_block = ceil_div(a->block_size, SEG), offset = index % per_block * SEG;
     const int64_t block = index / per_block, id = e->blocks[block], size = a->is_bf16 ? 2 : 4;
-    const int64_t skip = offset * a->kv_heads * a->head_dim, pos = e->key_begin + block * a->block_size + offset;
+    const int64_t pos = e->key_begin + block * a->block_size + offset;
+    const int64_t skip = offset * a->kv_heads * a->head_dim;
     return (span_t){.k = a->k + size * (id * a->k_block_stride + skip),
                     .v = a->v + size * (id * a->v_block_stride + skip),
                     .pos = pos,
@@ -296,8 +298,8 @@ static span_t span_of(const attend_args *a, const entry_t *e, int64_t index) {
 /* acc and the two scalars of one row of one segment; a multiple of a cache line. */
 INLINE int64_t partial_stride(int64_t head_dim) { return ceil_div(head_dim, 32) * 32 + 16; }
 
-/* Into L2, line after line, one stream at a time: heads are read in strides, which the hardware prefetcher
- * does not follow (9 GB/s per core without this, 16 with it, where a plain read loop reaches 21). */
+/* Into L2, line after line, one stream at a time: heads are read in strides, which the hardware
+ * prefetcher does not follow (9 GB/s per core without this, 16 with it; a plain read loop has 21). */
 INLINE void prefetch(const char *p, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
 }
@@ -357,7 +359,8 @@ static float decode_softmax(float *scores, int n, int visible, float scale, floa
     for (int c = 0; c < vecs; c++) {
         vf p = exp2v(s[c] * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
         sum += p;
-        store_n((char *)scores + c * LANES * (mode == BF16_PAIRS ? 2 : 4), p, LANES, mode == BF16_PAIRS ? mode : F32);
+        if (mode == BF16_PAIRS) store_n((uint16_t *)scores + c * LANES, p, LANES, mode);
+        else store(scores + c * LANES, p);
     }
     float alpha = exp2v(base_of(splat(old)) - base, 5)[0];
     row[0] = new;
@@ -368,13 +371,13 @@ static float decode_softmax(float *scores, int n, int visible, float scale, floa
 /* acc[r][d..] = acc * alpha + p V for `rows` rows and `vecs` vectors of head_dim (in pairs: of twice
  * LANES). `left` is how many elements remain from d on. */
 INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
-                          const float *alpha, const char *soon, int64_t d, int64_t left, const int rows, const int vecs,
-                          int mode) {
+                          const float *alpha, const char *soon, int64_t d, int64_t left,
+                          const int rows, const int vecs, int mode) {
     enum { MAX = 4 };
     vf a[4][2 * MAX];
     const int outs = mode == BF16_PAIRS ? 2 * vecs : vecs;
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int j = 0; j < outs; j++) a[r][j] = load(acc[r] + d + j * LANES) * alpha[r] + 0.0f;
+        UNROLL for (int j = 0; j < outs; j++) a[r][j] = load(acc[r] + d + j * LANES) * alpha[r];
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < n; i += 2) {
             prefetch(soon + i * 64 * vecs, 128 * vecs);
@@ -404,11 +407,13 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
 }
 
 INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
-                               const float *alpha, const char *soon, int64_t dim, const int rows, int mode) {
-    const int wide = mode == BF16_PAIRS ? 32 : LANES, vecs = mode == BF16_PAIRS ? DVEC / 2 : DVEC, size = mode == F32 ? 4 : 2;
+                               const float *alpha, const char *soon, int64_t dim, const int rows,
+                               int mode) {
+    const int wide = mode == BF16_PAIRS ? 32 : LANES, vecs = mode == BF16_PAIRS ? DVEC / 2 : DVEC;
+    const int64_t size = mode == F32 ? 4 : 2, step = vecs * wide;
     int64_t d = 0;
-    for (; d + vecs * wide <= dim; d += vecs * wide)
-        decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, vecs * wide, rows, vecs, mode);
+    for (; d + step <= dim; d += step)
+        decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, step, rows, vecs, mode);
     for (; d < dim; d += wide)
         decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, dim - d, rows, 1, mode);
 }
@@ -436,14 +441,15 @@ static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head
                                        (kv_head * group + r % group) * a->q_head_stride);
         memset(out, 0, padded * 4);
         if (mode != BF16_WIDE) memcpy(out, q, dim * size);
-        else for (int64_t d = 0; d < dim; d += LANES) store(out + 4 * d, load_f32(q + 2 * d, dim - d, mode));
+        else for (int64_t d = 0; d < dim; d += LANES)
+            store(out + 4 * d, load_f32(q + 2 * d, dim - d, mode));
     }
 }
 
-/* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the segment
- * that comes next, `cold` says that nobody has prefetched this one. */
-static void decode_segment(const attend_args *a, segment_t seg, const char *after, int cold, int64_t head0,
-                           int64_t head1, float *partial, char *scratch) {
+/* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the
+ * segment that comes next, `cold` says that nobody has prefetched this one. */
+static void decode_segment(const attend_args *a, segment_t seg, const char *after, int cold,
+                           int64_t head0, int64_t head1, float *partial, char *scratch) {
     const int mode = mode_of(a);
     const int64_t dim = a->head_dim;
     const entry_t e = entry_at(a, seg.entry);
@@ -479,31 +485,31 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
             const char *vh = v + h * width, *soon = next + (h - head0) * TILE * width;
             for (int64_t i = (h - head0) * rows, end = i + rows; i < end; i += 4) {
                 float *p = probs + i * TILE, **s = state + i, *f = alpha + i;
-                const int few = min64(4, end - i);
-                if (mode == F32) values_f32(vh, key_stride, n, p, s, f, soon, dim, few);
-                else if (HAVE_PAIRS && mode == BF16_PAIRS) values_pairs(vh, key_stride, n, p, s, f, soon, dim, few);
-                else values_wide(vh, key_stride, n, p, s, f, soon, dim, few);
+                (mode == F32 ? values_f32 : mode == BF16_WIDE ? values_wide : values_pairs)(
+                    vh, key_stride, n, p, s, f, soon, dim, min64(4, end - i));
             }
         }
     }
 }
 
 /* state = state (+) partial, for one row; a partial that saw no key changes nothing. */
-static void merge_partial(float *row_max, float *row_sum, float *acc, const float *partial, int64_t dim) {
+static void merge_partial(float *row_max, float *row_sum, float *acc, const float *partial,
+                          int64_t dim) {
     const float *tail = partial + partial_stride(dim) - 16;
     if (tail[0] == -INFINITY) return;
-    float top = *row_max > tail[0] ? *row_max : tail[0];
+    const float top = *row_max > tail[0] ? *row_max : tail[0];
     const vf base = base_of(splat(top));
-    float old = exp2v(base_of(splat(*row_max)) - base, 5)[0], add = exp2v(base_of(splat(tail[0])) - base, 5)[0];
+    const float old = exp2v(base_of(splat(*row_max)) - base, 5)[0];
+    const float add = exp2v(base_of(splat(tail[0])) - base, 5)[0];
     *row_max = top;
     *row_sum = *row_sum * old + tail[1] * add;
-    for (int64_t d = 0; d < dim; d++) acc[d] = acc[d] * old + partial[d] * add + 0.0f;
+    for (int64_t d = 0; d < dim; d++) acc[d] = acc[d] * old + partial[d] * add;
 }
 
 /* ---- prefill: lanes along rows ---------------------------------------------------------------- */
 
-typedef struct { /* rows [row, row + rows) of an entry and kv head: row r is (query r / group, head r % group) */
-    int64_t entry, kv_head, row, rows, cost;
+typedef struct { /* rows [row, row + rows) of an entry and kv head; row r is (query r / group, */
+    int64_t entry, kv_head, row, rows, cost; /* head r % group) */
 } item_t;
 
 typedef struct { /* per-thread scratch; words are 4 bytes: one float or one pair of bf16 */
@@ -557,8 +563,9 @@ INLINE void tile_scores(const char *k, int64_t k_stride, int n, const float *q, 
 }
 
 /* Softmax down the keys for every row of the group, in place: p, or pairs of it, replace the scores. */
-INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, float scale, const int32_t *pos,
-                         float *top, float *sum, vf *alpha, const int vecs, int mode) {
+INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, float scale,
+                         const int32_t *pos, float *top, float *sum, vf *alpha, const int vecs,
+                         int mode) {
     const int rounded = ceil_div(n, 4) * 4, step = vecs * LANES;
     for (int r = 0; r < vecs; r++, scores += LANES, pos += LANES, top += LANES, sum += LANES) {
         vf best[4], total[4], old = load(top);
@@ -566,8 +573,10 @@ INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, floa
         if (masked) {
             vi at;
             memcpy(&at, pos, sizeof at);
-            for (int i = 0; i < n; i++)
-                store(scores + i * step, pick(at >= splat_i(key_pos + i), load(scores + i * step), best[0]));
+            for (int i = 0; i < n; i++) {
+                const vi seen = at >= splat_i(key_pos + i);
+                store(scores + i * step, pick(seen, load(scores + i * step), best[0]));
+            }
         }
         for (int i = n; i < rounded; i++) store(scores + i * step, best[0]);
         for (int i = 0; i < rounded; i += 4)
@@ -577,7 +586,8 @@ INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, floa
         for (int i = 0; i < rounded; i += 4) {
             vf p[4];
             UNROLL for (int j = 0; j < 4; j++) {
-                p[j] = exp2v(load(scores + (i + j) * step) * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
+                const vf s = load(scores + (i + j) * step);
+                p[j] = exp2v(s * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
                 total[j] += p[j];
             }
             UNROLL for (int j = 0; j < 4; j += mode == BF16_PAIRS ? 2 : 1)
@@ -595,7 +605,7 @@ INLINE void tile_values(const float *v, int64_t v_stride, int n, const float *pr
                         float *acc, const int dims, const int vecs, int mode) {
     vf a[DIMS][RVECS];
     UNROLL for (int j = 0; j < dims; j++)
-        UNROLL for (int r = 0; r < vecs; r++) a[j][r] = load(acc + (j * vecs + r) * LANES) * alpha[r] + 0.0f;
+        UNROLL for (int r = 0; r < vecs; r++) a[j][r] = load(acc + (j * vecs + r) * LANES) * alpha[r];
     for (int i = 0; i < n; i++) {
         vf x[RVECS];
         UNROLL for (int r = 0; r < vecs; r++) x[r] = load(probs + (i * vecs + r) * LANES);
@@ -616,25 +626,27 @@ typedef struct { /* one tile of keys; strides in bytes and in words */
     int count;
 } tile_t;
 
-INLINE void attend_group(const tile_t *t, const workspace *w, int64_t row, int n, int64_t dim, float scale,
-                         const int vecs, int mode) {
+INLINE void attend_group(const tile_t *t, const workspace *w, int64_t row, int n, int64_t dim,
+                         float scale, const int vecs, int mode) {
     const int pairs = mode == BF16_PAIRS, steps = pairs ? (n + 1) / 2 : n;
-    float *acc = w->acc + row * w->padded;
+    float *acc = w->acc + row * w->padded, *p = w->scores;
+    const float *q = w->q + row * w->padded;
     vf alpha[RVECS];
-    tile_scores(t->k, t->k_stride, n, w->q + row * w->padded, pairs ? dim / 2 : dim, w->scores, vecs, mode);
-    tile_softmax(w->scores, n, t->pos, w->pos[row] < t->pos + n - 1, scale, w->pos + row,
-                 w->top + row, w->sum + row, alpha, vecs, mode);
+    tile_scores(t->k, t->k_stride, n, q, pairs ? dim / 2 : dim, p, vecs, mode);
+    tile_softmax(p, n, t->pos, w->pos[row] < t->pos + n - 1, scale, w->pos + row, w->top + row,
+                 w->sum + row, alpha, vecs, mode);
     int64_t d = 0;
-    for (; d + DIMS <= dim; d += DIMS)
-        tile_values(t->v + d, t->v_stride, steps, w->scores, alpha, acc + d * vecs * LANES, DIMS, vecs, mode);
-    for (; d < dim; d++)
-        tile_values(t->v + d, t->v_stride, steps, w->scores, alpha, acc + d * vecs * LANES, 1, vecs, mode);
+    for (; d + DIMS <= dim; d += DIMS, acc += DIMS * vecs * LANES)
+        tile_values(t->v + d, t->v_stride, steps, p, alpha, acc, DIMS, vecs, mode);
+    for (; d < dim; d++, acc += vecs * LANES)
+        tile_values(t->v + d, t->v_stride, steps, p, alpha, acc, 1, vecs, mode);
 }
 
 typedef struct { int64_t row, vecs, last_pos; } group_t; /* up to RVECS vectors of rows */
 
 #define ATTEND_TILE(name, mode)                                                                     \
-    static void name(const tile_t *t, const workspace *w, const group_t *g, int64_t dim, float scale) { \
+    static void name(const tile_t *t, const workspace *w, const group_t *g, int64_t dim,            \
+                     float scale) {                                                                 \
         const int n = min64(t->count, g->last_pos + 1 - t->pos);                                    \
         if (n <= 0) return;                                                                         \
         switch (g->vecs) {                                                                          \
@@ -643,12 +655,12 @@ typedef struct { int64_t row, vecs, last_pos; } group_t; /* up to RVECS vectors 
         default: attend_group(t, w, g->row, n, dim, scale, 3, mode);                                \
         }                                                                                           \
     }
-ATTEND_TILE(attend_tile_floats, F32) /* also for bf16, once widened */
-ATTEND_TILE(attend_tile_pairs, BF16_PAIRS)
+ATTEND_TILE(tile_in_floats, F32) /* also for bf16, once widened */
+ATTEND_TILE(tile_in_pairs, BF16_PAIRS)
 
 /* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. */
-static tile_t prepare_tile(const workspace *w, const char *k, const char *v, int64_t stride, int64_t dim,
-                           int count, int64_t pos, int mode) {
+static tile_t prepare_tile(const workspace *w, const char *k, const char *v, int64_t stride,
+                           int64_t dim, int count, int64_t pos, int mode) {
     tile_t t = {.k = k, .v = (const float *)v, .k_stride = stride, .v_stride = stride / 4, .pos = pos,
                 .count = count};
     if (mode == F32) return t;
@@ -674,7 +686,8 @@ static tile_t prepare_tile(const workspace *w, const char *k, const char *v, int
 }
 
 /* LANES rows of `words` elements into columns of a [word][width] array; room for a multiple of LANES. */
-static void rows_to_lanes(const char *const *rows, int64_t words, float *out, int64_t width, int mode) {
+static void rows_to_lanes(const char *const *rows, int64_t words, float *out, int64_t width,
+                          int mode) {
     for (int64_t d = 0; d < words; d += LANES) {
         vf x[LANES];
         UNROLL for (int i = 0; i < LANES; i++)
@@ -684,7 +697,7 @@ static void rows_to_lanes(const char *const *rows, int64_t words, float *out, in
     }
 }
 
-/* And back; a row that is NULL is skipped. + 0 because the state holds no -0. */
+/* And back; a row that is NULL is skipped. + 0.0f makes +0 of -0: see the law. */
 static void lanes_to_rows(float *const *rows, int64_t words, const float *in, int64_t width) {
     for (int64_t d = 0; d < words; d += LANES) {
         vf x[LANES];
@@ -707,22 +720,25 @@ INLINE int64_t head_of(const attend_args *a, const item_t *it, int64_t r) {
 /* The rows of an item into the workspace; lanes past the end repeat the last row. */
 static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w,
                      group_t *groups, int mode) {
-    const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2, words = mode == BF16_PAIRS ? dim / 2 : dim;
+    const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2;
+    const int64_t words = mode == BF16_PAIRS ? dim / 2 : dim;
     int count = 0;
     for (int64_t row = 0; row < it->rows; row += RVECS * LANES) {
         const int64_t vecs = min64(RVECS, ceil_div(it->rows - row, LANES)), width = vecs * LANES;
         for (int64_t lane = 0; lane < width; lane += LANES) {
             const char *q[LANES], *acc[LANES];
             for (int i = 0; i < LANES; i++) {
-                const int64_t r = min64(row + lane + i, it->rows - 1), token = token_of(a, e, it, r);
-                const int64_t head = head_of(a, it, r), at = token * a->heads + head, to = row + lane + i;
+                const int64_t to = row + lane + i, r = min64(to, it->rows - 1);
+                const int64_t token = token_of(a, e, it, r), head = head_of(a, it, r);
+                const int64_t at = token * a->heads + head;
                 q[i] = a->q + size * (token * a->q_token_stride + head * a->q_head_stride);
                 acc[i] = (const char *)(a->acc + at * dim);
                 w->top[to] = a->row_max[at], w->sum[to] = a->row_sum[at];
                 w->pos[to] = e->first_pos + token - e->query_start;
             }
-            rows_to_lanes(q, words, w->q + row * w->padded + lane, width, mode == BF16_WIDE ? BF16_WIDE : F32);
-            rows_to_lanes(acc, dim, w->acc + row * w->padded + lane, width, F32);
+            const int64_t to = row * w->padded + lane;
+            rows_to_lanes(q, words, w->q + to, width, mode == BF16_WIDE ? BF16_WIDE : F32);
+            rows_to_lanes(acc, dim, w->acc + to, width, F32);
         }
         groups[count++] = (group_t){row, vecs, w->pos[row + width - 1]};
     }
@@ -735,7 +751,8 @@ static void store_rows(const attend_args *a, const entry_t *e, const item_t *it,
         for (int64_t lane = 0; lane < width; lane += LANES) {
             float *acc[LANES];
             for (int i = 0; i < LANES; i++) {
-                const int64_t r = row + lane + i, at = token_of(a, e, it, r) * a->heads + head_of(a, it, r);
+                const int64_t r = row + lane + i;
+                const int64_t at = token_of(a, e, it, r) * a->heads + head_of(a, it, r);
                 acc[i] = 0; /* no row, or one that saw nothing here: untouched, bit for bit */
                 if (r >= it->rows || w->pos[r] < e->key_begin) continue;
                 a->row_max[at] = w->top[r], a->row_sum[at] = w->sum[r];
@@ -761,9 +778,10 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
         const char *v = a->v + size * (e.blocks[b] * a->v_block_stride + it->kv_head * dim);
         for (int64_t off = 0; off < a->block_size && start + off < end; off += TILE) {
             const int n = min64(min64(TILE, a->block_size - off), end - start - off);
-            const tile_t t = prepare_tile(&w, k + off * stride, v + off * stride, stride, dim, n, start + off, mode);
+            const tile_t t = prepare_tile(&w, k + off * stride, v + off * stride, stride, dim, n,
+                                          start + off, mode);
             for (int g = 0; g < count; g++)
-                (mode == BF16_PAIRS ? attend_tile_pairs : attend_tile_floats)(&t, &w, &groups[g], dim, a->scale);
+                (mode == BF16_PAIRS ? tile_in_pairs : tile_in_floats)(&t, &w, &groups[g], dim, a->scale);
         }
     }
     store_rows(a, &e, it, &w);
@@ -778,12 +796,10 @@ typedef struct { /* the work of one call */
     int64_t num_segments, num_items, max_rows, rows_per_item, threads;
 } plan_t;
 
-static void run_segment(const attend_args *a, const plan_t *p, int64_t i, int cold, int64_t h0, int64_t h1,
-                        float *partial, char *scratch) {
-    const segment_t s = p->segments[i], next = p->segments[min64(i + 1, p->num_segments - 1)];
-    const entry_t e = entry_at(a, next.entry);
-    const char *after = span_of(a, &e, next.index).k;
-    decode_segment(a, s, after, cold, h0, h1, partial, scratch);
+/* K of segment i of the plan. */
+static const char *keys_of(const attend_args *a, const plan_t *p, int64_t i) {
+    const entry_t e = entry_at(a, p->segments[i].entry);
+    return span_of(a, &e, p->segments[i].index).k;
 }
 
 static int64_t count_segments(const attend_args *a, const entry_t *e) {
@@ -813,7 +829,8 @@ static void count_work(const attend_args *a, plan_t *p) {
     }
     p->threads = products < 1 << 16 ? 1 : a->threads; /* some 3 us: not worth waking anybody */
     /* Smaller tiles when there are few: rows are independent, so this moves no bit. */
-    p->rows_per_item = rows / ROWS_PER_ITEM * a->kv_heads < 4 * p->threads ? RVECS * LANES : ROWS_PER_ITEM;
+    const int few = rows / ROWS_PER_ITEM * a->kv_heads < 4 * p->threads;
+    p->rows_per_item = few ? RVECS * LANES : ROWS_PER_ITEM;
     p->num_items = (rows / p->rows_per_item + entries) * a->kv_heads;
 }
 
@@ -832,7 +849,8 @@ static void fill_plan(const attend_args *a, plan_t *p) {
         for (int64_t r = 0; r < e.q_len * group; r += p->rows_per_item)
             for (int64_t h = 0; h < a->kv_heads; h++) {
                 const int64_t rows = min64(p->rows_per_item, e.q_len * group - r);
-                const int64_t keys = min64(e.key_end, e.first_pos + (r + rows - 1) / group + 1) - e.key_begin;
+                const int64_t seen = e.first_pos + (r + rows - 1) / group + 1;
+                const int64_t keys = min64(e.key_end, seen) - e.key_begin;
                 if (keys > 0) *it++ = (item_t){i, h, r, rows, rows * keys};
             }
     }
@@ -841,18 +859,17 @@ static void fill_plan(const attend_args *a, plan_t *p) {
     qsort(p->items, p->num_items, sizeof *p->items, by_cost);
 }
 
-static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t row, int64_t begin, int64_t end,
-                      const float *partials) {
-    const int64_t stride = partial_stride(a->head_dim), rows = p->max_rows;
+/* Merge one row of entry i with its partials of the segments [begin, end). */
+static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t row, int64_t begin,
+                      int64_t end, const float *partials) {
+    const int64_t stride = partial_stride(a->head_dim), first = p->first_segment[i];
     const entry_t e = entry_at(a, i);
-    int64_t from = p->first_segment[i], to = p->first_segment[i + 1];
-    if (from < begin) from = begin;
-    if (to > end) to = end;
-    if (row >= e.q_len * a->heads) return;
     const int64_t at = e.query_start * a->heads + row;
-    for (int64_t s = from; s < to; s++)
+    if (row >= e.q_len * a->heads) return;
+    end = min64(end, p->first_segment[i + 1]);
+    for (int64_t s = first > begin ? first : begin; s < end; s++)
         merge_partial(a->row_max + at, a->row_sum + at, a->acc + at * a->head_dim,
-                      partials + ((s - begin) * rows + row) * stride, a->head_dim);
+                      partials + ((s - begin) * p->max_rows + row) * stride, a->head_dim);
 }
 
 /* Fold this call's keys into (row_max, row_sum, acc). Returns 0, or -1 when out of memory. */
@@ -865,10 +882,11 @@ int attend(const attend_args *a) {
     window = min64(p.num_segments, window > p.threads ? window : p.threads);
     int64_t scratch = p.max_rows * (padded + TILE + 1);
     if (p.num_items && workspace_words(a->head_dim) > scratch) scratch = workspace_words(a->head_dim);
-    scratch = ceil_div(scratch, 16) * 16;
-    const size_t tables = ceil_div((a->entries + 1) * sizeof(int64_t) + p.num_segments * sizeof(segment_t) +
-                                       p.num_items * sizeof(item_t), 64) * 64;
-    char *memory = aligned_alloc(64, tables + 64 * ceil_div(4 * (window * segment_floats + p.threads * scratch), 64));
+    scratch = up_to_line(4 * scratch) / 4;
+    const size_t tables = up_to_line((a->entries + 1) * sizeof(int64_t) +
+                                     p.num_segments * sizeof(segment_t) + p.num_items * sizeof(item_t));
+    const size_t floats = window * segment_floats + p.threads * scratch;
+    char *memory = aligned_alloc(64, tables + up_to_line(4 * floats));
     if (!memory) return -1;
     p.segments = (segment_t *)memory;
     p.items = (item_t *)(p.segments + p.num_segments);
@@ -889,8 +907,9 @@ int attend(const attend_args *a) {
 #pragma omp for schedule(dynamic, chunk)
             for (int64_t i = begin * split; i < end * split; i++) {
                 const int64_t seg = i / split, h0 = i % split * heads;
-                run_segment(a, &p, seg, previous != i - 1, h0, h0 + heads,
-                            partials + (seg - begin) * segment_floats, (char *)mine);
+                const char *after = keys_of(a, &p, min64(seg + 1, p.num_segments - 1));
+                decode_segment(a, p.segments[seg], after, previous != i - 1, h0, h0 + heads,
+                               partials + (seg - begin) * segment_floats, (char *)mine);
                 previous = i;
             }
 #pragma omp for schedule(static)
@@ -907,7 +926,7 @@ int attend(const attend_args *a) {
 
 /* ---- small operators; a row's bits depend on that row alone ----------------------------------- */
 
-/* Runs `f(row, mode)` for every row with the mode a constant; few elements are not worth a second thread. */
+/* f(row, mode) for every row, the mode a constant; a small call is not worth a second thread. */
 #define FOR_ROWS(rows, elements, is_bf16, threads, f)                                               \
     do {                                                                                            \
         const int team = (elements) < 1 << 16 ? 1 : (int)(threads);                                 \
@@ -921,12 +940,14 @@ int attend(const attend_args *a) {
 #define STORE(p, i, x, mode) store_n(AT(p, i, mode), x, min64(dim - d, LANES), mode)
 
 /* out = acc / row_sum, all contiguous; a row without keys gives 0. */
-INLINE void finish_row(const float *row_sum, const float *acc, void *out, int64_t row, int64_t dim, int mode) {
+INLINE void finish_row(const float *row_sum, const float *acc, void *out, int64_t row, int64_t dim,
+                       int mode) {
     const float sum = row_sum[row] == 0.0f ? 1.0f : row_sum[row];
-    for (int64_t d = 0; d < dim; d += LANES) STORE(out, row * dim + d, LOAD(acc, row * dim + d, F32) / sum, mode);
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(out, row * dim + d, LOAD(acc, row * dim + d, F32) / sum, mode);
 }
-void finish(const float *row_sum, const float *acc, void *out, int64_t rows, int64_t dim, int64_t is_bf16,
-            int64_t threads) {
+void finish(const float *row_sum, const float *acc, void *out, int64_t rows, int64_t dim,
+            int64_t is_bf16, int64_t threads) {
 #define ROW(i, mode) finish_row(row_sum, acc, out, i, dim, mode)
     FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
 #undef ROW
@@ -947,7 +968,8 @@ INLINE void norm_row(const norm_args *a, int64_t row, int mode) {
     vf squares = {0};
     if (a->residual) {
         char *residual = AT(a->residual, row * dim, mode);
-        for (int64_t d = 0; d < dim; d += LANES) STORE(residual, d, LOAD(residual, d, mode) + LOAD(x, d, mode), mode);
+        for (int64_t d = 0; d < dim; d += LANES)
+            STORE(residual, d, LOAD(residual, d, mode) + LOAD(x, d, mode), mode);
         x = residual;
     }
     for (int64_t d = 0; d < dim; d += LANES) squares += LOAD(x, d, mode) * LOAD(x, d, mode);
@@ -974,7 +996,8 @@ typedef struct {
 /* Turn the pairs (i, i + head_dim / 2) of one head; fp32, rounded once. */
 INLINE void turn(void *x, const float *cos, const float *sin, int64_t dim, int mode) {
     for (int64_t d = 0; d < dim; d += LANES) {
-        const vf a = LOAD(x, d, mode), b = LOAD(x, dim + d, mode), c = LOAD(cos, d, F32), s = LOAD(sin, d, F32);
+        const vf a = LOAD(x, d, mode), b = LOAD(x, dim + d, mode);
+        const vf c = LOAD(cos, d, F32), s = LOAD(sin, d, F32);
         STORE(x, d, a * c - b * s, mode);
         STORE(x, dim + d, b * c + a * s, mode);
     }
@@ -983,30 +1006,35 @@ INLINE void turn(void *x, const float *cos, const float *sin, int64_t dim, int m
 INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
     const int64_t dim = a->head_dim, half = dim / 2, slot = a->slots[row], width = a->kv_heads * dim;
     const float *cos = a->cos + row * half, *sin = a->sin + row * half;
-    char *k = AT(a->k, row * a->k_token, mode);
-    for (int64_t h = 0; h < a->heads; h++) turn(AT(a->q, row * a->q_token + h * dim, mode), cos, sin, half, mode);
+    char *q = AT(a->q, row * a->q_token, mode), *k = AT(a->k, row * a->k_token, mode);
+    for (int64_t h = 0; h < a->heads; h++) turn(AT(q, h * dim, mode), cos, sin, half, mode);
     for (int64_t h = 0; h < a->kv_heads; h++) turn(AT(k, h * dim, mode), cos, sin, half, mode);
     if (slot < 0) return;
-    const int64_t block = slot / a->block_size, inside = slot % a->block_size * width, bytes = AT(0, width, mode) - (char *)0;
+    const int64_t block = slot / a->block_size, inside = slot % a->block_size * width;
+    const char *v = AT(a->v, row * a->v_token, mode);
+    const size_t bytes = width * (mode == F32 ? 4 : 2);
     memcpy(AT(a->k_pool, block * a->k_block_stride + inside, mode), k, bytes);
-    memcpy(AT(a->v_pool, block * a->v_block_stride + inside, mode), AT(a->v, row * a->v_token, mode), bytes);
+    memcpy(AT(a->v_pool, block * a->v_block_stride + inside, mode), v, bytes);
 }
 void rope_store(const rope_args *a) {
 #define ROW(i, mode) rope_row(a, i, mode)
-    FOR_ROWS(a->tokens, a->tokens * (a->heads + 2 * a->kv_heads) * a->head_dim, a->is_bf16, a->threads, ROW);
+    const int64_t width = (a->heads + 2 * a->kv_heads) * a->head_dim;
+    FOR_ROWS(a->tokens, a->tokens * width, a->is_bf16, a->threads, ROW);
 #undef ROW
 }
 
 /* silu(gate) * up with silu rounded first, as torch does in two steps; exp of -|x| cannot overflow. */
-INLINE void silu_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride, int mode) {
+INLINE void silu_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
+                     int mode) {
+    const char *gate = AT(gate_up, row * stride, mode), *up = AT(gate, dim, mode);
     for (int64_t d = 0; d < dim; d += LANES) {
-        const vf x = LOAD(gate_up, row * stride + d, mode), up = LOAD(gate_up, row * stride + dim + d, mode);
-        const vf e = exp2v(pick(x > 0.0f, -x, x) * LOG2E, 5);
-        STORE(out, row * dim + d, rounded(x * pick(x > 0.0f, splat(1.0f), e) / (e + 1.0f), mode) * up, mode);
+        const vf x = LOAD(gate, d, mode), e = exp2v(pick(x > 0.0f, -x, x) * LOG2E, 5);
+        const vf silu = x * pick(x > 0.0f, splat(1.0f), e) / (e + 1.0f);
+        STORE(out, row * dim + d, rounded(silu, mode) * LOAD(up, d, mode), mode);
     }
 }
-void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride, int64_t is_bf16,
-              int64_t threads) {
+void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
+              int64_t is_bf16, int64_t threads) {
 #define ROW(i, mode) silu_row(gate_up, out, i, dim, stride, mode)
     FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
 #undef ROW

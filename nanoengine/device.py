@@ -143,8 +143,8 @@ class WorkerStream:
 
     def wait(self, event: Event) -> None:
         """See Stream."""
-        if isinstance(event, WorkerEvent) and not event.is_done():
-            self._work.put(event.block)
+        if isinstance(event, WorkerEvent) and not (event.is_done() and event.error is None):
+            self._work.put(event.block)  # a broken event breaks this stream, too
 
     def close(self) -> None:
         """End the thread once its queue is empty."""

@@ -303,6 +303,10 @@ class HybridKVCacheManager:
         starts = range(0, min(num_blocks, len(host)) - width + 1, width)
         return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
 
+    def forget_content(self) -> None:
+        """With nothing held, cached or under way: NaN everywhere again (debug only)."""
+        self._offload.poison_all()
+
     def reset_counters(self) -> None:
         """Forget what was counted so far."""
         self._offload.counters = TransferCounters()

@@ -182,9 +182,11 @@ class LLMEngine:
         num_blocks = -(-self.plan.max_model_len // spec.block_size)
         costs = measure_decode(self._runner, self.kv, self.device, num_blocks)
         self.decode_costs = costs
+        copy_gb_per_s = measure_copy(self.device, self.kv)
+        self.kv.forget_content()
         return replace(
             self.plan,
-            copy_gb_per_s=measure_copy(self.device, self.kv),
+            copy_gb_per_s=copy_gb_per_s,
             decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
         )
 

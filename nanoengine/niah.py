@@ -209,8 +209,8 @@ class NiahBuilder:
                 return Sample(index, ids, [answer], depth, self._length)
             if num_lines < floor:
                 raise ConfigError(
-                    f"length {self._length} is too small for {self._name}: with the smallest haystack "
-                    f"({num_lines} lines) sample {index} needs {needed} tokens, "
+                    f"length {self._length} is too small for {self._name}: with the smallest "
+                    f"haystack ({num_lines} lines) sample {index} needs {needed} tokens, "
                     f"{NUM_ANSWER_TOKENS} of them for the answer; raise --length"
                 )
             num_lines = max(1, num_lines - self._step)

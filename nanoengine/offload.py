@@ -87,13 +87,17 @@ class OffloadEngine:
         self._stored = _SlotEvents()
         self._drained: list[Event | None] = [None] * ring_slots
         self._debug = debug
-        if debug:
-            for pool in (self._pool, self.host_pool, self.ring):
-                pool.fill_(torch.nan)
+        self.poison_all()
 
     def begin(self, transfers: StepTransfers) -> TransferRun:
         """Queue the step's stores, loads and first fills."""
         return TransferRun(self, transfers)
+
+    def poison_all(self) -> None:
+        """Fill everything with NaN (debug only); nothing may be in use or under way."""
+        if self._debug:
+            for pool in (self._pool, self.host_pool, self.ring):
+                pool.fill_(torch.nan)
 
     def poison(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """Fill freed slots with NaN (debug only), once nothing reads them any more."""

@@ -1,14 +1,26 @@
-"""Drives an LLMEngine step by step for tests: checks the block accounting, records the logits."""
+"""Drives an LLMEngine step by step for tests: checks the block accounting, records logits, schedule
+and, recomputed from block tables alone, what every step had to move between the tiers.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from conftest import reference, reference_greedy
 from torch import Tensor
 
 from nanoengine import SamplingParams
+from nanoengine.block_manager import Block
+from nanoengine.config import GIB
+from nanoengine.kv_cache import HybridKVCacheManager, StepKV
 from nanoengine.llm_engine import LLMEngine
+from nanoengine.loader import read_model_config
+from nanoengine.models import ARCHITECTURES
 from nanoengine.outputs import RequestOutput
+from nanoengine.sequence import ScheduledBatch
 from nanoengine.sequence import Sequence as EngineSequence
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -24,6 +36,7 @@ class Driver:
         self.logits: dict[int, list[Tensor]] = {}
         self.num_steps = 0
         self.max_batch = 0
+        self.audit = Audit(engine.kv)
         sampler = engine._runner._sampler
         sample = sampler.sample
 
@@ -63,6 +76,94 @@ class Driver:
         return outputs
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a block was before a step."""
+
+    on_device: bool
+    host_slot: int | None
+    host_len: int
+
+
+class Audit:
+    """What the steps must have moved, from the tables before and after they were placed.
+
+    schedule: for each step (request id, tokens) of its batch. h2d_bytes: blocks that a step reads
+    and that are not on the device, whole, plus the tokens of blocks that were brought back to it.
+    d2h_bytes: growth of host copies that are still there (a lower bound under host pressure).
+    """
+
+    def __init__(self, kv: HybridKVCacheManager) -> None:
+        self.schedule: list[tuple[tuple[int, int], ...]] = []
+        self.h2d_bytes = self.d2h_bytes = self.peak_streamed = 0
+        self._kv = kv
+        self._begin = kv.begin
+        kv.begin = self._audited
+
+    def _audited(self, batch: ScheduledBatch) -> StepKV:
+        self.schedule.append(tuple((item.seq.seq_id, item.num_tokens) for item in batch.items))
+        before = {
+            block: _Place(block.device_slot is not None, block.host_slot, block.host_len)
+            for block in self._all_blocks()
+        }
+        step = self._begin(batch)
+        self._count(batch, before)
+        return step
+
+    def _all_blocks(self) -> list[Block]:
+        tables = [table.blocks for table in self._kv._tables.values()]
+        blocks = [block for table in tables for block in table]
+        return [*dict.fromkeys([*blocks, *self._kv._manager.cached])]
+
+    def _count(self, batch: ScheduledBatch, before: dict[Block, _Place]) -> None:
+        spec = self._kv.spec
+        token_bytes = spec.block_bytes // spec.block_size
+        reads: list[set[Block]] = []
+        for item in batch.items:
+            num_blocks = -(-(item.seq.num_computed + item.num_tokens) // spec.block_size)
+            blocks = self._kv._tables[item.seq.seq_id].blocks[:num_blocks]
+            reads.append({block for block in blocks if block.device_slot is None})
+        self.peak_streamed = max(self.peak_streamed, sum(map(bool, reads)))
+        if spec.slot_blocks:
+            self.h2d_bytes += len(set().union(*reads)) * spec.block_bytes
+        for block, num_tokens in self._computed().items():
+            if block.device_slot is not None and not before[block].on_device:
+                self.h2d_bytes += num_tokens * token_bytes
+        for block in self._all_blocks():
+            old = before[block]
+            if block.host_slot is not None:
+                kept = old.host_len if block.host_slot == old.host_slot else 0
+                self.d2h_bytes += (block.host_len - kept) * token_bytes
+
+    def _computed(self) -> dict[Block, int]:
+        """Tokens with KV in each block, by the lengths of the sequences that hold it."""
+        size = self._kv.spec.block_size
+        computed: dict[Block, int] = {}
+        for table in self._kv._tables.values():
+            for index, block in enumerate(table.blocks):
+                num_tokens = max(0, min(size, table.seq.num_computed - index * size))
+                if index < len(table.published):
+                    num_tokens = size  # full since it was found or published
+                computed[block] = max(computed.get(block, 0), num_tokens)
+        return computed
+
+
 def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     """The generated ids of each output."""
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def expected(path: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """transformers' greedy continuation; each is computed once in a test session."""
+    return list(_expected(path, tuple(prompt), num_tokens))
+
+
+@functools.cache
+def _expected(path: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    return tuple(reference_greedy(reference(path), prompt, num_tokens))
+
+
+def host_gib(path: Path, num_blocks: int, block_size: int) -> float:
+    """kv_offload_gib for so many fp32 host blocks of the checkpoint at `path`."""
+    config = read_model_config(path, ARCHITECTURES)
+    return (num_blocks + 0.5) * block_size * config.kv_bytes_per_token(4) / GIB

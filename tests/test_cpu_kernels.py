@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -313,7 +313,7 @@ def test_minus_zero_is_not_kept(kernels, dtype):
     batch.k_pool.fill_(0.0)
     batch.v_pool.fill_(0.0)
     batch.v_pool[first] = -1.0
-    batch.k_pool[second] = 100.0
+    batch.k_pool[second], batch.v_pool[second] = 100.0, -0.0
     want = fold(kernels, batch, whole(batch))
     one_by_one = [chunk_of(batch, {0: (b, b + 1)}) for b in range(4)]
     assert same_bits(fold(kernels, batch, one_by_one), want)
@@ -374,6 +374,14 @@ def test_two_callers_at_once(kernels):
         for _ in range(5):
             got = list(pool.map(lambda batch: attend(kernels, batch), batches))
             assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_that_do_not_follow_each_other(kernels, dtype):
+    batch = make_batch([1, 9], [30, 30], dtype=dtype)
+    apart = replace(batch, q=batch.q.transpose(0, 1).contiguous().transpose(0, 1))
+    assert apart.q.stride() != batch.q.stride()
+    assert torch.equal(attend(kernels, apart), attend(kernels, batch))
 
 
 def test_nan_in_the_input_stays_visible(kernels):

@@ -286,7 +286,7 @@ def test_an_error_in_a_worker_reaches_whoever_waits(stream: WorkerStream) -> Non
     stream.copy(torch.zeros(3), torch.ones(3))
     after = stream.record()
     before.block()
-    with pytest.raises(TransferError, match="a KV copy failed: .*broadcast"):
+    with pytest.raises(TransferError, match=r"a KV copy failed: .*broadcast"):
         InlineStream("compute").wait(after)
     assert after.is_done() and stream._thread.is_alive()
 
@@ -305,6 +305,18 @@ def test_an_error_reaches_through_another_stream(stream: WorkerStream) -> None:
         event.block()
     other.close()
     held.close()
+
+
+def test_an_error_that_has_already_happened_reaches_later_waiters(stream: WorkerStream) -> None:
+    stream.copy(torch.zeros(3), torch.ones(4))
+    broken = stream.record()
+    with pytest.raises(TransferError):
+        broken.block()
+    other = WorkerStream("other")
+    other.wait(broken)
+    with pytest.raises(TransferError):
+        other.record().block()
+    other.close()
 
 
 def test_closing_ends_the_threads_after_their_work() -> None:
