@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
-from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
+from nanoengine.cpu_kernels import CpuKernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class TorchAttention:
     others.
     """
 
-    name = "torch"
-
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int, reason: str = "") -> None:
+        """reason: why this backend was taken, for the plan."""
+        self.name = f"torch ({reason})" if reason else "torch"
         self._scale = head_dim**-0.5
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
@@ -125,13 +125,8 @@ class CpuAttention:
         return out
 
 
-def make_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The fastest backend that runs here. Without a C compiler the CPU takes the PyTorch one."""
-    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-        try:
-            return CpuAttention(head_dim, CpuKernels.load())
-        except KernelBuildError as error:
-            backend = TorchAttention(head_dim)
-            backend.name = f"torch ({error})"
-            return backend
-    return TorchAttention(head_dim)
+def make_attention(kernels: CpuKernels | None, no_kernels: str, head_dim: int) -> AttentionBackend:
+    """The C kernel where there is one, else PyTorch; `no_kernels` says why, for the plan."""
+    if kernels is not None:
+        return CpuAttention(head_dim, kernels)
+    return TorchAttention(head_dim, no_kernels)

@@ -1004,7 +1004,7 @@ INLINE void turn(void *x, const float *cos, const float *sin, int64_t dim, int m
 }
 
 INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
-    const int64_t dim = a->head_dim, half = dim / 2, slot = a->slots[row], width = a->kv_heads * dim;
+    const int64_t dim = a->head_dim, half = dim / 2, slot = a->slots ? a->slots[row] : -1, width = a->kv_heads * dim;
     const float *cos = a->cos + row * half, *sin = a->sin + row * half;
     char *q = AT(a->q, row * a->q_token, mode), *k = AT(a->k, row * a->k_token, mode);
     for (int64_t h = 0; h < a->heads; h++) turn(AT(q, h * dim, mode), cos, sin, half, mode);

@@ -307,6 +307,32 @@ class CpuKernels:
         )
         self._rope_store(packed)
 
+    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Turn q and k in place, as `rope_store` does, and store nothing."""
+        packed = _ROPE_ARGS.pack(
+            q.data_ptr(),
+            k.data_ptr(),
+            0,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            0,
+            0,
+            0,
+            q.shape[0],
+            q.shape[1],
+            k.shape[1],
+            q.shape[2],
+            q.stride(0),
+            k.stride(0),
+            0,
+            0,
+            0,
+            1,
+            _IS_BF16[q.dtype],
+            torch.get_num_threads(),
+        )
+        self._rope_store(packed)
+
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
         tokens, dim = out.shape

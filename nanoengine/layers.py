@@ -7,6 +7,7 @@ Activations are [tokens, features]: the tokens of all sequences laid end to end.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from nanoengine.config import RopeConfig
 from nanoengine.context import ForwardContext
+from nanoengine.cpu_kernels import CpuKernels
 
 
 class Linear:
@@ -41,18 +43,101 @@ class Linear:
         return functional.linear(x, self._weight, self._bias)
 
 
-class RMSNorm:
-    """Root-mean-square norm (arXiv 1910.07467) over the last dimension, statistics in fp32."""
+class TensorOps(Protocol):
+    """The small operators between the products, on activations [tokens, ...]."""
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / rms(x) * weight over the last dimension; x is [tokens, dim] or [tokens, heads, dim].
+
+        Statistics in fp32; the weight is applied after rounding, as transformers does.
+        """
+        ...
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """residual += x in place, then the norm of that."""
+        ...
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the pairs (i, i + head_dim / 2) of q and k, [tokens, heads, head_dim].
+
+        May overwrite its arguments.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [tokens, 2 * dim]."""
+        ...
+
+
+class TorchOps:
+    """Plain PyTorch: runs anywhere."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See TensorOps."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * (wide * scale).to(x.dtype)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See TensorOps."""
+        residual += x
+        return self.rms_norm(residual, weight, eps)
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """See TensorOps."""
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See TensorOps."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
+class KernelOps:
+    """The fused C kernels: one call each instead of five to eight small PyTorch operators."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See TensorOps."""
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._kernels.rms_norm(x, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See TensorOps."""
+        out = torch.empty_like(x)
+        self._kernels.rms_norm(x, weight, eps, out, residual)
+        return out
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """See TensorOps."""
+        self._kernels.rope(q, k, cos, sin)
+        return q, k
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See TensorOps."""
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._kernels.silu_mul(gate_up, out)
+        return out
+
+
+class RMSNorm:
+    """Root-mean-square norm (arXiv 1910.07467) over the last dimension."""
+
+    def __init__(self, ops: TensorOps, weight: Tensor, eps: float) -> None:
+        self._ops = ops
         self._weight = weight
         self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as x; the weight is applied after rounding, as transformers does."""
-        wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
-        return self._weight * (wide * scale).to(x.dtype)
+        """The norm of x, of its shape and dtype."""
+        return self._ops.rms_norm(x, self._weight, self._eps)
+
+    def after_add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The norm of residual + x, which stays in `residual`."""
+        return self._ops.add_rms_norm(residual, x, self._weight, self._eps)
 
 
 class Rotary:
@@ -69,8 +154,7 @@ class Rotary:
         return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of x, [tokens, heads, head_dim], by the given angles."""
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
@@ -107,6 +191,7 @@ class Attention:
 
     def __init__(
         self,
+        ops: TensorOps,
         layer: int,
         num_heads: int,
         num_kv_heads: int,
@@ -115,6 +200,7 @@ class Attention:
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
     ) -> None:
+        self._ops = ops
         self._layer = layer
         self._heads = [num_heads, num_kv_heads, num_kv_heads]
         self._qkv = qkv
@@ -129,8 +215,9 @@ class Attention:
         q, k, v = torch.split(fused, self._heads, dim=1)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = self._q_norm(q), self._k_norm(k)
-        ctx.kv.write(self._layer, rotate(k, cos, sin), v)
-        out = ctx.attention.run(self._layer, rotate(q, cos, sin), ctx)
+        q, k = self._ops.rotate(q, k, cos, sin)
+        ctx.kv.write(self._layer, k, v)
+        out = ctx.attention.run(self._layer, q, ctx)
         return self._out(out.view(tokens, -1))
 
 
@@ -139,11 +226,11 @@ class MLP:
     2002.05202).
     """
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, ops: TensorOps, gate_up: Linear, down: Linear) -> None:
+        self._ops = ops
         self._gate_up = gate_up
         self._down = down
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(functional.silu(gate) * up)
+        return self._down(self._ops.silu_mul(self._gate_up(x)))

@@ -22,6 +22,7 @@ import xxhash
 
 from nanoengine.attention import make_attention
 from nanoengine.config import EngineConfig, ModelConfig, make_config
+from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
 from nanoengine.device import Device, make_device
 from nanoengine.errors import (
     ConfigError,
@@ -34,6 +35,7 @@ from nanoengine.errors import (
     RequestError,
 )
 from nanoengine.kv_cache import HybridKVCacheManager
+from nanoengine.layers import KernelOps, TorchOps
 from nanoengine.loader import load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
 from nanoengine.model_runner import ModelRunner
@@ -54,16 +56,18 @@ class LLMEngine:
         self.config: EngineConfig = make_config(model, settings)
         self.device: Device = self._make_device()
         dtype, why = self._dtype()
+        kernels, no_kernels = self._kernels()
         loaded = load_model(
             self.config.model,
             self.config.load_format,
             self.device.torch_device,
             dtype,
             self.config.seed,
+            TorchOps() if kernels is None else KernelOps(kernels),
         )
         self.model_config: ModelConfig = loaded.config
         self._tokenizer = self._load_tokenizer(loaded.folder)
-        attention = make_attention(self.device.torch_device, dtype, loaded.config.head_dim)
+        attention = make_attention(kernels, no_kernels, loaded.config.head_dim)
         self.plan: MemoryPlan = plan_memory(
             self.config,
             loaded.config,
@@ -207,6 +211,15 @@ class LLMEngine:
         if self.device.name == "cpu" and dtype is torch.float16:
             raise ConfigError("float16 arithmetic is not offered on a CPU; use bfloat16 or float32")
         return dtype, "as asked"
+
+    def _kernels(self) -> tuple[CpuKernels | None, str]:
+        """The C kernels where they serve, else None and why."""
+        if self.device.name != "cpu":
+            return None, ""
+        try:
+            return CpuKernels.load(), ""
+        except KernelBuildError as error:
+            return None, str(error)
 
     def _make_device(self) -> Device:
         config = self.config

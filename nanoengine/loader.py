@@ -33,6 +33,7 @@ from nanoengine.errors import (
     WeightMismatchError,
 )
 from nanoengine.gguf_convert import CONVERTER_VERSION, convert_gguf
+from nanoengine.layers import TensorOps
 from nanoengine.models import ARCHITECTURES, Decoder, TensorSource, weight_shapes
 
 logger = logging.getLogger(__name__)
@@ -522,7 +523,12 @@ class LoadedModel:
 
 
 def load_model(
-    name: str, load_format: str, device: torch.device, dtype: torch.dtype, seed: int
+    name: str,
+    load_format: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    ops: TensorOps,
 ) -> LoadedModel:
     """Find, check and load a model; load_format "dummy" fills the same shapes with random numbers.
 
@@ -536,11 +542,11 @@ def load_model(
     shapes = weight_shapes(config)
     num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
     if load_format == "dummy":
-        decoder = Decoder(config, _dummy_source(shapes, device, dtype, seed), device)
+        decoder = Decoder(config, _dummy_source(shapes, device, dtype, seed), device, ops)
         return LoadedModel(config, decoder, folder, "random weights", num_bytes)
     with CheckpointReader(folder) as reader:
         check_names(shapes, reader, ignorable_tensors(config))
-        decoder = Decoder(config, lambda name: reader.tensor(name).to(device, dtype), device)
+        decoder = Decoder(config, lambda name: reader.tensor(name).to(device, dtype), device, ops)
     return LoadedModel(config, decoder, folder, describe_weights(folder), num_bytes)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanoengine.config import ModelConfig
 from nanoengine.context import ForwardContext
-from nanoengine.layers import MLP, Attention, Linear, RMSNorm, Rotary
+from nanoengine.layers import MLP, Attention, Linear, RMSNorm, Rotary, TensorOps
 
 TensorSource = Callable[[str], Tensor]
 
@@ -74,14 +74,16 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
 class Decoder:
     """A decoder-only transformer over tokens laid end to end."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, device: torch.device, ops: TensorOps
+    ) -> None:
         """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the
         final dtype.
         """
-        builder = _Builder(config, source)
+        builder = _Builder(config, source, ops)
         self._embedding = source("model.embed_tokens.weight")
         self._layers = [builder.layer(index) for index in range(config.num_layers)]
-        self._norm = RMSNorm(source("model.norm.weight"), config.rms_norm_eps)
+        self._norm = RMSNorm(ops, source("model.norm.weight"), config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self._head = Linear(self._embedding if tied else source("lm_head.weight"))
         self._rotary = Rotary(config.rope, config.head_dim, device)
@@ -90,9 +92,10 @@ class Decoder:
         """Residual stream after the last layer, [tokens, hidden]."""
         x = torch.embedding(self._embedding, ctx.token_ids)
         cos, sin = self._rotary.angles(ctx.positions)
+        pending: Tensor | None = None
         for layer in self._layers:
-            x = layer(x, cos, sin, ctx)
-        return x
+            pending = layer(x, pending, cos, sin, ctx)
+        return x if pending is None else x + pending
 
     def logits(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab], in the dtype of the weights."""
@@ -110,17 +113,25 @@ class DecoderLayer:
         self._mlp_norm = mlp_norm
         self._mlp = mlp
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
-        x = x + self._attention(self._attn_norm(x), cos, sin, ctx)
-        return x + self._mlp(self._mlp_norm(x))
+    def __call__(
+        self, x: Tensor, pending: Tensor | None, cos: Tensor, sin: Tensor, ctx: ForwardContext
+    ) -> Tensor:
+        """Adds `pending` and the attention to the residual stream x, [tokens, hidden], in place.
+
+        Returns the feed-forward's output, which the next layer adds: each sum is fused with the
+        norm that follows it.
+        """
+        normed = self._attn_norm(x) if pending is None else self._attn_norm.after_add(x, pending)
+        attended = self._attention(normed, cos, sin, ctx)
+        return self._mlp(self._mlp_norm.after_add(x, attended))
 
 
 class _Builder:
     """Takes tensors from the source by name and fuses q, k, v and gate, up."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource) -> None:
+    def __init__(self, config: ModelConfig, source: TensorSource, ops: TensorOps) -> None:
         self._config = config
+        self._ops = ops
         self._source = source
         self._flags = ARCHITECTURES[config.architecture]
 
@@ -128,6 +139,7 @@ class _Builder:
         config, prefix = self._config, f"model.layers.{index}."
         qk_norm = self._flags.qk_norm
         attention = Attention(
+            self._ops,
             index,
             config.num_heads,
             config.num_kv_heads,
@@ -137,6 +149,7 @@ class _Builder:
             self._norm(prefix + "self_attn.k_norm") if qk_norm else None,
         )
         mlp = MLP(
+            self._ops,
             self._linear(prefix + "mlp.", ("gate", "up"), config.mlp_bias),
             self._linear(prefix + "mlp.", ("down",), config.mlp_bias),
         )
@@ -154,4 +167,4 @@ class _Builder:
         return Linear(weight, torch.cat(biases) if biases else None)
 
     def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._source(f"{name}.weight"), self._config.rms_norm_eps)
+        return RMSNorm(self._ops, self._source(f"{name}.weight"), self._config.rms_norm_eps)
