@@ -13,7 +13,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean gpu-check
+.PHONY: help demo test mutants check bench clean gpu-check
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -25,6 +25,9 @@ demo: .venv/.model ## generate text with SmolLM2-135M (example.py)
 
 test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow' for the slow ones
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
+	$(PY) tests/run_mutants.py
 
 check: .venv/.dev ## lint, formatting and types
 	$(PY) -m ruff check .

@@ -187,7 +187,9 @@ class CpuKernels:
         acc               float32 [tokens, heads, head_dim], 0 before the first chunk
         """
         k, v = chunk.k, chunk.v
-        heads, head_dim = q.shape[1], q.shape[2]
+        _, heads, head_dim = q.shape
+        _, block_size, kv_heads, _ = k.shape
+        token_stride, head_stride, _ = q.stride()
         is_bf16 = _IS_BF16.get(q.dtype)
         if is_bf16 is None or k.dtype != q.dtype or v.dtype != q.dtype:
             raise EngineError(
@@ -208,15 +210,15 @@ class CpuKernels:
             row_sum.data_ptr(),
             acc.data_ptr(),
             len(chunk.seq_index),
-            chunk.block_table.stride(0),
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            v.stride(0),
+            chunk.block_table.stride()[0],
+            token_stride,
+            head_stride,
+            k.stride()[0],
+            v.stride()[0],
             heads,
-            k.shape[2],
+            kv_heads,
             head_dim,
-            k.shape[1],
+            block_size,
             is_bf16,
             torch.get_num_threads(),
             scale,

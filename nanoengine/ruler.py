@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import nanoengine
 from nanoengine.errors import ConfigError, EngineError
 from nanoengine.llm import LLM
 from nanoengine.loader import resolve_model
@@ -210,8 +211,11 @@ def _engine_figures(llm: LLM) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": sys.version.split()[0]}
-    for name in ("nanoengine", "torch", "tokenizers", "wonderwords"):
+    found: dict[str, str | None] = {
+        "nanoengine": nanoengine.__version__,
+        "python": sys.version.split()[0],
+    }
+    for name in ("torch", "tokenizers", "wonderwords"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Breaks a copy of the engine on purpose, one patch of tests/mutants/ at a time: each must be caught.
+"""Breaks a copy of the engine on purpose, a patch of tests/mutants/ at a time: each must be caught.
 
     python tests/run_mutants.py [NAME ...] [--jobs N]
 
@@ -164,9 +164,8 @@ def print_table(verdicts: list[Verdict]) -> None:
     for verdict in verdicts:
         what = verdict.problem or f"caught: {verdict.mutant.fails_with}"
         name = verdict.mutant.path.stem
-        print(
-            f"{name:{width}}  {verdict.seconds:4.0f} s  {what}\n{'':{width}}  {verdict.mutant.breaks}"
-        )
+        print(f"{name:{width}}  {verdict.seconds:4.0f} s  {what}")
+        print(f"{'':{width}}          {verdict.mutant.breaks}")
     caught = sum(not verdict.problem for verdict in verdicts)
     print(f"\n{caught} of {len(verdicts)} mutants caught")
 

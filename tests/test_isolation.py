@@ -388,6 +388,26 @@ def test_loads_and_new_blocks_share_the_last_slots() -> None:
     engine.close()
 
 
+def test_a_failed_step_takes_back_its_loads() -> None:
+    """It failed while the tail's later layers were not even queued: they must be brought again."""
+    engine = ShadowEngine(4, 20, 2, 1, block_size=2, prefix_caching=False)
+    long, short = sequence(0, [1] * 16), sequence(1, [2])
+    for seq in (short, long):
+        assert engine.kv.admit(seq)
+        while seq.is_prefill and seq.num_remaining:
+            step_alone(engine, seq)
+    tail = engine.kv._tables[1].blocks[0]
+    assert tail.device_slot is None and tail.num_tokens == 1
+    for fail_at in ((0, 0), (1, 0), (0, 1), None):
+        engine.kv.start_step()
+        assert [engine.kv.reserve(seq, 1) for seq in (short, long)] == [1, 1]
+        items = [ScheduledSequence(seq, 1) for seq in (short, long)]
+        run_batch(engine, items, fail_at)
+        engine.kv.check()
+    assert tail.num_tokens == 2
+    engine.close()
+
+
 def step_alone(engine: ShadowEngine, seq: EngineSequence) -> int | None:
     engine.kv.start_step()
     granted = engine.kv.reserve(seq, seq.num_remaining)

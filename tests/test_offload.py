@@ -408,6 +408,36 @@ def test_bytes_survive_a_round_trip() -> None:
     engine.close()
 
 
+def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
+    """Loads, fills and reads in place, each right after a store of which nobody else waited."""
+    device = CheckedDevice(CpuDevice(2, copy_workers=True, max_delay_s=0.002))
+    pool = torch.empty(2, 4, 2, 4, 1, 3)
+    engine = OffloadEngine(device, pool, 3, 2, 1, debug=True)
+    content = torch.randn(pool.shape)
+    pool.copy_(content)
+    for slot in range(3):
+        assert engine.begin(StepTransfers(stores=(Store(slot, slot, 0, 4),))).end()
+        run = engine.begin(
+            [
+                StepTransfers(loads=(Load(0, 3, 4),), write_slots=(3,)),
+                StepTransfers(fills=((1,),)),
+                StepTransfers(),
+            ][slot]
+        )
+        for layer in range(2):
+            if slot == 0:
+                run.before_write(layer)
+                assert torch.equal(pool[layer, 3], content[layer, 0])
+            elif slot == 1:
+                assert torch.equal(run.fill(layer, 0)[0], content[layer, 1])
+                run.drained(layer, 0)
+            else:
+                run.read_host(layer, (2,))
+                assert torch.equal(engine.host_pool[layer, 2], content[layer, 2])
+        assert run.end()
+    engine.close()
+
+
 def test_copies_are_counted_as_found_ready_or_waited_for(tiny: Tiny) -> None:
     driver = make_driver(tiny("llama"), num_gpu_blocks=2, **STREAM)
     driver.run([some_ids(1, 60)], greedy(4))
