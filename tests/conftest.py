@@ -1,175 +1,18 @@
-"""Tiny random checkpoints that transformers itself saved, and transformers' own answers for them.
+"""Fixtures of all tests: tiny checkpoints by name, an empty cache.
 
 A test that wants a checkpoint asks for the fixture `tiny` and calls it with a name of TINY; a test
-that wants the right answer imports the helpers: `from conftest import reference, reference_greedy`.
+that wants the right answer imports it: `from checkpoints import reference, reference_greedy`.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-# Before the libraries that read them at import.
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-
-torch.set_num_threads(2)
-
-SPECIAL_TOKENS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
-BOS_ID, EOS_ID, IM_START_ID, IM_END_ID = range(4)
-EOS_IDS = [EOS_ID, IM_END_ID]
-TOKENIZER_SIZE = len(SPECIAL_TOKENS) + 256
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-COMMON = {
-    "vocab_size": TOKENIZER_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    # Ten times the usual spread: logits far enough apart that greedy choices are rarely near ties.
-    "initializer_range": 0.2,
-    "bos_token_id": BOS_ID,
-    "eos_token_id": EOS_ID,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-
-
-@dataclass(frozen=True, slots=True)
-class TinyModel:
-    """One row of TINY: what to build and how to save it; called with a folder, it does both."""
-
-    config_class: type[Any] = LlamaConfig
-    model_class: type[Any] = LlamaForCausalLM
-    settings: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    max_shard_size: str = "1GB"
-    adds_bos: bool = True
-    # transformers 5 saves the chat template as a file of its own, older checkpoints hold it in
-    # tokenizer_config.json: both must load.
-    template_in_own_file: bool = False
-
-    def __call__(self, folder: Path) -> None:
-        """Build the model and save it, its tokenizer and its generation settings into `folder`."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            model = self.model_class(self.config_class(**COMMON | self.settings)).eval()
-            _randomize_vectors(model)
-        model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_IDS)
-        model.save_pretrained(folder, max_shard_size=self.max_shard_size)
-        tokenizer = _byte_tokenizer(self.adds_bos)
-        tokenizer.save_pretrained(folder, save_jinja_files=self.template_in_own_file)
-
-
-TINY: dict[str, TinyModel] = {
-    "llama": TinyModel(),
-    "llama-tied": TinyModel(settings={"tie_word_embeddings": True}, seed=1),
-    "llama-bias": TinyModel(settings={"attention_bias": True, "mlp_bias": True}, seed=2),
-    "llama-rope-llama3": TinyModel(settings={"rope_parameters": LLAMA3_ROPE}, seed=3),
-    "llama-rope-linear": TinyModel(settings={"rope_parameters": LINEAR_ROPE}, seed=4),
-    # The weights of "llama" in several files.
-    "llama-sharded": TinyModel(max_shard_size="200KB"),
-    # head_dim x heads is not hidden_size, and the vocabulary is padded past the tokenizer's.
-    "qwen3": TinyModel(
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        {"hidden_size": 48, "head_dim": 32, "vocab_size": 272, "tie_word_embeddings": True},
-        seed=5,
-        adds_bos=False,
-        template_in_own_file=True,
-    ),
-}
-
-
-def _randomize_vectors(model: torch.nn.Module) -> None:
-    """Norm weights start as ones and biases as zeros: leave neither where a bug could not show."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            centre = 0.0 if name.endswith("bias") else 1.0
-            torch.nn.init.normal_(parameter, centre, 0.2)
-
-
-def _byte_tokenizer(adds_bos: bool) -> PreTrainedTokenizerFast:
-    """One token per UTF-8 byte, so any text encodes and any text comes back."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(list(SPECIAL_TOKENS))
-    if adds_bos:
-        core.post_processor = processors.TemplateProcessing(
-            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", BOS_ID)]
-        )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-@functools.cache
-def reference(path: Path) -> PreTrainedModel:
-    """transformers' model of the checkpoint at `path`: fp32, eval, its plainest attention.
-
-    One object per path for the whole session: nobody changes it.
-    """
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()
-
-
-@torch.inference_mode()
-def reference_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
-    """Logits [len(ids), vocab] of one forward pass over `ids`."""
-    return model(torch.tensor([list(ids)]), use_cache=False).logits[0]
-
-
-def reference_greedy(model: PreTrainedModel, ids: Sequence[int], n: int) -> list[int]:
-    """The `n` tokens greedy decoding adds to `ids`; no token ends it.
-
-    Every token is a forward pass over everything before it: there is no cache that could be wrong.
-    """
-    tokens = list(ids)
-    for _ in range(n):
-        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
-    return tokens[len(ids) :]
+from checkpoints import TINY
 
 
 @pytest.fixture(scope="session")

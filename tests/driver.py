@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from conftest import reference, reference_greedy
+from checkpoints import reference, reference_greedy
 from torch import Tensor
 
 from nanoengine import SamplingParams

@@ -25,7 +25,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # works in a checkout that is not installed
 
-from conftest import TINY, reference, reference_greedy
+from checkpoints import TINY, reference, reference_greedy
 from driver import Driver
 from tqdm import tqdm
 

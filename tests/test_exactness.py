@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, reference, reference_greedy, reference_logits
+from checkpoints import TINY, reference, reference_greedy, reference_logits
 from driver import GREEDY, Driver, token_ids
 
 from nanoengine.llm_engine import LLMEngine

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import reference
+from checkpoints import reference
 from induction import DIMS, MAX_DOT, VOCAB_SIZE, _codes, write_checkpoint
 
 from nanoengine import LLM, SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import reference, reference_logits
+from checkpoints import reference, reference_logits
 from driver import Driver, expected, host_gib, token_ids
 from shadow import VOCAB, Boom, ShadowEngine
 from torch import Tensor

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EOS_IDS, reference, reference_greedy, reference_logits
+from checkpoints import EOS_IDS, reference, reference_greedy, reference_logits
 
 from nanoengine import (
     LLM,

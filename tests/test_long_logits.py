@@ -1,4 +1,4 @@
-"""SmolLM2 stretched to 16K positions by linear RoPE: streamed against resident, and transformers."""
+"""SmolLM2 stretched to 16K positions by linear RoPE: streamed, resident and transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stretched(tmp_path: Path) -> Path:
 
 
 def long_text(folder: Path) -> list[int]:
-    """Real text, so that logits are those of a working model: this package's own sources, repeated."""
+    """Real text, so that logits are those of a working model: our own sources, repeated."""
     with LLM(folder, num_gpu_blocks=1, max_num_seqs=1) as llm:
         text = "\n".join(p.read_text() for p in sorted(Path(__file__).parent.parent.glob("*/*.py")))
         ids = llm.tokenizer.encode(text)

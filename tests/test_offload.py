@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, reference, reference_logits
+from checkpoints import TINY, reference, reference_logits
 from driver import Driver, expected, host_gib, token_ids
 from torch import Tensor
 

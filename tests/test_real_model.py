@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import reference_logits
+from checkpoints import reference_logits
 from driver import Driver
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
