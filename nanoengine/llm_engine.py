@@ -272,10 +272,11 @@ class LLMEngine:
                     f"stop token id {token_id} is outside the vocabulary of "
                     f"{self.model_config.vocab_size} tokens"
                 )
-        wanted = limit - num_prompt if params.max_tokens is None else params.max_tokens
-        if params.max_tokens is not None and limit < self.model_config.max_position:
-            self.kv.check_fits(num_prompt, params.max_tokens)
-        return min(limit, num_prompt + wanted)
+        most = (self.config.max_model_len or self.model_config.max_position) - num_prompt
+        if params.max_tokens is None:
+            return limit
+        self.kv.check_fits(num_prompt, min(params.max_tokens, most))
+        return min(limit, num_prompt + params.max_tokens)
 
     def _how_to_raise(self) -> str:
         if self.config.max_model_len is not None:

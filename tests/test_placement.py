@@ -137,18 +137,17 @@ def test_the_host_gives_up_cached_blocks_then_second_copies_never_a_last_one() -
 
 
 def test_the_host_copy_under_a_load_is_not_given_up() -> None:
-    """Its slot is still read; another block's second copy is taken."""
-    manager = BlockManager(2, 2, 1)
-    loaded, twice, plain = (
-        block_on(manager, "h", 1),
-        block_on(manager, "dh"),
-        block_on(manager, "d"),
-    )
-    tables = [[loaded], [twice], [plain]]
-    placement = Placement(manager, tables, tables)
+    """Its slot is still read, so another block's second copy makes room."""
+    manager = BlockManager(3, 3, 1)
+    loaded, twice = block_on(manager, "h", 1), block_on(manager, "dh", 2)
+    plain = [block_on(manager, "d") for _ in range(2)]
+    new = block_on(manager, "")
+    tables = [[loaded], [twice], plain, [new]]
     host_slot = loaded.host_slot
-    placement.place([loaded])
+    placement = Placement(manager, tables, tables)
+    placement.place([twice, loaded, new])
     assert placement.loads[loaded].host_slot == host_slot == loaded.host_slot
+    assert twice.host_slot is None and all(block.is_on_host for block in plain)
     manager.check(references(tables))
 
 
@@ -272,7 +271,7 @@ def _draw_cached(draw: st.DrawFn, manager: BlockManager) -> None:
         manager.release(block)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(worlds(), st.booleans())
 def test_every_step_that_was_granted_can_be_placed(world: World, promotes: bool) -> None:
     """Written blocks on the device, no content lost, no slot held twice, however full the pools."""
@@ -302,7 +301,7 @@ def test_every_step_that_was_granted_can_be_placed(world: World, promotes: bool)
             assert store.start == (length if slot == store.host_slot else 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(worlds())
 def test_promotion_brings_in_blocks_only_over_what_nobody_running_reads(world: World) -> None:
     running = {block for table in world.active for block in table}
@@ -316,7 +315,7 @@ def test_promotion_brings_in_blocks_only_over_what_nobody_running_reads(world: W
     world.check()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(worlds())
 def test_undo_after_any_step_leaves_everything_readable(world: World) -> None:
     held = {b: b.num_tokens for table in world.tables for b in table}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.step_plan import DEVICE, HOST, Location, Part, SequenceSpan, plan_reads, slot_runs
@@ -39,6 +39,7 @@ def read_back(parts: list[Part], num_tables: int) -> Tables:
     return seen
 
 
+@settings(derandomize=True, deadline=None)
 @given(tables(), st.integers(0, 4))
 def test_every_block_is_read_once_and_in_order(made: Tables, slot_blocks: int) -> None:
     parts = plan_reads(made, slot_blocks)
@@ -49,6 +50,7 @@ def test_every_block_is_read_once_and_in_order(made: Tables, slot_blocks: int) -
         assert bool(part.fill) == (part.tier == HOST and slot_blocks > 0)
 
 
+@settings(derandomize=True, deadline=None)
 @given(tables(), st.integers(1, 4))
 def test_fills_hold_what_is_read_and_no_more(made: Tables, slot_blocks: int) -> None:
     for part in plan_reads(made, slot_blocks):
@@ -59,6 +61,7 @@ def test_fills_hold_what_is_read_and_no_more(made: Tables, slot_blocks: int) -> 
             assert len(set(part.fill)) == len(part.fill), "brought in twice"
 
 
+@settings(derandomize=True, deadline=None)
 @given(tables(), st.integers(1, 4))
 def test_a_shared_prefix_crosses_the_link_once(made: Tables, slot_blocks: int) -> None:
     """Sequences that begin alike are at the same block at the same time, so no slot comes twice."""
@@ -67,6 +70,7 @@ def test_a_shared_prefix_crosses_the_link_once(made: Tables, slot_blocks: int) -
     assert sorted(fills) == sorted(on_host)
 
 
+@settings(derandomize=True, deadline=None)
 @given(tables())
 def test_device_and_in_place_parts_are_as_few_as_the_tier_changes(made: Tables) -> None:
     parts = plan_reads(made, 0)
@@ -91,6 +95,7 @@ def test_the_smallest_cases() -> None:
     assert plan_reads([host], 0) == [Part(HOST, (SequenceSpan(0, 0, (5, 6, 7)),))]
 
 
+@settings(derandomize=True, deadline=None)
 @given(st.lists(st.integers(0, 12)))
 def test_slot_runs_are_the_slots_in_as_few_copies_as_possible(slots: list[int]) -> None:
     runs = slot_runs(slots)
