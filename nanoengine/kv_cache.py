@@ -177,11 +177,11 @@ class HybridKVCacheManager:
         if active and self.spec.num_host_blocks and active >= self.spec.num_blocks - 1:
             return False
         held = table.blocks if table else self._lookup(seq)
-        idle_hits = 0 if table else sum(not block.ref_count for block in held)
         needed = self._blocks_for(seq.num_tokens) - len(held)
         reserve = self._decode_reserve_blocks if active else 0
         reserve += max(0, self._budget.loads - self.spec.spare_blocks)
-        while needed + idle_hits + reserve > self._manager.num_available:
+        # A reclaimed block may be one of the hits, so what is idle is counted anew each time.
+        while needed + _num_idle(held) + reserve > self._manager.num_available:
             if active or not self._reclaim(besides=seq.seq_id):
                 return False
         if table is None:
@@ -460,6 +460,11 @@ class HybridKVCacheManager:
 
     def _tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._pool.device)
+
+
+def _num_idle(blocks: list[Block]) -> int:
+    """Blocks that nobody references: to acquire them takes room."""
+    return sum(not block.ref_count for block in blocks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ differences, and from that the speed that the plan predicts.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, ScheduledSequence, Sequence
 
 NUM_BLOCKS = 16
-NUM_STEPS = 3
+NUM_STEPS = 7
 PROBE_ID = -1
 
 
@@ -57,7 +58,7 @@ def measure_decode(
 def _time(
     runner: ModelRunner, kv: HybridKVCacheManager, device: Device, num_blocks: int, on_host: bool
 ) -> float:
-    """Seconds of the fastest of a few decode steps over `num_blocks` blocks."""
+    """Median seconds of a decode step over `num_blocks` blocks."""
     num_tokens = num_blocks * kv.spec.block_size
     seq = Sequence(
         seq_id=PROBE_ID,
@@ -76,7 +77,8 @@ def _time(
             return 0.0
         kv.fill_random(seq, on_host)
         with kv.full_device(keep_free=1) if on_host else _nothing():
-            return min(_step(runner, device, batch) for _ in range(NUM_STEPS + 1))
+            _step(runner, device, batch)  # the first one warms up
+            return statistics.median(_step(runner, device, batch) for _ in range(NUM_STEPS))
     finally:
         kv.deallocate(seq)
         kv.reset_counters()
