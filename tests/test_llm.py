@@ -202,6 +202,15 @@ def test_chat_equals_the_rendered_template(llm: LLM) -> None:
         llm.chat([{"role": "user"}], GREEDY, use_tqdm=False)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own SIGINT handler, also where the test run was started with SIGINT ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_frees_the_requests_and_leaves_the_engine_usable(llm: LLM) -> None:
     engine = llm.llm_engine
     before = llm.generate("again", GREEDY, use_tqdm=False)[0]["token_ids"]
