@@ -19,8 +19,9 @@ from nanoengine.model_runner import ModelRunner
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, ScheduledSequence, Sequence
 
-NUM_BLOCKS = 16
-NUM_STEPS = 7
+NUM_BLOCKS = 32
+MAX_BYTES = 1 << 30
+NUM_STEPS = 11
 PROBE_ID = -1
 
 
@@ -44,9 +45,10 @@ def measure_decode(
     runner: ModelRunner, kv: HybridKVCacheManager, device: Device, max_blocks: int
 ) -> DecodeCosts:
     """Time decode steps; leaves nothing behind. max_blocks: what one request may have."""
+    most = max(1, min(NUM_BLOCKS, MAX_BYTES // kv.spec.block_bytes, max_blocks - 1))
     step_s = _time(runner, kv, device, 1, on_host=False)
-    resident = max(0, min(NUM_BLOCKS, kv.spec.num_blocks - 1, max_blocks - 1))
-    streamed = max(1, min(NUM_BLOCKS, kv.spec.num_host_blocks - 1, max_blocks - 1))
+    resident = min(most, kv.spec.num_blocks - 1)
+    streamed = max(1, min(most, kv.spec.num_host_blocks - 1))
     device_block_s = 0.0
     if resident:
         device_block_s = _time(runner, kv, device, 1 + resident, on_host=False) - step_s

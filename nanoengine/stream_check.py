@@ -9,6 +9,7 @@ run, also where inline compute would have hidden it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -39,15 +40,17 @@ class CheckedEvent:
 
 
 class CheckedStream:
-    """A stream with a vector clock."""
+    """A stream with a vector clock; `trace` counts what was queued on it."""
 
     def __init__(self, inner: Stream) -> None:
         self.name = inner.name
         self.inner = inner
         self.clock: Clock = {inner.name: 0}
+        self.trace: Counter[str] = Counter()
 
     def copy(self, dst: Tensor, src: Tensor) -> None:
         """See device.Stream."""
+        self.trace["copies"] += 1
         self.inner.copy(dst, src)
 
     def fill(self, dst: Tensor, value: float) -> None:
@@ -56,11 +59,13 @@ class CheckedStream:
 
     def record(self) -> Event:
         """See device.Stream."""
+        self.trace["events"] += 1
         return CheckedEvent(self.inner.record(), dict(self.clock))
 
     def wait(self, event: Event) -> None:
         """See device.Stream."""
         assert isinstance(event, CheckedEvent)
+        self.trace["waits"] += 1
         for name, time in event.clock.items():
             self.clock[name] = max(self.clock.get(name, 0), time)
         self.inner.wait(event.inner)

@@ -33,6 +33,7 @@ import nanoengine
 from nanoengine import SamplingParams
 from nanoengine.device import make_device
 from nanoengine.llm_engine import LLMEngine
+from nanoengine.stream_check import CheckedStream
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 BLOCK = 8
@@ -84,6 +85,12 @@ def logits_of(driver: Driver, work: list[list[int]]) -> list[torch.Tensor]:
     return [torch.stack(driver.logits[output.request_id]).cpu() for output in outputs]
 
 
+def trace(made: LLMEngine) -> dict[str, dict[str, int]]:
+    """What the checker saw queued on each stream: copies, events recorded, waits for events."""
+    streams = (made.device.compute, made.device.h2d, made.device.d2h)
+    return {s.name: dict(s.trace) for s in streams if isinstance(s, CheckedStream)}
+
+
 def parity(folder: Path, device: str) -> dict[str, Any]:
     """fp32 greedy ids against transformers on the CPU: resident, and streamed with ring 2, 3, 4."""
     model = reference(folder)
@@ -100,6 +107,7 @@ def parity(folder: Path, device: str) -> dict[str, Any]:
             "attention": made.plan.attention,
             "h2d_bytes": made.kv.counters.h2d_bytes,
             "checked_accesses": getattr(made.device, "num_checked", 0),
+            "trace": trace(made),
             "ok": equal and (not ring or made.kv.counters.h2d_bytes > 0),
         }
         made.close()
