@@ -81,7 +81,6 @@ class ForwardContext:
     kv_lens       int32 [n]: keys of sequence i once this step's are written
     lengths       (query tokens, kv_lens) of each sequence, for backends driven from Python
     logit_rows    int64 [m]: the tokens whose logits are wanted
-    max_query_len largest number of query tokens of one sequence
     """
 
     token_ids: Tensor
@@ -90,6 +89,5 @@ class ForwardContext:
     kv_lens: Tensor
     lengths: tuple[tuple[int, int], ...]
     logit_rows: Tensor
-    max_query_len: int
     kv: KVCache
     attention: AttentionBackend

@@ -1,7 +1,7 @@
 """From a model's name to its configuration and its tensors, checked before anything is allocated.
 
-Owns where models are found, config.json and safetensors checkpoints. Knows nothing of devices, of
-the engine or of how a model fuses its weights. Code in a checkpoint is never run, pickles are never
+Owns where models are found, config.json and safetensors checkpoints, and fills a Decoder from them.
+Knows nothing of the engine or of how a model fuses its weights. Code in a checkpoint is never run, pickles are never
 opened.
 """
 

@@ -74,7 +74,6 @@ class ModelRunner:
             kv_lens=self._tensor(kv_lens, torch.int32),
             lengths=tuple(zip((i.num_tokens for i in batch.items), kv_lens, strict=True)),
             logit_rows=self._tensor(logit_rows, torch.int64),
-            max_query_len=max(item.num_tokens for item in batch.items),
             kv=kv,
             attention=self._attention,
         )
