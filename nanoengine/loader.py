@@ -1,8 +1,8 @@
 """From a model's name to its configuration and its tensors, checked before anything is allocated.
 
 Owns where models are found, config.json and safetensors checkpoints, and fills a Decoder from them.
-Knows nothing of the engine or of how a model fuses its weights. Code in a checkpoint is never run, pickles are never
-opened.
+Knows nothing of the engine or of how a model fuses its weights. Code in a checkpoint is never run,
+pickles are never opened.
 """
 
 from __future__ import annotations
