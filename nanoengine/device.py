@@ -153,6 +153,10 @@ class WorkerStream:
 
     def _run(self) -> None:
         error: BaseException | None = None
+        # On few cores a copy that takes one from the compute threads holds up all of them: copies
+        # take the cores that compute leaves idle, first of all while it waits for a copy.
+        if hasattr(os, "setpriority") and sys.platform == "linux":  # there it is the thread's own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while (work := self._work.get()) is not None:
             if isinstance(work, WorkerEvent):
                 work.set(error)

@@ -21,7 +21,9 @@ from nanoengine.sequence import RequestMetrics, ScheduledBatch, ScheduledSequenc
 
 NUM_BLOCKS = 32
 MAX_BYTES = 1 << 30
-NUM_STEPS = 11
+NUM_ROUNDS = 3
+NUM_WARMUPS = 2
+NUM_STEPS = 5
 PROBE_ID = -1
 
 
@@ -46,21 +48,22 @@ def measure_decode(
 ) -> DecodeCosts:
     """Time decode steps; leaves nothing behind. max_blocks: what one request may have."""
     most = max(1, min(NUM_BLOCKS, MAX_BYTES // kv.spec.block_bytes, max_blocks - 1))
-    step_s = _time(runner, kv, device, 1, on_host=False)
     resident = min(most, kv.spec.num_blocks - 1)
     streamed = max(1, min(most, kv.spec.num_host_blocks - 1))
-    device_block_s = 0.0
-    if resident:
-        device_block_s = _time(runner, kv, device, 1 + resident, on_host=False) - step_s
-        device_block_s = max(0.0, device_block_s) / resident
-    host_block_s = _time(runner, kv, device, 1 + streamed, on_host=True) - step_s
-    return DecodeCosts(step_s, device_block_s, max(0.0, host_block_s) / streamed)
+    sizes = [(1, False), (1 + resident, False), (1 + streamed, True)]
+    times: list[list[float]] = [[], [], []]
+    for _ in range(NUM_ROUNDS):  # in turns, so that a slow moment does not hit one size alone
+        for seconds, (num_blocks, on_host) in zip(times, sizes, strict=True):
+            seconds += _time(runner, kv, device, num_blocks, on_host)
+    step_s, resident_s, streamed_s = map(statistics.median, times)
+    device_block_s = max(0.0, resident_s - step_s) / max(1, resident)
+    return DecodeCosts(step_s, device_block_s, max(0.0, streamed_s - step_s) / streamed)
 
 
 def _time(
     runner: ModelRunner, kv: HybridKVCacheManager, device: Device, num_blocks: int, on_host: bool
-) -> float:
-    """Median seconds of a decode step over `num_blocks` blocks."""
+) -> list[float]:
+    """Seconds of decode steps over `num_blocks` blocks."""
     num_tokens = num_blocks * kv.spec.block_size
     seq = Sequence(
         seq_id=PROBE_ID,
@@ -76,11 +79,12 @@ def _time(
     kv.start_step()
     try:
         if not kv.admit(seq):
-            return 0.0
+            return [0.0]
         kv.fill_random(seq, on_host)
         with kv.full_device(keep_free=1) if on_host else _nothing():
-            _step(runner, device, batch)  # the first one warms up
-            return statistics.median(_step(runner, device, batch) for _ in range(NUM_STEPS))
+            for _ in range(NUM_WARMUPS):
+                _step(runner, device, batch)
+            return [_step(runner, device, batch) for _ in range(NUM_STEPS)]
     finally:
         kv.deallocate(seq)
         kv.reset_counters()
