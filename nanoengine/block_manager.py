@@ -21,8 +21,8 @@ class Block:
     """One block. Validity is a length: `num_tokens` are computed, the first `host_len` have a host
     copy.
 
-    The device copy, where there is a device slot, holds all of them. `digest` is set once the
-    block is full and published.
+    The device copy, where there is a device slot, holds all of them. `key` is set while the block,
+    full and computed, is published: it can be found under `parent`.
     """
 
     ref_count: int = 1
@@ -30,9 +30,8 @@ class Block:
     device_slot: int | None = None
     host_slot: int | None = None
     host_len: int = 0
-    digest: bytes | None = None
+    key: BlockKey | None = None
     parent: Block | None = None
-    tokens: bytes = b""
 
     @property
     def is_on_host(self) -> bool:
@@ -71,15 +70,28 @@ class SlotPool:
         assert len(self._free) + len(slots) == self.num_slots, "slots leaked"
 
 
-def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as int32 bytes, to hash and to compare."""
-    return array("i", token_ids).tobytes()
+@dataclass(frozen=True, slots=True)
+class BlockKey:
+    """What a full block is found by: its tokens, and a digest of them and of all before them."""
+
+    digest: bytes
+    tokens: bytes
 
 
-def chain_digest(parent: Block | None, tokens: bytes) -> bytes:
-    """xxh3-128 of a full block's tokens, chained over everything before them."""
-    previous = parent.digest if parent is not None and parent.digest is not None else b""
-    return xxhash.xxh3_128_digest(previous + tokens)
+def block_key(before: BlockKey | None, token_ids: Sequence[int], salt: str = "") -> BlockKey:
+    """The key of the full block with these tokens, after the block with key `before`.
+
+    salt goes into the first block of a sequence, to hash and to compare: other salts never meet.
+    """
+    tokens = array("i", token_ids).tobytes()
+    if before is None:
+        tokens += salt.encode()
+    return BlockKey(chain_digest(before.digest if before else b"", tokens), tokens)
+
+
+def chain_digest(before: bytes, tokens: bytes) -> bytes:
+    """xxh3-128 of a block's tokens, chained over the digest of everything before them."""
+    return xxhash.xxh3_128_digest(before + tokens)
 
 
 class BlockManager:
@@ -97,6 +109,7 @@ class BlockManager:
         self._cached: OrderedDict[Block, None] = OrderedDict()  # unreferenced, oldest first
         self._cached_on_device: OrderedDict[Block, None] = OrderedDict()  # those with a device slot
         self._by_digest: dict[bytes, Block] = {}
+        self._in_flight: dict[bytes, int] = {}  # digest -> who computes that block
 
     @property
     def num_available(self) -> int:
@@ -118,13 +131,26 @@ class BlockManager:
         self._num_referenced += 1
         return Block()
 
-    def find(self, parent: Block | None, tokens: bytes) -> Block | None:
-        """The published block that holds `tokens` after `parent`, without taking a reference.
+    def find(self, parent: Block | None, key: BlockKey) -> Block | None:
+        """The published block with this key after `parent`, without taking a reference.
 
         Tokens and parent are compared, so a hash collision cannot give out another prompt's KV.
         """
-        block = self._by_digest.get(chain_digest(parent, tokens))
-        return block if block and block.tokens == tokens and block.parent is parent else None
+        block = self._by_digest.get(key.digest)
+        return block if block and block.key == key and block.parent is parent else None
+
+    def promise(self, key: BlockKey, owner: int) -> None:
+        """`owner` is going to compute the block with this key, unless somebody else already is."""
+        self._in_flight.setdefault(key.digest, owner)
+
+    def withdraw(self, key: BlockKey, owner: int) -> None:
+        """`owner` has computed the block with this key, or never will."""
+        if self._in_flight.get(key.digest) == owner:
+            del self._in_flight[key.digest]
+
+    def is_in_flight(self, key: BlockKey) -> bool:
+        """True while a sequence computes the block with this key. A collision costs a wait."""
+        return key.digest in self._in_flight
 
     def acquire(self, block: Block) -> None:
         """One more table holds the block."""
@@ -133,23 +159,20 @@ class BlockManager:
             self._num_referenced += 1
         block.ref_count += 1
 
-    def publish(self, block: Block, parent: Block | None, tokens: bytes) -> Block:
+    def publish(self, block: Block, parent: Block | None, key: BlockKey) -> Block:
         """Make a full, computed block findable; returns the block that stands for this content.
 
         When another block with the same content was published first, that one stays and is
         returned: it is the parent under which the following blocks are chained.
         """
-        if (
-            parent is not None and parent.digest is None
-        ):  # evicted meanwhile: nothing to chain under
+        if parent is not None and parent.key is None:  # evicted: nothing to chain under
             return block
-        known = self.find(parent, tokens)
+        known = self.find(parent, key)
         if known is not None:
             return known
-        digest = chain_digest(parent, tokens)
-        if digest not in self._by_digest:
-            block.digest, block.parent, block.tokens = digest, parent, tokens
-            self._by_digest[digest] = block
+        if key.digest not in self._by_digest:
+            block.key, block.parent = key, parent
+            self._by_digest[key.digest] = block
         return block
 
     def release(self, block: Block) -> None:
@@ -160,7 +183,7 @@ class BlockManager:
         if block.ref_count:
             return
         self._num_referenced -= 1
-        if block.digest is None:
+        if block.key is None:
             self._free_slots(block)
         else:
             self._cached[block] = None
@@ -170,15 +193,21 @@ class BlockManager:
     def evict(self, block: Block) -> None:
         """Forget a cached block and free its slots."""
         self._uncache(block)
-        self._forget(block)
+        self.unpublish(block)
         self._free_slots(block)
+
+    def unpublish(self, block: Block) -> None:
+        """The block in use cannot be found any more."""
+        if block.key is not None:
+            del self._by_digest[block.key.digest]
+        block.key, block.parent = None, None
 
     def reset_cache(self) -> None:
         """Forget every published block; those in use stay in use."""
         for block in list(self._cached):
             self.evict(block)
         for block in list(self._by_digest.values()):
-            self._forget(block)
+            self.unpublish(block)
 
     def drop_device(self, block: Block) -> int:
         """Take the device slot from a block whose host copy is complete (or that is lost
@@ -212,6 +241,7 @@ class BlockManager:
             assert block.ref_count or block in self._cached, (
                 "published, but neither used nor cached"
             )
+            assert block.num_tokens, "published, but not computed"
         on_device = [b for b in self._cached if b.device_slot is not None]
         assert set(on_device) == set(self._cached_on_device), "the device's cache is miscounted"
         for block in blocks:
@@ -222,11 +252,6 @@ class BlockManager:
     def _uncache(self, block: Block) -> None:
         del self._cached[block]
         self._cached_on_device.pop(block, None)
-
-    def _forget(self, block: Block) -> None:
-        if block.digest is not None:
-            del self._by_digest[block.digest]
-        block.digest, block.parent = None, None
 
     def _free_slots(self, block: Block) -> None:
         if block.device_slot is not None:

@@ -123,6 +123,8 @@ class EngineConfig:
     reads them where they are; "auto": in_place on a CPU, stream on a GPU.
     kv_offload_gib: host memory for KV (None: 4 GiB). ring_slots: buffers of the ring, at least 2.
     slot_tokens: tokens of one layer that a ring slot holds.
+    stream_mib_per_step: host KV that may be streamed a step, on average, beside requests that
+    decode from the device (None: what takes as long as a short step, measured at start-up).
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
     (slow). debug_copy_delay_ms: random delay of up to so long before each copy (CPU, stream).
 
@@ -155,6 +157,7 @@ class EngineConfig:
     kv_offload_gib: float | None = None
     ring_slots: int = 4
     slot_tokens: int = 4096
+    stream_mib_per_step: float | None = None
     debug_kv: bool = False
     debug_copy_delay_ms: float = 0.0
 
@@ -220,6 +223,9 @@ class EngineConfig:
             gib = getattr(self, name)
             if gib is not None and not (isinstance(gib, int | float) and 0 < gib < 1 << 20):
                 raise ConfigError(f"{name} must be a positive number of GiB, got {gib!r}")
+        mib = self.stream_mib_per_step
+        if mib is not None and not (isinstance(mib, int | float) and mib > 0):
+            raise ConfigError(f"stream_mib_per_step must be a positive number of MiB, got {mib!r}")
         if self.kv_offload_gib is not None and not self.enable_cpu_offload:
             raise ConfigError("kv_offload_gib needs enable_cpu_offload=True")
         delay = self.debug_copy_delay_ms
@@ -227,11 +233,6 @@ class EngineConfig:
             raise ConfigError(f"debug_copy_delay_ms must be between 0 and 1000, got {delay!r}")
         if self.kv_cache_gib is not None and self.num_gpu_blocks is not None:
             raise ConfigError("give kv_cache_gib or num_gpu_blocks, not both")
-
-    @property
-    def long_prefill_tokens(self) -> int:
-        """What `long_prefill_token_threshold` stands for."""
-        return self.long_prefill_token_threshold or max(1, self.max_num_batched_tokens // 2)
 
 
 def make_config(model: Any, settings: dict[str, Any]) -> EngineConfig:

@@ -5,6 +5,9 @@ Everything else asks a Device and never looks at `torch.cuda` or the machine its
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 import os
 import queue
 import random
@@ -12,7 +15,9 @@ import resource
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanoengine.errors import ConfigError, TransferError
+from nanoengine.errors import ConfigError
 
 
 class Event(Protocol):
@@ -36,8 +41,11 @@ class Stream(Protocol):
 
     name: str
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
-        """Copy contiguous `src` to contiguous `dst`, of the same bytes."""
+    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
+        """Copy contiguous `src` to contiguous `dst`, of the same bytes.
+
+        A copy that fails stops nothing; `take_failed` tells its owner.
+        """
         ...
 
     def fill(self, dst: Tensor, value: float) -> None:
@@ -51,6 +59,39 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Let all later work of this stream begin after the event."""
         ...
+
+    def take_failed(self) -> list[FailedCopy]:
+        """The copies that failed since the last call. One that an event followed which is done is
+        among them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCopy:
+    """A copy that could not be made, by its owner, and why."""
+
+    owner: object
+    error: Exception
+
+
+class Copies:
+    """Makes copies and remembers those that failed."""
+
+    def __init__(self) -> None:
+        self._failed: deque[FailedCopy] = deque()
+
+    def make(self, dst: Tensor, src: Tensor, owner: object) -> None:
+        """Copy the bytes of `src` to `dst`, both contiguous in host memory."""
+        try:
+            # numpy's copy is a plain memcpy: it releases the GIL and starts no team of threads.
+            np.copyto(_as_bytes(dst), _as_bytes(src))
+        except Exception as error:  # told to whoever asks for the owner's copies
+            self._failed.append(FailedCopy(owner, error))
+
+    def take_failed(self) -> list[FailedCopy]:
+        """See Stream."""
+        return [self._failed.popleft() for _ in range(len(self._failed))]
 
 
 class DoneEvent:
@@ -70,10 +111,12 @@ class InlineStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._copies = Copies()
+        self.take_failed = self._copies.take_failed
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
         """See Stream."""
-        _copy_bytes(dst, src)
+        self._copies.make(dst, src, owner)
 
     def fill(self, dst: Tensor, value: float) -> None:
         """See Stream."""
@@ -94,22 +137,9 @@ class WorkerEvent:
 
     def __init__(self) -> None:
         self._done = threading.Event()
-        self.error: BaseException | None = None
-
-    def is_done(self) -> bool:
-        """True once the worker has come to it."""
-        return self._done.is_set()
-
-    def set(self, error: BaseException | None) -> None:
-        """Called by the worker; `error` is what broke the stream before this point."""
-        self.error = error
-        self._done.set()
-
-    def block(self) -> None:
-        """Wait in the calling thread. Raises TransferError if the stream broke before the event."""
-        self._done.wait()
-        if self.error is not None:
-            raise TransferError(f"a KV copy failed: {self.error}") from self.error
+        self.is_done = self._done.is_set
+        self.set = self._done.set  # called by the worker
+        self.block = self._done.wait
 
 
 class WorkerStream:
@@ -121,15 +151,17 @@ class WorkerStream:
         self.name = name
         self._max_delay_s = max_delay_s
         self._random = random.Random(f"{name}:{seed}")
+        self._copies = Copies()
+        self.take_failed = self._copies.take_failed
         self._work: queue.SimpleQueue[Callable[[], object] | WorkerEvent | None] = (
             queue.SimpleQueue()
         )
         self._thread = threading.Thread(target=self._run, name=f"nanoengine-{name}", daemon=True)
         self._thread.start()
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
         """See Stream."""
-        self._work.put(lambda: _copy_bytes(dst, src))
+        self._work.put(lambda: self._copies.make(dst, src, owner))
 
     def fill(self, dst: Tensor, value: float) -> None:
         """See Stream."""
@@ -143,8 +175,8 @@ class WorkerStream:
 
     def wait(self, event: Event) -> None:
         """See Stream."""
-        if isinstance(event, WorkerEvent) and not (event.is_done() and event.error is None):
-            self._work.put(event.block)  # a broken event breaks this stream, too
+        if isinstance(event, WorkerEvent) and not event.is_done():
+            self._work.put(event.block)
 
     def close(self) -> None:
         """End the thread once its queue is empty."""
@@ -152,26 +184,17 @@ class WorkerStream:
         self._thread.join()
 
     def _run(self) -> None:
-        error: BaseException | None = None
         # On few cores a copy that takes one from the compute threads holds up all of them: copies
         # take the cores that compute leaves idle, first of all while it waits for a copy.
         if hasattr(os, "setpriority") and sys.platform == "linux":  # there it is the thread's own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while (work := self._work.get()) is not None:
             if isinstance(work, WorkerEvent):
-                work.set(error)
+                work.set()
                 continue
             if self._max_delay_s:
                 time.sleep(self._random.uniform(0, self._max_delay_s))
-            try:
-                work()
-            except Exception as raised:  # told to whoever waits for the copies
-                error = raised
-
-
-def _copy_bytes(dst: Tensor, src: Tensor) -> None:
-    # numpy's copy is a plain memcpy: it releases the GIL and never starts a second team of threads.
-    np.copyto(_as_bytes(dst), _as_bytes(src))
+            work()
 
 
 def _as_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
@@ -267,8 +290,17 @@ class CpuDevice:
             self.compute.wait(worker.record())
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Plain memory, taken from the system as it is first written."""
-        return torch.empty(shape, dtype=dtype)
+        """Pages taken from the system as they are first written; big ones where it has them.
+
+        With pages of 4 KiB copies ran at half the speed in some processes and not in others.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if not num_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(shape, dtype=dtype)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
 
     def declare(
         self,
@@ -291,11 +323,20 @@ class CudaStream:
     def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
         self.name = name
         self._stream = stream
+        self._failed: list[FailedCopy] = []
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
+        """See Stream. What fails on the GPU itself ends the process's use of it, not one copy."""
+        try:
+            with torch.cuda.stream(self._stream):
+                dst.copy_(src, non_blocking=True)
+        except RuntimeError as error:
+            self._failed.append(FailedCopy(owner, error))
+
+    def take_failed(self) -> list[FailedCopy]:
         """See Stream."""
-        with torch.cuda.stream(self._stream):
-            dst.copy_(src, non_blocking=True)
+        failed, self._failed = self._failed, []
+        return failed
 
     def fill(self, dst: Tensor, value: float) -> None:
         """See Stream. Pinned memory is filled by a copy, so that it stays in order."""
@@ -363,7 +404,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Pinned memory."""
+        """Pinned memory. torch takes the next power of two of bytes for it."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def declare(

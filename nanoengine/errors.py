@@ -11,7 +11,8 @@ EngineError
 ├── RequestError                one request is wrong; every other request goes on
 │   ├── InvalidParamsError      a sampling parameter is out of range
 │   ├── InvalidPromptError      empty, of a wrong type, or a token id outside the vocabulary
-│   └── PromptTooLongError      could not finish even alone in an empty engine
+│   ├── PromptTooLongError      could not finish even alone in an empty engine
+│   └── TransferError           a copy of its KV between device and host memory failed
 └── EngineClosedError           the engine was closed
 """
 
@@ -64,8 +65,8 @@ class PromptTooLongError(RequestError):
     """The request could not finish even alone in an empty engine."""
 
 
-class TransferError(EngineError, RuntimeError):
-    """A copy between device and host memory failed."""
+class TransferError(RequestError, RuntimeError):
+    """A copy of the request's KV between device and host memory failed."""
 
 
 class EngineClosedError(EngineError, RuntimeError):

@@ -7,7 +7,7 @@ no model and no sampler, and leaves the moving of bytes to the OffloadEngine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -15,14 +15,14 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from nanoengine.block_manager import Block, BlockManager, pack_tokens
-from nanoengine.context import KVChunk, Spans
+from nanoengine.block_manager import Block, BlockKey, BlockManager, block_key
 from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError, PromptTooLongError
-from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters, TransferRun
-from nanoengine.placement import Placement, device_slot, location
-from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
-from nanoengine.step_plan import DEVICE, HOST, Part, plan_reads
+from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
+from nanoengine.placement import Placement, StepTables, device_slot
+from nanoengine.sequence import Admission, RequestMetrics, ScheduledBatch, Sequence
+from nanoengine.step_kv import ChunkTable, StepKV
+from nanoengine.step_plan import DEVICE, HOST, Location, Part, plan_reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,30 +67,34 @@ class KVSpec:
         return self.capacity_blocks * self.block_size
 
 
-MakeTensor = Callable[[object, torch.dtype], Tensor]
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BlockTable:
     """The blocks of one sequence in logical order.
 
     The first len(published) are findable by content, each under the block that stands for it there.
+    `keys` are those of its full blocks, as far as they were needed; the first `num_promised` were
+    promised to others while it computes them.
     `num_shared_tokens` came from the prefix cache: their KV is never written again.
     """
 
     seq: Sequence
     blocks: list[Block] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+    num_promised: int = 0
     num_shared_tokens: int = 0
-    is_parked: bool = False
+    is_parked: bool = True
 
 
 @dataclass(slots=True)
 class _StepBudget:
-    """What the reservations of one step may still write, and how many loads were granted."""
+    """What the reservations of one step may still write, how many loads were granted, and which
+    host blocks the step streams so far.
+    """
 
     write_blocks: int
     loads: int
+    streamed: set[Block] = field(default_factory=set)
 
 
 class HybridKVCacheManager:
@@ -165,33 +169,42 @@ class HybridKVCacheManager:
         """Reservations from here on are for one step."""
         self._budget = _StepBudget(self.spec.num_blocks, 0)
 
-    def admit(self, seq: Sequence) -> bool:
+    def admit(self, seq: Sequence) -> Admission:
         """Give a waiting sequence the blocks of all its tokens, reusing cached ones.
 
-        False (and no change) if it must wait. A preempted sequence goes on with what it still
-        holds. Sets `num_computed`, and `num_cached` at the first admission.
+        Nothing changes if it must wait: because blocks are short, or because another sequence is
+        computing what it would find in the cache a little later. A preempted sequence goes on with
+        what it still holds. Sets `num_computed`, and what was cached at the first admission.
         """
-        table = self._tables.get(seq.seq_id)
+        table = self._tables.setdefault(seq.seq_id, BlockTable(seq))
         active = sum(not t.is_parked for t in self._tables.values())
         # Every active sequence writes to a device block, and one more keeps a prefill going.
         if active and self.spec.num_host_blocks and active >= self.spec.num_blocks - 1:
-            return False
-        held = table.blocks if table else self._lookup(seq)
+            return Admission.FULL
+        held = table.blocks or self._lookup(table)
+        if not table.blocks and self._is_in_flight(table, len(held)):
+            return Admission.IN_FLIGHT
         needed = self._blocks_for(seq.num_tokens) - len(held)
         reserve = self._decode_reserve_blocks if active else 0
         reserve += max(0, self._budget.loads - self.spec.spare_blocks)
         # A reclaimed block may be one of the hits, so what is idle is counted anew each time.
         while needed + _num_idle(held) + reserve > self._manager.num_available:
             if active or not self._reclaim(besides=seq.seq_id):
-                return False
-        if table is None:
-            table = self._tables[seq.seq_id] = self._table_of(seq, held)
-            seq.num_computed = min(table.num_shared_tokens, seq.num_tokens - 1)
+                return Admission.FULL
+        if not table.blocks:
+            self._take(table, held)
         table.is_parked = False
         table.blocks += [self._manager.allocate() for _ in range(needed)]
-        if seq.metrics.first_scheduled_time is None:
-            seq.num_cached = seq.num_computed
-        return True
+        self._promise(table)
+        return Admission.ADMITTED
+
+    def stream_cost(self, seq: Sequence) -> int:
+        """Blocks that would cross the link for this sequence in a step, besides those that already
+        do for others.
+        """
+        if not self.spec.slot_blocks:
+            return 0
+        return len(self._streamed(self._tables[seq.seq_id]) - self._budget.streamed)
 
     def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
         """How many of the next `num_tokens` tokens can be computed in this step.
@@ -218,6 +231,8 @@ class HybridKVCacheManager:
         if granted <= 0 or loads > free:
             return 0
         self._budget.loads = loads
+        if self.spec.slot_blocks:
+            self._budget.streamed |= self._streamed(table)
         self._budget.write_blocks -= max(0, self._blocks_for(stop) - first) if stop > start else 0
         table.blocks += [self._manager.allocate() for _ in range(needed)]
         return granted
@@ -234,21 +249,43 @@ class HybridKVCacheManager:
             block.num_tokens = max(block.num_tokens, min(size, seq.num_computed - index * size))
         if not self._enable_prefix_caching:
             return
-        for index in range(len(table.published), seq.num_computed // size):
-            tokens = pack_tokens(seq.token_ids[index * size : (index + 1) * size])
+        keys = self._keys(table, seq.num_computed // size)
+        for index in range(len(table.published), len(keys)):
             parent = table.published[-1] if table.published else None
-            table.published.append(self._manager.publish(table.blocks[index], parent, tokens))
+            table.published.append(self._manager.publish(table.blocks[index], parent, keys[index]))
+            self._manager.withdraw(keys[index], seq.seq_id)
 
     def preempt(self, seq: Sequence) -> None:
         """The sequence leaves the running set and keeps its KV; `reserve` and `admit` of others may
         take its blocks, last ones first, and then it computes those again.
         """
-        self._tables[seq.seq_id].is_parked = True
+        table = self._tables[seq.seq_id]
+        table.is_parked = True
+        self._withdraw(table)
+
+    def take_failures(self, batch: ScheduledBatch) -> dict[int, str]:
+        """Sequences whose KV was lost or never delivered since the last call, and why.
+
+        batch: the step that has just ended. They must be deallocated without committing the step;
+        lost blocks cannot be found any more.
+        """
+        failed: dict[int, str] = {}
+        step = {item.seq.seq_id for item in batch.items}
+        for failure in self._offload.take_failures():
+            blocks = {block for block in failure.owners if isinstance(block, Block)}
+            for table in self._tables.values():
+                concerned = failure.lost or table.seq.seq_id in step
+                if concerned and not blocks.isdisjoint(table.blocks):
+                    failed.setdefault(table.seq.seq_id, failure.reason)
+            for block in blocks:
+                self._give_up(block, failure.lost)
+        return failed
 
     def deallocate(self, seq: Sequence) -> None:
         """The one place where a sequence's blocks and table end: finish, abort, error."""
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
+            self._withdraw(table)
             for block in reversed(table.blocks):  # a prefix outlives what follows it in the LRU
                 self._release(block)
         seq.num_computed = 0
@@ -264,8 +301,8 @@ class HybridKVCacheManager:
     def fill_random(self, seq: Sequence, on_host: bool) -> None:
         """Give an admitted sequence random KV for all its tokens but the last, on one tier."""
         shape = self._pool.shape[2:]
-        values = torch.randn(shape, dtype=torch.float32, device=self._pool.device)
-        pool = self._offload.host_pool if on_host else self._pool
+        pool = self._pool
+        values = torch.randn(shape, dtype=torch.float32, device=pool.device)
         slots = self._manager.host if on_host else self._manager.device
         seq.num_computed = seq.num_tokens - 1
         for index, block in enumerate(self._tables[seq.seq_id].blocks):
@@ -275,7 +312,9 @@ class HybridKVCacheManager:
                 break
             slot = slots.take()
             assert slot is not None, "no free slot for random KV"
-            pool[:, slot] = values.to(pool)
+            for layer in range(self.spec.num_layers):
+                target = self._offload.host.block(layer, slot) if on_host else pool[layer, slot]
+                target.copy_(values)
             if on_host:
                 block.host_slot, block.host_len = slot, block.num_tokens
             else:
@@ -295,10 +334,11 @@ class HybridKVCacheManager:
 
     def ring_pieces(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
         """Pairs of (part of the ring, host blocks) to time copies with."""
-        ring, host = self._offload.ring, self._offload.host_pool[0]
-        width = min(self.spec.slot_blocks, self.spec.num_host_blocks)
+        width = self.spec.slot_blocks
         if not width:
             return []
+        ring, host = self._offload.ring, self._offload.host.piece(0, 0)
+        width = min(width, len(host))
         host[: min(num_blocks, len(host))] = 0  # memory never written reads faster than real KV
         starts = range(0, min(num_blocks, len(host)) - width + 1, width)
         return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
@@ -336,19 +376,19 @@ class HybridKVCacheManager:
     def begin(self, batch: ScheduledBatch) -> StepKV:
         """Place the blocks that the step writes, plan what it streams, and start the transfers."""
         rows, writes = self._plan_writes(batch)
-        tables = [self._tables[item.seq.seq_id] for item in batch.items]
+        tables = self._step_tables(batch)
         stops = [item.seq.num_computed + item.num_tokens for item in batch.items]
-        active = [t.blocks[: self._blocks_for(n)] for t, n in zip(tables, stops, strict=True)]
-        held = [table.blocks for table in self._tables.values()]
-        placement = Placement(self._manager, held, active)
+        active = [t[: self._blocks_for(n)] for t, n in zip(tables.active, stops, strict=True)]
+        placement = Placement(self._manager, tables)
         written = list(dict.fromkeys(block for block, _ in writes))
         placement.place(written)
         if self.spec.slot_blocks:
             placement.promote()
         parts = plan_reads(
-            [[location(block) for block in blocks] for blocks in active], self.spec.slot_blocks
+            [[self._location(block) for block in blocks] for blocks in active],
+            self.spec.slot_blocks,
         )
-        streamed = {span.index for part in parts if part.tier == HOST for span in part.spans}
+        streamed = {span.index for part in parts if part.tier != DEVICE for span in part.spans}
         self.peak_streamed = max(self.peak_streamed, len(streamed))
         for item, blocks in zip(batch.items, active, strict=True):
             self._count_transfers(item.seq.metrics, blocks, placement)
@@ -357,6 +397,11 @@ class HybridKVCacheManager:
             loads=tuple(placement.loads.values()),
             fills=tuple(part.fill for part in parts if part.fill),
             write_slots=tuple(device_slot(block) for block in written),
+            owners={
+                block.host_slot: block
+                for block in [*placement.stores, *(b for blocks in active for b in blocks)]
+                if block.host_slot is not None
+            },
         )
         size = self.spec.block_size
         k_slots = [device_slot(block) * 2 * size + offset for block, offset in writes]
@@ -369,7 +414,7 @@ class HybridKVCacheManager:
             v_slots=self._tensor([slot + size for slot in k_slots], torch.int64),
             reads=self._chunk_tables(parts),
             run=self._offload.begin(transfers),
-            undo=placement.undo_loads,
+            placement=placement,
             streamed=[batch.items[index].seq.metrics for index in streamed],
             counted=counted,
         )
@@ -387,10 +432,10 @@ class HybridKVCacheManager:
             if store := placement.stores.get(block):
                 metrics.d2h_bytes += (store.stop - store.start) * token_bytes
 
-    def _chunk_tables(self, parts: list[Part]) -> list[_ChunkTable]:
+    def _chunk_tables(self, parts: list[Part]) -> list[ChunkTable]:
         fills = count()
         return [
-            _ChunkTable.make(part, next(fills) if part.fill else -1, self._tensor) for part in parts
+            ChunkTable.make(part, next(fills) if part.fill else -1, self._tensor) for part in parts
         ]
 
     def _plan_writes(self, batch: ScheduledBatch) -> tuple[list[int], list[tuple[Block, int]]]:
@@ -409,23 +454,92 @@ class HybridKVCacheManager:
             row += item.num_tokens
         return rows, writes
 
-    def _lookup(self, seq: Sequence) -> list[Block]:
+    def _step_tables(self, batch: ScheduledBatch) -> StepTables:
+        step = [self._tables[item.seq.seq_id] for item in batch.items]
+        others = [table for table in self._tables.values() if table not in step]
+        return StepTables(
+            [table.blocks for table in step],
+            [table.blocks for table in others if not table.is_parked],
+            [table.blocks for table in others if table.is_parked],
+        )
+
+    def _location(self, block: Block) -> Location:
+        """Where a step reads the block: on the device if it is there."""
+        if block.device_slot is not None:
+            return DEVICE, block.device_slot
+        assert block.host_slot is not None
+        if self.spec.slot_blocks:
+            return HOST, block.host_slot
+        piece, place = self._offload.host.locate(block.host_slot)
+        return HOST + piece, place
+
+    def _streamed(self, table: BlockTable) -> set[Block]:
+        """Blocks with KV that lies on the host only."""
+        return {block for block in table.blocks if block.num_tokens and block.device_slot is None}
+
+    def _keys(self, table: BlockTable, num_blocks: int) -> list[BlockKey]:
+        """The keys of the first `num_blocks` blocks, which are full."""
+        seq, size, keys = table.seq, self.spec.block_size, table.keys
+        for index in range(len(keys), num_blocks):
+            tokens = seq.token_ids[index * size : (index + 1) * size]
+            keys.append(block_key(keys[-1] if keys else None, tokens, seq.cache_salt))
+        return keys[:num_blocks]
+
+    def _lookup(self, table: BlockTable) -> list[Block]:
+        """The cached blocks with which the sequence begins."""
         hits: list[Block] = []
-        size = self.spec.block_size
-        if not self._enable_prefix_caching:
-            return hits
-        for index in range(seq.num_tokens // size):
-            tokens = pack_tokens(seq.token_ids[index * size : (index + 1) * size])
-            block = self._manager.find(hits[-1] if hits else None, tokens)
-            if block is None:
-                break
-            hits.append(block)
+        if self._enable_prefix_caching:
+            for key in self._keys(table, table.seq.num_tokens // self.spec.block_size):
+                block = self._manager.find(hits[-1] if hits else None, key)
+                if block is None:
+                    break
+                hits.append(block)
         return hits
 
-    def _table_of(self, seq: Sequence, hits: list[Block]) -> BlockTable:
+    def _is_in_flight(self, table: BlockTable, num_hits: int) -> bool:
+        """True when a sequence is computing the block after the hits."""
+        key = table.keys[num_hits] if num_hits < len(table.keys) else None
+        return key is not None and self._manager.is_in_flight(key)
+
+    def _take(self, table: BlockTable, hits: list[Block]) -> None:
+        seq, size = table.seq, self.spec.block_size
         for block in hits:
             self._manager.acquire(block)
-        return BlockTable(seq, hits, list(hits), len(hits) * self.spec.block_size)
+        table.blocks, table.published = list(hits), list(hits)
+        table.num_shared_tokens = len(hits) * size
+        seq.num_computed = min(table.num_shared_tokens, seq.num_tokens - 1)
+        if seq.metrics.first_scheduled_time is None:
+            seq.num_cached = seq.num_computed
+            seq.num_cached_on_host = sum(
+                min(size, seq.num_computed - index * size)
+                for index, block in enumerate(hits)
+                if block.device_slot is None
+            )
+
+    def _promise(self, table: BlockTable) -> None:
+        """Others that need the same prefix may wait for what this sequence is going to compute."""
+        if self._enable_prefix_caching:
+            keys = self._keys(table, table.seq.num_tokens // self.spec.block_size)
+            table.num_promised = len(keys)
+            for key in keys[len(table.published) :]:
+                self._manager.promise(key, table.seq.seq_id)
+
+    def _withdraw(self, table: BlockTable) -> None:
+        for key in table.keys[len(table.published) : table.num_promised]:
+            self._manager.withdraw(key, table.seq.seq_id)
+        table.num_promised = 0
+
+    def _give_up(self, block: Block, lost: bool) -> None:
+        """A copy of the block failed. If its content is lost, nobody finds it any more; else what
+        was to be loaded is on the host only.
+        """
+        if not lost:
+            if block.device_slot is not None and block.is_on_host:
+                self._manager.device.give(self._manager.drop_device(block))
+        elif block.ref_count:
+            self._manager.unpublish(block)
+        elif block.key is not None:
+            self._evict(block)
 
     def _reclaim(self, besides: int) -> bool:
         """Take the last block of the youngest preempted sequence; False when none has any."""
@@ -465,92 +579,3 @@ class HybridKVCacheManager:
 def _num_idle(blocks: list[Block]) -> int:
     """Blocks that nobody references: to acquire them takes room."""
     return sum(not block.ref_count for block in blocks)
-
-
-@dataclass(frozen=True, slots=True)
-class _ChunkTable:
-    """A part of the step's reads as the tensors of a KVChunk, the same for every layer."""
-
-    part: Part
-    fill_index: int
-    seq_index: Tensor
-    first_block: Tensor
-    num_blocks: Tensor
-    block_table: Tensor
-    spans: Spans
-    slots: tuple[int, ...]
-
-    @classmethod
-    def make(cls, part: Part, fill_index: int, tensor: MakeTensor) -> _ChunkTable:
-        spans = part.spans
-        width = max(len(span.slots) for span in spans)
-        padded = [[*span.slots, *[0] * (width - len(span.slots))] for span in spans]
-        return cls(
-            part,
-            fill_index,
-            tensor([span.index for span in spans], torch.int32),
-            tensor([span.first for span in spans], torch.int32),
-            tensor([len(span.slots) for span in spans], torch.int32),
-            tensor(padded, torch.int32),
-            tuple((span.index, span.first, span.slots) for span in spans),
-            tuple({slot for span in spans for slot in span.slots}),
-        )
-
-    def chunk(self, blocks: Tensor) -> KVChunk:
-        """The chunk over the pool `blocks`, [pool_blocks, 2, block_size, kv_heads, head_dim]."""
-        k, v = blocks.unbind(1)
-        return KVChunk(
-            k, v, self.seq_index, self.first_block, self.num_blocks, self.block_table, self.spans
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepKV:
-    """One step's view of the KV cache (context.KVCache).
-
-    rows: which rows of this step's K and V are stored (None: all); k_slots, v_slots: at which rows
-    of a layer's pool, flattened to [device_blocks x 2 x block_size, kv_heads, head_dim].
-    """
-
-    pool: Tensor
-    offload: OffloadEngine
-    rows: Tensor | None
-    k_slots: Tensor
-    v_slots: Tensor
-    reads: list[_ChunkTable]
-    run: TransferRun
-    undo: Callable[[], None]
-    streamed: list[RequestMetrics]
-    counted: TransferCounters
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k and v, [tokens, kv_heads, head_dim]."""
-        self.run.before_write(layer)
-        if self.rows is not None:
-            k, v = k[self.rows], v[self.rows]
-        flat = self.pool[layer].flatten(0, 2)
-        flat.index_copy_(0, self.k_slots, k)
-        flat.index_copy_(0, self.v_slots, v)
-
-    def read(self, layer: int) -> Iterator[KVChunk]:
-        """All blocks of all sequences, each sequence's in logical order."""
-        for table in self.reads:
-            if table.part.tier == DEVICE:
-                self.run.read_device(layer, table.slots)
-                yield table.chunk(self.pool[layer])
-            elif table.part.fill:
-                yield table.chunk(self.run.fill(layer, table.fill_index))
-                self.run.drained(layer, table.fill_index)
-            else:
-                self.run.read_host(layer, table.slots)
-                yield table.chunk(self.offload.host_pool[layer])
-
-    def end(self) -> None:
-        """Wait for what is still under way; to be called whether the step succeeded or not."""
-        if not self.run.end():
-            self.undo()
-        now = self.offload.counters
-        for metrics in self.streamed:
-            metrics.num_stalls += now.num_stalls - self.counted.num_stalls
-            metrics.num_prefetch_hits += now.num_prefetch_hits - self.counted.num_prefetch_hits
-            metrics.peak_streamed = max(metrics.peak_streamed, len(self.streamed))

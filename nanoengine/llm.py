@@ -32,6 +32,7 @@ class _Request:
 
     prompt: Any
     text: str | None = None
+    cache_salt: Any = None
     error: RequestError | None = None
 
 
@@ -68,7 +69,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of them, in order.
 
-        prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
+        prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A
+        dict may bring a "cache_salt": only prompts with the same one share cached KV.
         sampling_params: one for all, or one each.
         Raises RequestError for a single bad prompt; in a list, that output's `error` is set and its
         finish_reason is "error" while the others are answered. Ctrl-C frees the requests and is
@@ -156,7 +158,7 @@ class LLM:
     def _add(self, request: _Request, params: SamplingParams | None) -> int:
         if request.error is not None:
             raise request.error
-        return self.llm_engine.add_request(request.prompt, params, request.text)
+        return self.llm_engine.add_request(request.prompt, params, request.text, request.cache_salt)
 
     def _run(
         self, left: set[int], use_tqdm: bool, interrupt: _InterruptBetweenSteps
@@ -231,10 +233,11 @@ def _request(prompt: Any) -> _Request:
     """
     if not isinstance(prompt, dict):
         return _Request(prompt)
+    salt = prompt.get("cache_salt")
     if prompt.get("prompt_token_ids") is not None:
-        return _Request(prompt["prompt_token_ids"], prompt.get("prompt"))
+        return _Request(prompt["prompt_token_ids"], prompt.get("prompt"), salt)
     if prompt.get("prompt") is not None:
-        return _Request(prompt["prompt"])
+        return _Request(prompt["prompt"], cache_salt=salt)
     keys = sorted(map(str, prompt))
     error = f'a prompt dict needs "prompt" or "prompt_token_ids", got the keys {keys}'
     return _Request(None, error=InvalidPromptError(error))

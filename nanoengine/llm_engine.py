@@ -33,6 +33,7 @@ from nanoengine.errors import (
     ModelLoadError,
     PromptTooLongError,
     RequestError,
+    TransferError,
 )
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import KernelOps, TorchOps
@@ -40,7 +41,7 @@ from nanoengine.loader import load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
 from nanoengine.model_runner import ModelRunner
 from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.probe import DecodeCosts, measure_copy, measure_decode
+from nanoengine.probe import DecodeCosts, measure_copy, measure_decode, stream_budget
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
@@ -67,7 +68,14 @@ class LLMEngine:
         )
         self.model_config: ModelConfig = loaded.config
         self._tokenizer = self._load_tokenizer(loaded.folder)
-        attention = make_attention(kernels, no_kernels, loaded.config.head_dim)
+        attention = make_attention(
+            kernels,
+            no_kernels,
+            self.device.torch_device,
+            dtype,
+            self.config.kvcache_block_size,
+            loaded.config.head_dim,
+        )
         self.plan: MemoryPlan = plan_memory(
             self.config,
             loaded.config,
@@ -85,13 +93,18 @@ class LLMEngine:
             self.config.decode_reserve_blocks,
             self.config.debug_kv,
         )
-        self.scheduler = Scheduler(self.config, self.kv)
         self._runner: ModelRunner | None = ModelRunner(
             loaded.decoder, attention, self.kv, self.device.torch_device
         )
         self.decode_costs: DecodeCosts | None = None
         if self.plan.kv.num_host_blocks:
             self.plan = self._with_predictions()
+        self.scheduler = Scheduler(
+            self.config,
+            self.kv,
+            self.plan.max_num_batched_tokens,
+            self.plan.stream_blocks_per_step,
+        )
         self._ids = count()
 
     # -- requests
@@ -102,10 +115,12 @@ class LLMEngine:
         prompt: str | list[int],
         params: SamplingParams | None = None,
         prompt_text: str | None = None,
+        cache_salt: str | None = None,
     ) -> int:
         """Queue a prompt (text or token ids) and return its request id.
 
-        prompt_text: the text that the ids came from, to be shown on the output.
+        prompt_text: the text that the ids came from, to be shown on the output. cache_salt: cached
+        KV is shared between requests with the same salt only.
         Raises InvalidPromptError, InvalidParamsError or PromptTooLongError; the engine goes on.
         """
         self._alive()
@@ -126,6 +141,7 @@ class LLMEngine:
             max_total_tokens=limit,
             metrics=RequestMetrics(time.perf_counter()),
             prompt=prompt if isinstance(prompt, str) else prompt_text,
+            cache_salt=self._checked_salt(cache_salt),
         )
         if params.stop_strings:
             seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
@@ -141,10 +157,9 @@ class LLMEngine:
                     "no request can go on; this is a fault of the engine, not of a request"
                 )
             return []
-        token_ids = self._run(
-            batch
-        )  # if it raises, nothing was counted: the same step can run again
-        return [self._output(seq) for seq in self.scheduler.postprocess(batch, token_ids)]
+        token_ids = self._run(batch)  # if it raises, nothing was counted: it can run again
+        failed = self.kv.take_failures(batch)
+        return [self._output(seq) for seq in self.scheduler.postprocess(batch, token_ids, failed)]
 
     def abort(self, request_ids: int | Iterable[int]) -> list[RequestOutput]:
         """End requests, free what they hold, and return what they had generated."""
@@ -191,6 +206,7 @@ class LLMEngine:
         return replace(
             self.plan,
             copy_gb_per_s=copy_gb_per_s,
+            stream_blocks_per_step=stream_budget(self.config, spec, costs),
             decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
         )
 
@@ -255,6 +271,11 @@ class LLMEngine:
                 )
         return list(prompt)
 
+    def _checked_salt(self, salt: object) -> str:
+        if salt is not None and not (isinstance(salt, str) and salt):
+            raise InvalidPromptError(f"cache_salt must be a text that is not empty, got {salt!r}")
+        return salt or ""
+
     def _check_length(self, num_prompt: int, params: SamplingParams) -> int:
         """Most tokens the request may have in all; generation past max_model_len ends as
         "length".
@@ -305,6 +326,8 @@ class LLMEngine:
             outputs=[completion],
             metrics=seq.metrics,
             num_cached_tokens=seq.num_cached,
+            num_host_cached_tokens=seq.num_cached_on_host,
+            error=None if seq.error is None else TransferError(seq.error),
         )
 
 

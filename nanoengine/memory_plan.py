@@ -37,6 +37,7 @@ class MemoryPlan:
     max_num_seqs: int
     max_num_batched_tokens: int
     copy_gb_per_s: float = 0.0
+    stream_blocks_per_step: int | None = None
     decode_tokens_per_s: float = 0.0
 
     def __str__(self) -> str:
@@ -61,6 +62,12 @@ class MemoryPlan:
             lines.append(
                 f"speed        {copies}one request of {self.max_model_len} tokens decodes at about "
                 f"{self.decode_tokens_per_s:.1f} tok/s"
+            )
+        if self.stream_blocks_per_step is not None:
+            mib = self.stream_blocks_per_step * kv.block_bytes / (1 << 20)
+            lines.append(
+                f"fairness     beside resident decodes {self.stream_blocks_per_step} blocks "
+                f"({mib:.0f} MiB) stream a step"
             )
         lines.append(
             f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "

@@ -1,17 +1,12 @@
 """OffloadEngine: moves KV between the device pool, the host pool and the ring. Knows slots, no
 sequences.
 
-    host pool   [layers, host_blocks, 2, block_size, kv_heads, head_dim], pinned: consecutive
-    blocks of one
-                layer, K and V, are one copy
     ring        [ring_slots, slot_blocks, 2, block_size, kv_heads, head_dim]: no layer dimension,
-    every
-                layer's fills go round it
+                every layer's fills go round it
 
 A step's transfers are known before it starts. Stores (device to host) run on one stream; loads and
-fills
-(host to device) on another, in the order in which compute needs them, `ring_slots` fills ahead and
-across layers. Nobody waits for anything but events:
+fills (host to device) on another, in the order in which compute needs them, `ring_slots` fills
+ahead and across layers. Nobody waits for anything but events:
 
     a store waits for the compute that wrote the block, and a new writer of the slot for the store;
     a load or fill waits for the store that wrote its host slot;
@@ -20,14 +15,15 @@ across layers. Nobody waits for anything but events:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from nanoengine.device import Device, Event, Stream
-from nanoengine.step_plan import Load, Store, slot_runs
+from nanoengine.host_pool import HostPool
+from nanoengine.step_plan import Load, Store
 
 
 @dataclass(slots=True)
@@ -44,13 +40,26 @@ class TransferCounters:
 class StepTransfers:
     """What one step moves. fills: host slots of each ring fill, the same for every layer.
 
-    write_slots: device slots that this step's K and V are written to.
+    write_slots: device slots that this step's K and V are written to. owners: whose the content of
+    a host slot is, to be told when a copy of it fails.
     """
 
     stores: tuple[Store, ...] = ()
     loads: tuple[Load, ...] = ()
     fills: tuple[tuple[int, ...], ...] = ()
     write_slots: tuple[int, ...] = ()
+    owners: Mapping[int, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FailedTransfer:
+    """Copies that could not be made. lost: the host copy is bad (a store failed), not just what
+    was read from it.
+    """
+
+    owners: tuple[object, ...]
+    lost: bool
+    reason: str
 
 
 @dataclass(slots=True)
@@ -80,7 +89,7 @@ class OffloadEngine:
         layers, _, *block = device_pool.shape
         self._device = device
         self._pool = device_pool
-        self.host_pool = device.empty_host((layers, num_host_blocks, *block), device_pool.dtype)
+        self.host = HostPool(device, (layers, num_host_blocks, block), device_pool.dtype)
         self.ring = device_pool.new_empty((ring_slots, slot_blocks, *block))
         self.slot_blocks = slot_blocks
         self.counters = TransferCounters()
@@ -96,8 +105,9 @@ class OffloadEngine:
     def poison_all(self) -> None:
         """Fill everything with NaN (debug only); nothing may be in use or under way."""
         if self._debug:
-            for pool in (self._pool, self.host_pool, self.ring):
+            for pool in (self._pool, self.ring):
                 pool.fill_(torch.nan)
+            self.host.fill(torch.nan)
 
     def poison(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """Fill freed slots with NaN (debug only), once nothing reads them any more."""
@@ -109,10 +119,10 @@ class OffloadEngine:
                 compute.fill(pool[slot], torch.nan)
         d2h.wait(compute.record())
         for slot in host_slots:
-            for layer, pool in enumerate(self.host_pool):
+            for layer in range(self.host.num_layers):
                 self._device.declare(d2h, writes=_keys("host", layer, (slot,)))
-                d2h.fill(pool[slot], torch.nan)
-            self._stored.host[slot] = [d2h.record()] * len(self.host_pool)
+                d2h.fill(self.host.block(layer, slot), torch.nan)
+            self._stored.host[slot] = [d2h.record()] * self.host.num_layers
 
     def wait_stored(
         self,
@@ -131,54 +141,72 @@ class OffloadEngine:
             for event in {id(e[layer]): e[layer] for s in slots if (e := events.get(s))}.values():
                 stream.wait(event)
 
+    def take_failures(self) -> list[FailedTransfer]:
+        """The transfers that failed since the last call; those that compute waited for are among
+        them.
+        """
+        failures = []
+        for stream, lost in ((self._device.d2h, True), (self._device.h2d, False)):
+            for failed in stream.take_failed():
+                assert isinstance(failed.owner, tuple)
+                failures.append(FailedTransfer(failed.owner, lost, str(failed.error)))
+        return failures
+
     def close(self) -> None:
         """Let queued copies end, then drop the pools."""
         self._device.close_streams()
-        self.host_pool = self.ring = self._pool = torch.empty(0)
+        self.host.close()
+        self.ring = self._pool = torch.empty(0)
 
     # -- used by TransferRun
     # -------------------------------------------------------------------------
 
-    def queue_stores(self, stores: Sequence[Store]) -> None:
+    def queue_stores(self, transfers: StepTransfers) -> None:
         """All stores of a step, layer by layer, behind everything that compute has been given
         so far.
         """
+        stores = transfers.stores
         if not stores:
             return
         d2h, declare = self._device.d2h, self._device.declare
         d2h.wait(self._device.compute.record())
         events: list[Event] = []
-        for layer, (pool, host) in enumerate(zip(self._pool, self.host_pool, strict=True)):
+        for layer, pool in enumerate(self._pool):
             for s in stores:
                 declare(
                     d2h,
                     reads=_keys("device", layer, (s.device_slot,)),
                     writes=_keys("host", layer, (s.host_slot,)),
                 )
-                self._copy(d2h, host[s.host_slot], pool[s.device_slot], s.start, s.stop)
+                host = self.host.block(layer, s.host_slot)
+                owner = (transfers.owners.get(s.host_slot),)
+                self._copy(d2h, host, pool[s.device_slot], (s.start, s.stop), owner)
             events.append(d2h.record())
         for s in stores:
             self._stored.device[s.device_slot] = events
             self._stored.host[s.host_slot] = events
             self.counters.d2h_bytes += len(self._pool) * self._token_bytes * (s.stop - s.start)
 
-    def queue_loads(self, layer: int, loads: Sequence[Load]) -> Event:
+    def queue_loads(self, layer: int, transfers: StepTransfers) -> Event:
         """Bring blocks of one layer back into device slots."""
         h2d, declare = self._device.h2d, self._device.declare
-        for load in loads:
+        for load in transfers.loads:
             self.wait_stored(h2d, layer, (load.device_slot,), (load.host_slot,))
             declare(
                 h2d,
                 reads=_keys("host", layer, (load.host_slot,)),
                 writes=_keys("device", layer, (load.device_slot,)),
             )
-            source = self.host_pool[layer, load.host_slot]
-            self._copy(h2d, self._pool[layer, load.device_slot], source, 0, load.num_tokens)
+            source = self.host.block(layer, load.host_slot)
+            owner = (transfers.owners.get(load.host_slot),)
+            target = self._pool[layer, load.device_slot]
+            self._copy(h2d, target, source, (0, load.num_tokens), owner)
             self.counters.h2d_bytes += self._token_bytes * load.num_tokens
         return h2d.record()
 
-    def queue_fill(self, layer: int, host_slots: Sequence[int], ring_slot: int) -> Event:
-        """Bring blocks of one layer into a ring slot, once its last reader has drained it."""
+    def queue_fill(self, layer: int, transfers: StepTransfers, index: int, ring_slot: int) -> Event:
+        """Bring fill `index` of one layer into a ring slot, once its last reader has drained it."""
+        host_slots = transfers.fills[index]
         h2d, declare = self._device.h2d, self._device.declare
         drained = self._drained[ring_slot]
         if drained is not None:
@@ -192,8 +220,10 @@ class OffloadEngine:
         target = self.ring[ring_slot]
         if self._debug:
             h2d.fill(target, torch.nan)
-        for at, first, count in slot_runs(host_slots):
-            h2d.copy(target[at : at + count], self.host_pool[layer, first : first + count])
+        for at, blocks in self.host.runs(layer, host_slots):
+            stop = at + len(blocks)
+            owners = tuple(transfers.owners.get(slot) for slot in host_slots[at:stop])
+            h2d.copy(target[at:stop], blocks, owners)
         self.counters.h2d_bytes += len(host_slots) * self._block_bytes
         return h2d.record()
 
@@ -227,15 +257,18 @@ class OffloadEngine:
     def _token_bytes(self) -> int:
         return self._block_bytes // self._pool.shape[3]
 
-    def _copy(self, stream: Stream, dst: Tensor, src: Tensor, start: int, stop: int) -> None:
+    def _copy(
+        self, stream: Stream, dst: Tensor, src: Tensor, tokens: tuple[int, int], owner: object
+    ) -> None:
         """Tokens [start, stop) of a block [2, block_size, ...]: one copy when it is whole, else
         two.
         """
+        start, stop = tokens
         if stop - start == dst.shape[1]:
-            stream.copy(dst, src)
+            stream.copy(dst, src, owner)
             return
         for part in range(2):
-            stream.copy(dst[part, start:stop], src[part, start:stop])
+            stream.copy(dst[part, start:stop], src[part, start:stop], owner)
 
 
 class TransferRun:
@@ -244,11 +277,11 @@ class TransferRun:
     def __init__(self, engine: OffloadEngine, transfers: StepTransfers) -> None:
         self._engine = engine
         self._transfers = transfers
-        self._num_layers = len(engine.host_pool)
+        self._num_layers = engine.host.num_layers
         self._loaded: list[Event] = []
         self._filled: dict[int, Event] = {}  # number of the fill -> event, until it is consumed
         self._next_fill = 0
-        engine.queue_stores(transfers.stores)
+        engine.queue_stores(transfers)
         if transfers.loads:
             # A slot to load into may have been read by the step before.
             engine.device.h2d.wait(engine.device.compute.record())
@@ -269,9 +302,9 @@ class TransferRun:
         device = self._engine.device
         device.declare(device.compute, reads=_keys("device", layer, slots))
 
-    def read_host(self, layer: int, slots: Sequence[int]) -> None:
-        """Compute is about to read these host slots in place."""
-        device = self._engine.device
+    def read_host(self, layer: int, piece: int, places: Sequence[int]) -> None:
+        """Compute is about to read these places of a piece of the host pool."""
+        device, slots = self._engine.device, list(self._engine.host.slots(piece, places))
         self._engine.wait_stored(device.compute, layer, host_slots=slots)
         device.declare(device.compute, reads=_keys("host", layer, slots))
 
@@ -315,12 +348,14 @@ class TransferRun:
         while True:
             layer = self._next_fill // len(fills) if fills else self._num_layers
             while loads and len(self._loaded) < min(layer + 1, self._num_layers):
-                self._loaded.append(self._engine.queue_loads(len(self._loaded), loads))
+                event = self._engine.queue_loads(len(self._loaded), self._transfers)
+                self._loaded.append(event)
             if layer == self._num_layers or len(self._filled) == len(self._engine.ring):
                 return
             ring_slot = self._next_fill % len(self._engine.ring)
-            host_slots = fills[self._next_fill % len(fills)]
-            self._filled[self._next_fill] = self._engine.queue_fill(layer, host_slots, ring_slot)
+            index = self._next_fill % len(fills)
+            event = self._engine.queue_fill(layer, self._transfers, index, ring_slot)
+            self._filled[self._next_fill] = event
             self._next_fill += 1
 
 

@@ -30,7 +30,10 @@ class CompletionOutput:
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A finished request. `error` is set, and outputs[0].finish_reason "error", when it was
-    refused.
+    refused or failed.
+
+    num_cached_tokens of the prompt were found in the prefix cache, num_host_cached_tokens of these
+    on the host only.
     """
 
     request_id: int
@@ -40,6 +43,7 @@ class RequestOutput:
     finished: bool = True
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
+    num_host_cached_tokens: int = 0
     error: RequestError | None = None
 
     def __getitem__(self, key: str) -> Any:

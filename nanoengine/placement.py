@@ -8,27 +8,48 @@ block is never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from nanoengine.block_manager import Block, BlockManager
-from nanoengine.step_plan import DEVICE, HOST, Load, Location, Store
+from nanoengine.step_plan import Load, Store
+
+Tables = list[list[Block]]
 
 
-def drop_order(active: Iterable[list[Block]], idle: Iterable[list[Block]]) -> list[Block]:
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """The blocks of all sequences: of those in the step, of those that run but sit this step out,
+    and of preempted ones.
+    """
+
+    active: Tables
+    resting: Tables = field(default_factory=list)
+    parked: Tables = field(default_factory=list)
+
+    @property
+    def all(self) -> Tables:
+        """All tables."""
+        return [*self.parked, *self.resting, *self.active]
+
+
+def drop_order(tables: StepTables) -> list[Block]:
     """Which blocks with a device copy lose it first, when the device is full.
 
-    Blocks of sequences outside the step go before those of running ones; blocks of one sequence
-    before
-    shared ones; middle blocks, oldest first, before the first block. Any choice streams the same
-    bytes: a step reads every block once.
+    Blocks of preempted sequences go before those of resting ones, and these before those of the
+    step. Then long sequences (by powers of two) before short ones, so that a short one stays
+    resident beside a long one; blocks of one sequence before shared ones; middle blocks, oldest
+    first, before the first block. Among equals any choice streams the same bytes: a step reads
+    every block once.
     """
-    ranked: dict[Block, tuple[bool, bool, bool, int]] = {}
-    for is_active, tables in ((False, idle), (True, active)):
-        for blocks in tables:
+    ranked: dict[Block, tuple[int, int, bool, bool, int]] = {}
+    for standing, group in enumerate((tables.parked, tables.resting, tables.active)):
+        for blocks in group:
+            size = -len(blocks).bit_length()
             for index, block in enumerate(blocks):
                 if block.device_slot is not None:
-                    rank = (is_active, block.ref_count > 1, index == 0, index)
+                    rank = (standing, size, block.ref_count > 1, index == 0, index)
                     ranked[block] = max(rank, ranked.get(block, rank))
     return sorted(ranked, key=ranked.__getitem__)
 
@@ -36,15 +57,12 @@ def drop_order(active: Iterable[list[Block]], idle: Iterable[list[Block]]) -> li
 class Placement:
     """Decides, for one step, which blocks move between the tiers."""
 
-    def __init__(
-        self, manager: BlockManager, tables: list[list[Block]], active: list[list[Block]]
-    ) -> None:
+    def __init__(self, manager: BlockManager, tables: StepTables) -> None:
         self.stores: dict[Block, Store] = {}
         self.loads: dict[Block, Load] = {}
         self._manager = manager
-        self._active = active
-        self._running = {block for blocks in active for block in blocks}
         self._tables = tables
+        self._running = {b for blocks in [*tables.active, *tables.resting] for b in blocks}
         self._pinned: set[Block] = set()
         self._victims: Iterator[Block] | None = None
         self._predecessors: dict[Block, Block] | None = None
@@ -60,9 +78,9 @@ class Placement:
 
     def promote(self) -> None:
         """Bring host blocks of running sequences into device slots that nobody running uses."""
-        for blocks in self._active:
+        for blocks in self._tables.active:
             for block in blocks:
-                if block.device_slot is None:
+                if block.num_tokens and block.device_slot is None:
                     slot = self._device_slot(besides=self._running)
                     if slot is None:
                         return
@@ -90,7 +108,7 @@ class Placement:
         if cached is not None:
             return self._take_from_cached(cached)
         if self._victims is None:
-            self._victims = iter(drop_order(self._active, self._tables))
+            self._victims = iter(drop_order(self._tables))
         for block in self._victims:
             if block.device_slot is None or block in self._pinned:
                 continue
@@ -138,7 +156,7 @@ class Placement:
                     return self._manager.drop_host(cached)
                 self._manager.evict(cached)
                 return self._manager.host.take()
-        for blocks in self._tables:
+        for blocks in self._tables.all:
             for other in blocks:  # a second copy of a block that stays on the device
                 twice = other.device_slot is not None and other.host_slot is not None
                 if twice and other is not block and other not in self.loads:
@@ -147,7 +165,7 @@ class Placement:
 
     def _before(self) -> dict[Block, Block]:
         if self._predecessors is None:
-            pairs = (pair for blocks in self._tables for pair in pairwise(blocks))
+            pairs = (pair for blocks in self._tables.all for pair in pairwise(blocks))
             self._predecessors = {after: before for before, after in pairs}
         return self._predecessors
 
@@ -156,11 +174,3 @@ def device_slot(block: Block) -> int:
     """The slot of a block that is on the device."""
     assert block.device_slot is not None
     return block.device_slot
-
-
-def location(block: Block) -> Location:
-    """Where a step reads the block: on the device if it is there."""
-    if block.device_slot is not None:
-        return DEVICE, block.device_slot
-    assert block.host_slot is not None
-    return HOST, block.host_slot

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from nanoengine.config import EngineConfig
 from nanoengine.device import Device
-from nanoengine.kv_cache import HybridKVCacheManager
+from nanoengine.kv_cache import HybridKVCacheManager, KVSpec
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, ScheduledSequence, Sequence
@@ -100,6 +101,21 @@ def _step(runner: ModelRunner, device: Device, batch: ScheduledBatch) -> float:
 @contextmanager
 def _nothing() -> Iterator[None]:
     yield
+
+
+def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts) -> int | None:
+    """Blocks that may be streamed a step beside resident decodes; None where nothing streams.
+
+    If not set: what takes as long as a step of one short request does, less a tenth, so that
+    these decode at half their speed at worst.
+    """
+    if not spec.slot_blocks:
+        return None
+    if config.stream_mib_per_step is not None:
+        return max(1, int(config.stream_mib_per_step * (1 << 20)) // spec.block_bytes)
+    if not costs.host_block_s:
+        return spec.num_host_blocks
+    return max(1, int(0.9 * costs.step_s / costs.host_block_s))
 
 
 def measure_copy(device: Device, kv: HybridKVCacheManager) -> float:

@@ -1,39 +1,99 @@
 """Who runs in the next step and how many tokens each: continuous batching with chunked prefill.
 
 Every step is one mixed batch under a token budget: first the running sequences, oldest first (a
-decode is
-one token), then waiting ones in order of arrival. Knows counts and the KV manager's scheduler
-face, no tensors.
+decode is one token), then waiting ones in order of arrival. A second budget, of blocks that cross
+the link, protects resident decodes from streamed neighbours. Knows counts and the KV manager's
+scheduler face, no tensors.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from nanoengine.config import EngineConfig
-from nanoengine.sequence import ScheduledBatch, ScheduledSequence, Sequence, SequenceStatus
+from nanoengine.sequence import (
+    Admission,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    SequenceStatus,
+)
 
 
 class KVAdmission(Protocol):
     """The scheduler's face of the KV manager."""
 
     def start_step(self) -> None: ...
-    def admit(self, seq: Sequence) -> bool: ...
+    def admit(self, seq: Sequence) -> Admission: ...
+    def stream_cost(self, seq: Sequence) -> int: ...
     def reserve(self, seq: Sequence, num_tokens: int) -> int | None: ...
     def commit(self, seq: Sequence, num_tokens: int) -> None: ...
     def preempt(self, seq: Sequence) -> None: ...
     def deallocate(self, seq: Sequence) -> None: ...
 
 
+class LinkPacer:
+    """Lets streamed sequences take part in every k-th step, so that they bring no more than
+    `blocks_per_step` blocks a step over the link on average (None: no limit).
+
+    Deficit round robin (Shreedhar and Varghese 1995): unused budget is kept for the sequence at the
+    head of the line, nobody passes it, and after its turn it goes to the end.
+    """
+
+    def __init__(self, blocks_per_step: int | None) -> None:
+        self._blocks_per_step = blocks_per_step
+        self._credit = 0
+        self.is_limited = self._is_blocked = False
+        self._turns: dict[int, int] = {}
+        self._num_turns = 0
+
+    def in_turn(self, streamed: list[Sequence]) -> list[Sequence]:
+        """The sequences in the order of their turns; those that never had one first."""
+        return sorted(streamed, key=lambda seq: self._turns.get(seq.seq_id, -1))
+
+    def start_step(self, is_limited: bool) -> None:
+        """is_limited: there are resident decodes to protect."""
+        self.is_limited = is_limited and self._blocks_per_step is not None
+        self._is_blocked = False
+        self._credit = self._credit + (self._blocks_per_step or 0) if self.is_limited else 0
+
+    def allows(self, cost: int) -> bool:
+        """True when the next sequence in line, which brings `cost` blocks, may take part."""
+        self._is_blocked |= self.is_limited and cost > self._credit
+        return not self._is_blocked
+
+    def spend(self, seq: Sequence, cost: int) -> None:
+        """The sequence takes part."""
+        self._credit = max(0, self._credit - cost)
+        self._num_turns += 1
+        self._turns[seq.seq_id] = self._num_turns
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended."""
+        self._turns.pop(seq.seq_id, None)
+
+
 class Scheduler:
     """Owns the waiting queue and the running list (oldest first)."""
 
-    def __init__(self, config: EngineConfig, kv: KVAdmission) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv: KVAdmission,
+        max_num_batched_tokens: int,
+        stream_blocks_per_step: int | None = None,
+    ) -> None:
+        """max_num_batched_tokens: what the KV pools leave of the setting. stream_blocks_per_step:
+        blocks that may cross the link a step beside resident decodes.
+        """
         self._config = config
         self._kv = kv
+        self._max_tokens = max_num_batched_tokens
+        self._long_tokens = config.long_prefill_token_threshold or max(1, self._max_tokens // 2)
+        self._pacer = LinkPacer(stream_blocks_per_step)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -60,41 +120,85 @@ class Scheduler:
         turn.
         """
         plan: dict[int, ScheduledSequence] = {}
-        budget = self._config.max_num_batched_tokens
+        budget = self._max_tokens
         num_running = len(self.running)
         self._kv.start_step()
-        # Decodes first, each oldest first.
-        for seq in sorted(self.running, key=lambda s: s.is_prefill):
-            if seq.status is SequenceStatus.RUNNING and budget:
-                budget -= self._schedule_one(seq, budget, plan)
+        order = self._in_order()
+        budget = self._schedule_running(order, budget, plan)
+        if not plan and self._pacer.is_limited:  # whoever was protected cannot go on just now
+            self._pacer.start_step(is_limited=False)
+            budget = self._schedule_running(order, budget, plan)
         if len(self.running) == num_running:  # nobody was preempted
             self._admit_waiting(budget, plan)
         self._stamp(plan.values())
-        return ScheduledBatch(tuple(plan.values()))
+        in_order = sorted(self.running, key=lambda s: s.is_prefill)  # whoever had the first choice
+        return ScheduledBatch(tuple(plan[s.seq_id] for s in in_order if s.seq_id in plan))
 
-    def postprocess(self, batch: ScheduledBatch, token_ids: list[int]) -> list[Sequence]:
+    def postprocess(
+        self,
+        batch: ScheduledBatch,
+        token_ids: list[int],
+        failed: Mapping[int, str] | None = None,
+    ) -> list[Sequence]:
         """Count the computed tokens, append the sampled ones, free what is done; returns the ended
         ones.
 
-        token_ids holds one token for each item of the batch that samples, in order.
+        token_ids holds one token for each item of the batch that samples, in order. failed: ids of
+        sequences, in the batch or not, whose KV is lost, and why: they end with an error.
         """
+        ended = self._fail(failed or {})
         sampled = iter(token_ids)
         now = time.perf_counter()
         for item in batch.items:
-            samples = item.samples
+            token = next(sampled) if item.samples else None
+            if item.seq.is_finished:
+                continue
             self._kv.commit(item.seq, item.num_tokens)
-            if samples:
-                item.seq.append(next(sampled))
+            if token is not None:
+                item.seq.append(token)
                 if item.seq.metrics.first_token_time is None:
                     item.seq.metrics.first_token_time = now
-        ended = [i.seq for i in batch.items if i.seq.status is SequenceStatus.FINISHED]
-        for seq in ended:
-            self._end(seq, "stop")
+            if item.seq.is_finished:
+                self._end(item.seq, "stop")
+                ended.append(item.seq)
         self._drop_finished()
         return ended
 
+    def _in_order(self) -> list[Sequence]:
+        """Running sequences in the order in which they get their tokens: decodes before prefills,
+        oldest first; where resident decodes are protected, these and then all that stream in turn.
+        """
+        is_streamed = {s.seq_id: self._kv.stream_cost(s) > 0 for s in self.running}
+        protected = any(not s.is_prefill and not is_streamed[s.seq_id] for s in self.running)
+        self._pacer.start_step(protected)
+        order = sorted(self.running, key=lambda s: s.is_prefill)
+        if not self._pacer.is_limited:
+            return order
+        streamed = self._pacer.in_turn([s for s in self.running if is_streamed[s.seq_id]])
+        resident = [s for s in order if not is_streamed[s.seq_id]]
+        num_decodes = sum(not s.is_prefill for s in resident)
+        return resident[:num_decodes] + streamed + resident[num_decodes:]
+
+    def _fail(self, failed: Mapping[int, str]) -> list[Sequence]:
+        ended = [s for s in [*self.running, *self.waiting] if s.seq_id in failed]
+        for seq in ended:
+            seq.error = failed[seq.seq_id]
+            self._end(seq, "error")
+        return ended
+
+    def _schedule_running(
+        self, order: list[Sequence], budget: int, plan: dict[int, ScheduledSequence]
+    ) -> int:
+        for seq in order:
+            if seq.status is SequenceStatus.RUNNING and budget:
+                budget -= self._schedule_one(seq, budget, plan)
+        return budget
+
     def _schedule_one(self, seq: Sequence, budget: int, plan: dict[int, ScheduledSequence]) -> int:
         """Plan as many tokens of `seq` as there is room for, preempting the youngest for blocks."""
+        cost = self._kv.stream_cost(seq)
+        if cost and not self._pacer.allows(cost):
+            return 0
         wanted = self._chunk(seq, budget)
         while (granted := self._kv.reserve(seq, wanted)) is None:
             victim = self.running[-1]
@@ -103,6 +207,8 @@ class Scheduler:
                 return 0
         if granted:
             plan[seq.seq_id] = ScheduledSequence(seq, granted)
+            if cost:
+                self._pacer.spend(seq, cost)
         return granted
 
     def _admit_waiting(self, budget: int, plan: dict[int, ScheduledSequence]) -> None:
@@ -112,7 +218,11 @@ class Scheduler:
             if not self._may_start(seq, budget, plan):
                 skipped.append(seq)  # shorter ones may pass while it waits for its place
                 continue
-            if not self._kv.admit(seq):
+            admission = self._kv.admit(seq)
+            if admission is Admission.IN_FLIGHT:
+                skipped.append(seq)
+                continue
+            if admission is Admission.FULL:
                 self.waiting.appendleft(seq)
                 break
             seq.status = SequenceStatus.RUNNING
@@ -126,7 +236,7 @@ class Scheduler:
         """
         wanted = min(seq.num_remaining, budget)
         if self._is_long(seq) and self._others_prefill(seq):
-            wanted = min(wanted, self._config.long_prefill_tokens)
+            wanted = min(wanted, self._long_tokens)
         return wanted
 
     def _may_start(self, seq: Sequence, budget: int, plan: dict[int, ScheduledSequence]) -> bool:
@@ -140,7 +250,7 @@ class Scheduler:
         return not self._is_long(seq) or long < self._config.max_long_partial_prefills
 
     def _is_long(self, seq: Sequence) -> bool:
-        return seq.num_remaining > self._config.long_prefill_tokens
+        return seq.num_remaining > self._long_tokens
 
     def _others_prefill(self, seq: Sequence) -> bool:
         return any(s is not seq and s.is_prefill for s in [*self.waiting, *self.running])
@@ -164,8 +274,9 @@ class Scheduler:
         seq.finish(reason)
         seq.metrics.finished_time = time.perf_counter()
         seq.metrics.num_tokens = seq.num_output_tokens
+        self._pacer.forget(seq)
         self._kv.deallocate(seq)
 
     def _drop_finished(self) -> None:
-        self.running = [s for s in self.running if s.status is not SequenceStatus.FINISHED]
-        self.waiting = deque(s for s in self.waiting if s.status is not SequenceStatus.FINISHED)
+        self.running = [s for s in self.running if not s.is_finished]
+        self.waiting = deque(s for s in self.waiting if not s.is_finished)

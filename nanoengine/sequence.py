@@ -13,6 +13,14 @@ from typing import Protocol
 from nanoengine.sampling_params import SamplingParams
 
 
+class Admission(Enum):
+    """What became of a waiting sequence that asked for its blocks."""
+
+    ADMITTED = "admitted"
+    IN_FLIGHT = "in flight"  # another sequence is computing the prefix it needs next
+    FULL = "full"
+
+
 class SequenceStatus(Enum):
     """Where a sequence is in its life."""
 
@@ -68,9 +76,10 @@ class Sequence:
     """One request: its tokens, how many of them have their KV computed, and how it ended.
 
     token_ids grows from the prompt by every sampled token. `num_computed` tokens have KV; the step
-    computes
-    the next ones. `num_cached` of them were found in the prefix cache at the first admission. A
-    sequence with stop strings carries a `text_stream`; `text` is set when a stop string cut it.
+    computes the next ones. At the first admission `num_cached` of them were found in the prefix
+    cache, `num_cached_on_host` of these on the host only; sequences with another `cache_salt` find
+    none of its KV. A sequence with stop strings carries a `text_stream`; `text` is set when a stop
+    string cut it, `error` when it failed.
     """
 
     seq_id: int
@@ -82,13 +91,21 @@ class Sequence:
     max_total_tokens: int
     metrics: RequestMetrics
     prompt: str | None = None
+    cache_salt: str = ""
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0
     num_cached: int = 0
+    num_cached_on_host: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     text: str | None = None
     text_stream: TextStream | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True once it has ended, however."""
+        return self.status is SequenceStatus.FINISHED
 
     @property
     def num_tokens(self) -> int:
@@ -147,7 +164,7 @@ class Sequence:
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the sequence; the first reason stays."""
-        if self.status is not SequenceStatus.FINISHED:
+        if not self.is_finished:
             self.status = SequenceStatus.FINISHED
             self.finish_reason = reason
             self.stop_reason = stop_reason

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-DEVICE, HOST = "device", "host"
-Location = tuple[str, int]  # (tier, slot)
+DEVICE, HOST = 0, 1  # what lies on the host in several pieces is on tier HOST + piece
+Location = tuple[int, int]  # (tier, slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,11 @@ class SequenceSpan:
 class Part:
     """What one attention call reads: spans of several sequences in one pool.
 
-    tier: DEVICE, or HOST (in place), or HOST with `fill` set: host slots to bring into a ring slot.
+    tier: DEVICE, or from HOST on (in place), or HOST with `fill` set: host slots to bring into a
+    ring slot.
     """
 
-    tier: str
+    tier: int
     spans: tuple[SequenceSpan, ...]
     fill: tuple[int, ...] = ()
 
@@ -69,19 +70,19 @@ def plan_reads(tables: Sequence[Sequence[Location]], slot_blocks: int) -> list[P
     """
     done = [0] * len(tables)
     parts: list[Part] = []
-    while any(at < len(table) for at, table in zip(done, tables, strict=True)):
-        for tier in (DEVICE, HOST):
+    while tiers := {t[at][0] for at, t in zip(done, tables, strict=True) if at < len(t)}:
+        for tier in sorted(tiers):
             runs = [_run(table, at, tier) for at, table in zip(done, tables, strict=True)]
-            if tier == HOST and slot_blocks:
+            if tier != DEVICE and slot_blocks:
                 parts += _fills(runs, done, slot_blocks)
-            elif any(runs):
+            else:
                 spans = (SequenceSpan(i, done[i], run) for i, run in enumerate(runs) if run)
                 parts.append(Part(tier, tuple(spans)))
             done = [at + len(run) for at, run in zip(done, runs, strict=True)]
     return parts
 
 
-def _run(table: Sequence[Location], at: int, tier: str) -> tuple[int, ...]:
+def _run(table: Sequence[Location], at: int, tier: int) -> tuple[int, ...]:
     """Slots of the blocks from `at` on that lie on `tier` without a break."""
     stop = at
     while stop < len(table) and table[stop][0] == tier:

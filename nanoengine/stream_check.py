@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanoengine.device import Device, Event, Stream
+from nanoengine.device import Device, Event, FailedCopy, Stream
 from nanoengine.errors import EngineError
 
 Key = tuple[str, int, int]
@@ -48,10 +48,14 @@ class CheckedStream:
         self.clock: Clock = {inner.name: 0}
         self.trace: Counter[str] = Counter()
 
-    def copy(self, dst: Tensor, src: Tensor) -> None:
+    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
         """See device.Stream."""
         self.trace["copies"] += 1
-        self.inner.copy(dst, src)
+        self.inner.copy(dst, src, owner)
+
+    def take_failed(self) -> list[FailedCopy]:
+        """See device.Stream."""
+        return self.inner.take_failed()
 
     def fill(self, dst: Tensor, value: float) -> None:
         """See device.Stream."""

@@ -87,7 +87,7 @@ class ShadowEngine:
         self.device = CheckedDevice(make_device("cpu", 1, workers, self.max_delay_s))
         reserve = config.decode_reserve_blocks
         self.kv = HybridKVCacheManager(spec, self.device, self.prefix_caching, reserve, debug=True)
-        self.scheduler = Scheduler(config, self.kv)
+        self.scheduler = Scheduler(config, self.kv, config.max_num_batched_tokens)
         self.num_steps = 0
         self._ids = itertools.count()
 

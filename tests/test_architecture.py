@@ -20,9 +20,9 @@ PACKAGE = "nanoengine"
 ROWS = (
     ("errors", "config", "sampling_params", "metrics"),
     ("sequence", "context", "device", "outputs", "stream_check"),
-    ("block_manager", "step_plan", "placement", "offload", "kv_cache"),
+    ("block_manager", "step_plan", "placement", "host_pool", "offload", "step_kv", "kv_cache"),
     (
-        *("cpu_kernels", "kernels", "quant", "attention", "layers"),
+        *("cpu_kernels", "kernels", "quant", "flash_attention", "attention", "layers"),
         *("models", "structured", "speculative", "sampler"),
     ),
     ("model_cache", "gguf_structure", "gguf_convert", "tokenizer", "loader"),
@@ -34,9 +34,11 @@ ROWS = (
 ARROWS = {
     "context": {"sequence"},
     "placement": {"block_manager", "step_plan"},
-    "offload": {"step_plan"},
-    "kv_cache": {"block_manager", "step_plan", "placement", "offload"},
-    "attention": {"kernels", "cpu_kernels"},
+    "host_pool": {"step_plan"},
+    "offload": {"host_pool", "step_plan"},
+    "step_kv": {"step_plan", "placement", "offload"},
+    "kv_cache": {"block_manager", "step_plan", "placement", "offload", "step_kv"},
+    "attention": {"kernels", "cpu_kernels", "flash_attention"},
     "layers": {"quant", "cpu_kernels"},
     "models": {"layers"},
     "sampler": {"structured", "speculative"},

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from nanoengine import block_manager
-from nanoengine.block_manager import Block, BlockManager, SlotPool, pack_tokens
+from nanoengine.block_manager import Block, BlockKey, BlockManager, SlotPool, block_key
 
 
 def on_device(manager: BlockManager, num_tokens: int = 1) -> Block:
@@ -24,11 +24,15 @@ def on_host(manager: BlockManager, num_tokens: int = 1) -> Block:
     return block
 
 
+def key(tokens: list[int], after: Block | None = None, salt: str = "") -> BlockKey:
+    return block_key(after.key if after else None, tokens, salt)
+
+
 def published_chain(manager: BlockManager, *contents: list[int]) -> list[Block]:
     parent, blocks = None, []
     for tokens in contents:
         block = on_device(manager)
-        parent = manager.publish(block, parent, pack_tokens(tokens))
+        parent = manager.publish(block, parent, key(tokens, parent))
         blocks.append(block)
     return blocks
 
@@ -57,28 +61,28 @@ def test_capacity_counts_both_tiers_less_the_reserve() -> None:
 def test_a_published_block_is_found_under_its_parent_only() -> None:
     manager = BlockManager(4)
     a, b = published_chain(manager, [1, 2], [3, 4])
-    assert manager.find(None, pack_tokens([1, 2])) is a
-    assert manager.find(a, pack_tokens([3, 4])) is b
-    assert manager.find(None, pack_tokens([3, 4])) is None
-    assert manager.find(a, pack_tokens([3, 5])) is None
+    assert manager.find(None, key([1, 2])) is a
+    assert manager.find(a, key([3, 4], a)) is b
+    assert manager.find(None, key([3, 4])) is None
+    assert manager.find(a, key([3, 5], a)) is None
 
 
 def test_a_hash_collision_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a digest that is always the same, only tokens and parent keep prompts apart."""
-    monkeypatch.setattr(block_manager, "chain_digest", lambda parent, tokens: b"same")
+    monkeypatch.setattr(block_manager, "chain_digest", lambda before, tokens: b"same")
     manager = BlockManager(4)
     a = on_device(manager)
-    manager.publish(a, None, pack_tokens([1, 2]))
-    assert manager.find(None, pack_tokens([9, 9])) is None
-    assert manager.find(a, pack_tokens([1, 2])) is None
-    assert manager.find(None, pack_tokens([1, 2])) is a
+    manager.publish(a, None, key([1, 2]))
+    assert manager.find(None, key([9, 9])) is None
+    assert manager.find(a, key([1, 2], a)) is None
+    assert manager.find(None, key([1, 2])) is a
 
 
 def test_equal_content_is_published_once() -> None:
     manager = BlockManager(4)
     a, b = on_device(manager), on_device(manager)
-    assert manager.publish(a, None, pack_tokens([1])) is a
-    assert manager.publish(b, None, pack_tokens([1])) is a
+    assert manager.publish(a, None, key([1])) is a
+    assert manager.publish(b, None, key([1])) is a
     manager.release(b)
     assert not list(manager.cached) and manager.num_available == 3
     manager.check({a: 1})
@@ -89,7 +93,7 @@ def test_the_cache_is_ordered_by_release() -> None:
     manager = BlockManager(3, 3)
     a, b = published_chain(manager, [1], [2])
     c = on_host(manager)
-    manager.publish(c, b, pack_tokens([3]))
+    manager.publish(c, b, key([3], b))
     for block in (c, b, a):
         manager.release(block)
     assert list(manager.cached) == [c, b, a]
@@ -106,8 +110,8 @@ def test_an_evicted_block_is_forgotten_and_its_slots_are_free() -> None:
     b.host_slot, b.host_len = manager.host.take(), 1
     manager.release(b)
     manager.evict(b)
-    assert manager.find(a, pack_tokens([2])) is None
-    assert manager.find(None, pack_tokens([1])) is a
+    assert manager.find(a, key([2], a)) is None
+    assert manager.find(None, key([1])) is a
     assert (manager.device.num_free, manager.host.num_free) == (2, 3)
     assert (b.device_slot, b.host_slot, b.num_tokens, b.host_len) == (None, None, 0, 0)
     manager.check({a: 1})
@@ -119,8 +123,8 @@ def test_nothing_is_chained_under_an_evicted_parent() -> None:
     manager.release(a)
     manager.evict(a)
     child = on_device(manager)
-    assert manager.publish(child, a, pack_tokens([2])) is child
-    assert child.digest is None
+    assert manager.publish(child, a, key([2], a)) is child
+    assert child.key is None
     manager.check({child: 1})
 
 
@@ -129,7 +133,7 @@ def test_reset_forgets_used_and_unused() -> None:
     a, b = published_chain(manager, [1], [2])
     manager.release(b)
     manager.reset_cache()
-    assert manager.find(None, pack_tokens([1])) is None
+    assert manager.find(None, key([1])) is None
     manager.check({a: 1})
     manager.release(a)
     manager.check({})
@@ -212,3 +216,39 @@ def test_check_finds_what_is_broken(message: str) -> None:
     BREAKAGES[message](manager, a, b)
     with pytest.raises(AssertionError, match=message):
         manager.check({a: 1, b: 1})
+
+
+def test_a_salt_keeps_equal_prompts_apart() -> None:
+    """Also where the digests collide: the salt is compared like the tokens."""
+    manager = BlockManager(4)
+    a = on_device(manager)
+    manager.publish(a, None, key([1], salt="x"))
+    assert manager.find(None, key([1], salt="x")) is a
+    assert manager.find(None, key([1])) is None and manager.find(None, key([1], salt="y")) is None
+    second = key([2], a)
+    assert second == block_key(a.key, [2], "y")  # only the first block is salted
+    assert second.digest != block_key(key([1]), [2]).digest
+
+
+def test_a_block_is_in_flight_until_its_owner_withdraws() -> None:
+    manager = BlockManager(4)
+    first, second = key([1]), block_key(key([1]), [2])
+    manager.promise(first, owner=7)
+    manager.promise(first, owner=8)  # somebody else already computes it
+    assert manager.is_in_flight(first) and not manager.is_in_flight(second)
+    manager.withdraw(first, owner=8)
+    assert manager.is_in_flight(first)
+    manager.withdraw(first, owner=7)
+    manager.withdraw(first, owner=7)
+    assert not manager.is_in_flight(first)
+
+
+def test_an_unpublished_block_in_use_is_freed_when_it_is_released() -> None:
+    manager = BlockManager(2)
+    (a,) = published_chain(manager, [1])
+    manager.unpublish(a)
+    assert manager.find(None, key([1])) is None
+    manager.check({a: 1})
+    manager.release(a)
+    manager.check({})
+    assert manager.device.num_free == 2

@@ -62,7 +62,6 @@ def test_dtype_has_its_usual_spellings() -> None:
 def test_defaults() -> None:
     config = EngineConfig("m")
     assert config.kvcache_block_size == 256 and config.enable_prefix_caching
-    assert config.long_prefill_tokens == config.max_num_batched_tokens // 2
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,13 @@ from nanoengine.context import ForwardContext, KVChunk
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams as Params
-from nanoengine.sequence import RequestMetrics, ScheduledBatch, ScheduledSequence, SequenceStatus
+from nanoengine.sequence import (
+    Admission,
+    RequestMetrics,
+    ScheduledBatch,
+    ScheduledSequence,
+    SequenceStatus,
+)
 from nanoengine.sequence import Sequence as EngineSequence
 
 BLOCK = 4
@@ -208,7 +214,7 @@ def test_freed_slots_are_poisoned(tiny: Tiny) -> None:
     driver.run([some_ids(random.Random(1), 40, 41)], greedy(4))
     driver.engine.device.synchronize()
     kv = driver.engine.kv
-    for pool in (kv._pool, kv._offload.host_pool, kv._offload.ring):
+    for pool in (kv._pool, *kv._offload.host._pieces, kv._offload.ring):
         assert pool.isnan().all()
     driver.engine.close()
 
@@ -346,7 +352,8 @@ def random_batch(
             elif granted:
                 items.append(ScheduledSequence(seq, granted))
     for seq in seqs:
-        if seq.status is SequenceStatus.WAITING and rng.random() < 0.5 and kv.admit(seq):
+        waits = seq.status is SequenceStatus.WAITING and rng.random() < 0.5
+        if waits and kv.admit(seq) is Admission.ADMITTED:
             seq.status = SequenceStatus.RUNNING
             if granted := kv.reserve(seq, seq.num_remaining):
                 items.append(ScheduledSequence(seq, granted))
@@ -375,7 +382,7 @@ def test_loads_and_new_blocks_share_the_last_slots() -> None:
     engine = ShadowEngine(4, 4, block_size=2, spare_blocks=1, prefix_caching=False)
     first, second, third = (sequence(i, [1]) for i in range(3))
     for seq in (first, second, third):
-        assert engine.kv.admit(seq)
+        assert engine.kv.admit(seq) is Admission.ADMITTED
         assert step_alone(engine, seq) == 1
     first.token_ids += [1] * 6
     assert step_alone(engine, first) == 7  # takes the whole device: both tails go to the host
@@ -393,7 +400,7 @@ def test_a_failed_step_takes_back_its_loads() -> None:
     engine = ShadowEngine(4, 20, 2, 1, block_size=2, prefix_caching=False)
     long, short = sequence(0, [1] * 16), sequence(1, [2])
     for seq in (short, long):
-        assert engine.kv.admit(seq)
+        assert engine.kv.admit(seq) is Admission.ADMITTED
         while seq.is_prefill and seq.num_remaining:
             step_alone(engine, seq)
     tail = engine.kv._tables[1].blocks[0]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.block_manager import Block, BlockManager, pack_tokens
-from nanoengine.placement import Placement, drop_order, location
-from nanoengine.step_plan import DEVICE, HOST, Load, Store
+from nanoengine.block_manager import Block, BlockManager, block_key
+from nanoengine.placement import Placement, StepTables, Tables, drop_order
+from nanoengine.step_plan import DEVICE, HOST, Load, Location, Store
 
 SIZE = 4
 
@@ -24,6 +24,18 @@ def block_on(manager: BlockManager, tiers: str, num_tokens: int = SIZE) -> Block
     if "h" in tiers:
         block.host_slot, block.host_len = manager.host.take(), num_tokens
     return block
+
+
+def step(tables: Tables, active: Tables) -> StepTables:
+    """Those of `tables` that are not active are parked."""
+    return StepTables(active, parked=[t for t in tables if not any(t is a for a in active)])
+
+
+def location(block: Block) -> Location:
+    if block.device_slot is not None:
+        return DEVICE, block.device_slot
+    assert block.host_slot is not None
+    return HOST, block.host_slot
 
 
 def references(tables: list[list[Block]]) -> dict[Block, int]:
@@ -43,8 +55,8 @@ def test_drop_order_idle_before_running_own_before_shared_middle_before_first() 
     shared.ref_count = 2
     idle = [shared, *(block_on(manager, "d") for _ in range(3))]
     running = [shared, *(block_on(manager, "d") for _ in range(3))]
-    other = [block_on(manager, "d") for _ in range(3)]
-    order = drop_order([running, other], [idle, running, other])
+    other = [block_on(manager, "d") for _ in range(4)]
+    order = drop_order(step([idle, running, other], [running, other]))
     assert order[:3] == idle[1:]  # whoever does not run, oldest first
     assert order[-2:] == [other[0], shared]  # then first blocks, and the shared first one at last
     assert set(order[3:-2]) == {*running[1:], *other[1:]}
@@ -53,14 +65,38 @@ def test_drop_order_idle_before_running_own_before_shared_middle_before_first() 
 def test_only_blocks_with_a_device_copy_are_in_the_order() -> None:
     manager = BlockManager(4, 4)
     table = [block_on(manager, "d"), block_on(manager, "h"), block_on(manager, "")]
-    assert drop_order([table], []) == table[:1]
+    assert drop_order(step([table], [table])) == table[:1]
 
 
 def test_a_block_counts_as_running_if_any_running_sequence_holds_it() -> None:
     manager = BlockManager(4)
     shared, idle = block_on(manager, "d"), block_on(manager, "d")
     shared.ref_count = 2
-    assert drop_order([[shared]], [[shared], [shared, idle]]) == [idle, shared]
+    assert drop_order(step([[shared, idle], [shared]], [[shared]])) == [idle, shared]
+
+
+def test_drop_order_preempted_then_resting_then_long_then_short() -> None:
+    manager = BlockManager(32)
+    parked, resting, short, long = (
+        [block_on(manager, "d") for _ in range(n)] for n in (2, 2, 3, 5)
+    )
+    order = drop_order(StepTables([short, long], [resting], [parked]))
+    groups = [next(g for g in (parked, resting, short, long) if b in g) for b in order]
+    assert groups == [parked] * 2 + [resting] * 2 + [long] * 5 + [short] * 3
+
+
+def test_a_sequence_that_sits_out_keeps_its_slots_unless_they_are_written() -> None:
+    manager = BlockManager(2, 4, 1)
+    resting, streamed = block_on(manager, "dh"), block_on(manager, "h")
+    tail = block_on(manager, "d")
+    placement = Placement(manager, StepTables([[streamed, tail]], [[resting]]))
+    placement.place([tail])
+    placement.promote()
+    assert resting.device_slot is not None and streamed.device_slot is None
+    new = block_on(manager, "")
+    placement = Placement(manager, StepTables([[streamed, tail, new]], [[resting]]))
+    placement.place([new])
+    assert resting.device_slot is None and tail.device_slot is not None
 
 
 # -- moves
@@ -69,11 +105,11 @@ def test_a_block_counts_as_running_if_any_running_sequence_holds_it() -> None:
 def test_free_slots_come_first_then_the_cache_then_referenced_blocks() -> None:
     manager = BlockManager(3, 4, 1)
     cached, held = block_on(manager, "d"), block_on(manager, "dh")
-    manager.publish(cached, None, pack_tokens([1]))
+    manager.publish(cached, None, block_key(None, [1]))
     manager.release(cached)
     slots = cached.device_slot, held.device_slot
     new = [block_on(manager, "") for _ in range(3)]
-    placement = Placement(manager, [[held, *new]], [[held, *new]])
+    placement = Placement(manager, step([[held, *new]], [[held, *new]]))
     placement.place(new)
     assert (new[1].device_slot, new[2].device_slot) == slots
     # The cached block went to the host, where there is room; the held one was there already.
@@ -87,7 +123,7 @@ def test_only_what_the_host_lacks_is_stored() -> None:
     tail = block_on(manager, "dh", 1)
     tail.num_tokens = 3
     new = block_on(manager, "")
-    placement = Placement(manager, [[tail], [new]], [[new]])
+    placement = Placement(manager, step([[tail], [new]], [[new]]))
     placement.place([new])
     assert list(placement.stores.values()) == [Store(0, tail.host_slot, 1, 3)]
     assert tail.is_on_host and tail.host_len == 3
@@ -96,7 +132,7 @@ def test_only_what_the_host_lacks_is_stored() -> None:
 def test_a_load_brings_the_computed_tokens_of_the_block() -> None:
     manager = BlockManager(2, 3, 1)
     tail = block_on(manager, "h", 3)
-    placement = Placement(manager, [[tail]], [[tail]])
+    placement = Placement(manager, step([[tail]], [[tail]]))
     placement.place([tail])
     assert list(placement.loads.values()) == [Load(tail.host_slot, tail.device_slot, 3)]
     assert location(tail) == (DEVICE, tail.device_slot)
@@ -106,7 +142,7 @@ def test_what_the_step_writes_stays_where_it_is() -> None:
     manager = BlockManager(2, 4, 1)
     written, other = block_on(manager, "dh", 2), block_on(manager, "dh")
     new = block_on(manager, "")
-    placement = Placement(manager, [[written, other, new]], [[written, other, new]])
+    placement = Placement(manager, step([[written, other, new]], [[written, other, new]]))
     placement.place([written, new])
     assert written.device_slot is not None and other.device_slot is None
     assert new.device_slot is not None and not placement.stores
@@ -116,21 +152,21 @@ def test_the_host_gives_up_cached_blocks_then_second_copies_never_a_last_one() -
     manager = BlockManager(2, 2, 1)
     a, b = block_on(manager, "dh"), block_on(manager, "d")
     cached = block_on(manager, "h")
-    manager.publish(cached, None, pack_tokens([1]))
+    manager.publish(cached, None, block_key(None, [1]))
     manager.release(cached)
     new = block_on(manager, "")
     tables = [[a, b, new]]
     # a is written, so only b can go, and it has no host copy: the cached block makes room.
-    placement = Placement(manager, tables, tables)
+    placement = Placement(manager, step(tables, tables))
     placement.place([a, new])
-    assert manager.find(None, pack_tokens([1])) is None
+    assert manager.find(None, block_key(None, [1])) is None
     manager.check(references(tables))
     # Now a's second copy is all that can be given up.
     a.num_tokens = a.host_len = SIZE
     other = block_on(manager, "")
     tables[0].append(other)
     assert manager.num_available < 0  # the reserve is in use, on purpose: nothing can be moved
-    placement = Placement(manager, tables, tables)
+    placement = Placement(manager, step(tables, tables))
     placement.place([new, other])
     assert (a.device_slot is None) != (a.host_slot is None)
     manager.check(references(tables))
@@ -144,7 +180,7 @@ def test_the_host_copy_under_a_load_is_not_given_up() -> None:
     new = block_on(manager, "")
     tables = [[loaded], [twice], plain, [new]]
     host_slot = loaded.host_slot
-    placement = Placement(manager, tables, tables)
+    placement = Placement(manager, step(tables, tables))
     placement.place([twice, loaded, new])
     assert placement.loads[loaded].host_slot == host_slot == loaded.host_slot
     assert twice.host_slot is None and all(block.is_on_host for block in plain)
@@ -157,7 +193,7 @@ def test_an_empty_block_leaves_the_device_without_a_copy() -> None:
     empty, tail = block_on(manager, ""), block_on(manager, "h", 1)
     empty.device_slot = manager.device.take()
     tables = [[empty], [tail]]
-    placement = Placement(manager, tables, tables[1:])
+    placement = Placement(manager, step(tables, tables[1:]))
     placement.place([tail])
     assert not placement.stores and empty.device_slot is None and empty.host_slot is None
     manager.check(references(tables))
@@ -169,14 +205,14 @@ def test_neighbours_lie_next_to_each_other_on_the_host() -> None:
     for slot in (manager.host.take(), manager.host.take()):
         manager.host.give(slot)  # freed in between: the last one freed would be taken first
     new = [block_on(manager, "") for _ in range(3)]
-    Placement(manager, [old, new], [new]).place(new)
+    Placement(manager, step([old, new], [new])).place(new)
     assert [block.host_slot for block in old] == [None, 1, 2, 3]
 
 
 def test_undo_leaves_loaded_blocks_on_the_host_only() -> None:
     manager = BlockManager(2, 3, 1)
     tail = block_on(manager, "h", 2)
-    placement = Placement(manager, [[tail]], [[tail]])
+    placement = Placement(manager, step([[tail]], [[tail]]))
     placement.place([tail])
     placement.undo_loads()
     assert tail.device_slot is None and tail.is_on_host and manager.device.num_free == 2
@@ -267,7 +303,7 @@ def _draw_cached(draw: st.DrawFn, manager: BlockManager) -> None:
         ):
             continue
         block = block_on(manager, tiers)
-        manager.publish(block, None, pack_tokens([number]))
+        manager.publish(block, None, block_key(None, [number]))
         manager.release(block)
 
 
@@ -278,7 +314,7 @@ def test_every_step_that_was_granted_can_be_placed(world: World, promotes: bool)
     world.check()
     before = {b: (location(b), b.num_tokens) for t in world.tables for b in t if b.num_tokens}
     host_before = {b: (b.host_slot, b.host_len) for b in before}
-    placement = Placement(world.manager, world.tables, world.active)
+    placement = Placement(world.manager, step(world.tables, world.active))
     placement.place(world.written)
     if promotes:
         placement.promote()
@@ -305,7 +341,7 @@ def test_every_step_that_was_granted_can_be_placed(world: World, promotes: bool)
 @given(worlds())
 def test_promotion_brings_in_blocks_only_over_what_nobody_running_reads(world: World) -> None:
     running = {block for table in world.active for block in table}
-    placement = Placement(world.manager, world.tables, world.active)
+    placement = Placement(world.manager, step(world.tables, world.active))
     placement.place(world.written)
     on_device = {b for b in running if b.device_slot is not None}
     placement.promote()
@@ -319,7 +355,7 @@ def test_promotion_brings_in_blocks_only_over_what_nobody_running_reads(world: W
 @given(worlds())
 def test_undo_after_any_step_leaves_everything_readable(world: World) -> None:
     held = {b: b.num_tokens for table in world.tables for b in table}
-    placement = Placement(world.manager, world.tables, world.active)
+    placement = Placement(world.manager, step(world.tables, world.active))
     placement.place(world.written)
     placement.promote()
     placement.undo_loads()
@@ -335,7 +371,7 @@ def test_a_second_copy_of_another_block_counts_as_room() -> None:
     twice, single, hosted = (block_on(manager, tiers) for tiers in ("dh", "d", "h"))
     new = block_on(manager, "")
     tables = [[twice], [single], [hosted], [new]]
-    placement = Placement(manager, tables, tables)
+    placement = Placement(manager, step(tables, tables))
     placement.place([twice, new])
     assert single.is_on_host and twice.host_slot is None and new.device_slot is not None
     manager.check(references(tables))
@@ -346,4 +382,4 @@ def test_without_room_for_a_new_block_the_fault_is_named() -> None:
     manager = BlockManager(1, 1, 0)
     tables = [[block_on(manager, "d")], [block_on(manager, "h")], [block_on(manager, "")]]
     with pytest.raises(AssertionError, match="no device slot"):
-        Placement(manager, tables, tables).place(tables[2])
+        Placement(manager, step(tables, tables)).place(tables[2])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoengine.config import EngineConfig
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
-from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
+from nanoengine.sequence import Admission, RequestMetrics, ScheduledBatch, Sequence
 
 
 class CountingKV:
@@ -14,13 +14,20 @@ class CountingKV:
     def __init__(self, num_tokens: int = 1 << 20) -> None:
         self.free = num_tokens
         self.held: dict[int, int] = {}
+        self.in_flight: set[int] = set()
+        self.costs: dict[int, int] = {}
 
-    def admit(self, seq: Sequence) -> bool:
+    def admit(self, seq: Sequence) -> Admission:
+        if seq.seq_id in self.in_flight:
+            return Admission.IN_FLIGHT
         self.held[seq.seq_id] = 0
         if self.reserve(seq, seq.num_tokens) is not None:
-            return True
+            return Admission.ADMITTED
         del self.held[seq.seq_id]
-        return False
+        return Admission.FULL
+
+    def stream_cost(self, seq: Sequence) -> int:
+        return self.costs.get(seq.seq_id, 0) if seq.num_computed else 0
 
     def start_step(self) -> None:
         pass
@@ -50,9 +57,10 @@ def sequence(seq_id: int, prompt: int, out: int = 4) -> Sequence:
     return Sequence(seq_id, [7] * prompt, prompt, params, 0, frozenset(), prompt + out, metrics)
 
 
-def scheduler(kv: CountingKV, **settings: int) -> Scheduler:
+def scheduler(kv: CountingKV, link: int | None = None, **settings: int) -> Scheduler:
     defaults = {"max_num_batched_tokens": 100, "max_num_seqs": 8}
-    return Scheduler(EngineConfig("m", **(defaults | settings)), kv)
+    config = EngineConfig("m", **(defaults | settings))
+    return Scheduler(config, kv, config.max_num_batched_tokens, link)
 
 
 def run(s: Scheduler) -> ScheduledBatch:
@@ -142,3 +150,80 @@ def test_abort_frees_waiting_and_running() -> None:
     ended = s.abort([0, 2, 99])
     assert [seq.finish_reason for seq in ended] == ["abort", "abort"]
     assert kv.free == 100 and [seq.seq_id for seq in s.waiting] == [1]
+
+
+def prefilled(kv: CountingKV, link: int | None, *prompts: int) -> Scheduler:
+    """A scheduler whose sequences 0, 1, ... all decode."""
+    s = scheduler(kv, link)
+    for seq_id, prompt in enumerate(prompts):
+        s.add(sequence(seq_id, prompt, 1000))
+    while any(seq.is_prefill for seq in [*s.waiting, *s.running]):
+        run(s)
+    return s
+
+
+def who(s: Scheduler, num_steps: int) -> list[list[int]]:
+    return [sorted(shape(run(s))) for _ in range(num_steps)]
+
+
+def test_a_streamed_sequence_takes_part_in_every_kth_step_beside_a_resident_one() -> None:
+    kv = CountingKV()
+    s = prefilled(kv, 10, 5, 5)
+    kv.costs[1] = 30
+    assert who(s, 9) == [[0], [0], [0, 1]] * 3
+
+
+def test_streamed_sequences_take_turns_and_the_longest_is_not_passed_for_ever() -> None:
+    kv = CountingKV()
+    s = prefilled(kv, 10, 5, 5, 5)
+    kv.costs |= {1: 30, 2: 10}
+    steps = who(s, 40)
+    assert sum(1 in step for step in steps) == sum(2 in step for step in steps) == 10
+    assert all(0 in step for step in steps)
+
+
+def test_without_resident_decodes_everybody_streams_in_every_step() -> None:
+    kv = CountingKV()
+    s = prefilled(kv, 10, 5, 5)
+    kv.costs |= {0: 25, 1: 25}
+    assert who(s, 3) == [[0, 1]] * 3
+    kv = CountingKV()
+    s = prefilled(kv, None, 5, 5)
+    kv.costs[1] = 25
+    assert who(s, 3) == [[0, 1]] * 3  # nor where there is no limit
+
+
+def test_a_streamed_prefill_and_a_streamed_decode_share_the_link_beside_a_resident_one() -> None:
+    kv = CountingKV()
+    s = prefilled(kv, 10, 5, 5)
+    kv.costs |= {1: 20, 2: 20}
+    s.add(sequence(2, 1000))
+    steps = who(s, 21)
+    assert all(0 in step for step in steps)
+    assert sum(1 in step for step in steps) >= 4 and sum(2 in step for step in steps) >= 4
+
+
+def test_a_request_whose_prefix_is_in_flight_waits_and_others_pass() -> None:
+    kv = CountingKV()
+    s = scheduler(kv)
+    kv.in_flight.add(0)
+    s.add(sequence(0, 5))
+    s.add(sequence(1, 5))
+    assert shape(run(s)) == {1: 5}
+    kv.in_flight.clear()
+    assert shape(run(s)) == {1: 1, 0: 5}
+
+
+def test_failed_sequences_end_with_a_reason_wherever_they_are_and_others_go_on() -> None:
+    kv = CountingKV(20)
+    s = scheduler(kv, max_num_seqs=2)
+    for seq_id in range(3):
+        s.add(sequence(seq_id, 5))
+    batch = s.schedule()
+    ended = s.postprocess(batch, [8, 9], {0: "copy failed", 2: "lost"})
+    assert [(e.seq_id, e.finish_reason, e.error) for e in ended] == [
+        (0, "error", "copy failed"),
+        (2, "error", "lost"),
+    ]
+    assert [seq.output_token_ids for seq in s.running] == [[9]] and not s.waiting
+    assert kv.held.keys() == {1}
