@@ -34,7 +34,24 @@ class StepTables:
         return [*self.parked, *self.resting, *self.active]
 
 
-def drop_order(tables: StepTables) -> list[Block]:
+@dataclass(frozen=True, slots=True, order=True)
+class Rank:
+    """How early a block loses its device copy: the lowest rank first.
+
+    standing: PARKED, RESTING or ACTIVE. shortness: less the longer the sequence, by powers of two.
+    """
+
+    standing: int
+    shortness: int
+    is_shared: bool
+    is_first: bool
+    index: int
+
+
+PARKED, RESTING, ACTIVE = range(3)
+
+
+def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
     """Which blocks with a device copy lose it first, when the device is full.
 
     Blocks of preempted sequences go before those of resting ones, and these before those of the
@@ -43,15 +60,19 @@ def drop_order(tables: StepTables) -> list[Block]:
     first, before the first block. Among equals any choice streams the same bytes: a step reads
     every block once.
     """
-    ranked: dict[Block, tuple[int, int, bool, bool, int]] = {}
+    ranks: dict[Block, Rank] = {}
     for standing, group in enumerate((tables.parked, tables.resting, tables.active)):
         for blocks in group:
-            size = -len(blocks).bit_length()
             for index, block in enumerate(blocks):
                 if block.device_slot is not None:
-                    rank = (standing, size, block.ref_count > 1, index == 0, index)
-                    ranked[block] = max(rank, ranked.get(block, rank))
-    return sorted(ranked, key=ranked.__getitem__)
+                    is_shared = block.ref_count > 1
+                    rank = Rank(standing, _shortness(blocks), is_shared, index == 0, index)
+                    ranks[block] = max(rank, ranks.get(block, rank))
+    return ranks
+
+
+def _shortness(blocks: list[Block]) -> int:
+    return -len(blocks).bit_length()
 
 
 class Placement:
@@ -62,7 +83,7 @@ class Placement:
         self.loads: dict[Block, Load] = {}
         self._manager = manager
         self._tables = tables
-        self._running = {b for blocks in [*tables.active, *tables.resting] for b in blocks}
+        self._ranks: dict[Block, Rank] = {}
         self._pinned: set[Block] = set()
         self._victims: Iterator[Block] | None = None
         self._predecessors: dict[Block, Block] | None = None
@@ -77,11 +98,13 @@ class Placement:
                 self._move_in(block, slot)
 
     def promote(self) -> None:
-        """Bring host blocks of running sequences into device slots that nobody running uses."""
-        for blocks in self._tables.active:
+        """Bring host blocks of the step into device slots that nobody running uses, or only
+        sequences that stream anyway, because they are longer: beside these short ones are resident.
+        """
+        for blocks in sorted(self._tables.active, key=len):
             for block in blocks:
                 if block.num_tokens and block.device_slot is None:
-                    slot = self._device_slot(besides=self._running)
+                    slot = self._device_slot(for_shortness=_shortness(blocks))
                     if slot is None:
                         return
                     self._move_in(block, slot)
@@ -99,8 +122,10 @@ class Placement:
             assert block.host_slot is not None and block.is_on_host
             self.loads[block] = Load(block.host_slot, slot, block.num_tokens)
 
-    def _device_slot(self, besides: set[Block] | None = None) -> int | None:
-        """A free device slot; else that of a cached block, else of the first in the drop order."""
+    def _device_slot(self, for_shortness: int | None = None) -> int | None:
+        """A free device slot; else that of a cached block, else of the first in the drop order that
+        is not of a running sequence as short as that.
+        """
         slot = self._manager.device.take()
         if slot is not None:
             return slot
@@ -108,12 +133,15 @@ class Placement:
         if cached is not None:
             return self._take_from_cached(cached)
         if self._victims is None:
-            self._victims = iter(drop_order(self._tables))
+            self._ranks = drop_ranks(self._tables)
+            self._victims = iter(sorted(self._ranks, key=self._ranks.__getitem__))
         for block in self._victims:
             if block.device_slot is None or block in self._pinned:
                 continue
-            if besides is not None and block in besides:
-                return None  # running blocks come last in the drop order
+            rank = self._ranks[block]
+            is_running = rank.standing != PARKED
+            if for_shortness is not None and is_running and rank.shortness >= for_shortness:
+                continue
             if self._save(block):
                 return self._manager.drop_device(block)
         return None

@@ -146,11 +146,11 @@ class Scheduler:
         token_ids holds one token for each item of the batch that samples, in order. failed: ids of
         sequences, in the batch or not, whose KV is lost, and why: they end with an error.
         """
-        ended = self._fail(failed or {})
         sampled = iter(token_ids)
+        tokens = [next(sampled) if item.samples else None for item in batch.items]
+        ended = self._fail(failed or {})
         now = time.perf_counter()
-        for item in batch.items:
-            token = next(sampled) if item.samples else None
+        for item, token in zip(batch.items, tokens, strict=True):
             if item.seq.is_finished:
                 continue
             self._kv.commit(item.seq, item.num_tokens)

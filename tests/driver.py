@@ -5,10 +5,13 @@ and, recomputed from block tables alone, what every step had to move between the
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from checkpoints import reference, reference_greedy
 from torch import Tensor
 
@@ -167,3 +170,27 @@ def host_gib(path: Path, num_blocks: int, block_size: int) -> float:
     """kv_offload_gib for so many fp32 host blocks of the checkpoint at `path`."""
     config = read_model_config(path, ARCHITECTURES)
     return (num_blocks + 0.5) * block_size * config.kv_bytes_per_token(4) / GIB
+
+
+def fail_copies(stream: Any, numbers: set[int]) -> None:
+    """Of the copies that a (checked) stream makes from now on, let those with these numbers fail.
+
+    They get a source of the wrong size, so that the real copy raises and delivers nothing.
+    """
+    copies, made = getattr(stream, "inner", stream)._copies, itertools.count()
+    make = copies.make
+
+    def failing(dst: Tensor, src: Tensor, owner: object) -> None:
+        make(dst, torch.empty(3, dtype=torch.uint8) if next(made) in numbers else src, owner)
+
+    copies.make = failing
+
+
+def assert_all_free(engine: LLMEngine) -> None:
+    """Nothing is held, in flight or, once the prefix cache is reset, taken on either tier."""
+    engine.kv.reset_prefix_cache()
+    manager = engine.kv._manager
+    assert not engine.kv._tables and not manager._in_flight
+    for pool in (manager.device, manager.host):
+        assert pool.num_free == pool.num_slots
+    engine.kv.check()

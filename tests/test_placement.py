@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.block_manager import Block, BlockManager, block_key
-from nanoengine.placement import Placement, StepTables, Tables, drop_order
+from nanoengine.placement import Placement, StepTables, Tables, drop_ranks
 from nanoengine.step_plan import DEVICE, HOST, Load, Location, Store
 
 SIZE = 4
@@ -36,6 +36,11 @@ def location(block: Block) -> Location:
         return DEVICE, block.device_slot
     assert block.host_slot is not None
     return HOST, block.host_slot
+
+
+def drop_order(tables: StepTables) -> list[Block]:
+    ranks = drop_ranks(tables)
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 def references(tables: list[list[Block]]) -> dict[Block, int]:
@@ -97,6 +102,20 @@ def test_a_sequence_that_sits_out_keeps_its_slots_unless_they_are_written() -> N
     placement = Placement(manager, StepTables([[streamed, tail, new]], [[resting]]))
     placement.place([new])
     assert resting.device_slot is None and tail.device_slot is not None
+
+
+def test_a_short_sequence_gets_the_slots_of_a_long_one_that_streams_anyway() -> None:
+    """And not of one of its own kind, so that nobody takes turns in loading the same."""
+    manager = BlockManager(3, 12, 1)
+    long = [block_on(manager, "h"), *(block_on(manager, "dh") for _ in range(3))]
+    short, alike = ([block_on(manager, "h")] for _ in range(2))
+    placement = Placement(manager, StepTables([long, short], [alike]))
+    placement.place(long[-1:])
+    placement.promote()
+    assert placement.loads.keys() == {short[0]} and long[1].device_slot is None
+    placement = Placement(manager, StepTables([alike], [short]))
+    placement.promote()
+    assert not placement.loads and short[0].device_slot is not None
 
 
 # -- moves
@@ -339,13 +358,20 @@ def test_every_step_that_was_granted_can_be_placed(world: World, promotes: bool)
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(worlds())
-def test_promotion_brings_in_blocks_only_over_what_nobody_running_reads(world: World) -> None:
+def test_promotion_takes_slots_only_from_longer_sequences(world: World) -> None:
+    """Of those that run; and no free slot is left over while blocks are on the host."""
     running = {block for table in world.active for block in table}
     placement = Placement(world.manager, step(world.tables, world.active))
     placement.place(world.written)
     on_device = {b for b in running if b.device_slot is not None}
     placement.promote()
-    assert on_device <= {b for b in running if b.device_slot is not None}
+
+    def shortest(block: Block) -> int:
+        return min(len(table).bit_length() for table in world.active if block in table)
+
+    lost = [shortest(block) for block in on_device if block.device_slot is None]
+    gained = [shortest(b) for b in running - on_device if b.device_slot is not None]
+    assert len(lost) <= len(gained) and (not lost or min(lost) > min(gained))
     if any(block.device_slot is None for block in running):
         assert not world.manager.device.num_free, "a free slot, and blocks left on the host"
     world.check()

@@ -1,0 +1,149 @@
+"""Host memory comes in pieces, in the background; no copy spans two, and a shortage is named."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from driver import Driver, expected, host_gib, token_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanoengine import SamplingParams, host_pool
+from nanoengine.device import CpuDevice
+from nanoengine.errors import OutOfMemoryError
+from nanoengine.host_pool import HostPool, piece_sizes
+from nanoengine.llm_engine import LLMEngine
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+GIB, MIB = 1 << 30, 1 << 20
+
+
+class SlowDevice(CpuDevice):
+    """Hands out memory only while the gate is open; fails at piece `fails_at`."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__(2)
+        self.gate = threading.Event()
+        self.fails_at, self.num_taken = fails_at, 0
+
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.gate.wait()
+        if self.num_taken == self.fails_at:
+            raise MemoryError("no more")
+        self.num_taken += 1
+        return super().empty_host(shape, dtype)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of two blocks of the pools below (64 bytes a block)."""
+    monkeypatch.setattr(host_pool, "LARGEST_PIECE", 150)
+    monkeypatch.setattr(host_pool, "SMALLEST_PIECE", 150)
+
+
+def make_pool(device: CpuDevice, num_blocks: int = 7) -> HostPool:
+    """2 layers, blocks of [2, 2, 1, 2] fp32."""
+    return HostPool(device, (2, num_blocks, (2, 2, 1, 2)), torch.float32)
+
+
+@settings(derandomize=True)
+@given(st.integers(1, 5000), st.sampled_from([1 << 10, 5898240, 100 * MIB, 3 * GIB]))
+def test_pieces_hold_all_blocks_and_are_not_rounded_up_to_twice_the_size(n: int, size: int) -> None:
+    sizes = piece_sizes(n, size)
+    assert sum(sizes) == n and min(sizes) > 0
+    assert sizes == sorted(sizes, reverse=True)
+    taken = sum(1 << (blocks * size - 1).bit_length() for blocks in sizes)  # rounded up to 2^k
+    assert max(sizes) == 1 or max(sizes) * size <= GIB
+    if size < 10 * MIB and n * size > GIB:
+        assert taken <= 1.15 * n * size
+
+
+def test_every_slot_lies_in_one_piece(small_pieces: None) -> None:
+    pool = make_pool(CpuDevice(2))
+    assert pool.num_pieces == 4
+    assert [pool.locate(slot) for slot in range(7)] == [(slot // 2, slot % 2) for slot in range(7)]
+    pool.close()
+
+
+def test_no_copy_spans_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "LARGEST_PIECE", 200)
+    monkeypatch.setattr(host_pool, "SMALLEST_PIECE", 100)
+    pool = make_pool(CpuDevice(2), 10)
+    assert [pool.locate(slot)[0] for slot in range(10)] == [0] * 3 + [1] * 3 + [2] * 3 + [3]
+    for slot in range(10):
+        for layer in range(2):
+            pool.block(layer, slot).fill_(10 * layer + slot)
+    slots = [1, 2, 3, 4, 9, 0]
+    runs = [(at, blocks[:, 0, 0, 0, 0].tolist()) for at, blocks in pool.runs(1, slots)]
+    assert runs == [(0, [11, 12]), (2, [13, 14]), (4, [19]), (5, [10])]
+    assert list(pool.slots(1, (0, 2))) == [3, 5]
+    pool.close()
+
+
+def test_start_up_does_not_wait_and_readers_wait_for_their_piece(small_pieces: None) -> None:
+    device = SlowDevice()
+    pool = make_pool(device)
+    read = threading.Thread(target=lambda: pool.block(0, 3).fill_(1.0))
+    read.start()
+    read.join(0.05)
+    assert read.is_alive() and device.num_taken == 0
+    device.gate.set()
+    read.join(5)
+    assert not read.is_alive() and pool.block(0, 3).sum() == 8
+    pool.close()
+
+
+def test_closing_takes_no_more_pieces(small_pieces: None) -> None:
+    device = SlowDevice()
+    pool = make_pool(device)
+    threading.Timer(0.05, device.gate.set).start()
+    pool.close()
+    assert device.num_taken <= 1
+    with pytest.raises(OutOfMemoryError):
+        pool.block(0, 0)
+
+
+def test_a_shortage_names_the_setting(small_pieces: None) -> None:
+    device = SlowDevice(fails_at=2)
+    device.gate.set()
+    pool = make_pool(device)
+    pool.block(0, 3)
+    with pytest.raises(OutOfMemoryError, match=r"blocks 4 to 5 of 7 .*no more.*kv_offload_gib"):
+        pool.block(0, 4)
+    with pytest.raises(OutOfMemoryError, match="kv_offload_gib"):
+        pool.block(1, 6)
+    pool.close()
+
+
+@pytest.mark.parametrize("mode", ["stream", "in_place"])
+def test_an_engine_over_many_pieces_gives_the_same_tokens(
+    tiny: Callable[[str], Path], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny("qwen3")
+    settings = {
+        "kvcache_block_size": 4,
+        "num_gpu_blocks": 4,
+        "enable_cpu_offload": True,
+        "offload_mode": mode,
+        "kv_offload_gib": host_gib(path, 60, 4),
+        "slot_tokens": 20,
+        "debug_kv": True,
+        "dtype": "float32",
+        "device": "cpu",
+    }
+    piece_bytes = int(host_gib(path, 3, 4) * GIB)  # three blocks, so that runs cross pieces
+    monkeypatch.setattr(host_pool, "LARGEST_PIECE", piece_bytes)
+    monkeypatch.setattr(host_pool, "SMALLEST_PIECE", piece_bytes)
+    driver = Driver(LLMEngine(path, **settings))
+    rng = random.Random(3)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (70, 41, 9)]
+    assert driver.engine.kv._offload.host.num_pieces == 20
+    assert token_ids(driver.run(prompts, GREEDY)) == [expected(path, p, 6) for p in prompts]
+    assert driver.engine.kv.counters.h2d_bytes == driver.audit.h2d_bytes
+    driver.engine.close()
