@@ -1,11 +1,10 @@
 """Attention backends: causal grouped-query attention over paged chunks, softmax state carried in
-fp32.
+fp32; and which of them, or of flash_attention, an engine takes.
 
-All of them fold the KV blocks of a sequence in logical order into (row maximum, row sum,
-accumulator), the
-online softmax of Milakov and Gimelshein (arXiv 1805.02867). The state between two blocks does not
-depend on
-which pool they came from or in how many calls, so any split of a context gives the same bits.
+Those here fold the KV blocks of a sequence in logical order into (row maximum, row sum,
+accumulator), the online softmax of Milakov and Gimelshein (arXiv 1805.02867). The state between two
+blocks does not depend on which pool they came from or in how many calls, so any split of a context
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -18,12 +17,15 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
 from nanoengine.cpu_kernels import CpuKernels
+from nanoengine.flash_attention import make_flash
 
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxState:
-    """row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet
-    divided.
+    """The buffers of one backend, which every layer and step uses again; they grow with the largest
+    step and stay.
+
+    row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided.
     """
 
     row_max: Tensor
@@ -31,11 +33,18 @@ class SoftmaxState:
     acc: Tensor
 
     @classmethod
-    def empty(cls, q: Tensor) -> SoftmaxState:
-        """The state of rows that have seen no key."""
-        row_max = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        row_sum = q.new_zeros(q.shape[:2], dtype=torch.float32)
-        return cls(row_max, row_sum, q.new_zeros(q.shape, dtype=torch.float32))
+    def on(cls, device: torch.device) -> SoftmaxState:
+        """A state without rows."""
+        row_max, row_sum, acc = (
+            torch.empty(0, dtype=torch.float32, device=device) for _ in range(3)
+        )
+        return cls(row_max, row_sum, acc)
+
+    def start(self, q: Tensor) -> None:
+        """Room for the rows of q, none of which has seen a key."""
+        self.row_max.resize_(q.shape[:2]).fill_(-torch.inf)
+        self.row_sum.resize_(q.shape[:2]).zero_()
+        self.acc.resize_(q.shape).zero_()
 
 
 class TorchAttention:
@@ -47,10 +56,14 @@ class TorchAttention:
         """reason: why this backend was taken, for the plan."""
         self.name = f"torch ({reason})" if reason else "torch"
         self._scale = head_dim**-0.5
+        self._state: SoftmaxState | None = None
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """See context.AttentionBackend."""
-        state = SoftmaxState.empty(q)
+        if self._state is None:
+            self._state = SoftmaxState.on(q.device)
+        state = self._state
+        state.start(q)
         for chunk in ctx.kv.read(layer):
             self._attend(q, chunk, ctx.lengths, state)
         return (state.acc / state.row_sum.unsqueeze(-1)).to(q.dtype)
@@ -105,10 +118,12 @@ class CpuAttention:
         self.name = f"C kernel ({kernels.isa})"
         self._scale = head_dim**-0.5
         self._kernels = kernels
+        self._state = SoftmaxState.on(torch.device("cpu"))
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """See context.AttentionBackend."""
-        state = SoftmaxState.empty(q)
+        state = self._state
+        state.start(q)
         for chunk in ctx.kv.read(layer):
             self._kernels.attend(
                 q,
@@ -125,8 +140,22 @@ class CpuAttention:
         return out
 
 
-def make_attention(kernels: CpuKernels | None, no_kernels: str, head_dim: int) -> AttentionBackend:
-    """The C kernel where there is one, else PyTorch; `no_kernels` says why, for the plan."""
+def make_attention(
+    kernels: CpuKernels | None,
+    no_kernels: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    head_dim: int,
+) -> AttentionBackend:
+    """The C kernel where there is one; on a GPU a flash kernel if one serves; else PyTorch.
+
+    The name of the backend says what was taken and, of what would be faster, why not.
+    no_kernels: why there is no C kernel. block_size: tokens of a KV block.
+    """
     if kernels is not None:
         return CpuAttention(head_dim, kernels)
-    return TorchAttention(head_dim, no_kernels)
+    if device.type != "cuda":
+        return TorchAttention(head_dim, no_kernels)
+    flash, no_flash = make_flash(device, dtype, block_size, head_dim)
+    return flash or TorchAttention(head_dim, no_flash)

@@ -2,9 +2,8 @@
 
 Every stream carries a vector clock; `record` stamps it on the event and `wait` merges it (Mattern
 1989). An access is ordered after another if the other's time on its own stream is in the accessing
-stream's
-clock. The check looks at what was queued, not at what ran when: a missing wait is found in every
-run, also where inline compute would have hidden it.
+stream's clock. The check looks at what was queued, not at what ran when: a missing wait is found in
+every run, also where inline compute would have hidden it. What was queued can be recorded, too.
 """
 
 from __future__ import annotations
@@ -28,11 +27,52 @@ class RaceError(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
+class TraceEntry:
+    """One thing that was queued on a stream.
+
+    operation      copy, fill, record, wait or access
+    reads, writes  access: the slots that what comes next on this stream touches
+    other          wait: the stream that recorded the event
+    event          record and wait: which event of the stream that recorded it, counted from 1
+    """
+
+    stream: str
+    operation: str
+    reads: tuple[Key, ...] = ()
+    writes: tuple[Key, ...] = ()
+    other: str = ""
+    event: int = 0
+
+
+class Trace:
+    """What was queued on all streams, in order, while it was on; at most `room` entries."""
+
+    def __init__(self) -> None:
+        self.entries: list[TraceEntry] = []
+        self.num_left_out = 0
+        self.is_on = False
+        self._room = 0
+
+    def start(self, room: int) -> None:
+        """Forget what was recorded, and record."""
+        self.entries, self.num_left_out, self.is_on, self._room = [], 0, True, room
+
+    def add(self, entry: TraceEntry) -> None:
+        """Called while it is on."""
+        if len(self.entries) < self._room:
+            self.entries.append(entry)
+        else:
+            self.num_left_out += 1
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedEvent:
-    """An event and the clock of the stream that recorded it."""
+    """An event, the clock of the stream that recorded it, and which of its events it is."""
 
     inner: Event
     clock: Clock
+    stream: str
+    number: int
 
     def is_done(self) -> bool:
         """See device.Event."""
@@ -40,17 +80,20 @@ class CheckedEvent:
 
 
 class CheckedStream:
-    """A stream with a vector clock; `trace` counts what was queued on it."""
+    """A stream with a vector clock; `counts` says how much of what was queued on it."""
 
-    def __init__(self, inner: Stream) -> None:
+    def __init__(self, inner: Stream, trace: Trace) -> None:
         self.name = inner.name
         self.inner = inner
         self.clock: Clock = {inner.name: 0}
-        self.trace: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self._trace = trace
 
     def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
         """See device.Stream."""
-        self.trace["copies"] += 1
+        self.counts["copies"] += 1
+        if self._trace.is_on:
+            self._trace.add(TraceEntry(self.name, "copy"))
         self.inner.copy(dst, src, owner)
 
     def take_failed(self) -> list[FailedCopy]:
@@ -59,17 +102,25 @@ class CheckedStream:
 
     def fill(self, dst: Tensor, value: float) -> None:
         """See device.Stream."""
+        if self._trace.is_on:
+            self._trace.add(TraceEntry(self.name, "fill"))
         self.inner.fill(dst, value)
 
     def record(self) -> Event:
         """See device.Stream."""
-        self.trace["events"] += 1
-        return CheckedEvent(self.inner.record(), dict(self.clock))
+        self.counts["events"] += 1
+        number = self.counts["events"]
+        if self._trace.is_on:
+            self._trace.add(TraceEntry(self.name, "record", event=number))
+        return CheckedEvent(self.inner.record(), dict(self.clock), self.name, number)
 
     def wait(self, event: Event) -> None:
         """See device.Stream."""
         assert isinstance(event, CheckedEvent)
-        self.trace["waits"] += 1
+        self.counts["waits"] += 1
+        if self._trace.is_on:
+            entry = TraceEntry(self.name, "wait", other=event.stream, event=event.number)
+            self._trace.add(entry)
         for name, time in event.clock.items():
             self.clock[name] = max(self.clock.get(name, 0), time)
         self.inner.wait(event.inner)
@@ -85,16 +136,17 @@ class _Accesses:
 
 class CheckedDevice:
     """Wraps a device; `declare` says what each stream touches. num_checked counts declared
-    accesses.
+    accesses; `start_trace` records, in `trace`, what is queued.
     """
 
     def __init__(self, inner: Device) -> None:
         self.inner = inner
         self.name = inner.name
         self.torch_device: torch.device = inner.torch_device
-        self.compute: Stream = CheckedStream(inner.compute)
-        self.h2d: Stream = CheckedStream(inner.h2d)
-        self.d2h: Stream = CheckedStream(inner.d2h)
+        self.trace = Trace()
+        self.compute: Stream = CheckedStream(inner.compute, self.trace)
+        self.h2d: Stream = CheckedStream(inner.h2d, self.trace)
+        self.d2h: Stream = CheckedStream(inner.d2h, self.trace)
         self.num_checked = 0
         self._slots: dict[Key, _Accesses] = {}
 
@@ -103,6 +155,9 @@ class CheckedDevice:
     ) -> None:
         """`stream` is about to read and write these slots. Raises RaceError."""
         assert isinstance(stream, CheckedStream)
+        reads, writes = tuple(reads), tuple(writes)
+        if self.trace.is_on:
+            self.trace.add(TraceEntry(stream.name, "access", reads, writes))
         stream.clock[stream.name] += 1
         now = stream.clock[stream.name]
         for key in reads:
@@ -116,6 +171,17 @@ class CheckedDevice:
             self._demand_order(stream, key, accesses.reads, "writes", "read")
             accesses.write, accesses.reads = {stream.name: now}, {}
             self.num_checked += 1
+
+    def start_trace(self, room: int = 10_000) -> None:
+        """Record from here on, at most `room` entries; off until called, so that a long run does
+        not grow. What no longer has room is counted.
+        """
+        self.trace.start(room)
+
+    def stop_trace(self) -> tuple[TraceEntry, ...]:
+        """Record no more; what was recorded."""
+        self.trace.is_on = False
+        return tuple(self.trace.entries)
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
         """See device.Device."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from driver import host_gib
 
+from nanoengine import SamplingParams
 from nanoengine.device import CpuDevice, Device, DoneEvent, InlineStream, WorkerStream
-from nanoengine.stream_check import CheckedDevice, RaceError
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.stream_check import CheckedDevice, Key, RaceError, TraceEntry
 
 SLOT = ("device", 0, 3)
 OTHER = ("device", 1, 3)
+HOST = ("host", 0, 7)
 
 
 @pytest.fixture(params=["inline", "workers"])
@@ -193,6 +198,118 @@ def test_the_checker_passes_work_through(device: CheckedDevice) -> None:
     assert device.empty_host((2, 3), torch.bfloat16).shape == (2, 3)
     assert device.memory()[0] > 0 and device.peak_memory_mib() > 0
     assert device.auto_dtype()[0] in (torch.float32, torch.bfloat16)
+
+
+# -- the trace
+
+
+def _some_work(d: CheckedDevice) -> None:
+    d.declare(d.h2d, reads=[HOST], writes=[SLOT])
+    d.h2d.copy(torch.zeros(1), torch.ones(1))
+    event = d.h2d.record()
+    d.d2h.record()
+    d.compute.wait(event)
+    d.declare(d.compute, reads=iter([SLOT, OTHER]))
+    d.compute.fill(torch.zeros(1), 1.0)
+    d.h2d.wait(d.compute.record())
+    d.d2h.wait(d.d2h.record())
+
+
+def test_the_trace_is_off_until_asked_for(device: CheckedDevice) -> None:
+    _some_work(device)
+    assert device.stop_trace() == () and device.trace.num_left_out == 0
+
+
+def test_the_trace_holds_what_was_queued_in_order(device: CheckedDevice) -> None:
+    _some_work(device)  # events are counted from the beginning, traced or not
+    device.start_trace()
+    _some_work(device)
+    trace = device.stop_trace()
+    _some_work(device)
+    assert device.stop_trace() == trace
+    assert trace == (
+        TraceEntry("h2d", "access", reads=(HOST,), writes=(SLOT,)),
+        TraceEntry("h2d", "copy"),
+        TraceEntry("h2d", "record", event=2),
+        TraceEntry("d2h", "record", event=3),
+        TraceEntry("compute", "wait", other="h2d", event=2),
+        TraceEntry("compute", "access", reads=(SLOT, OTHER)),
+        TraceEntry("compute", "fill"),
+        TraceEntry("compute", "record", event=2),
+        TraceEntry("h2d", "wait", other="compute", event=2),
+        TraceEntry("d2h", "record", event=4),
+        TraceEntry("d2h", "wait", other="d2h", event=4),
+    )
+    assert device.h2d.counts == {"copies": 3, "events": 3, "waits": 3}
+
+
+def test_a_trace_is_bounded_and_says_so(device: CheckedDevice) -> None:
+    device.start_trace(room=4)
+    _some_work(device)
+    assert len(device.stop_trace()) == 4 and device.trace.num_left_out == 7
+    device.start_trace()
+    _some_work(device)
+    assert len(device.stop_trace()) == 11 and device.trace.num_left_out == 0
+
+
+def unordered(trace: Sequence[TraceEntry]) -> set[tuple[Key, str, str]]:
+    """Conflicting accesses of two streams without a path from the first to the second, by the graph
+    of the trace: no clocks. (slot, first stream, second stream)
+    """
+    before: list[int] = []  # for each entry, the entries that are ordered before it, as bits
+    last: dict[str, int] = {}
+    recorded: dict[tuple[str, int], int] = {}
+    for number, entry in enumerate(trace):
+        parents = [last[entry.stream]] if entry.stream in last else []
+        if entry.operation == "wait" and (entry.other, entry.event) in recorded:
+            parents.append(recorded[entry.other, entry.event])
+        before.append(0)
+        for parent in parents:
+            before[number] |= before[parent] | 1 << parent
+        last[entry.stream] = number
+        if entry.operation == "record":
+            recorded[entry.stream, entry.event] = number
+    found = set()
+    for second, first in ((j, i) for j in range(len(trace)) for i in range(j)):
+        a, b = trace[first], trace[second]
+        shared = {*a.writes} & {*b.writes, *b.reads} | {*a.reads} & {*b.writes}
+        if a.stream != b.stream and shared and not before[second] >> first & 1:
+            found |= {(key, a.stream, b.stream) for key in shared}
+    return found
+
+
+def test_a_streamed_run_is_ordered_by_its_trace_alone(tiny: Callable[[str], Path]) -> None:
+    """The trace says enough to find it ordered, and races once waits are struck from it."""
+    path = tiny("llama")
+    engine = LLMEngine(
+        path,
+        dtype="float32",
+        device="cpu",
+        kvcache_block_size=8,
+        num_gpu_blocks=4,
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        enable_cpu_offload=True,
+        offload_mode="stream",
+        kv_offload_gib=host_gib(path, 40, 8),
+        slot_tokens=8,
+        ring_slots=2,
+        debug_kv=True,
+    )
+    device = engine.device
+    assert isinstance(device, CheckedDevice)
+    device.start_trace()
+    engine.add_request(list(range(50)), SamplingParams(temperature=0, max_tokens=3))
+    while engine.has_unfinished_requests:
+        engine.step()
+    trace = device.stop_trace()
+    engine.close()
+    assert device.trace.num_left_out == 0 and len(trace) > 200
+    assert unordered(trace) == set()
+    for waiting, other in (("compute", "h2d"), ("h2d", "compute"), ("d2h", "compute")):
+        struck = [e for e in trace if (e.stream, e.operation, e.other) != (waiting, "wait", other)]
+        races = unordered(struck)
+        assert any({waiting, other} == {a, b} for _, a, b in races), (waiting, other)
 
 
 # -- streams

@@ -1,0 +1,459 @@
+"""Attention on a GPU by a flash kernel: which calls one step needs, and how their results merge.
+
+A kernel call is either non-causal or bottom-right causal, so the queries that meet a span of keys
+are cut in two: those past the span see all of it, those inside it see it up to themselves. Each
+result comes with its log-sum-exp and is merged in fp32 (the split softmax of Dao et al.,
+arXiv 2205.14135). How a context is cut into chunks changes the rounding, how fast they arrive does
+not. Knows no pools and no schedule, only chunks and lengths.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from nanoengine.context import ForwardContext, KVChunk, Spans
+
+PAGE = 256
+MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16)
+TRIAL_TOLERANCE = 0.05
+
+Lengths = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall:
+    """One kernel call over a chunk, for n sequences; the same for every layer of a step.
+
+    rows          which of the step's tokens ask: a slice, or int64 [queries] where they lie apart
+    query_start   int32 [n + 1]: queries [query_start[i], query_start[i + 1]) of the call are the
+                  i-th sequence's, at least one
+    key_start     int32 [n + 1]: the running sum of num_keys
+    num_keys      int32 [n]: keys of each sequence in the chunk, at least one
+    block_table   int32 [n, blocks]: where they are
+    causal        the last query of a sequence sees all of these keys, the one before sees one fewer
+    """
+
+    rows: slice | Tensor
+    query_start: Tensor
+    key_start: Tensor
+    num_keys: Tensor
+    block_table: Tensor
+    max_queries: int
+    max_keys: int
+    causal: bool
+
+
+class FlashKernel(Protocol):
+    """A paged attention kernel that returns its log-sum-exp."""
+
+    name: str
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of q [queries, heads, head_dim] over pools [blocks, block_size, kv_heads,
+        head_dim], of q's dtype and shape, and its natural log-sum-exp, fp32 [heads, queries].
+
+        Both are the caller's to overwrite. A row without keys has the output 0 and an infinite
+        log-sum-exp of either sign. Rows past num_keys are not read.
+        """
+        ...
+
+
+class FlashAttnKernel:
+    """flash_attn_varlen_func of the package flash-attn."""
+
+    def __init__(self, function: Callable[..., Any], version: str, num_splits: int | None) -> None:
+        self.name = f"flash-attn {version}{_splits_text(num_splits)}"
+        self._function = function
+        self._options = {} if num_splits is None else {"num_splits": num_splits}
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See FlashKernel."""
+        out, lse, _ = self._function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=call.query_start,
+            cu_seqlens_k=call.key_start,
+            max_seqlen_q=call.max_queries,
+            max_seqlen_k=call.max_keys,
+            softmax_scale=scale,
+            causal=call.causal,
+            return_attn_probs=True,
+            block_table=call.block_table,
+            **self._options,
+        )
+        return out, lse
+
+
+class VarlenKernel:
+    """torch.nn.attention.varlen.varlen_attn."""
+
+    def __init__(
+        self, function: Callable[..., Any], want_lse: object, version: str, num_splits: int | None
+    ) -> None:
+        """want_lse: the module's AuxRequest that asks for the log-sum-exp."""
+        self.name = f"varlen_attn of torch {version}{_splits_text(num_splits)}"
+        self._function = function
+        self._want_lse = want_lse
+        self._options = {} if num_splits is None else {"num_splits": num_splits}
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See FlashKernel."""
+        out, lse = self._function(
+            q,
+            k,
+            v,
+            call.query_start,
+            call.key_start,
+            call.max_queries,
+            call.max_keys,
+            return_aux=self._want_lse,
+            scale=scale,
+            window_size=(-1, 0) if call.causal else (-1, -1),
+            enable_gqa=True,
+            seqused_k=call.num_keys,
+            block_table=call.block_table,
+            **self._options,
+        )
+        return out, lse
+
+
+class FlashAttention:
+    """Flash kernel calls over the chunks of a layer, merged in fp32 (context.AttentionBackend)."""
+
+    def __init__(
+        self, head_dim: int, kernel: FlashKernel, device: torch.device, besides: str = ""
+    ) -> None:
+        """besides: what the plan should say of kernels that were not taken."""
+        self.name = f"flash ({kernel.name}{'; ' if besides else ''}{besides})"
+        self._scale = head_dim**-0.5
+        self._kernel = kernel
+        self._state = MergedState.on(device)
+        self._plans: list[_ChunkPlan] = []
+        self._gathered = torch.empty(0, device=device)
+
+    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """See context.AttentionBackend."""
+        self._state.start(q)
+        for position, chunk in enumerate(ctx.kv.read(layer)):
+            for call in self._calls(position, chunk, ctx.lengths):
+                queries = self._queries(q, call.rows)
+                out, lse = self._kernel.attend(queries, chunk.k, chunk.v, call, self._scale)
+                self._state.merge(call.rows, out, lse)
+        return self._state.result(q.dtype)
+
+    def _calls(self, position: int, chunk: KVChunk, lengths: Lengths) -> tuple[KernelCall, ...]:
+        """The calls over this step's chunk number `position`, made when the first layer asks."""
+        if position < len(self._plans):
+            plan = self._plans[position]
+            # The same objects have the same values, so a plan never outlives what it was made for.
+            if plan.spans is chunk.spans and plan.lengths is lengths:
+                return plan.calls
+            del self._plans[position:]
+        self._plans.append(_ChunkPlan(chunk.spans, lengths, plan_calls(chunk, lengths)))
+        return self._plans[-1].calls
+
+    def _queries(self, q: Tensor, rows: slice | Tensor) -> Tensor:
+        if isinstance(rows, slice):
+            return q[rows]
+        if self._gathered.dtype != q.dtype:
+            self._gathered = q.new_empty(0)
+        room = self._gathered.resize_((len(rows), *q.shape[1:]))
+        return torch.index_select(q, 0, rows, out=room)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkPlan:
+    spans: Spans
+    lengths: Lengths
+    calls: tuple[KernelCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MergedState:
+    """Partial results so far, as a softmax over log-sum-exps; the buffers of one backend.
+
+    row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided.
+    The storage grows with the largest step and stays; `scratch` is for merges.
+    """
+
+    row_max: Tensor
+    row_sum: Tensor
+    acc: Tensor
+    scratch: tuple[Tensor, ...]
+
+    @classmethod
+    def on(cls, device: torch.device) -> MergedState:
+        """A state without rows."""
+        row_max, row_sum, acc, *scratch = (
+            torch.empty(0, dtype=torch.float32, device=device) for _ in range(7)
+        )
+        return cls(row_max, row_sum, acc, tuple(scratch))
+
+    def start(self, q: Tensor) -> None:
+        """Room for the rows of q, none of which has seen a key."""
+        # Finite, so that merging "no keys" into "no keys" is no inf - inf.
+        self.row_max.resize_(q.shape[:2]).fill_(torch.finfo(torch.float32).min)
+        self.row_sum.resize_(q.shape[:2]).zero_()
+        self.acc.resize_(q.shape).zero_()
+
+    def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
+        """Merge what a kernel returned for `rows`; overwrites lse."""
+        lse = lse.T.nan_to_num_(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+        new_max, *copies = self.scratch
+        new_max.resize_(lse.shape)
+        if isinstance(rows, slice):
+            _merge(self.row_max[rows], self.row_sum[rows], self.acc[rows], out, lse, new_max)
+            return
+        parts = (self.row_max, self.row_sum, self.acc)
+        for part, copy in zip(parts, copies, strict=True):
+            torch.index_select(part, 0, rows, out=copy.resize_((len(rows), *part.shape[1:])))
+        _merge(copies[0], copies[1], copies[2], out, lse, new_max)
+        for part, copy in zip(parts, copies, strict=True):
+            part.index_copy_(0, rows, copy)
+
+    def result(self, dtype: torch.dtype) -> Tensor:
+        """What the rows have attended to, [tokens, heads, head_dim]: a new tensor."""
+        out = torch.empty_like(self.acc, dtype=dtype)
+        return torch.div(self.acc, self.row_sum.unsqueeze(-1), out=out)
+
+
+def _merge(
+    row_max: Tensor, row_sum: Tensor, acc: Tensor, out: Tensor, lse: Tensor, new_max: Tensor
+) -> None:
+    """Fold (out, lse [rows, heads]) into the rows, in place; lse and new_max are scratch."""
+    torch.maximum(row_max, lse, out=new_max)
+    decay = row_max.sub_(new_max).exp_()
+    weight = lse.sub_(new_max).exp_()
+    row_sum.mul_(decay).add_(weight)
+    acc.mul_(decay.unsqueeze(-1)).addcmul_(out, weight.unsqueeze(-1))
+    row_max.copy_(new_max)
+
+
+# -- which calls a chunk needs ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """Consecutive queries of one sequence and the span of keys they meet, in one call."""
+
+    span: int  # which of the chunk's spans
+    rows: range  # tokens of the step
+    num_keys: int
+
+
+def plan_calls(chunk: KVChunk, lengths: Lengths) -> tuple[KernelCall, ...]:
+    """The calls, two at most, by which the step's queries meet the keys of a chunk.
+
+    Queries before a span never enter a call with it, nor do spans without keys.
+    """
+    block_size = chunk.k.shape[1]
+    stops = list(accumulate(num_queries for num_queries, _ in lengths))
+    asks: dict[bool, list[_Ask]] = {False: [], True: []}
+    for number, (index, first, blocks) in enumerate(chunk.spans):
+        (num_queries, kv_len), stop = lengths[index], stops[index]
+        begin, end = first * block_size, min((first + len(blocks)) * block_size, kv_len)
+        if begin >= end:
+            continue
+        full, causal = seen_by(begin, end, num_queries, kv_len)
+        for is_causal, positions in ((False, full), (True, causal)):
+            if positions:
+                row = stop - kv_len
+                rows = range(row + positions.start, row + positions.stop)
+                asks[is_causal].append(_Ask(number, rows, end - begin))
+    return tuple(_call(chunk, found, is_causal) for is_causal, found in asks.items() if found)
+
+
+def seen_by(begin: int, end: int, num_queries: int, kv_len: int) -> tuple[range, range]:
+    """Positions of the queries that see all keys in [begin, end), and of those that see them up to
+    their own position, the last of which sees all.
+
+    num_queries: the sequence's last positions, kv_len - num_queries and on, are the queries.
+    """
+    start = kv_len - num_queries
+    if end <= start + 1:
+        return range(start, kv_len), range(0)
+    return range(end, kv_len), range(max(start, begin), end)
+
+
+def _call(chunk: KVChunk, asks: Sequence[_Ask], causal: bool) -> KernelCall:
+    device, num = chunk.k.device, len(asks)
+    queries, keys = [len(ask.rows) for ask in asks], [ask.num_keys for ask in asks]
+    packed = _on_device(
+        [*accumulate(queries, initial=0), *accumulate(keys, initial=0), *keys], torch.int32, device
+    )
+    table = chunk.block_table
+    if num < len(chunk.spans):
+        table = table[_on_device([ask.span for ask in asks], torch.int64, device)]
+    return KernelCall(
+        rows=_rows(asks, device),
+        query_start=packed[: num + 1],
+        key_start=packed[num + 1 : 2 * num + 2],
+        num_keys=packed[2 * num + 2 :],
+        block_table=table,
+        max_queries=max(queries),
+        max_keys=max(keys),
+        causal=causal,
+    )
+
+
+def _rows(asks: Sequence[_Ask], device: torch.device) -> slice | Tensor:
+    if all(before.rows.stop == after.rows.start for before, after in pairwise(asks)):
+        return slice(asks[0].rows.start, asks[-1].rows.stop)
+    return _on_device([row for ask in asks for row in ask.rows], torch.int64, device)
+
+
+def _on_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Through pinned memory: the host does not wait for what the GPU has queued."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+# -- which kernel is there -------------------------------------------------------------------------
+
+
+def make_flash(
+    device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
+) -> tuple[FlashAttention | None, str]:
+    """The first kernel that passes a trial on the device, or None and why none was taken."""
+    if unmet := _unmet(dtype, block_size, head_dim):
+        return None, f"flash kernels need {unmet}"
+    refusals: list[str] = []
+    for find in (_flash_attn_kernels, _varlen_kernels):
+        kernels, missing = find()
+        refusals += [missing] if missing else []
+        for kernel in kernels:
+            refusal = try_kernel(kernel, device, dtype, block_size, head_dim)
+            if not refusal:
+                return FlashAttention(head_dim, kernel, device, "; ".join(refusals)), ""
+            refusals.append(f"{kernel.name}: {refusal}")
+    return None, "; ".join(refusals)
+
+
+def _unmet(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
+    """The first limit of the kernels that is not kept, and by what."""
+    if dtype not in DTYPES:
+        return f"float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        return f"a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, not {head_dim}"
+    if block_size % PAGE:
+        return f"kvcache_block_size to be a multiple of {PAGE}, not {block_size}"
+    return ""
+
+
+def _flash_attn_kernels() -> tuple[list[FlashKernel], str]:
+    try:
+        module = import_module("flash_attn")  # optional, and only of use on a GPU
+    except (ImportError, OSError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "flash_attn"
+        return [], "flash-attn is not installed" if missing else f"flash-attn: {_first_line(error)}"
+    function: Callable[..., Any] | None = getattr(module, "flash_attn_varlen_func", None)
+    if function is None:
+        return [], "flash-attn has no flash_attn_varlen_func"
+    if lacks := _lacks(function, ("block_table", "return_attn_probs")):
+        return [], f"flash_attn_varlen_func of flash-attn lacks {lacks}"
+    version = getattr(module, "__version__", "of unknown version")
+    return [FlashAttnKernel(function, version, splits) for splits in _splits(function)], ""
+
+
+def _varlen_kernels() -> tuple[list[FlashKernel], str]:
+    module = import_module("torch.nn.attention.varlen")  # slow, and only of use on a GPU
+    function, version = module.varlen_attn, torch.__version__
+    if lacks := _lacks(function, ("block_table", "seqused_k", "enable_gqa", "return_aux")):
+        return [], f"varlen_attn of torch {version} lacks {lacks}"
+    want_lse = module.AuxRequest(lse=True)
+    return [VarlenKernel(function, want_lse, version, splits) for splits in _splits(function)], ""
+
+
+def _lacks(function: Callable[..., Any], wanted: tuple[str, ...]) -> str:
+    """Those of the wanted parameters that the function does not have."""
+    known = inspect.signature(function).parameters
+    return ", ".join(name for name in wanted if name not in known)
+
+
+def _splits(function: Callable[..., Any]) -> tuple[int | None, ...]:
+    """Values of num_splits to try: one split keeps a result free of the rest of the batch.
+
+    torch 2.12 has the parameter and then refuses it.
+    """
+    return (1, None) if "num_splits" in inspect.signature(function).parameters else (None,)
+
+
+def _splits_text(num_splits: int | None) -> str:
+    return "" if num_splits is None else f", num_splits={num_splits}"
+
+
+def try_kernel(
+    kernel: FlashKernel, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
+) -> str:
+    """Why the kernel cannot be used, "" if it can.
+
+    A causal prefill, one that sees all keys, and two decodes over blocks out of order, against
+    plain attention: a kernel that aligns causality at the top left or returns another log-sum-exp
+    is found here.
+    """
+    most, generator = 2 * block_size, torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(shape, generator=generator).to(device, dtype)
+        for shape in ((5, 2, head_dim), *[(2, block_size, 1, head_dim)] * 2)
+    )
+    k[0, -1] = 2 * q[3, :1]  # the last key counts for the first query that sees them all
+    index, table = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [[1, 0]] * 2))
+    spans = ((0, 0, (1,)), (1, 0, (1, 0)))
+    chunk = KVChunk(k, v, index, index, index, table.to(device), spans)
+    for lengths, visible in (
+        (((3, 5), (2, most + 2)), [3, 4, 5, most, most]),
+        (((1, 7), (1, most - 1)), [7, most - 1]),
+    ):
+        expected = _plain_attention(q[: len(visible)], k, v, visible, head_dim**-0.5)
+        for call in plan_calls(chunk, lengths):
+            assert isinstance(call.rows, slice)
+            try:
+                got = kernel.attend(q[call.rows], k, v, call, head_dim**-0.5)
+            except (RuntimeError, TypeError, ValueError) as error:
+                return _first_line(error)
+            if problem := _difference(got, (expected[0][call.rows], expected[1][:, call.rows])):
+                return problem
+    return ""
+
+
+def _difference(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> str:
+    """In what a kernel's output and log-sum-exp are not as expected."""
+    for name, ours, plain in zip(("output", "log-sum-exp"), got, expected, strict=True):
+        if ours.shape != plain.shape:
+            return f"its {name} has the shape {list(ours.shape)}, not {list(plain.shape)}"
+        if not torch.allclose(ours.float(), plain, rtol=0, atol=TRIAL_TOLERANCE):
+            return f"its {name} is not that of plain attention"
+    return ""
+
+
+def _plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Row i over the first visible[i] keys of the blocks 1, 0 of one KV head."""
+    keys, values = (x.float().flip(0).flatten(0, 2) for x in (k, v))
+    scores = q.float().transpose(0, 1) @ keys.T * scale
+    limits = torch.tensor(visible, device=q.device).unsqueeze(1)
+    scores = scores.masked_fill(torch.arange(len(keys), device=q.device) >= limits, -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1)
+
+
+def _first_line(error: Exception) -> str:
+    """Short enough for the plan."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:120]
