@@ -6,12 +6,14 @@ Logs and the memory plan go to stderr; the last line of stdout is one JSON objec
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 
 import nanoengine
+from nanoengine import benchmark_tiers
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -246,7 +249,17 @@ def _parser() -> argparse.ArgumentParser:
         )
         add_arguments(sub)
         _common_arguments(sub)
+    for sub, measure in benchmark_tiers.add_commands(commands):
+        _common_arguments(sub)
+        sub.set_defaults(run=functools.partial(_tiers, measure))
     return parser
+
+
+def _tiers(measure: Callable[..., dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
+    """A benchmark of benchmark_tiers.py with its settings."""
+    rows = measure(args, _llm)
+    settings = {k: v for k, v in vars(args).items() if v is not None and k not in ("run", "json")}
+    return {"workload": settings, "versions": versions(), "threads": torch.get_num_threads()} | rows
 
 
 def _offline_arguments(sub: argparse.ArgumentParser) -> None:

@@ -121,7 +121,8 @@ class EngineConfig:
     enable_cpu_offload: KV that does not fit the device lives on the host and is read from there.
     offload_mode: "stream" copies host blocks through a ring on the device, "in_place" (CPU only)
     reads them where they are; "auto": in_place on a CPU, stream on a GPU.
-    kv_offload_gib: host memory for KV (None: 4 GiB). ring_slots: buffers of the ring, at least 2.
+    kv_offload_gib: host memory for KV (None: 4 GiB, or a quarter of what is available if that is
+    less). ring_slots: buffers of the ring, at least 2.
     slot_tokens: tokens of one layer that a ring slot holds.
     stream_mib_per_step: host KV that may be streamed a step, on average, beside requests that
     decode from the device (None: what takes as long as a short step, measured at start-up).

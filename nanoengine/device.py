@@ -218,6 +218,10 @@ class Device(Protocol):
         """Free and total bytes."""
         ...
 
+    def host_memory(self) -> int:
+        """Bytes of host memory that are available."""
+        ...
+
     def peak_memory_mib(self) -> float:
         """Most memory that this process has held so far, MiB."""
         ...
@@ -269,15 +273,12 @@ class CpuDevice:
         return torch.float32, "the CPU has no native bfloat16 arithmetic"
 
     def memory(self) -> tuple[int, int]:
-        """MemAvailable and MemTotal of the machine."""
-        page = os.sysconf("SC_PAGE_SIZE")
-        total = os.sysconf("SC_PHYS_PAGES") * page
-        try:
-            with open("/proc/meminfo") as lines:
-                info = dict(line.split(":", 1) for line in lines)
-            return int(info["MemAvailable"].split()[0]) << 10, total
-        except (OSError, KeyError):
-            return os.sysconf("SC_AVPHYS_PAGES") * page, total
+        """Available and all memory of the machine."""
+        return self.host_memory(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def host_memory(self) -> int:
+        """See Device."""
+        return _available_memory()
 
     def peak_memory_mib(self) -> float:
         """Peak resident set of the process."""
@@ -395,6 +396,10 @@ class CudaDevice:
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
 
+    def host_memory(self) -> int:
+        """See Device."""
+        return _available_memory()
+
     def peak_memory_mib(self) -> float:
         """Peak allocated by torch on the GPU."""
         return torch.cuda.max_memory_allocated(self.torch_device) / (1 << 20)
@@ -435,6 +440,15 @@ def make_device(
     if name == "cuda" or (name.startswith("cuda:") and name[5:].isdigit()):
         return CudaDevice(name)
     raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {name!r}')
+
+
+def _available_memory() -> int:
+    try:
+        with open("/proc/meminfo") as lines:
+            info = dict(line.split(":", 1) for line in lines)
+        return int(info["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _usable_cores() -> int:

@@ -155,9 +155,7 @@ def _kv_spec(
     spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
     if not config.enable_cpu_offload:
         return spec
-    host_bytes = DEFAULT_HOST_KV_BYTES
-    if config.kv_offload_gib is not None:
-        host_bytes = int(config.kv_offload_gib * GIB)
+    host_bytes = _host_bytes(config, device)
     num_host_blocks = host_bytes // spec.block_bytes
     if not num_host_blocks:
         raise OutOfMemoryError(
@@ -165,6 +163,19 @@ def _kv_spec(
         )
     spare = max(1, config.decode_reserve_blocks)
     return replace(spec, num_host_blocks=num_host_blocks, spare_blocks=spare)
+
+
+def _host_bytes(config: EngineConfig, device: Device) -> int:
+    available = device.host_memory()
+    if config.kv_offload_gib is None:
+        return min(DEFAULT_HOST_KV_BYTES, available // 4)
+    asked = int(config.kv_offload_gib * GIB)
+    if asked > available:
+        raise OutOfMemoryError(
+            f"kv_offload_gib asks for {_gib(asked)} of host memory, but {_gib(available)} are "
+            "available; lower kv_offload_gib"
+        )
+    return asked
 
 
 def _device_blocks(

@@ -202,7 +202,8 @@ class Scheduler:
         wanted = self._chunk(seq, budget)
         while (granted := self._kv.reserve(seq, wanted)) is None:
             victim = self.running[-1]
-            self._preempt(victim, plan)
+            plan.pop(victim.seq_id, None)
+            self.preempt(victim)
             if victim is seq:
                 return 0
         if granted:
@@ -261,9 +262,10 @@ class Scheduler:
             if item.seq.metrics.first_scheduled_time is None:
                 item.seq.metrics.first_scheduled_time = now
 
-    def _preempt(self, seq: Sequence, plan: dict[int, ScheduledSequence]) -> None:
-        """The sequence waits at the front; what is taken of its KV meanwhile is computed again."""
-        plan.pop(seq.seq_id, None)
+    def preempt(self, seq: Sequence) -> None:
+        """A running sequence waits at the front again; what is taken of its KV meanwhile is
+        computed anew.
+        """
         self.running.remove(seq)
         self._kv.preempt(seq)
         seq.status = SequenceStatus.WAITING

@@ -191,6 +191,10 @@ class CheckedDevice:
         """See device.Device."""
         return self.inner.memory()
 
+    def host_memory(self) -> int:
+        """See device.Device."""
+        return self.inner.host_memory()
+
     def peak_memory_mib(self) -> float:
         """See device.Device."""
         return self.inner.peak_memory_mib()

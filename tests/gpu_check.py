@@ -3,7 +3,8 @@
     python tests/gpu_check.py [--device cuda] [--json FILE]
 
 Parity and isolation on the device, what the stream checker saw, the link, and a streamed decode in
-Llama-3.1-8B shapes with random weights and KV. `--device cpu` rehearses all of it in small shapes.
+Llama-3.1-8B shapes with random weights and KV. Each row names the attention that ran and, where a
+faster one was not taken, why. `--device cpu` rehearses all of it in small shapes.
 Needs torch, transformers, safetensors, xxhash, tqdm and numpy, and no network.
 """
 
@@ -16,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +36,14 @@ import nanoengine
 from nanoengine import SamplingParams
 from nanoengine.device import make_device
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.stream_check import CheckedStream
+from nanoengine.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 BLOCK = 8
+PAGE = 256  # what flash kernels ask of a block
+# A fixed share of the link: measured, it would cut up the work differently from run to run.
 STREAM: dict[str, Any] = {
+    "stream_mib_per_step": 1024.0,
     "enable_cpu_offload": True,
     "offload_mode": "stream",
     "kv_offload_gib": 0.01,
@@ -67,10 +73,11 @@ SMALL = LLAMA_8B | {
 }
 
 
-def prompts() -> list[list[int]]:
+def prompts(block: int = BLOCK) -> list[list[int]]:
     """Lengths around multiples of the block, one shared beginning."""
-    made = [[(i * 31 + n) % 256 for i in range(n)] for n in (1, 7, 8, 9, 17, 60, 120)]
-    return [*made, made[5][:24]]
+    lengths = (1, block - 1, block, block + 1, 2 * block + 1, 7 * block + 4, 15 * block)
+    made = [[(i * 31 + n) % 256 for i in range(n)] for n in lengths]
+    return [*made, made[5][: 3 * block]]
 
 
 def engine(folder: Path, device: str, **settings: Any) -> LLMEngine:
@@ -85,10 +92,10 @@ def logits_of(driver: Driver, work: list[list[int]]) -> list[torch.Tensor]:
     return [torch.stack(driver.logits[output.request_id]).cpu() for output in outputs]
 
 
-def trace(made: LLMEngine) -> dict[str, dict[str, int]]:
+def queued(made: LLMEngine) -> dict[str, dict[str, int]]:
     """What the checker saw queued on each stream: copies, events recorded, waits for events."""
     streams = (made.device.compute, made.device.h2d, made.device.d2h)
-    return {s.name: dict(s.trace) for s in streams if isinstance(s, CheckedStream)}
+    return {s.name: dict(s.counts) for s in streams if isinstance(s, CheckedStream)}
 
 
 def parity(folder: Path, device: str) -> dict[str, Any]:
@@ -107,31 +114,99 @@ def parity(folder: Path, device: str) -> dict[str, Any]:
             "attention": made.plan.attention,
             "h2d_bytes": made.kv.counters.h2d_bytes,
             "checked_accesses": getattr(made.device, "num_checked", 0),
-            "trace": trace(made),
+            "queued": queued(made),
             "ok": equal and (not ring or made.kv.counters.h2d_bytes > 0),
         }
         made.close()
     return result
 
 
-def bitwise(folder: Path, device: str) -> dict[str, Any]:
-    """bf16 logits, equal bit for bit over ring sizes and delays at the same batches and chunks."""
-    runs = {}
+def bitwise(folder: Path, device: str, block: int) -> dict[str, Any]:
+    """bf16 logits, equal bit for bit over ring sizes, delays and poison at the same schedule.
+
+    The chunks stay the same: a flash kernel rounds each, so their borders show in its bits.
+    """
+    settings = STREAM | {
+        "dtype": "bfloat16",
+        "kvcache_block_size": block,
+        "slot_tokens": 2 * block,
+        "max_num_batched_tokens": 5 * block // 2,
+    }
+    runs, schedules = {}, {}
+    attention = ""
     for name, extra in {
-        "ring 2": {"ring_slots": 2, "slot_tokens": BLOCK},
-        "ring 3": {"ring_slots": 3, "slot_tokens": 2 * BLOCK},
-        "ring 4, unchecked": {"ring_slots": 4, "debug_kv": False},
+        "ring 2": {"ring_slots": 2},
+        "ring 3": {"ring_slots": 3},
+        "ring 4": {"ring_slots": 4},
+        "ring 4, no poison": {"ring_slots": 4, "debug_kv": False},
         "ring 2, delays": {"ring_slots": 2, "debug_copy_delay_ms": 0.2},
     }.items():
-        made = engine(folder, device, dtype="bfloat16", **(STREAM | extra))
-        runs[name] = logits_of(Driver(made), prompts())
+        made = engine(folder, device, **(settings | extra))
+        driver = Driver(made)
+        runs[name] = logits_of(driver, prompts(block))
+        schedules[name] = driver.audit.schedule
+        attention = made.plan.attention
+        streamed = made.kv.counters.h2d_bytes
         made.close()
     first = runs["ring 2"]
     same = {
-        name: all(torch.equal(a, b) for a, b in zip(first, run, strict=True))
+        name: schedules[name] == schedules["ring 2"]
+        and all(torch.equal(a, b) for a, b in zip(first, run, strict=True))
         for name, run in runs.items()
     }
-    return {"equal_to_ring_2": same, "ok": all(same.values())}
+    return {
+        "attention": attention,
+        "block": block,
+        "h2d_bytes": streamed,
+        "equal_to_ring_2": same,
+        "ok": all(same.values()) and streamed > 0,
+    }
+
+
+def trace(folder: Path, device: str) -> dict[str, Any]:
+    """What one streamed decode step queues, stream by stream, in order."""
+    made = engine(folder, device, dtype="float32", ring_slots=2, slot_tokens=4 * BLOCK, **STREAM)
+    checked = made.device
+    assert isinstance(checked, CheckedDevice)
+    made.add_request(prompts()[-2], PARAMS)
+    while not made.scheduler.running or made.scheduler.running[0].num_output_tokens < 2:
+        made.step()
+    before = queued(made)
+    checked.start_trace()
+    made.step()
+    entries = checked.stop_trace()
+    counts = {
+        name: {what: num - before[name].get(what, 0) for what, num in sorted(after.items())}
+        for name, after in queued(made).items()
+    }
+    made.close()
+    return {
+        "attention": made.plan.attention,
+        "queued": counts,
+        "left_out": checked.trace.num_left_out,
+        "lines": [
+            f"{stream}: {', '.join(map(shown, run))}"
+            for stream, run in groupby(entries, lambda entry: entry.stream)
+        ],
+        "ok": counts["h2d"]["copies"] > 0 and not checked.trace.num_left_out,
+    }
+
+
+def shown(entry: TraceEntry) -> str:
+    """`read device 0/3` is slot 3 of layer 0; `wait h2d#7`, `record #7`: the stream's 7th event."""
+    if entry.operation == "wait":
+        return f"wait {entry.other}#{entry.event}"
+    if entry.operation == "record":
+        return f"record #{entry.event}"
+    if entry.operation == "access":
+        sides = (("read", entry.reads), ("write", entry.writes))
+        return " ".join(f"{verb} {slots(keys)}" for verb, keys in sides if keys)
+    return entry.operation
+
+
+def slots(keys: Sequence[Key]) -> str:
+    """Slots of one pool, as layer/slot."""
+    return " ".join([keys[0][0], *(f"{layer}/{slot}" for _, layer, slot in keys)])
 
 
 def isolation(folder: Path, device: str) -> dict[str, Any]:
@@ -213,6 +288,7 @@ def long_decode(folder: Path, device: str, h2d_gb_per_s: float) -> dict[str, Any
     streamed = max(0, num_blocks - spec.num_blocks) * spec.block_bytes
     step_s = 1 / costs.tokens_per_s(num_blocks, spec.num_blocks)
     result = {
+        "attention": made.plan.attention,
         "context": context,
         "device_kv_gib": round(spec.num_blocks * spec.block_bytes / (1 << 30), 3),
         "streamed_gb_per_step": round(streamed / 1e9, 3),
@@ -260,15 +336,19 @@ def main() -> int:
         "rehearsal": args.device == "cpu",
     }
     with tempfile.TemporaryDirectory() as folder:
-        llama, qwen, shapes = (Path(folder) / name for name in ("llama", "qwen3", "shapes"))
+        names = ("llama", "long", "qwen3", "shapes")
+        llama, long, qwen, shapes = (Path(folder) / name for name in names)
         TINY["llama"](llama)
+        replace(TINY["llama"], settings={"max_position_embeddings": 4096})(long)
         TINY["qwen3"](qwen)
         shapes.mkdir()
         checks: dict[str, Callable[[], dict[str, Any]]] = {
             "link": lambda: link(args.device),
             "parity_llama": lambda: parity(llama, args.device),
             "parity_qwen3": lambda: parity(qwen, args.device),
-            "bitwise_bf16": lambda: bitwise(llama, args.device),
+            "bitwise_bf16": lambda: bitwise(llama, args.device, BLOCK),
+            "bitwise_bf16_pages": lambda: bitwise(long, args.device, PAGE),
+            "trace": lambda: trace(llama, args.device),
             "isolation": lambda: isolation(llama, args.device),
             "long_decode": lambda: long_decode(shapes, args.device, result["link"]["h2d_gb_per_s"]),
         }

@@ -147,3 +147,10 @@ def test_an_engine_over_many_pieces_gives_the_same_tokens(
     assert token_ids(driver.run(prompts, GREEDY)) == [expected(path, p, 6) for p in prompts]
     assert driver.engine.kv.counters.h2d_bytes == driver.audit.h2d_bytes
     driver.engine.close()
+
+
+def test_more_than_the_machine_has_is_refused_at_once(tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(
+        OutOfMemoryError, match=r"asks for 900000.* available; lower kv_"
+    ):
+        LLMEngine(tiny("qwen3"), device="cpu", enable_cpu_offload=True, kv_offload_gib=900_000)

@@ -267,3 +267,29 @@ def test_streamed_requests_rest_beside_resident_ones_and_nobody_starves(
     for request, prompt, n in zip(ids, prompts, numbers, strict=True):
         assert token_ids([outputs[request]])[0] == expected(path, prompt, n)
     driver.engine.close()
+
+
+# -- stop
+
+
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_closing_in_the_middle_of_transfers_frees_everything(tiny: Tiny, is_cut_off: bool) -> None:
+    """Stores of the last step are under way, and fills, too, where the step was cut off."""
+    path = tiny("llama")
+    driver = make_driver(path, debug_copy_delay_ms=5.0)
+    for seed in range(3):
+        driver.engine.add_request(some_ids(seed, 40), greedy(20))
+    for _ in range(3):
+        driver.step()
+    kv, device = driver.engine.kv, driver.engine.device
+    workers = [device.h2d.inner._thread, device.d2h.inner._thread]
+    if is_cut_off:
+        step = kv.begin(driver.engine.scheduler.schedule())
+        assert step.run._filled, "nothing is under way"
+    driver.engine.close()
+    assert not any(worker.is_alive() for worker in workers)
+    assert not kv._offload.host._pieces and not kv._pool.numel() and not kv._offload.ring.numel()
+    driver.engine.close()
+    again = make_driver(path)
+    assert token_ids(again.run([some_ids(0, 9)], greedy(3)))[0] == expected(path, some_ids(0, 9), 3)
+    again.engine.close()
