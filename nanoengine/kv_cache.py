@@ -542,10 +542,12 @@ class HybridKVCacheManager:
             self._evict(block)
 
     def _reclaim(self, besides: int) -> bool:
-        """Take the last block of the youngest preempted sequence; False when none has any."""
-        parked = [t for t in self._tables.values() if t.is_parked and t.blocks]
+        """Take the last block of the youngest other preempted sequence; False when none has any."""
+        parked = [
+            t for t in self._tables.values() if t.is_parked and t.blocks and t.seq.seq_id != besides
+        ]
         table = max(parked, key=lambda t: t.seq.seq_id, default=None)
-        if table is None or table.seq.seq_id == besides:
+        if table is None:
             return False
         self._release(table.blocks.pop())
         kept = len(table.blocks) * self.spec.block_size

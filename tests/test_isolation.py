@@ -477,3 +477,19 @@ def test_storm_with_a_model(tiny: Tiny, mode: str, seed: int) -> None:
     assert sum(output.metrics.num_preemptions for output in outputs.values()) > 0
     assert_nothing_is_held(driver)
     driver.engine.close()
+
+
+def test_whoever_waits_first_gets_on_though_younger_ones_are_preempted_behind_it() -> None:
+    """A request that passed others in the queue is not the last in line when blocks run out."""
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "decode_reserve_blocks": 0}
+    engine = ShadowEngine(5, 3, 2, 1, block_size=1, settings=settings)
+    engine.add([0], 1)
+    for _ in range(5):
+        engine.add([0], 5)  # these wait for the prefix of the first
+    engine.add([1], 5)  # and this one passes them
+    for _ in range(4):
+        engine.step()
+    while engine.scheduler.running:
+        engine.scheduler.preempt(engine.scheduler.running[-1])
+    engine.drain()
+    engine.close()
