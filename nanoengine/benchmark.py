@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import nanoengine
-from nanoengine import benchmark_tiers
+from nanoengine import benchmark_compare, benchmark_tiers
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -252,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     for sub, measure in benchmark_tiers.add_commands(commands):
         _common_arguments(sub)
         sub.set_defaults(run=functools.partial(_tiers, measure))
+    benchmark_compare.add_commands(commands, workload, versions)
     return parser
 
 

@@ -1,8 +1,8 @@
 """Our own CPU kernels: compiles `cpu_kernels.c` at first use, and calls it.
 
-Owns the build, its cache on disk and the C calling convention. Knows no sequence, no scheduler and
-no model: it sees tensors and one KVChunk at a time. The arithmetic, and the law that makes it
-independent of how KV is split into chunks, are described in `cpu_kernels.c`.
+Owns the build of our C files, its cache on disk and the C calling convention of this one. Knows no
+sequence, no scheduler and no model: it sees tensors and one KVChunk at a time. The arithmetic, and
+the law that makes it independent of how KV is split into chunks, are described in `cpu_kernels.c`.
 """
 
 from __future__ import annotations
@@ -74,17 +74,28 @@ def cache_dir() -> Path:
     return Path(tempfile.mkdtemp(prefix="nanoengine-kernels-"))
 
 
-def build_library(folder: Path, extra_cflags: tuple[str, ...] = ()) -> Path:
-    """Compile the kernels into `folder` unless that very build is already there; returns the .so.
+def load_library(
+    source: Path, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()
+) -> ctypes.CDLL:
+    """Compile `source` (or take it from the cache) and load it. Raises KernelBuildError."""
+    path = build_library(folder or cache_dir(), extra_cflags, source)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelBuildError(f"cannot load {path}: {error}") from error
+
+
+def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
+    """Compile `source` into `folder` unless that very build is already there; returns the .so.
 
     Two processes may build at once: each writes its own temporary file and renames it. A file torn
     by a crash is built again. Raises KernelBuildError when there is no compiler or it fails.
     """
     compiler = find_compiler()
     command = [compiler, *CFLAGS, *extra_cflags]
-    target = folder / f"{_build_key(compiler, command)}.so"
+    target = folder / f"{_build_key(compiler, command, source)}.so"
     if not _is_whole(target):
-        _compile(command, target)
+        _compile(command, source, target)
     return target
 
 
@@ -97,14 +108,14 @@ def _is_whole(path: Path) -> bool:
     return content[-_SEAL_BYTES:] == xxhash.xxh3_128_digest(content[:-_SEAL_BYTES])
 
 
-def _build_key(compiler: str, command: list[str]) -> str:
+def _build_key(compiler: str, command: list[str], source: Path) -> str:
     """Hash of everything the machine code depends on."""
     version = _run([compiler, "--version"])
-    parts = [SOURCE.read_bytes(), " ".join(command).encode(), version, _cpu_flags()]
+    parts = [source.read_bytes(), " ".join(command).encode(), version, cpu_flags()]
     return xxhash.xxh3_128_hexdigest(b"\0".join(parts))
 
 
-def _cpu_flags() -> bytes:
+def cpu_flags() -> bytes:
     """What -march=native stands for here; the cache folder may be shared between machines."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
@@ -113,11 +124,11 @@ def _cpu_flags() -> bytes:
     return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
 
 
-def _compile(command: list[str], target: Path) -> None:
+def _compile(command: list[str], source: Path, target: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
     os.close(handle)
     try:
-        _run([*command, str(SOURCE), "-o", temporary, "-lm"])
+        _run([*command, str(source), "-o", temporary, "-lm"])
         with open(temporary, "r+b") as file:
             # After the end of an ELF file, where no loader looks.
             file.write(xxhash.xxh3_128_digest(file.read()))
@@ -139,13 +150,6 @@ def _run(command: list[str]) -> bytes:
     return done.stdout
 
 
-def _open(path: Path) -> ctypes.CDLL:
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise KernelBuildError(f"cannot load {path}: {error}") from error
-
-
 class CpuKernels:
     """Bound C functions. Every call releases the GIL and runs on torch's own OpenMP threads."""
 
@@ -165,7 +169,7 @@ class CpuKernels:
     @classmethod
     def load(cls, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()) -> CpuKernels:
         """Compile (or take from the cache) and bind; raises KernelBuildError with the reason."""
-        return cls(_open(build_library(folder or cache_dir(), extra_cflags)))
+        return cls(load_library(SOURCE, folder, extra_cflags))
 
     def attend(
         self,

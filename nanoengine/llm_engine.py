@@ -23,6 +23,7 @@ import xxhash
 from nanoengine.attention import make_attention
 from nanoengine.config import EngineConfig, ModelConfig, make_config
 from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
+from nanoengine.cpu_linear import CpuLinear
 from nanoengine.device import Device, make_device
 from nanoengine.errors import (
     ConfigError,
@@ -36,7 +37,7 @@ from nanoengine.errors import (
     TransferError,
 )
 from nanoengine.kv_cache import HybridKVCacheManager
-from nanoengine.layers import KernelOps, TorchOps
+from nanoengine.layers import KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.loader import load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
 from nanoengine.model_runner import ModelRunner
@@ -64,7 +65,7 @@ class LLMEngine:
             self.device.torch_device,
             dtype,
             self.config.seed,
-            TorchOps() if kernels is None else KernelOps(kernels),
+            self._layer_ops(kernels, dtype),
         )
         self.model_config: ModelConfig = loaded.config
         self._tokenizer = self._load_tokenizer(loaded.folder)
@@ -236,6 +237,16 @@ class LLMEngine:
             return CpuKernels.load(), ""
         except KernelBuildError as error:
             return None, str(error)
+
+    def _layer_ops(self, kernels: CpuKernels | None, dtype: torch.dtype) -> LayerOps:
+        if kernels is None:
+            return TorchOps()
+        if dtype is not torch.bfloat16:
+            return KernelOps(kernels)
+        try:
+            return PackedOps(kernels, CpuLinear.load())
+        except KernelBuildError:
+            return KernelOps(kernels)
 
     def _make_device(self) -> Device:
         config = self.config

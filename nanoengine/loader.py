@@ -33,7 +33,7 @@ from nanoengine.errors import (
     WeightMismatchError,
 )
 from nanoengine.gguf_convert import CONVERTER_VERSION, convert_gguf
-from nanoengine.layers import TensorOps
+from nanoengine.layers import LayerOps
 from nanoengine.models import ARCHITECTURES, Decoder, TensorSource, weight_shapes
 
 logger = logging.getLogger(__name__)
@@ -528,7 +528,7 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     seed: int,
-    ops: TensorOps,
+    ops: LayerOps,
 ) -> LoadedModel:
     """Find, check and load a model; load_format "dummy" fills the same shapes with random numbers.
 

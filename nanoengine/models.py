@@ -5,6 +5,7 @@ A new architecture is a row in ARCHITECTURES; a new class only when the block gr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from nanoengine.config import ModelConfig
 from nanoengine.context import ForwardContext
-from nanoengine.layers import MLP, Attention, Linear, RMSNorm, Rotary, TensorOps
+from nanoengine.layers import MLP, Attention, LayerOps, Norm, Product, Rotary
 
 TensorSource = Callable[[str], Tensor]
 
@@ -75,96 +76,78 @@ class Decoder:
     """A decoder-only transformer over tokens laid end to end."""
 
     def __init__(
-        self, config: ModelConfig, source: TensorSource, device: torch.device, ops: TensorOps
+        self, config: ModelConfig, source: TensorSource, device: torch.device, ops: LayerOps
     ) -> None:
         """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the
         final dtype.
         """
         builder = _Builder(config, source, ops)
-        self._embedding = source("model.embed_tokens.weight")
+        self._embed, self._head = builder.ends()
         self._layers = [builder.layer(index) for index in range(config.num_layers)]
-        self._norm = RMSNorm(ops, source("model.norm.weight"), config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self._head = Linear(self._embedding if tied else source("lm_head.weight"))
         self._rotary = Rotary(config.rope, config.head_dim, device)
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Residual stream after the last layer, [tokens, hidden]."""
-        x = torch.embedding(self._embedding, ctx.token_ids)
+        x = self._embed(ctx.token_ids)
         cos, sin = self._rotary.angles(ctx.positions)
-        pending: Tensor | None = None
-        for layer in self._layers:
-            pending = layer(x, pending, cos, sin, ctx)
-        return x if pending is None else x + pending
+        for attention, mlp in self._layers:
+            attention(x, cos, sin, ctx)
+            mlp(x)
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab], in the dtype of the weights."""
-        return self._head(self._norm(x))
-
-
-class DecoderLayer:
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
-
-    def __init__(
-        self, attn_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP
-    ) -> None:
-        self._attn_norm = attn_norm
-        self._attention = attention
-        self._mlp_norm = mlp_norm
-        self._mlp = mlp
-
-    def __call__(
-        self, x: Tensor, pending: Tensor | None, cos: Tensor, sin: Tensor, ctx: ForwardContext
-    ) -> Tensor:
-        """Adds `pending` and the attention to the residual stream x, [tokens, hidden], in place.
-
-        Returns the feed-forward's output, which the next layer adds: each sum is fused with the
-        norm that follows it.
-        """
-        normed = self._attn_norm(x) if pending is None else self._attn_norm.after_add(x, pending)
-        attended = self._attention(normed, cos, sin, ctx)
-        return self._mlp(self._mlp_norm.after_add(x, attended))
+        return self._head(x)
 
 
 class _Builder:
     """Takes tensors from the source by name and fuses q, k, v and gate, up."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, ops: TensorOps) -> None:
+    def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
         self._config = config
         self._ops = ops
         self._source = source
-        self._flags = ARCHITECTURES[config.architecture]
 
-    def layer(self, index: int) -> DecoderLayer:
-        config, prefix = self._config, f"model.layers.{index}."
-        qk_norm = self._flags.qk_norm
-        attention = Attention(
-            self._ops,
-            index,
-            config.num_heads,
-            config.num_kv_heads,
-            self._linear(prefix + "self_attn.", ("q", "k", "v"), config.attention_bias),
-            self._linear(prefix + "self_attn.", ("o",), config.attention_bias),
-            self._norm(prefix + "self_attn.q_norm") if qk_norm else None,
-            self._norm(prefix + "self_attn.k_norm") if qk_norm else None,
-        )
-        mlp = MLP(
-            self._ops,
-            self._linear(prefix + "mlp.", ("gate", "up"), config.mlp_bias),
-            self._linear(prefix + "mlp.", ("down",), config.mlp_bias),
-        )
-        return DecoderLayer(
-            self._norm(prefix + "input_layernorm"),
-            attention,
-            self._norm(prefix + "post_attention_layernorm"),
-            mlp,
-        )
+    def ends(self) -> tuple[Callable[[Tensor], Tensor], Product]:
+        """Token ids -> embeddings, and residual stream -> logits."""
+        embedding, norm = self._source("model.embed_tokens.weight"), self._norm("model.norm")
+        if self._config.tie_word_embeddings:
+            return self._ops.tied(embedding, norm)
+        head = self._ops.linear(self._source("lm_head.weight"), None, norm)
+        return functools.partial(torch.embedding, embedding), head
 
-    def _linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
+    def layer(self, index: int) -> tuple[Attention, MLP]:
+        """Pre-norm attention and feed-forward, each added to the residual stream."""
+        prefix = f"model.layers.{index}."
+        norms = (self._norm(prefix + n) for n in ("input_layernorm", "post_attention_layernorm"))
+        return self._attention(index, prefix, next(norms)), self._mlp(prefix + "mlp.", next(norms))
+
+    def _attention(self, index: int, prefix: str, norm: Norm) -> Attention:
+        config, prefix = self._config, prefix + "self_attn."
+        weights, biases = self._weights(prefix, ("q", "k", "v"), config.attention_bias)
+        qkv = self._ops.linear(torch.cat(weights), torch.cat(biases) if biases else None, norm)
+        head_norms = None
+        if ARCHITECTURES[config.architecture].qk_norm:
+            head_norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
+        out = self._linear(prefix, "o", config.attention_bias)
+        heads = config.num_heads, config.num_kv_heads
+        return Attention(self._ops, index, *heads, qkv, out, head_norms)
+
+    def _mlp(self, prefix: str, norm: Norm) -> MLP:
+        (gate, up), biases = self._weights(prefix, ("gate", "up"), self._config.mlp_bias)
+        pair = (biases[0], biases[1]) if biases else None
+        gate_up = self._ops.gate_up(gate, up, pair, norm)
+        return MLP(gate_up, self._linear(prefix, "down", self._config.mlp_bias))
+
+    def _linear(self, prefix: str, name: str, has_bias: bool) -> Product:
+        weights, biases = self._weights(prefix, (name,), has_bias)
+        return self._ops.linear(weights[0], biases[0] if biases else None)
+
+    def _weights(
+        self, prefix: str, names: tuple[str, ...], has_bias: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
         weights = [self._source(f"{prefix}{name}_proj.weight") for name in names]
-        biases = [self._source(f"{prefix}{name}_proj.bias") for name in names if has_bias]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        return Linear(weight, torch.cat(biases) if biases else None)
+        return weights, [self._source(f"{prefix}{name}_proj.bias") for name in names if has_bias]
 
-    def _norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._ops, self._source(f"{name}.weight"), self._config.rms_norm_eps)
+    def _norm(self, name: str) -> Norm:
+        return self._source(f"{name}.weight"), self._config.rms_norm_eps

@@ -4,48 +4,63 @@ The "keys" of a token are a rolling hash of all tokens up to it, and the next to
 the same hash. So every read tells whether it is the right block of the right sequence, delivered
 whole, and every answer can be computed with a plain loop. A step has next to no maths in it, which
 makes long random runs cheap.
+
+Between steps `ShadowEngine.check` compares all KV that anybody can still reach, in tables and in
+the prefix cache, on both tiers, with what it must be.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanoengine.block_manager import Block
 from nanoengine.config import EngineConfig
 from nanoengine.context import KVChunk
-from nanoengine.device import make_device
+from nanoengine.device import CpuDevice, Event, InlineStream, WorkerEvent, WorkerStream
+from nanoengine.host_pool import HostPool
 from nanoengine.kv_cache import HybridKVCacheManager, KVSpec, StepKV
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
-from nanoengine.sequence import RequestMetrics, ScheduledBatch
+from nanoengine.sequence import RequestMetrics, ScheduledBatch, SequenceStatus
 from nanoengine.sequence import Sequence as EngineSequence
 from nanoengine.stream_check import CheckedDevice
 
 NUM_LAYERS = 3
 VOCAB = 5  # few tokens: equal beginnings happen by themselves
 MODULUS = 1 << 22  # exact in float32
+COPIES = ("inline", "threads", "held")
 
 
 class Boom(Exception):
     """A step that was told to fail."""
 
 
-def prefix_hashes(token_ids: Sequence[int], start: int = 0) -> list[int]:
-    """For each token the hash of all tokens up to it."""
+def extended(hashes: Sequence[int], token_ids: Sequence[int], salt: str = "") -> list[int]:
+    """For each token the hash of the salt and all tokens up to it; those before have `hashes`."""
+    before = hashes[-1] if hashes else 1 + crc32(salt.encode()) % MODULUS
     return list(
-        itertools.accumulate(token_ids, lambda h, t: (h * 1_000_003 + t + 1) % MODULUS, initial=1)
-    )[1 + start :]
+        itertools.accumulate(
+            token_ids, lambda h, t: (h * 1_000_003 + t + 1) % MODULUS, initial=before
+        )
+    )[1:]
 
 
-def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def answer(prompt: Sequence[int], num_tokens: int, salt: str = "") -> list[int]:
     """What a right engine generates."""
     tokens = list(prompt)
+    hashes = extended([], prompt, salt)
     for _ in range(num_tokens):
-        tokens.append(next_token(prefix_hashes(tokens)[-1]))
+        tokens.append(next_token(hashes[-1]))
+        hashes += extended(hashes, tokens[-1:])
     return tokens[len(prompt) :]
 
 
@@ -53,9 +68,121 @@ def next_token(prefix_hash: int) -> int:
     return prefix_hash // 7 % VOCAB
 
 
+# -- copies that come as late as events allow
+
+
+class HeldEvent(WorkerEvent):
+    """An event of a HeldStream: who waits for it makes the stream go on up to it."""
+
+    def __init__(self, stream: HeldStream) -> None:
+        super().__init__()
+        self._stream = stream
+        self.block = self._proceed
+
+    def _proceed(self) -> None:
+        while not self.is_done():
+            self._stream.proceed()
+
+
+class HeldStream:
+    """Work that nobody does until somebody waits for it: no thread, no chance, no early copy.
+
+    Together with inline copies, which come as early as can be, this makes a missing wait show as
+    a wrong value every time.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.work: deque[Callable[[], None] | HeldEvent] = deque()
+        self._inline = InlineStream(name)
+        self._copies = self._inline._copies
+        self.take_failed = self._inline.take_failed
+        self._is_busy = False
+
+    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
+        """See device.Stream."""
+        self.work.append(partial(self._inline.copy, dst, src, owner))
+
+    def fill(self, dst: Tensor, value: float) -> None:
+        """See device.Stream."""
+        self.work.append(partial(self._inline.fill, dst, value))
+
+    def record(self) -> HeldEvent:
+        """See device.Stream."""
+        event = HeldEvent(self)
+        self.work.append(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """See device.Stream."""
+        self.work.append(partial(self._inline.wait, event))
+
+    def proceed(self) -> None:
+        """Do the next piece of work."""
+        assert not self._is_busy, "streams wait for each other"
+        work = self.work.popleft()
+        if isinstance(work, HeldEvent):
+            work.set()
+        else:
+            self._is_busy = True
+            work()
+            self._is_busy = False
+
+
+class HeldDevice(CpuDevice):
+    """A CPU whose copies are held."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.held = [HeldStream("h2d"), HeldStream("d2h")]
+        self.h2d, self.d2h = self.held
+
+    def synchronize(self) -> None:
+        """See CpuDevice."""
+        for stream in self.held:
+            self.compute.wait(stream.record())
+
+    def close_streams(self) -> None:
+        """See device.Device."""
+        self.synchronize()
+
+
+# -- copies that fail
+
+
+class Faults:
+    """Makes chosen copies of a stream fail, as if the link had."""
+
+    def __init__(self, stream: InlineStream | WorkerStream | HeldStream) -> None:
+        self.victims: set[Block] = set()
+        self._stream = stream
+        self._copy = stream.copy
+        self._countdown = 0
+        stream.copy = self._faulty_copy
+
+    def arm(self, number: int) -> None:
+        """The copy with this number from here on, 1 is the next, is going to fail."""
+        self._countdown = number
+
+    def untold(self) -> set[Block]:
+        """Blocks of copies that have failed and of which the engine was not told yet."""
+        return {block for failed in self._stream._copies._failed for block in failed.owner}
+
+    def _faulty_copy(self, dst: Tensor, src: Tensor, owner: tuple[Block, ...]) -> None:
+        self._countdown -= 1
+        if not self._countdown:
+            self.victims.update(owner)
+            src = torch.empty(13)  # broadcasts to no block
+        self._copy(dst, src, owner)
+
+
 @dataclass
 class ShadowEngine:
-    """Scheduler and HybridKVCacheManager around `run`, which checks every read by value."""
+    """Scheduler and HybridKVCacheManager around `run`, which checks every read by value.
+
+    copies: one of COPIES; None is "threads" where there is a ring and "inline" where there is none.
+    max_delay_s is for threads only.
+    """
 
     device_blocks: int
     host_blocks: int = 0
@@ -67,10 +194,12 @@ class ShadowEngine:
     max_delay_s: float = 0.0
     settings: dict[str, int] = field(default_factory=dict)
     finished: dict[int, EngineSequence] = field(default_factory=dict)
+    copies: str | None = None
+    stream_blocks_per_step: int | None = None
 
     def __post_init__(self) -> None:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "decode_reserve_blocks": 0}
-        config = EngineConfig("shadow", **(defaults | self.settings))
+        self.config = EngineConfig("shadow", **(defaults | self.settings))
         spec = KVSpec(
             NUM_LAYERS,
             self.device_blocks,
@@ -83,68 +212,117 @@ class ShadowEngine:
             self.slot_blocks,
             self.spare_blocks,
         )
-        workers = bool(self.slot_blocks)
-        self.device = CheckedDevice(make_device("cpu", 1, workers, self.max_delay_s))
-        reserve = config.decode_reserve_blocks
+        self.copies = self.copies or ("threads" if self.slot_blocks else "inline")
+        held = self.copies == "held"
+        self.cpu = HeldDevice() if held else CpuDevice(1, self._has_threads, self.max_delay_s)
+        self.device = CheckedDevice(self.cpu)
+        reserve = self.config.decode_reserve_blocks
         self.kv = HybridKVCacheManager(spec, self.device, self.prefix_caching, reserve, debug=True)
-        self.scheduler = Scheduler(config, self.kv, config.max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            self.config, self.kv, self.config.max_num_batched_tokens, self.stream_blocks_per_step
+        )
+        self.faults = {s.name: Faults(s) for s in (self.cpu.h2d, self.cpu.d2h)}
         self.num_steps = 0
+        self.num_moved = dict.fromkeys(("stores", "loads", "fills"), 0)
         self._ids = itertools.count()
+        self._hashes: dict[int, list[int]] = {}  # of each unfinished sequence
+        self._content: dict[Block, list[int]] = {}  # what each reachable block must hold
+        self._misread: set[int] = set()  # who read anything else in this step, by place in it
 
-    def add(self, prompt: list[int], num_tokens: int) -> int:
+    # -- requests
+
+    def add(self, prompt: list[int], num_tokens: int, salt: str = "") -> int:
         """Queue a request; raises PromptTooLongError as the engine does."""
         self.kv.check_fits(len(prompt), num_tokens)
         seq_id = next(self._ids)
         total = len(prompt) + num_tokens
         params = SamplingParams(max_tokens=num_tokens)
         metrics = RequestMetrics(0.0)
-        self.scheduler.add(
-            EngineSequence(
-                seq_id, list(prompt), len(prompt), params, 0, frozenset(), total, metrics
-            )
+        seq = EngineSequence(
+            seq_id, list(prompt), len(prompt), params, 0, frozenset(), total, metrics
         )
+        seq.cache_salt = salt
+        self.scheduler.add(seq)
         return seq_id
 
-    def step(self, fail_at: tuple[int, int] | None = None) -> None:
+    @property
+    def unfinished(self) -> list[EngineSequence]:
+        """Running sequences, oldest first, then waiting ones in order."""
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def step(self, fail_at: tuple[int, int] | None = None) -> ScheduledBatch:
         """One step; with `fail_at` = (layer, chunk) it raises Boom when it has come so far."""
         batch = self.scheduler.schedule()
-        assert batch.items or not self.scheduler.has_work, "no request can go on"
+        self._check_batch(batch)
         self.num_steps += 1
         if batch.items:
             try:
                 tokens = self.run(batch, fail_at)
-            finally:
-                self.kv.check()
-            for seq in self.scheduler.postprocess(batch, tokens):
+            except Boom:
+                self.check()
+                raise
+            self._learn(batch)
+            failed = self._take_failures(batch)
+            for seq in self.scheduler.postprocess(batch, tokens, failed):
+                self._hashes.pop(seq.seq_id, None)
                 self.finished[seq.seq_id] = seq
-        self.kv.check()
+        self.check()
+        return batch
 
     def abort(self, seq_id: int) -> None:
-        self.scheduler.abort([seq_id])
-        self.kv.check()
+        """End a request wherever it is; what it has generated so far must be right."""
+        for seq in self.scheduler.abort([seq_id]):
+            self._hashes.pop(seq.seq_id, None)
+            check_answer(seq)
+        self.check()
 
-    def drain(self) -> None:
-        """Step until nothing is left; every answer must be right."""
+    def drain(self, step: Callable[[], object] | None = None) -> None:
+        """Step until nothing is left; every answer must be right. `step`: instead of self.step."""
+        # The oldest request is computed at least every other step, or saves up for its turn.
+        turn = 2 + (self.kv.spec.capacity_blocks if self.stream_blocks_per_step else 0)
+        limit = self.num_steps + turn * sum(seq.max_total_tokens for seq in self.unfinished) + 10
         while self.scheduler.has_work:
-            self.step()
-            assert self.num_steps < 20_000, "no progress"
+            (step or self.step)()
+            assert self.num_steps < limit, "no progress"
         for seq in self.finished.values():
-            expected = answer(seq.token_ids[: seq.num_prompt_tokens], seq.num_output_tokens)
-            assert seq.output_token_ids == expected
-            assert seq.num_tokens == seq.max_total_tokens
+            check_answer(seq)
+            assert seq.num_tokens == seq.max_total_tokens or seq.error
+
+    def settle(self) -> None:
+        """Wait for all copies, and check both tiers."""
+        self.device.synchronize()
+        self.check(settled=True)
+
+    @property
+    def num_held(self) -> int:
+        """Copies and waits that are queued and have not begun (held copies only)."""
+        return sum(len(s.work) for s in self.cpu.held) if isinstance(self.cpu, HeldDevice) else 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True when no copy is queued and no thread is there to make one."""
+        return not (self.num_held or self.cpu._workers or self.kv._offload.host._thread.is_alive())
+
+    def close(self) -> None:
+        """Let copies end and free all pools."""
+        self.kv.close()
+
+    # -- a step
 
     def run(self, batch: ScheduledBatch, fail_at: tuple[int, int] | None = None) -> list[int]:
         """What ModelRunner does, with hashes for keys."""
         hashes = [
-            prefix_hashes(item.seq.token_ids[: item.seq.num_computed + item.num_tokens])
-            for item in batch.items
+            self.hashes(item.seq)[: item.seq.num_computed + item.num_tokens] for item in batch.items
         ]
         fresh = [
             h
             for item, all_of_it in zip(batch.items, hashes, strict=True)
             for h in all_of_it[item.seq.num_computed :]
         ]
+        self._misread = set()
         step = self.kv.begin(batch)
+        for kind in self.num_moved:
+            self.num_moved[kind] += len(getattr(step.run._transfers, kind))
         try:
             for layer in range(NUM_LAYERS):
                 self._layer(layer, step, fresh, hashes, fail_at)
@@ -155,6 +333,26 @@ class ShadowEngine:
             for item, all_of_it in zip(batch.items, hashes, strict=True)
             if item.samples
         ]
+
+    def hashes(self, seq: EngineSequence) -> list[int]:
+        """The hashes of all tokens of `seq`, which only ever grow."""
+        known = self._hashes.setdefault(seq.seq_id, [])
+        known += extended(known, seq.token_ids[len(known) :], seq.cache_salt)
+        return known
+
+    def _take_failures(self, batch: ScheduledBatch) -> dict[int, str]:
+        """Whom the engine says to have failed: all that read wrong KV, and nobody without cause."""
+        failed = self.kv.take_failures(batch)
+        for seq_id, reason in failed.items():
+            assert reason and not self.victims.isdisjoint(self.kv._tables[seq_id].blocks)
+        for index, item in enumerate(batch.items):
+            assert index not in self._misread or item.seq.seq_id in failed, "wrong keys, not told"
+        return failed
+
+    @property
+    def victims(self) -> set[Block]:
+        """All blocks that ever were in a copy that failed."""
+        return set().union(*(faults.victims for faults in self.faults.values()))
 
     def _layer(
         self,
@@ -183,17 +381,144 @@ class ShadowEngine:
         for index, first, count, table in zip(indices, firsts, counts, tables, strict=True):
             assert first == seen[index], "blocks out of order"
             seen[index] += count
-            for offset, block in enumerate(table[:count]):
-                position = (first + offset) * size
-                expected = rows(hashes[index][position : position + size], layer)
-                valid = len(expected)
-                assert torch.equal(chunk.k[block, :valid], expected), "wrong keys"
-                assert torch.equal(chunk.v[block, :valid], -expected), "wrong values"
+            expected = rows(hashes[index][first * size : (first + count) * size], layer)
+            valid = len(expected)
+            keys = chunk.k[table[:count]].flatten(0, 1)[:valid]
+            values = chunk.v[table[:count]].flatten(0, 1)[:valid]
+            if not (torch.equal(keys, expected) and torch.equal(values, -expected)):
+                assert self.victims, "wrong keys or values"
+                self._misread.add(index)
 
-    def close(self) -> None:
-        self.kv.close()
+    @property
+    def _has_threads(self) -> bool:
+        return self.copies == "threads"
+
+    # -- what holds after every step
+
+    def check(self, settled: bool = False) -> None:
+        """Raise AssertionError unless everything adds up; `settled`: no copy is under way."""
+        self.kv.check()
+        self._check_queues()
+        self._learn()
+        self._check_cache()
+        if self.kv._pool.numel():  # not closed
+            self._check_tier(self.kv._pool, on_host=False)
+            if settled or self.copies == "inline" or (self.copies == "held" and not self.num_held):
+                self._check_tier(host_content(self.kv._offload.host), on_host=True)
+
+    def _check_batch(self, batch: ScheduledBatch) -> None:
+        """What the scheduler may plan; an empty step only when there is nothing to do."""
+        assert batch.items or not self.scheduler.has_work, "no request can go on"
+        assert batch.num_tokens <= self.config.max_num_batched_tokens
+        ids = [item.seq.seq_id for item in batch.items]
+        assert len(set(ids)) == len(ids), "a sequence is planned twice"
+        for item in batch.items:
+            assert item.seq in self.scheduler.running
+            assert 0 < item.num_tokens <= item.seq.num_remaining
+
+    def _check_queues(self) -> None:
+        """Every sequence is in one queue, and only those that compute hold an open table."""
+        tables = self.kv._tables
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        ids = [seq.seq_id for seq in self.unfinished]
+        assert len(set(ids)) == len(ids), "a sequence is queued twice"
+        assert tables.keys() <= set(ids), "a table outlives its sequence"
+        assert len(running) <= self.config.max_num_seqs
+        for seq in running:
+            assert seq.status is SequenceStatus.RUNNING and not tables[seq.seq_id].is_parked
+        for seq in waiting:
+            assert seq.status is SequenceStatus.WAITING
+            assert seq.seq_id not in tables or tables[seq.seq_id].is_parked
+
+    def _learn(self, batch: ScheduledBatch | None = None) -> None:
+        """Note what each block in a table or in the cache must hold; tables that share must agree.
+
+        With a batch: after its step ran and before it is counted.
+        """
+        fresh = {item.seq.seq_id: item.num_tokens for item in batch.items} if batch else {}
+        known, size = self._content, self.block_size
+        self._content = {block: known[block] for block in self.kv._manager.cached}
+        for seq_id, table in self.kv._tables.items():
+            computed = table.seq.num_computed + fresh.get(seq_id, 0)
+            hashes = self.hashes(table.seq)
+            for index, block in enumerate(table.blocks):
+                stop = max(block.num_tokens, min(size, computed - index * size))
+                content = hashes[index * size : index * size + stop] if stop > 0 else []
+                other = self._content.get(block, content)
+                shared = min(len(other), len(content))
+                assert other[:shared] == content[:shared], "a block of two different prefixes"
+                self._content[block] = max(other, content, key=len)
+
+    def _check_cache(self) -> None:
+        """A hash points only to a full, computed block, and to the tokens that are in it."""
+        manager, tables = self.kv._manager, self.kv._tables
+        assert manager.num_available >= 0, "more blocks are held than there are"
+        for block in manager.cached:
+            assert not block.ref_count and block.key is not None, "cached, but not findable"
+            assert manager._by_digest.get(block.key.digest) is block, "cached, but not findable"
+        for digest, block in manager._by_digest.items():
+            assert block.key and block.key.digest == digest, "found under another block's hash"
+            assert block.num_tokens == self.block_size, "a hash points to a block that is not full"
+            if block.parent is None or block.parent.key is not None:
+                before = self._content[block.parent] if block.parent else []
+                tokens = np.frombuffer(block.key.tokens, np.int32, self.block_size).tolist()
+                salt = block.key.tokens[4 * self.block_size :].decode()
+                content = extended(before, tokens, salt)
+                assert self._content[block] == content, "a hash of other tokens"
+        for table in tables.values():
+            full = table.seq.num_computed // self.block_size
+            assert len(table.published) <= max(full, table.num_shared_tokens // self.block_size)
+            assert len(table.published) <= len(table.blocks), "published ahead of time"
+        for owner in manager._in_flight.values():
+            assert owner in tables and not tables[owner].is_parked, "nobody keeps this promise"
+
+    def _check_tier(self, pool: Tensor, on_host: bool) -> None:
+        """The valid tokens of every reachable block that has a slot on this tier."""
+        place = {
+            block: (block.host_slot, block.host_len)
+            if on_host
+            else (block.device_slot, block.num_tokens)
+            for block in self._content
+        }
+        bad = {block for faults in self.faults.values() for block in faults.untold()}
+        held = [
+            (slot, n, block)
+            for block, (slot, n) in place.items()
+            if slot is not None and block not in bad
+        ]
+        if not held:
+            return
+        expected = np.full((len(held), self.block_size), np.nan, np.float32)
+        for row, (_, num_tokens, block) in zip(expected, held, strict=True):
+            row[:num_tokens] = self._content[block][:num_tokens]
+        valid = ~np.isnan(expected)
+        content = pool.numpy()[:, [slot for slot, _, _ in held]]
+        for layer in range(NUM_LAYERS):
+            keys, values = content[layer, :, 0, :, 0], content[layer, :, 1, :, 0]
+            assert (keys[valid] == -values[valid]).all(), "keys and values apart"
+            assert (keys[..., 0][valid] == expected[valid]).all(), (
+                "a reachable block holds other KV"
+            )
+            assert (keys[..., 1][valid] == layer).all(), "KV of another layer"
+
+
+def check_answer(seq: EngineSequence) -> None:
+    """What `seq` has generated so far is what the plain loop generates."""
+    prompt = seq.token_ids[: seq.num_prompt_tokens]
+    expected = answer(prompt, seq.num_output_tokens, seq.cache_salt)
+    assert seq.output_token_ids == expected, "a wrong answer"
+
+
+def host_content(host: HostPool) -> Tensor:
+    """A copy of all pieces, [layers, blocks, 2, block_size, 1, 2]."""
+    pieces = range(host.num_pieces)
+    layers = range(NUM_LAYERS if pieces else 0)
+    whole = [torch.cat([host.piece(piece, layer) for piece in pieces]) for layer in layers]
+    return torch.stack(whole) if whole else torch.empty(0)
 
 
 def rows(hashes: list[int], layer: int) -> Tensor:
     """[tokens, 1, 2]: hash and layer."""
-    return torch.tensor([[[float(h), float(layer)]] for h in hashes]).view(len(hashes), 1, 2)
+    keys = np.empty((len(hashes), 1, 2), np.float32)
+    keys[:, 0, 0], keys[:, 0, 1] = hashes, layer
+    return torch.from_numpy(keys)

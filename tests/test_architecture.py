@@ -22,13 +22,16 @@ ROWS = (
     ("sequence", "context", "device", "outputs", "stream_check"),
     ("block_manager", "step_plan", "placement", "host_pool", "offload", "step_kv", "kv_cache"),
     (
-        *("cpu_kernels", "kernels", "quant", "flash_attention", "attention", "layers"),
-        *("models", "structured", "speculative", "sampler"),
+        *("cpu_kernels", "cpu_linear", "kernels", "quant", "flash_attention", "attention"),
+        *("layers", "models", "structured", "speculative", "sampler"),
     ),
     ("model_cache", "gguf_structure", "gguf_convert", "tokenizer", "loader"),
     ("memory_plan", "scheduler", "cuda_graph", "model_runner", "probe"),
     ("llm_engine", "llm"),
-    ("benchmark_tiers", "benchmark", "niah", "ruler", "server", "cli", "__init__", "__main__"),
+    (
+        *("benchmark_limits", "peers", "benchmark_compare", "benchmark_tiers", "benchmark"),
+        *("niah", "ruler", "server", "cli", "__init__", "__main__"),
+    ),
 )
 # ... and, inside its row, only what is listed here. Everyone may import errors.
 ARROWS = {
@@ -39,7 +42,8 @@ ARROWS = {
     "step_kv": {"step_plan", "placement", "offload"},
     "kv_cache": {"block_manager", "step_plan", "placement", "offload", "step_kv"},
     "attention": {"kernels", "cpu_kernels", "flash_attention"},
-    "layers": {"quant", "cpu_kernels"},
+    "cpu_linear": {"cpu_kernels"},
+    "layers": {"quant", "cpu_kernels", "cpu_linear"},
     "models": {"layers"},
     "sampler": {"structured", "speculative"},
     "outputs": {"sequence"},
@@ -49,7 +53,8 @@ ARROWS = {
     "model_runner": {"cuda_graph"},
     "probe": {"model_runner"},
     "llm": {"llm_engine"},
-    "benchmark": {"__init__", "benchmark_tiers"},
+    "benchmark_compare": {"benchmark_limits", "peers"},
+    "benchmark": {"__init__", "benchmark_tiers", "benchmark_compare"},
     "ruler": {"__init__", "niah"},
     "cli": {"server", "benchmark", "ruler"},
     "__main__": {"cli"},

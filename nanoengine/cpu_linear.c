@@ -1,0 +1,378 @@
+/* Products of bfloat16 activations with packed weights, x W^T, for CPUs with AVX512-BF16.
+ *
+ * The law: an output element is one chain of fused steps over its pairs of k, in order, whatever the
+ * number of rows of the call, the row's place among them and the number of threads. So a row's bits
+ * are the same alone and in any batch. An epilogue makes the same rounding steps as the operators it
+ * stands for.
+ *
+ * Weights lie in panels of PANEL outputs, k in pairs: [panel][pair][output][2], padded with zeros. A
+ * register block is up to ROWS rows times VECS vectors of 16 outputs; the panel streams past it. Work
+ * is shared out in units of half a panel, so that 9 panels keep two threads busy alike.
+ */
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+int supported(void) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#include <math.h>
+#include <sys/mman.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+enum { LANES = 16, VECS = 4, PANEL = VECS * LANES, HALF = PANEL / 2 };
+enum { ROWS = 6 };                /* 6 * 4 accumulators of 32 registers */
+enum { CHUNK = 1024 };            /* pairs of k: 256 KiB of a panel, which stay in L2 */
+enum { BLOCK_BYTES = 512 << 10 }; /* activations of a row block: with a panel's chunk, about L2 */
+enum { BLOCK_ROWS = 64 * ROWS };
+enum { STRIP = 4, STRIP_BYTES = STRIP * PANEL * 4 };
+enum { PRIVATE_BYTES = 64 << 10 }; /* normed rows that every thread makes for itself */
+enum { STORE, ADD, FLOAT, SILU_MUL };
+
+typedef struct { /* one packed weight: filled by cpu_linear.py */
+    const uint16_t *panels;
+    const float *bias;           /* [panels * PANEL] in the order of the panels, or NULL */
+    const uint16_t *norm_weight; /* [k], or NULL: norm the activations first */
+    int64_t outputs, k, is_gated;
+    double eps;
+} weight_t;
+
+typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
+    const weight_t *w;
+    const char *x;
+    char *out;
+    char *normed; /* [rows][k] bf16, where there is a norm and that is more than PRIVATE_BYTES */
+    int64_t x_stride, out_stride, rows, epilogue, threads;
+} call_t;
+
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t pairs_of(const weight_t *w) { return ceil_div(w->k, 2); }
+INLINE __m512 load_f32(const float *p) { return _mm512_loadu_ps(p); }
+INLINE __m512 widen(__m256i h) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
+
+/* ---- products --------------------------------------------------------------------------------- */
+
+/* What to prefetch while a panel is read. Few rows wait for memory: one line in every KiB, in the page
+ * after, keeps the hardware's prefetcher running across pages (33 GB/s per core; 20 with none, and 20
+ * with every line, which is then all that comes). With more rows memory has time while the others use
+ * the panel in L2: every line of what comes next, spread over the passes. Measured on Zen 4. */
+typedef struct {
+    const char *from;
+    int64_t lines, step; /* lines for every strip of STRIP pairs; bytes from strip to strip */
+} ahead_t;
+enum { AHEAD = 4096 };
+
+/* acc[r][v] += x[r] . w[v] over `pairs` pairs of k. acc is [rows][PANEL]; `is_first` starts at 0. */
+INLINE void multiply(const uint16_t *w, const char *x, int64_t x_stride, int64_t pairs, int is_odd,
+                     int is_first, ahead_t ahead, float *acc, const int rows, const int vecs) {
+    __m512 s[ROWS][VECS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v++)
+            s[r][v] = is_first ? _mm512_setzero_ps() : load_f32(acc + r * PANEL + v * LANES);
+    const char *x3 = x + 3 * x_stride;
+#define STEP(READ)                                                                                  \
+    do {                                                                                            \
+        __m512bh b[VECS];                                                                           \
+        UNROLL for (int v = 0; v < vecs; v++)                                                       \
+            b[v] = (__m512bh)_mm512_loadu_si512(w + 2 * v * LANES);                                 \
+        UNROLL for (int r = 0; r < rows; r++) {                                                     \
+            const __m512bh a = (__m512bh)_mm512_set1_epi32(                                         \
+                READ(r < 3 ? x + r * x_stride : x3 + (r - 3) * x_stride));                          \
+            UNROLL for (int v = 0; v < vecs; v++) s[r][v] = _mm512_dpbf16_ps(s[r][v], a, b[v]);     \
+        }                                                                                           \
+    } while (0)
+#define PAIR(p) (*(const int32_t __attribute__((aligned(2), may_alias)) *)(p))
+#define LAST(p) (*(const uint16_t *)(p))
+    for (int64_t left = pairs - is_odd; left > 0; left -= STRIP) {
+        for (int64_t i = 0; i < ahead.lines; i++) _mm_prefetch(ahead.from + 64 * i, _MM_HINT_T1);
+        ahead.from += ahead.step;
+        for (int64_t n = min64(left, STRIP); n > 0; n--, x += 4, x3 += 4, w += 2 * PANEL) STEP(PAIR);
+    }
+    if (is_odd) STEP(LAST);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v++) _mm512_storeu_ps(acc + r * PANEL + v * LANES, s[r][v]);
+}
+
+#define MULTIPLY(rows, vecs)                                                                        \
+    static void multiply_##rows##_##vecs(const uint16_t *w, const char *x, int64_t x_stride,        \
+                                         int64_t pairs, int is_odd, int is_first, ahead_t ahead,    \
+                                         float *acc) {                                              \
+        multiply(w, x, x_stride, pairs, is_odd, is_first, ahead, acc, rows, vecs);                  \
+    }
+#define MULTIPLY_ALL(rows) MULTIPLY(rows, 2) MULTIPLY(rows, 4)
+MULTIPLY_ALL(1)
+MULTIPLY_ALL(2)
+MULTIPLY_ALL(3)
+MULTIPLY_ALL(4)
+MULTIPLY_ALL(5)
+MULTIPLY_ALL(6)
+typedef void multiply_t(const uint16_t *, const char *, int64_t, int64_t, int, int, ahead_t, float *);
+#define BOTH(rows) {multiply_##rows##_2, multiply_##rows##_4}
+static multiply_t *const MULTIPLIERS[ROWS][2] = {BOTH(1), BOTH(2), BOTH(3), BOTH(4), BOTH(5), BOTH(6)};
+
+/* ---- epilogues -------------------------------------------------------------------------------- */
+
+/* 2^t for t <= 0: as exp2v(t, 5) of cpu_kernels.c, bit for bit. */
+INLINE __m512 exp2_ps(__m512 t) {
+    t = _mm512_max_ps(_mm512_set1_ps(-127.0f), t);
+    const __m512 shifted = t + 12582912.0f, f = t - (shifted - 12582912.0f);
+    __m512 p = f * 0.00132647273f + 0.00967151279f;
+    p = p * f + 0.0555073374f;
+    p = p * f + 0.240222421f;
+    p = p * f + 0.693146978f;
+    p = p * f + 1.0f;
+    const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), power));
+}
+
+/* silu(gate) * up: as silu_row of cpu_kernels.c on gate and up rounded to bf16. */
+INLINE __m512 silu_mul(__m512 gate, __m512 up) {
+    const __m512 x = widen(narrow(gate)), one = _mm512_set1_ps(1.0f);
+    const __mmask16 is_positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
+    const __m512 e = exp2_ps(_mm512_mask_sub_ps(x, is_positive, _mm512_setzero_ps(), x) * 1.44269504f);
+    const __m512 silu = x * _mm512_mask_mov_ps(e, is_positive, one) / (e + 1.0f);
+    return widen(narrow(silu)) * widen(narrow(up));
+}
+
+INLINE __m512 with_bias(const float *acc, const float *bias) {
+    const __m512 y = load_f32(acc);
+    return bias ? _mm512_add_ps(y, load_f32(bias)) : y;
+}
+
+/* Outputs [first, first + LANES) of a row, of which `left` exist. */
+INLINE void put(char *out, int64_t first, int64_t left, __m512 y, int64_t epilogue) {
+    const __mmask16 mask = first_lanes(left);
+    if (epilogue == FLOAT) {
+        _mm512_mask_storeu_ps(out + 4 * first, mask, y);
+        return;
+    }
+    __m256i h = narrow(y);
+    if (epilogue == ADD) h = narrow(widen(_mm256_maskz_loadu_epi16(mask, out + 2 * first)) + widen(h));
+    _mm256_mask_storeu_epi16(out + 2 * first, mask, h);
+}
+
+/* Finish `rows` rows of the vectors [vec, vec + vecs) of all the panels laid end to end. */
+INLINE void finish(const call_t *c, int64_t row, int rows, int64_t vec, int vecs, const float *acc,
+                   int64_t epilogue) {
+    const float *bias = c->w->bias ? c->w->bias + vec * LANES : NULL;
+    const int step = epilogue == SILU_MUL ? 2 : 1;
+    for (int r = 0; r < rows; r++, acc += PANEL) {
+        char *out = c->out + (row + r) * c->out_stride;
+        for (int v = 0; v < vecs; v += step) {
+            const int64_t first = (vec + v) / step * LANES;
+            __m512 y = with_bias(acc + v * LANES, bias ? bias + v * LANES : NULL);
+            if (epilogue == SILU_MUL) {
+                const int up = (v + 1) * LANES;
+                y = silu_mul(y, with_bias(acc + up, bias ? bias + up : NULL));
+            }
+            put(out, first, c->w->outputs - first, y, epilogue);
+        }
+    }
+}
+static void finish_rows(const call_t *c, int64_t row, int rows, int64_t vec, int vecs, const float *acc) {
+    switch (c->epilogue) {
+    case ADD: finish(c, row, rows, vec, vecs, acc, ADD); break;
+    case FLOAT: finish(c, row, rows, vec, vecs, acc, FLOAT); break;
+    case SILU_MUL: finish(c, row, rows, vec, vecs, acc, SILU_MUL); break;
+    default: finish(c, row, rows, vec, vecs, acc, STORE);
+    }
+}
+
+/* ---- one product ------------------------------------------------------------------------------ */
+
+/* Every line from `p` on, of as many bytes as a chunk has, in `passes` passes over the chunk. */
+INLINE ahead_t every_line(const char *p, int64_t passes) {
+    const int64_t lines = passes > 0 ? ceil_div(STRIP_BYTES / 64, passes) : 0;
+    return (ahead_t){.from = p, .lines = lines, .step = 64 * lines};
+}
+
+/* The rows [row, row + rows) of vectors [vec, vec + vecs), which lie in one panel. `is_warm` says
+ * that the panel was prefetched. */
+static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t vec, int vecs,
+                           int is_warm, float *acc) {
+    const weight_t *w = c->w;
+    const int64_t all = pairs_of(w), groups = ceil_div(rows, ROWS);
+    const uint16_t *panel = w->panels + vec / VECS * all * 2 * PANEL + vec % VECS * 2 * LANES;
+    for (int64_t at = 0; at < all; at += CHUNK) {
+        const int64_t pairs = min64(CHUNK, all - at), bytes = pairs * PANEL * 4;
+        const uint16_t *chunk = panel + at * 2 * PANEL;
+        const int is_last = at + pairs == all;
+        const char *here = (const char *)chunk, *next = here + bytes;
+        const ahead_t sparse = {.from = here + AHEAD, .lines = 1, .step = STRIP_BYTES};
+        ahead_t ahead = is_warm ? every_line(next, groups) : sparse;
+        for (int64_t g = 0, r = 0; g < groups; g++) {
+            const int64_t n = (rows - r) / (groups - g);
+            if (g == 1 && !is_warm) ahead = every_line(next, groups - 1);
+            if (g > 0 && ahead.from >= next + bytes) ahead.lines = 0;
+            MULTIPLIERS[n - 1][vecs / 4](chunk, c->x + (row + r) * c->x_stride + 4 * at, c->x_stride,
+                                         pairs, is_last && w->k % 2, at == 0, ahead, acc + r * PANEL);
+            ahead.from += ceil_div(pairs, STRIP) * ahead.step;
+            if (is_last) finish_rows(c, row + r, n, vec, vecs, acc + r * PANEL);
+            r += n;
+        }
+        is_warm = groups > 1;
+    }
+}
+
+/* Units [begin, end): half panels, all of them for one row block after the other. */
+static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, int64_t begin,
+                           int64_t end) {
+    float acc[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
+    for (int64_t u = begin; u < end;) {
+        const int64_t row = u / halves * block_rows, half = u % halves;
+        const int is_whole = half % 2 == 0 && half + 1 < halves && u + 1 < end;
+        const int64_t rows = min64(block_rows, c->rows - row);
+        multiply_block(c, row, rows, half * 2, is_whole ? 4 : 2, u > begin && rows > ROWS, acc);
+        u += is_whole ? 2 : 1;
+    }
+}
+
+/* transformers' LlamaRMSNorm, as norm_row of cpu_kernels.c, bit for bit. */
+static void norm_row(const weight_t *w, const uint16_t *x, uint16_t *out) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t d = 0; d < w->k; d += LANES) {
+        const __m512 v = widen(_mm256_maskz_loadu_epi16(first_lanes(w->k - d), x + d));
+        squares = _mm512_fmadd_ps(v, v, squares);
+    }
+    float lane[LANES];
+    _mm512_storeu_ps(lane, squares);
+    UNROLL for (int n = LANES / 2; n > 0; n /= 2)
+        for (int i = 0; i < n; i++) lane[i] += lane[i + n];
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(lane[0] / w->k + (float)w->eps));
+    for (int64_t d = 0; d < w->k; d += LANES) {
+        const __mmask16 mask = first_lanes(w->k - d);
+        const __m512 v = widen(_mm256_maskz_loadu_epi16(mask, x + d)) * scale;
+        const __m512 g = widen(_mm256_maskz_loadu_epi16(mask, w->norm_weight + d));
+        _mm256_mask_storeu_epi16(out + d, mask, narrow(widen(narrow(v)) * g));
+    }
+}
+
+/* Rows of a block: what L2 holds, and less where there would be too few units for the threads. */
+static int64_t choose_block_rows(int64_t rows, int64_t k, int64_t halves, int64_t threads) {
+    int64_t block = BLOCK_BYTES / (2 * min64(k, 2 * CHUNK));
+    block = min64(BLOCK_ROWS, block < 4 * ROWS ? 4 * ROWS : block);
+    for (; block > 4 * ROWS; block /= 2) {
+        const int64_t units = ceil_div(rows, block) * halves;
+        if (units >= 16 * threads || (units >= 4 * threads && block <= 16 * ROWS)) break;
+    }
+    const int64_t blocks = ceil_div(rows, block);
+    return blocks > 1 ? ceil_div(ceil_div(rows, blocks), ROWS) * ROWS : block;
+}
+
+/* The rows of x, normed: by every thread for itself, or together where they are many. */
+static void norm_rows(const call_t *c, int is_private, char *out) {
+#define NORM(r)                                                                                     \
+    norm_row(c->w, (const uint16_t *)(c->x + (r) * c->x_stride), (uint16_t *)(out + (r) * 2 * c->w->k))
+    if (is_private) {
+        for (int64_t r = 0; r < c->rows; r++) NORM(r);
+    } else {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < c->rows; r++) NORM(r);
+    }
+}
+
+/* One thread's part of a call. */
+static void linear_in_team(const call_t *call, int64_t threads) {
+    const weight_t *w = call->w;
+    const int64_t halves = ceil_div(w->outputs, w->is_gated ? LANES : HALF), rows = call->rows;
+    const int64_t block_rows = choose_block_rows(rows, w->k, halves, threads);
+    const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
+    const int64_t step = units < 8 * threads ? 1 : 2, steps = ceil_div(halves, step);
+    call_t c = *call;
+    char buffer[PRIVATE_BYTES];
+    if (w->is_gated) c.epilogue = SILU_MUL;
+    if (w->norm_weight) {
+        const int is_private = rows * w->k * 2 <= PRIVATE_BYTES;
+        char *normed = is_private ? buffer : call->normed;
+        norm_rows(call, is_private, normed);
+        c.x = normed, c.x_stride = 2 * w->k;
+    }
+    if (blocks == 1) {
+        const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
+        multiply_units(&c, halves, block_rows, me * units / team, (me + 1) * units / team);
+        return;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < blocks * steps; i++) {
+        const int64_t row_block = i / steps * halves, half = i % steps * step;
+        multiply_units(&c, halves, block_rows, row_block + half, row_block + min64(half + step, halves));
+    }
+}
+
+/* out (epilogue) norm(x) W^T. */
+void linear(const call_t *c) {
+    if (c->threads == 1 || c->rows * c->w->k * c->w->outputs < 1 << 16) { /* some us */
+        linear_in_team(c, 1);
+        return;
+    }
+#pragma omp parallel num_threads((int)c->threads)
+    linear_in_team(c, c->threads);
+}
+
+/* ---- memory and packing ----------------------------------------------------------------------- */
+
+/* A hint, before the pages are touched; where it is not understood, small pages do. */
+void advise_huge_pages(void *p, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    madvise(p, (size_t)bytes, MADV_HUGEPAGE);
+#else
+    (void)p, (void)bytes;
+#endif
+}
+
+/* Where output n of part `which` (gate 0, up 1) of a packed weight lies: its column, all panels laid
+ * end to end. Gate and up take turns, a vector each. */
+INLINE int64_t column_of(int64_t n, int64_t is_gated, int64_t which) {
+    return is_gated ? n / LANES * 2 * LANES + which * LANES + n % LANES : n;
+}
+
+/* Pack the rows of `weight` [outputs, k] as part `which`; the panels hold zeros before. */
+void pack(const weight_t *w, const uint16_t *weight, int64_t row_stride, int64_t which, int64_t threads) {
+    const int64_t pairs = pairs_of(w), k = w->k;
+    uint16_t *panels = (uint16_t *)w->panels;
+#pragma omp parallel for num_threads((int)threads) schedule(static)
+    for (int64_t n0 = 0; n0 < w->outputs; n0 += LANES) {
+        for (int64_t p0 = 0; p0 < pairs; p0 += STRIP) {
+            for (int64_t n = n0; n < min64(n0 + LANES, w->outputs); n++) {
+                const int64_t column = column_of(n, w->is_gated, which);
+                const uint16_t *from = weight + n * row_stride;
+                uint16_t *to = panels + (column / PANEL * pairs * PANEL + column % PANEL) * 2;
+                for (int64_t p = p0; p < min64(p0 + STRIP, pairs); p++) {
+                    to[p * 2 * PANEL] = from[2 * p];
+                    if (2 * p + 1 < k) to[p * 2 * PANEL + 1] = from[2 * p + 1];
+                }
+            }
+        }
+    }
+}
+
+/* out[i] = row ids[i] of a weight that is not gated. Returns 0, or -1 at an id that is no row. */
+int gather_rows(const weight_t *w, const int64_t *ids, int64_t count, uint16_t *out, int64_t threads) {
+    const int64_t pairs = pairs_of(w), k = w->k;
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= w->outputs) return -1;
+    if (count * k < 1 << 14) threads = 1;
+#pragma omp parallel for num_threads((int)threads) schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        const uint16_t *from = w->panels + (ids[i] / PANEL * pairs * PANEL + ids[i] % PANEL) * 2;
+        uint16_t *to = out + i * k;
+        for (int64_t p = 0; p < k / 2; p++) memcpy(to + 2 * p, from + p * 2 * PANEL, 4);
+        if (k % 2) to[k - 1] = from[k / 2 * 2 * PANEL];
+    }
+    return 0;
+}
+#endif

@@ -1,0 +1,333 @@
+"""Packed products against float64 and their own arithmetic; the law that a batch moves no bit."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoengine import cpu_kernels, cpu_linear
+from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
+from nanoengine.cpu_linear import CpuLinear, WeightArena
+from nanoengine.errors import EngineError
+
+has_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="no C compiler"
+)
+needs_cpu = pytest.mark.skipif(
+    not cpu_linear.is_supported(), reason="no AVX512-BF16 here: oneDNN multiplies instead"
+)
+pytestmark = has_compiler
+
+# (outputs, inputs): a whole panel, parts of one, several; k odd, short, and of several chunks.
+SHAPES = [(64, 32), (1, 1), (33, 7), (31, 2), (200, 61), (576, 576), (70, 4101), (97, 2048)]
+
+
+@pytest.fixture(scope="session")
+def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("linear")
+
+
+@pytest.fixture(scope="session")
+def packer(build_folder: Path) -> CpuLinear:
+    if not cpu_linear.is_supported():
+        pytest.skip("no AVX512-BF16 here: oneDNN multiplies instead")
+    return CpuLinear.load(build_folder)
+
+
+@pytest.fixture(scope="session")
+def kernels(build_folder: Path) -> CpuKernels:
+    return CpuKernels.load(build_folder)
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also of NaN and of zeros with a sign."""
+    ints = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
+    same: bool = (
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(ints), b.view(ints))
+    )
+    return same
+
+
+def exact(x: Tensor, weight: Tensor) -> Tensor:
+    return x.double() @ weight.double().T
+
+
+def assert_rounded(got: Tensor, want: Tensor, inputs: int) -> None:
+    """Half a step of bfloat16, and what a float32 sum of `inputs` unit terms may be off."""
+    error = (got.double() - want).abs()
+    assert (error <= want.abs() * 2**-8 + inputs * 2**-21).all(), error.max()
+
+
+def in_chains(x: Tensor, weight: Tensor) -> Tensor:
+    """The arithmetic of VDPBF16PS (Intel SDM): one chain of fused steps, the odd k of a pair first.
+
+    A step in float64 rounded to float32 is a fused one but for ties, which are too rare to be seen.
+    """
+    acc = torch.zeros(len(x), len(weight))
+    for even in range(0, x.shape[1], 2):
+        for k in (even + 1, even):
+            if k < x.shape[1]:
+                term = x[:, k, None].double() * weight[None, :, k].double()
+                acc = (acc.double() + term).float()
+    return acc
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_against_float64(packer, outputs, inputs):
+    weight = normal(outputs, inputs)
+    linear = packer.pack(weight)
+    for tokens in (1, 2, 3, 4, 5, 6, 7, 13, 64):
+        x = normal(tokens, inputs, seed=tokens)
+        assert_rounded(linear(x), exact(x, weight), inputs)
+
+
+def test_every_number_of_rows(packer):
+    weight = normal(150, 75)
+    linear, x = packer.pack(weight), normal(70, 75, seed=1)
+    want = exact(x, weight)
+    for tokens in range(71):
+        out = linear(x[:tokens])
+        assert out.shape == (tokens, 150)
+        assert_rounded(out, want[:tokens], 75)
+
+
+@pytest.mark.parametrize("tokens, outputs, inputs", [(1000, 200, 600), (500, 40, 2500)])
+def test_many_row_blocks(packer, tokens, outputs, inputs):
+    weight, x = normal(outputs, inputs), normal(tokens, inputs, seed=1)
+    assert_rounded(packer.pack(weight)(x), exact(x, weight), inputs)
+
+
+@pytest.mark.parametrize("outputs, inputs", [(33, 7), (200, 61), (65, 300)])
+def test_sums_are_one_chain_in_order(packer, outputs, inputs):
+    weight, x = normal(outputs, inputs), normal(9, inputs, seed=1)
+    linear, want = packer.pack(weight), in_chains(x, weight)
+    assert same_bits(linear.in_float(x), want)
+    assert same_bits(linear(x), want.bfloat16())
+
+
+@pytest.mark.parametrize("outputs, inputs", [(33, 7), (200, 61), (576, 576), (130, 2500)])
+def test_batches_and_threads_move_no_bit(packer, outputs, inputs):
+    linear, x = packer.pack(normal(outputs, inputs)), normal(800, inputs, seed=1)
+    want = linear.in_float(x)
+    rng = random.Random(0)
+    for tokens in [1, 1, 1, 5, 6, 7, 800, *(rng.randint(1, 300) for _ in range(12))]:
+        torch.set_num_threads(rng.choice([1, 2, 3]))
+        first = rng.randint(0, 800 - tokens)
+        rows = slice(first, first + tokens)
+        assert same_bits(linear.in_float(x[rows]), want[rows])
+
+
+def test_fused_steps_move_no_bit_either(packer):
+    gate_up = packer.pack_gate_up(
+        normal(100, 61), normal(100, 61, seed=1), norm=(normal(61, seed=2), 1e-5)
+    )
+    x = normal(1500, 61, seed=3)
+    want = gate_up(x)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for first, last in ((0, 1), (7, 8), (3, 70), (0, 1400), (1499, 1500)):
+            assert same_bits(gate_up(x[first:last]), want[first:last])
+
+
+@pytest.mark.parametrize("outputs", [64, 33, 200])
+def test_bias_is_added_before_the_one_rounding(packer, outputs):
+    weight, bias, x = normal(outputs, 61), normal(outputs, seed=1), normal(9, 61, seed=2)
+    linear = packer.pack(weight, bias)
+    want = packer.pack(weight).in_float(x) + bias.float()
+    assert same_bits(linear.in_float(x), want)
+    assert same_bits(linear(x), want.bfloat16())
+
+
+@pytest.mark.parametrize("outputs, tokens", [(64, 1), (33, 7), (200, 64), (576, 300)])
+def test_add_to_is_a_product_and_a_sum(packer, outputs, tokens):
+    linear, x = packer.pack(normal(outputs, 61)), normal(tokens, 61, seed=1)
+    residual = normal(tokens, outputs, seed=2)
+    want = residual + linear(x)
+    linear.add_to(residual, x)
+    assert same_bits(residual, want)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("outputs, tokens", [(32, 1), (16, 7), (37, 7), (100, 300)])
+def test_gate_up_is_two_products_and_silu_mul(packer, kernels, outputs, tokens, with_bias):
+    gate, up, x = normal(outputs, 61), normal(outputs, 61, seed=1), normal(tokens, 61, seed=2)
+    biases = (normal(outputs, seed=3), normal(outputs, seed=4)) if with_bias else None
+    gate_bias, up_bias = biases or (None, None)
+    products = packer.pack(gate, gate_bias)(x), packer.pack(up, up_bias)(x)
+    want = torch.empty(tokens, outputs, dtype=torch.bfloat16)
+    kernels.silu_mul(torch.cat(products, dim=1), want)
+    assert same_bits(packer.pack_gate_up(gate, up, biases)(x), want)
+
+
+def test_silu_of_extreme_gates(packer, kernels):
+    gate_up = packer.pack_gate_up(*torch.eye(18).bfloat16().split(9))
+    values = [0.0, -0.0, -200.0, 200.0, -88.0, 3e38, -3e38, 0.1, 1e-30]
+    x = torch.tensor([[*values, *[2.0] * 9]]).bfloat16()
+    want = torch.empty(1, 9, dtype=torch.bfloat16)
+    kernels.silu_mul(x, want)
+    assert torch.equal(gate_up(x), want)
+
+
+@pytest.mark.parametrize("tokens, inputs", [(1, 576), (9, 61), (20, 2500), (700, 61)])
+def test_norm_is_the_kernel_then_the_product(packer, kernels, tokens, inputs):
+    weight, norm_weight = normal(100, inputs), normal(inputs, seed=1)
+    x = normal(tokens, 3 * inputs, seed=2)[:, inputs : 2 * inputs]
+    normed = torch.empty(tokens, inputs, dtype=torch.bfloat16)
+    kernels.rms_norm(x, norm_weight, 1e-5, normed)
+    want = packer.pack(weight).in_float(normed)
+    assert same_bits(packer.pack(weight, norm=(norm_weight, 1e-5)).in_float(x), want)
+
+
+def test_rows_may_lie_apart(packer):
+    """And what lies between them is not read, not even with k odd: it may be NaN."""
+    linear, x = packer.pack(normal(40, 61)), normal(9, 61, seed=1)
+    apart = torch.full((9, 80), torch.nan, dtype=torch.bfloat16)
+    apart[:, 5:66] = x
+    residual = torch.full((9, 100), 7.0, dtype=torch.bfloat16)
+    want = residual[:, 20:60] + linear(x)
+    linear.add_to(residual[:, 20:60], apart[:, 5:66])
+    assert same_bits(residual[:, 20:60].contiguous(), want)
+    residual[:, 20:60] = 7.0
+    assert (residual == 7.0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_in_its_row(packer, bad):
+    weight, x = normal(70, 61).abs(), normal(8, 61, seed=1)
+    linear = packer.pack(weight)
+    clean = linear(x)
+    x[3, 60] = bad
+    out = linear(x)
+    torch.testing.assert_close(out[3], torch.full((70,), bad).bfloat16(), equal_nan=True)
+    others = [0, 1, 2, 4, 5, 6, 7]
+    assert same_bits(out[others], clean[others])
+
+
+def test_a_broken_weight_spoils_its_output_alone(packer):
+    weight, x = normal(70, 61), normal(8, 61, seed=1)
+    clean = packer.pack(weight)(x)
+    weight[65, 3] = torch.nan
+    out = packer.pack(weight)(x)
+    assert out[:, 65].isnan().all()
+    others = [n for n in range(70) if n != 65]
+    assert same_bits(out[:, others], clean[:, others])
+
+
+def test_large_sums_overflow_to_infinity(packer):
+    linear = packer.pack(torch.full((1, 2), 3e38).bfloat16())
+    assert linear(torch.tensor([[2.0, 2.0]]).bfloat16()).item() == torch.inf
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_gather_rows_gives_the_weight_back(packer, outputs, inputs):
+    weight = normal(outputs, inputs)
+    weight[0, 0] = 1e-40  # a denormal: products flush it, a copy does not
+    linear = packer.pack(weight)
+    assert same_bits(linear.gather_rows(torch.arange(outputs)), weight)
+    ids = torch.randint(outputs, (300,), generator=torch.Generator().manual_seed(0))
+    assert same_bits(linear.gather_rows(ids), weight[ids])
+    assert linear.gather_rows(ids[:0]).shape == (0, inputs)
+
+
+@pytest.mark.parametrize("bad", [-1, 40, 2**40])
+def test_gather_rows_refuses_other_ids(packer, bad):
+    linear = packer.pack(normal(40, 8))
+    with pytest.raises(EngineError, match="outside the 40 rows"):
+        linear.gather_rows(torch.tensor([0, bad]))
+    with pytest.raises(EngineError, match="int32"):
+        linear.gather_rows(torch.tensor([0], dtype=torch.int32))
+
+
+def test_a_weight_of_strided_rows(packer):
+    weight, x = normal(61, 40).T, normal(3, 61, seed=1)
+    assert same_bits(packer.pack(weight)(x), packer.pack(weight.contiguous())(x))
+
+
+def test_two_callers_at_once(packer):
+    linear = packer.pack(normal(300, 61), norm=(normal(61), 1e-5))
+    batches = [normal(tokens, 61, seed=tokens) for tokens in (1, 700)]
+    want = [linear(x) for x in batches]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(10):
+            assert all(map(same_bits, pool.map(linear, batches), want))
+
+
+def test_wrong_activations_are_refused(packer):
+    linear = packer.pack(normal(40, 61))
+    for x in (normal(3, 60), normal(3, 61).float(), normal(61, 3).T):
+        with pytest.raises(EngineError, match="rows of 61 values"):
+            linear(x)
+    residuals = normal(2, 40), normal(3, 41), normal(3, 40).float(), normal(40, 3).T
+    for residual in residuals:
+        with pytest.raises(EngineError, match="added to bfloat16 rows of 40"):
+            linear.add_to(residual, normal(3, 61))
+
+
+def test_wrong_weights_are_refused(packer):
+    weight = normal(40, 61)
+    with pytest.raises(EngineError, match="float32"):
+        packer.pack(weight.float())
+    with pytest.raises(EngineError, match=r"shape \(40,\): got .* shape \(41,\)"):
+        packer.pack(weight, bias=normal(41))
+    with pytest.raises(EngineError, match=r"shape \(61,\)"):
+        packer.pack(weight, norm=(normal(40), 1e-5))
+    with pytest.raises(EngineError, match=r"shape \(40, 61\): got .* shape \(40, 60\)"):
+        packer.pack_gate_up(weight, weight[:, :60])
+    with pytest.raises(EngineError, match=r"shape \(0, 61\)"):
+        packer.pack(weight[:0])
+
+
+def test_the_arena_hands_out_memory_once(packer, build_folder):
+    library = cpu_kernels.load_library(cpu_linear.SOURCE, build_folder)
+    arena = WeightArena(library)
+    sizes = [1, 100, 40 << 20, 30 << 20, 70 << 20, 7]
+    parts = [arena.take(size) for size in sizes]
+    assert [len(part) for part in parts] == sizes
+    starts = [part.data_ptr() for part in parts]
+    assert all(start % 64 == 0 for start in starts)
+    spans = sorted(zip(starts, sizes, strict=True))
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
+    for part, value in zip(parts[:2], (1, 2), strict=True):
+        part.fill_(value)
+    assert parts[0].eq(1).all()
+
+
+@needs_cpu
+def test_both_sources_share_a_folder(build_folder):
+    attention = cpu_kernels.build_library(build_folder)
+    linear = cpu_kernels.build_library(build_folder, source=cpu_linear.SOURCE)
+    assert attention != linear
+    assert attention.parent == linear.parent == build_folder
+
+
+def test_another_cpu_is_told_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_linear, "cpu_flags", lambda: b"flags\t\t: fpu avx512f avx512_bf16x")
+    assert not cpu_linear.is_supported()
+    with pytest.raises(KernelBuildError, match="no AVX512-BF16: oneDNN"):
+        CpuLinear.load(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compiler_that_does_not_know_the_cpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_linear, "cpu_flags", lambda: b"flags\t\t: fpu avx512_bf16")
+    with pytest.raises(KernelBuildError, match="compiler knows no AVX512-BF16"):
+        CpuLinear.load(tmp_path, ("-march=x86-64",))
