@@ -293,3 +293,23 @@ def test_closing_in_the_middle_of_transfers_frees_everything(tiny: Tiny, is_cut_
     again = make_driver(path)
     assert token_ids(again.run([some_ids(0, 9)], greedy(3)))[0] == expected(path, some_ids(0, 9), 3)
     again.engine.close()
+
+
+# -- a failed request amid a batch
+
+
+def test_the_token_of_a_failed_request_goes_to_nobody(tiny: Tiny) -> None:
+    """The one that fails samples before its neighbour, in the same step."""
+    path, prompts = tiny("llama"), [some_ids(70, 60), some_ids(71, 9)]
+    driver = make_driver(path, device=8, stream_mib_per_step=1e6)
+    long, short = (driver.engine.add_request(prompt, greedy(12)) for prompt in prompts)
+    scheduler = driver.engine.scheduler
+    while scheduler.waiting or any(seq.is_prefill for seq in scheduler.running):
+        driver.step()
+    begin = len(driver.audit.schedule)
+    fail_copies(driver.engine.device.h2d, {0})
+    outputs = driver.drain()
+    assert outputs[long].outputs[0].finish_reason == "error"
+    assert token_ids([outputs[short]])[0] == expected(path, prompts[1], 12)
+    assert driver.audit.schedule[begin] == ((long, 1), (short, 1))
+    driver.engine.close()
