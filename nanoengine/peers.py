@@ -29,6 +29,7 @@ from typing import Any, TextIO
 Generate = Callable[[list[list[int]], list[int]], tuple[list[list[int]], list[int]]]
 
 LLAMA_BF16 = 30  # GGML_TYPE_BF16
+STARTED_AGAIN = "NANOENGINE_PEER_STARTED_AGAIN"
 # Steps of so many tokens gave each engine its best prefill; the rest are the engines' defaults.
 OPENVINO_TOKENS_A_STEP = 2048
 
@@ -181,9 +182,10 @@ def _vllm(work: Work) -> Engine:
 def _preload_for_vllm(num_threads: int) -> None:
     """Start this process again with the OpenMP and malloc that vLLM's CPU guide wants preloaded.
 
-    vLLM does so itself for the worker processes that are switched off here.
+    vLLM does so itself for the worker processes that are switched off here; without
+    OMP_NUM_THREADS it serves on one thread.
     """
-    if "LD_PRELOAD" in os.environ:
+    if STARTED_AGAIN in os.environ:
         return
     found = [
         *glob.glob(os.path.join(sys.prefix, "lib", "libiomp5.so"))[:1],
@@ -191,7 +193,8 @@ def _preload_for_vllm(num_threads: int) -> None:
     ]
     cores = sorted(os.sched_getaffinity(0))[:num_threads]
     settings = {
-        "LD_PRELOAD": ":".join(found),
+        STARTED_AGAIN: "1",
+        "LD_PRELOAD": os.environ.get("LD_PRELOAD", ":".join(found)),
         "OMP_NUM_THREADS": str(num_threads),
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]",
         "KMP_BLOCKTIME": "5",

@@ -278,15 +278,28 @@ class ShadowEngine:
 
     def drain(self, step: Callable[[], object] | None = None) -> None:
         """Step until nothing is left; every answer must be right. `step`: instead of self.step."""
-        # The oldest request is computed at least every other step, or saves up for its turn.
-        turn = 2 + (self.kv.spec.capacity_blocks if self.stream_blocks_per_step else 0)
-        limit = self.num_steps + turn * sum(seq.max_total_tokens for seq in self.unfinished) + 10
+        stuck, before, last = 0, (-1, -1), self.num_steps + 20_000
         while self.scheduler.has_work:
+            limit = self._most_steps_without_a_turn()
             (step or self.step)()
-            assert self.num_steps < limit, "no progress"
+            oldest = self.scheduler.running[0] if self.scheduler.running else None
+            now = (oldest.seq_id, oldest.num_computed) if oldest else (-1, -1)
+            stuck = stuck + 1 if oldest and now == before else 0
+            assert stuck < limit, "the oldest request stands still"
+            assert self.num_steps < last, "no progress"
+            before = now
         for seq in self.finished.values():
             check_answer(seq)
             assert seq.num_tokens == seq.max_total_tokens or seq.error
+
+    def _most_steps_without_a_turn(self) -> int:
+        """The oldest is computed at least every other step; where the link has a budget, when all
+        others have had their turns, each of which may have to be saved up for.
+        """
+        if self.stream_blocks_per_step is None:
+            return 2
+        steps_a_turn = -(-self.kv.spec.capacity_blocks // self.stream_blocks_per_step)
+        return 2 + steps_a_turn * len(self.unfinished)
 
     def settle(self) -> None:
         """Wait for all copies, and check both tiers."""

@@ -161,7 +161,7 @@ def test_what_the_step_writes_stays_where_it_is() -> None:
     manager = BlockManager(2, 4, 1)
     written, other = block_on(manager, "dh", 2), block_on(manager, "dh")
     new = block_on(manager, "")
-    placement = Placement(manager, step([[written, other, new]], [[written, other, new]]))
+    placement = Placement(manager, step([[other, written, new]], [[other, written, new]]))
     placement.place([written, new])
     assert written.device_slot is not None and other.device_slot is None
     assert new.device_slot is not None and not placement.stores
