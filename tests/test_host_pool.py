@@ -150,7 +150,5 @@ def test_an_engine_over_many_pieces_gives_the_same_tokens(
 
 
 def test_more_than_the_machine_has_is_refused_at_once(tiny: Callable[[str], Path]) -> None:
-    with pytest.raises(
-        OutOfMemoryError, match=r"asks for 900000.* available; lower kv_"
-    ):
+    with pytest.raises(OutOfMemoryError, match=r"asks for 900000.* available; lower kv_"):
         LLMEngine(tiny("qwen3"), device="cpu", enable_cpu_offload=True, kv_offload_gib=900_000)
