@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from nanoengine.errors import EngineError
 from nanoengine.llm import LLM
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
@@ -87,9 +88,9 @@ def _beside_a_streamed_one(args: argparse.Namespace, llm: LLM) -> Row:
     engine, rng = llm.llm_engine, random.Random(args.seed)
     vocab = engine.model_config.vocab_size
     _warm_up(llm)
-    short = _start(llm, _random_ids(rng, vocab, 64), 2 * args.output_len + 4)
+    short = _start(llm, _random_ids(rng, vocab, 64))
     alone = _gaps(llm, short, args.output_len)
-    long = _start(llm, _random_ids(rng, vocab, args.input_len), 1 << 20)
+    long = _start(llm, _random_ids(rng, vocab, args.input_len))
     before, start = long.num_output_tokens, time.perf_counter()
     beside = _gaps(llm, short, args.output_len)
     elapsed = time.perf_counter() - start
@@ -125,9 +126,9 @@ def _arrival_during_prefill(args: argparse.Namespace, llm: LLM) -> Row:
     return {"num_steps": num_steps, "first_token_s": round(elapsed, 3), "prefill_left": left}
 
 
-def _start(llm: LLM, prompt: list[int], num_tokens: int) -> Sequence:
-    """A request that has its first token."""
-    llm.llm_engine.add_request(prompt, _greedy(num_tokens))
+def _start(llm: LLM, prompt: list[int]) -> Sequence:
+    """A request that has its first token, and goes on as long as its context lasts."""
+    llm.llm_engine.add_request(prompt, _greedy(1 << 20))
     seq = llm.llm_engine.scheduler.waiting[-1]
     _step_until(llm, seq, 1)
     return seq
@@ -156,6 +157,8 @@ def _resume_s(llm: LLM, seq: Sequence, forget: bool) -> float:
 
 def _step_until(llm: LLM, seq: Sequence, num_output_tokens: int) -> None:
     while seq.num_output_tokens < num_output_tokens:
+        if seq.is_finished:
+            raise EngineError("a request ended before it was measured: shorten the long prompt")
         llm.llm_engine.step()
 
 
