@@ -54,11 +54,15 @@ class LinkPacer:
         """The sequences in the order of their turns; those that never had one first."""
         return sorted(streamed, key=lambda seq: self._turns.get(seq.seq_id, -1))
 
-    def start_step(self, is_limited: bool) -> None:
-        """is_limited: there are resident decodes to protect."""
+    def start_step(self, is_limited: bool, largest_cost: int = 0) -> None:
+        """is_limited: there are resident decodes to protect. largest_cost: of those in line, in
+        blocks; more than that, or than a step's budget, is not saved up.
+        """
+        per_step = self._blocks_per_step or 0
         self.is_limited = is_limited and self._blocks_per_step is not None
         self._is_blocked = False
-        self._credit = self._credit + (self._blocks_per_step or 0) if self.is_limited else 0
+        credit = min(self._credit + per_step, max(per_step, largest_cost))
+        self._credit = credit if self.is_limited else 0
 
     def allows(self, cost: int) -> bool:
         """True when the next sequence in line, which brings `cost` blocks, may take part."""
@@ -168,14 +172,14 @@ class Scheduler:
         """Running sequences in the order in which they get their tokens: decodes before prefills,
         oldest first; where resident decodes are protected, these and then all that stream in turn.
         """
-        is_streamed = {s.seq_id: self._kv.stream_cost(s) > 0 for s in self.running}
-        protected = any(not s.is_prefill and not is_streamed[s.seq_id] for s in self.running)
-        self._pacer.start_step(protected)
+        costs = {s.seq_id: self._kv.stream_cost(s) for s in self.running}
+        protected = any(not s.is_prefill and not costs[s.seq_id] for s in self.running)
+        self._pacer.start_step(protected, max(costs.values(), default=0))
         order = sorted(self.running, key=lambda s: s.is_prefill)
         if not self._pacer.is_limited:
             return order
-        streamed = self._pacer.in_turn([s for s in self.running if is_streamed[s.seq_id]])
-        resident = [s for s in order if not is_streamed[s.seq_id]]
+        streamed = self._pacer.in_turn([s for s in self.running if costs[s.seq_id]])
+        resident = [s for s in order if not costs[s.seq_id]]
         num_decodes = sum(not s.is_prefill for s in resident)
         return resident[:num_decodes] + streamed + resident[num_decodes:]
 

@@ -227,3 +227,13 @@ def test_failed_sequences_end_with_a_reason_wherever_they_are_and_others_go_on()
     ]
     assert [seq.output_token_ids for seq in s.running] == [[9]] and not s.waiting
     assert kv.held.keys() == {1}
+
+
+def test_what_nobody_needed_is_not_saved_up_for_a_streamed_sequence() -> None:
+    kv = CountingKV()
+    s = prefilled(kv, 10, 5)
+    who(s, 50)
+    s.add(sequence(1, 5, 1000))
+    run(s)
+    kv.costs[1] = 40
+    assert who(s, 7) == [[0], [0], [0, 1], [0], [0], [0], [0, 1]]  # one step's worth was left
