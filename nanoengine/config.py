@@ -125,7 +125,7 @@ class EngineConfig:
     less). ring_slots: buffers of the ring, at least 2.
     slot_tokens: tokens of one layer that a ring slot holds.
     stream_mib_per_step: host KV that may be streamed a step, on average, beside requests that
-    decode from the device (None: what takes as long as a short step, measured at start-up).
+    decode from the device (None: what takes 0.6 of a short step, measured at start-up).
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
     (slow). debug_copy_delay_ms: random delay of up to so long before each copy (CPU, stream).
 

@@ -529,7 +529,7 @@ def main() -> int:
         for mode in modes:
             if report := failure_of(mode, number, tallies[mode]):
                 failures.append({"mode": mode, "seed": number, "report": report})
-                print(f"--- {mode}, seed {number}\n{report}", flush=True)
+                print(report, flush=True)
         number += 1
         minutes = (time.perf_counter() - started) / 60
     summary = {"minutes": round(minutes, 2), "first_seed": arguments.seed, **summed(tallies)}
@@ -541,13 +541,20 @@ def main() -> int:
 
 def failure_of(mode: str, number: int, tally: Counter[str]) -> str:
     """What went wrong in a round, with a minimal program; empty if nothing did."""
-    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
-            run_round(mode, number, tally, shrinks=True)
-    except Exception:  # whatever it was, the next seed goes on
-        return printed.getvalue() + traceback.format_exc()
-    return ""
+        run_round(mode, number, tally)
+    except Exception as error:  # whatever it was, the next seed goes on
+        print(f"--- {mode}, seed {number}: {error!r}; looking for a smaller program", flush=True)
+        report = traceback.format_exc()
+    else:
+        return ""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            run_round(mode, number, Counter(), shrinks=True)
+        except Exception:
+            report = traceback.format_exc()
+    return printed.getvalue() + report
 
 
 def summed(tallies: dict[str, Counter[str]]) -> dict[str, Any]:
