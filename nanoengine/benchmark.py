@@ -126,12 +126,7 @@ def _offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     settings = {"kvcache_block_size": args.kvcache_block_size, "enable_prefix_caching": False}
     if mode == "resident":
         return settings | {"num_gpu_blocks": (blocks_each + 1) * args.num_seqs + 2}
-    return settings | {
-        "num_gpu_blocks": args.num_gpu_blocks,
-        "enable_cpu_offload": True,
-        "offload_mode": mode,
-        "kv_offload_gib": args.kv_offload_gib,
-    }
+    return settings | benchmark_tiers.offload_settings(args, mode)
 
 
 def _offload_row(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -179,16 +179,24 @@ def _answer_all(llm: LLM, prompts: list[Any], output_len: int) -> Row:
 
 def _settings(args: argparse.Namespace, mode: str, **more: Any) -> dict[str, Any]:
     size = args.kvcache_block_size
-    settings = {"kvcache_block_size": size, "enable_prefix_caching": False} | more
+    settings: dict[str, Any] = {"kvcache_block_size": size, "enable_prefix_caching": False} | more
     if mode == "resident":
         each = -(-(args.own_len + args.output_len) // size) + 1
         blocks = -(-args.input_len // size) + args.num_seqs * each + 2
         return settings | {"num_gpu_blocks": blocks}
-    settings["num_gpu_blocks"] = args.num_gpu_blocks
     if mode == "device only":
-        return settings
-    offload = {"enable_cpu_offload": True, "kv_offload_gib": args.kv_offload_gib}
-    return settings | offload | {"offload_mode": mode}
+        return settings | {"num_gpu_blocks": args.num_gpu_blocks}
+    return settings | offload_settings(args, mode)
+
+
+def offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """The two tiers as the command line gives them, in one of MODES."""
+    return {
+        "num_gpu_blocks": args.num_gpu_blocks,
+        "enable_cpu_offload": True,
+        "offload_mode": mode,
+        "kv_offload_gib": args.kv_offload_gib,
+    }
 
 
 def _warm_up(llm: LLM) -> None:

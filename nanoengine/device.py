@@ -143,8 +143,8 @@ class WorkerEvent:
 
 
 class WorkerStream:
-    """Copies on a thread of its own, one core each; a random delay before each shows missing
-    waits.
+    """Copies on a thread of its own, on cores that compute leaves idle; a random delay before each
+    shows missing waits.
     """
 
     def __init__(self, name: str, max_delay_s: float = 0.0, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: tiny checkpoints by name, an empty cache.
+"""Fixtures of all tests: tiny checkpoints by name, compiled kernels, an empty cache.
 
 A test that wants a checkpoint asks for the fixture `tiny` and calls it with a name of TINY; a test
 that wants the right answer imports it: `from checkpoints import reference, reference_greedy`.
@@ -7,12 +7,14 @@ that wants the right answer imports it: `from checkpoints import reference, refe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import TINY
+
+from nanoengine.cpu_kernels import CpuKernels
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +28,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return folder
 
     return folder_of
+
+
+@pytest.fixture(scope="session")
+def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tests compile C kernels; the same source and flags are compiled once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session")
+def kernels(build_folder: Path) -> CpuKernels:
+    """The C kernels as this machine compiles them."""
+    return CpuKernels.load(build_folder)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Two torch threads, whatever the machine has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import reference, reference_greedy
+from checkpoints import reference, reference_greedy, reference_logits
 from torch import Tensor
 
 from nanoengine import SamplingParams
@@ -170,6 +170,18 @@ def host_gib(path: Path, num_blocks: int, block_size: int) -> float:
     """kv_offload_gib for so many fp32 host blocks of the checkpoint at `path`."""
     config = read_model_config(path, ARCHITECTURES)
     return (num_blocks + 0.5) * block_size * config.kv_bytes_per_token(4) / GIB
+
+
+def assert_logits_are_transformers(
+    driver: Driver, path: Path, outputs: Sequence[RequestOutput]
+) -> None:
+    """Every row that a token of `outputs` was chosen from is within 1e-4 of transformers'."""
+    for output in outputs:
+        prompt = output.prompt_token_ids
+        tokens = prompt + output.outputs[0].token_ids
+        logits = reference_logits(reference(path), tokens)[len(prompt) - 1 : -1]
+        ours = torch.stack(driver.logits[output.request_id])
+        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
 
 
 def fail_copies(stream: Any, numbers: set[int]) -> None:

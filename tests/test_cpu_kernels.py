@@ -6,7 +6,6 @@ import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,28 +25,13 @@ VARIANTS = {
     "generic": ("-march=x86-64",),
 }
 
-pytestmark = pytest.mark.skipif(
-    not any(map(shutil.which, ("gcc", "cc", "clang"))),
-    reason="no C compiler: torch is used instead",
-)
-
-
-@pytest.fixture(scope="session")
-def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="session")
-def kernels(build_folder: Path) -> CpuKernels:
-    return CpuKernels.load(build_folder)
-
-
-@pytest.fixture(autouse=True)
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("two_threads"),
+    pytest.mark.skipif(
+        not any(map(shutil.which, ("gcc", "cc", "clang"))),
+        reason="no C compiler: torch is used instead",
+    ),
+]
 
 
 def int32(values) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoengine import cpu_kernels, cpu_linear
-from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
+from nanoengine.cpu_kernels import KernelBuildError
 from nanoengine.cpu_linear import CpuLinear, WeightArena
 from nanoengine.errors import EngineError
 
@@ -23,15 +23,10 @@ has_compiler = pytest.mark.skipif(
 needs_cpu = pytest.mark.skipif(
     not cpu_linear.is_supported(), reason="no AVX512-BF16 here: oneDNN multiplies instead"
 )
-pytestmark = has_compiler
+pytestmark = [has_compiler, pytest.mark.usefixtures("two_threads")]
 
 # (outputs, inputs): a whole panel, parts of one, several; k odd, short, and of several chunks.
 SHAPES = [(64, 32), (1, 1), (33, 7), (31, 2), (200, 61), (576, 576), (70, 4101), (97, 2048)]
-
-
-@pytest.fixture(scope="session")
-def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("linear")
 
 
 @pytest.fixture(scope="session")
@@ -39,19 +34,6 @@ def packer(build_folder: Path) -> CpuLinear:
     if not cpu_linear.is_supported():
         pytest.skip("no AVX512-BF16 here: oneDNN multiplies instead")
     return CpuLinear.load(build_folder)
-
-
-@pytest.fixture(scope="session")
-def kernels(build_folder: Path) -> CpuKernels:
-    return CpuKernels.load(build_folder)
-
-
-@pytest.fixture(autouse=True)
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import reference, reference_logits
-from driver import Driver, expected, host_gib, token_ids
+from driver import Driver, assert_logits_are_transformers, expected, host_gib, token_ids
 from torch import Tensor
 
 from nanoengine import SamplingParams, attention, flash_attention, llm_engine
@@ -516,11 +515,7 @@ def test_an_engine_that_streams_equals_transformers(
     outputs = driver.run(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert driver.engine.kv.peak_streamed > 1
     assert token_ids(outputs) == [expected(path, prompt, 8) for prompt in prompts]
-    for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = prompt + output.outputs[0].token_ids
-        logits = reference_logits(reference(path), tokens)[len(prompt) - 1 : -1]
-        ours = torch.stack(driver.logits[output.request_id])
-        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
+    assert_logits_are_transformers(driver, path, outputs)
     driver.engine.close()
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import TINY, reference, reference_logits
-from driver import Driver, expected, host_gib, token_ids
+from checkpoints import TINY
+from driver import Driver, assert_logits_are_transformers, expected, host_gib, token_ids
 from torch import Tensor
 
 from nanoengine import PromptTooLongError, SamplingParams, llm_engine
@@ -211,11 +211,7 @@ def test_the_plain_backend_equals_transformers(
     prompts = matrix_prompts()
     outputs = driver.run(prompts, greedy(10))
     assert token_ids(outputs) == [expected(path, p, 10) for p in prompts]
-    for prompt, output in zip(prompts, outputs, strict=True):
-        tokens = prompt + output.outputs[0].token_ids
-        logits = reference_logits(reference(path), tokens)[len(prompt) - 1 : -1]
-        ours = torch.stack(driver.logits[output.request_id])
-        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
+    assert_logits_are_transformers(driver, path, outputs)
     driver.engine.close()
 
 
