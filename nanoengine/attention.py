@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
-from nanoengine.cpu_kernels import CpuKernels
+from nanoengine.cpu_kernels import CpuKernels, Workspace
 from nanoengine.flash_attention import make_flash
 
 
@@ -118,25 +118,30 @@ class CpuAttention:
         self.name = f"C kernel ({kernels.isa})"
         self._scale = head_dim**-0.5
         self._kernels = kernels
-        self._state = SoftmaxState.on(torch.device("cpu"))
+        self._workspace = Workspace()
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """See context.AttentionBackend."""
-        state = self._state
-        state.start(q)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        tokens, heads, head_dim = q.shape
+        state = (
+            self._workspace.take("row_max", (tokens, heads), torch.float32),
+            self._workspace.take("row_sum", (tokens, heads), torch.float32),
+            self._workspace.take("acc", (tokens, heads, head_dim), torch.float32),
+        )
+        is_first = True
         for chunk in ctx.kv.read(layer):
             self._kernels.attend(
                 q,
                 chunk,
                 ctx.query_start,
                 ctx.kv_lens,
-                state.row_max,
-                state.row_sum,
-                state.acc,
+                *state,
                 self._scale,
+                is_first,
+                out if chunk.is_last else None,
             )
-        out = torch.empty(q.shape, dtype=q.dtype)
-        self._kernels.finish(state.row_sum, state.acc, out)
+            is_first = False
         return out
 
 

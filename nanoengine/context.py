@@ -1,9 +1,8 @@
 """Where maths meets memory: what one forward pass needs to know, and the two protocols it speaks.
 
-The model sees a ForwardContext and calls `ctx.kv.write`, then `ctx.attention.run`. It knows
-neither which
-tier a block lives on nor how attention is computed; the attention backend knows neither schedulers
-nor sequences, only lengths and block ids.
+The model sees a ForwardContext: it stores keys and values at `ctx.kv.target`, then calls
+`ctx.attention.run`. It knows neither which tier a block lives on nor how attention is computed; the
+attention backend knows neither schedulers nor sequences, only lengths and block ids.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ class KVChunk:
     num_blocks    int32 [n]: how many blocks each of them has here
     block_table   int32 [n, max(num_blocks)]: their ids in the pool
     spans         the same for backends driven from Python: (sequence, first block, ids) of each
+    is_last       nothing follows it in this layer
 
     A backend is handed the chunks of a layer in an order in which every sequence's blocks appear
     in logical order, each exactly once. Keys at or past a sequence's `kv_lens` are never read.
@@ -40,13 +40,53 @@ class KVChunk:
     num_blocks: Tensor
     block_table: Tensor
     spans: Spans = ()
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KVTarget:
+    """Where the keys and values of this step's tokens go, for one layer.
+
+    pool              [rows, kv_heads, head_dim], contiguous
+    k_slots, v_slots  int64 [tokens]: rows of the pool; -1 for a token whose KV is there already
+    stored            int64 [n]: the tokens that have a row; None: all of them
+    """
+
+    pool: Tensor
+    k_slots: Tensor
+    v_slots: Tensor
+    stored: Tensor | None = None
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        """Store k and v, each [tokens, kv_heads, head_dim], with PyTorch."""
+        for rows, slots in ((k, self.k_slots), (v, self.v_slots)):
+            if self.stored is not None:
+                rows, slots = rows[self.stored], slots[self.stored]
+            self.pool.index_copy_(0, slots, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """All that tells two steps apart whose layers do the same.
+
+    tensors: what the layers read, whose values may differ; layout: what else their calls depend on.
+    """
+
+    tensors: tuple[Tensor, ...]
+    layout: tuple[int, ...]
 
 
 class KVCache(Protocol):
     """The attention face of the KV cache, for the step it was made for."""
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store this step's keys and values, each [tokens, kv_heads, head_dim]."""
+    def target(self, layer: int) -> KVTarget:
+        """Where this step's keys and values go; they may be stored from now on."""
+        ...
+
+    def inputs(self) -> StepInputs | None:
+        """What is behind every layer's target and chunks; None if a layer does more than to read
+        and write blocks that are where they are needed.
+        """
         ...
 
     def read(self, layer: int) -> Iterable[KVChunk]:

@@ -244,8 +244,9 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     const char *q, *k, *v;
     const int32_t *seq_index, *first_block, *num_blocks, *block_table, *query_start, *kv_lens;
     float *row_max, *row_sum, *acc;
+    void *out; /* NULL, or where the rows go once this chunk, the last, is folded in */
     int64_t entries, table_stride, q_token_stride, q_head_stride, k_block_stride, v_block_stride;
-    int64_t heads, kv_heads, head_dim, block_size, is_bf16, threads;
+    int64_t tokens, heads, kv_heads, head_dim, block_size, is_bf16, is_first, threads;
     double scale;
 } attend_args;
 
@@ -277,7 +278,9 @@ INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- decode: lanes along head_dim ------------------------------------------------------------- */
 
-typedef struct { int64_t entry, index; } segment_t; /* index: which segment of the entry */
+typedef struct { /* segment `index` of an entry; `next`: where in the plan its next one is, or -1 */
+    int64_t entry, index, next;
+} segment_t;
 
 typedef struct { /* where a segment lies */
     const char *k, *v;
@@ -787,12 +790,26 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
     store_rows(a, &e, it, &w);
 }
 
+#define AT(p, i, mode) ((char *)(p) + (i) * ((mode) == F32 ? 4 : 2))
+#define LOAD(p, i, mode) load_f32(AT(p, i, mode), min64(dim - d, LANES), mode)
+#define STORE(p, i, x, mode) store_n(AT(p, i, mode), x, min64(dim - d, LANES), mode)
+
+/* out = acc / row_sum, all contiguous; a row without keys gives 0. */
+INLINE void finish_row(const float *row_sum, const float *acc, void *out, int64_t row, int64_t dim,
+                       int mode) {
+    const float sum = row_sum[row] == 0.0f ? 1.0f : row_sum[row];
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(out, row * dim + d, LOAD(acc, row * dim + d, F32) / sum, mode);
+}
+
 /* ---- dispatch --------------------------------------------------------------------------------- */
 
 typedef struct { /* the work of one call */
-    int64_t *first_segment; /* [entries + 1]: a decode entry's segments are consecutive */
-    segment_t *segments;
+    int64_t *first_segment; /* [entries]: of a decode entry, where in `segments`; -1: it has none */
+    segment_t *segments;    /* all first ones, all second ones ...: a prefix that entries share is in
+                               L2 from the second of them on */
     item_t *items;
+    int64_t *last_segment; /* [entries] */
     int64_t num_segments, num_items, max_rows, rows_per_item, threads;
 } plan_t;
 
@@ -834,18 +851,26 @@ static void count_work(const attend_args *a, plan_t *p) {
     p->num_items = (rows / p->rows_per_item + entries) * a->kv_heads;
 }
 
+/* Segments of an entry stay in order, and `last` remembers the latest of each. */
+static void fill_segments(const attend_args *a, plan_t *p) {
+    int64_t *last = p->last_segment, n = 0;
+    for (int64_t i = 0; i < a->entries; i++) p->first_segment[i] = last[i] = -1;
+    for (int64_t index = 0; n < p->num_segments; index++)
+        for (int64_t i = 0; i < a->entries; i++) {
+            const entry_t e = entry_at(a, i);
+            if (e.q_len > DECODE_MAX || index >= count_segments(a, &e)) continue;
+            *(last[i] < 0 ? &p->first_segment[i] : &p->segments[last[i]].next) = n;
+            p->segments[last[i] = n++] = (segment_t){i, index, -1};
+        }
+}
+
 static void fill_plan(const attend_args *a, plan_t *p) {
     const int64_t group = a->heads / a->kv_heads;
-    segment_t *s = p->segments;
     item_t *it = p->items;
+    fill_segments(a, p);
     for (int64_t i = 0; i < a->entries; i++) {
         const entry_t e = entry_at(a, i);
-        p->first_segment[i] = s - p->segments;
-        if (e.q_len <= DECODE_MAX) {
-            const int64_t n = count_segments(a, &e);
-            for (int64_t j = 0; j < n; j++) *s++ = (segment_t){i, j};
-            continue;
-        }
+        if (e.q_len <= DECODE_MAX) continue;
         for (int64_t r = 0; r < e.q_len * group; r += p->rows_per_item)
             for (int64_t h = 0; h < a->kv_heads; h++) {
                 const int64_t rows = min64(p->rows_per_item, e.q_len * group - r);
@@ -854,7 +879,6 @@ static void fill_plan(const attend_args *a, plan_t *p) {
                 if (keys > 0) *it++ = (item_t){i, h, r, rows, rows * keys};
             }
     }
-    p->first_segment[a->entries] = s - p->segments;
     p->num_items = it - p->items;
     qsort(p->items, p->num_items, sizeof *p->items, by_cost);
 }
@@ -862,14 +886,21 @@ static void fill_plan(const attend_args *a, plan_t *p) {
 /* Merge one row of entry i with its partials of the segments [begin, end). */
 static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t row, int64_t begin,
                       int64_t end, const float *partials) {
-    const int64_t stride = partial_stride(a->head_dim), first = p->first_segment[i];
+    const int64_t stride = partial_stride(a->head_dim);
     const entry_t e = entry_at(a, i);
     const int64_t at = e.query_start * a->heads + row;
     if (row >= e.q_len * a->heads) return;
-    end = min64(end, p->first_segment[i + 1]);
-    for (int64_t s = first > begin ? first : begin; s < end; s++)
+    int64_t s = p->first_segment[i];
+    while (s >= 0 && s < begin) s = p->segments[s].next;
+    for (; s >= 0 && s < end; s = p->segments[s].next)
         merge_partial(a->row_max + at, a->row_sum + at, a->acc + at * a->head_dim,
                       partials + ((s - begin) * p->max_rows + row) * stride, a->head_dim);
+}
+
+/* Rows that have seen no key. */
+static void start_row(const attend_args *a, int64_t row) {
+    a->row_max[row] = -INFINITY, a->row_sum[row] = 0;
+    memset(a->acc + row * a->head_dim, 0, 4 * (size_t)a->head_dim);
 }
 
 /* Fold this call's keys into (row_max, row_sum, acc). Returns 0, or -1 when out of memory. */
@@ -883,7 +914,7 @@ int attend(const attend_args *a) {
     int64_t scratch = p.max_rows * (padded + TILE + 1);
     if (p.num_items && workspace_words(a->head_dim) > scratch) scratch = workspace_words(a->head_dim);
     scratch = up_to_line(4 * scratch) / 4;
-    const size_t tables = up_to_line((a->entries + 1) * sizeof(int64_t) +
+    const size_t tables = up_to_line(2 * a->entries * sizeof(int64_t) +
                                      p.num_segments * sizeof(segment_t) + p.num_items * sizeof(item_t));
     const size_t floats = window * segment_floats + p.threads * scratch;
     char *memory = aligned_alloc(64, tables + up_to_line(4 * floats));
@@ -891,6 +922,7 @@ int attend(const attend_args *a) {
     p.segments = (segment_t *)memory;
     p.items = (item_t *)(p.segments + p.num_segments);
     p.first_segment = (int64_t *)(p.items + p.num_items);
+    p.last_segment = p.first_segment + a->entries;
     float *partials = (float *)(memory + tables), *scratches = partials + window * segment_floats;
     fill_plan(a, &p);
     /* Few segments: one kv head each, to feed every thread; else all heads, to read memory in order. */
@@ -901,6 +933,10 @@ int attend(const attend_args *a) {
     {
         const unsigned saved = flush_denormals();
         float *mine = scratches + omp_get_thread_num() * scratch;
+        if (a->is_first) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < a->tokens * a->heads; row++) start_row(a, row);
+        }
         for (int64_t begin = 0; begin < p.num_segments; begin += window) {
             const int64_t end = min64(begin + window, p.num_segments);
             int64_t previous = -2;
@@ -919,6 +955,12 @@ int attend(const attend_args *a) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
         restore_denormals(saved);
+        if (a->out) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < a->tokens * a->heads; row++)
+                if (a->is_bf16) finish_row(a->row_sum, a->acc, a->out, row, a->head_dim, BF16_WIDE);
+                else finish_row(a->row_sum, a->acc, a->out, row, a->head_dim, F32);
+        }
     }
     free(memory);
     return 0;
@@ -935,27 +977,9 @@ int attend(const attend_args *a) {
             if (is_bf16) f(row, BF16_WIDE);                                                         \
             else f(row, F32);                                                                       \
     } while (0)
-#define AT(p, i, mode) ((char *)(p) + (i) * ((mode) == F32 ? 4 : 2))
-#define LOAD(p, i, mode) load_f32(AT(p, i, mode), min64(dim - d, LANES), mode)
-#define STORE(p, i, x, mode) store_n(AT(p, i, mode), x, min64(dim - d, LANES), mode)
-
-/* out = acc / row_sum, all contiguous; a row without keys gives 0. */
-INLINE void finish_row(const float *row_sum, const float *acc, void *out, int64_t row, int64_t dim,
-                       int mode) {
-    const float sum = row_sum[row] == 0.0f ? 1.0f : row_sum[row];
-    for (int64_t d = 0; d < dim; d += LANES)
-        STORE(out, row * dim + d, LOAD(acc, row * dim + d, F32) / sum, mode);
-}
-void finish(const float *row_sum, const float *acc, void *out, int64_t rows, int64_t dim,
-            int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) finish_row(row_sum, acc, out, i, dim, mode)
-    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
-#undef ROW
-}
-
 typedef struct { /* as attend_args: filled by cpu_kernels.py */
     const void *x, *weight;
-    void *residual, *out; /* residual: NULL, or contiguous */
+    void *out;
     int64_t tokens, heads, dim, x_token, x_head, out_token, out_head, is_bf16, threads;
     double eps;
 } norm_args;
@@ -966,12 +990,6 @@ INLINE void norm_row(const norm_args *a, int64_t row, int mode) {
     const char *x = AT(a->x, token * a->x_token + head * a->x_head, mode);
     char *out = AT(a->out, token * a->out_token + head * a->out_head, mode);
     vf squares = {0};
-    if (a->residual) {
-        char *residual = AT(a->residual, row * dim, mode);
-        for (int64_t d = 0; d < dim; d += LANES)
-            STORE(residual, d, LOAD(residual, d, mode) + LOAD(x, d, mode), mode);
-        x = residual;
-    }
     for (int64_t d = 0; d < dim; d += LANES) squares += LOAD(x, d, mode) * LOAD(x, d, mode);
     const float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + (float)a->eps);
     for (int64_t d = 0; d < dim; d += LANES)
@@ -987,10 +1005,9 @@ typedef struct {
     void *q, *k;
     const void *v;
     const float *cos, *sin;
-    const int64_t *slots;
-    void *k_pool, *v_pool;
-    int64_t tokens, heads, kv_heads, head_dim, q_token, k_token, v_token, k_block_stride, v_block_stride;
-    int64_t block_size, is_bf16, threads;
+    const int64_t *k_slots, *v_slots;
+    void *pool;
+    int64_t tokens, heads, kv_heads, head_dim, q_token, k_token, v_token, is_bf16, threads;
 } rope_args;
 
 /* Turn the pairs (i, i + head_dim / 2) of one head; fp32, rounded once. */
@@ -1003,18 +1020,27 @@ INLINE void turn(void *x, const float *cos, const float *sin, int64_t dim, int m
     }
 }
 
+/* Where a row of k or v goes, and how long it is. */
+INLINE char *place(const rope_args *a, int64_t slot, int mode) {
+    return AT(a->pool, slot * a->kv_heads * a->head_dim, mode);
+}
+
 INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
-    const int64_t dim = a->head_dim, half = dim / 2, slot = a->slots ? a->slots[row] : -1, width = a->kv_heads * dim;
+    enum { AHEAD = 4 }; /* a store waits for its line; those of later rows can be on their way */
+    const int64_t dim = a->head_dim, half = dim / 2, slot = a->k_slots[row];
+    const size_t bytes = a->kv_heads * dim * (mode == F32 ? 4 : 2);
     const float *cos = a->cos + row * half, *sin = a->sin + row * half;
     char *q = AT(a->q, row * a->q_token, mode), *k = AT(a->k, row * a->k_token, mode);
+    if (row + AHEAD < a->tokens)
+        for (size_t b = 0; b < bytes; b += 64) {
+            __builtin_prefetch(place(a, a->k_slots[row + AHEAD], mode) + b, 1);
+            __builtin_prefetch(place(a, a->v_slots[row + AHEAD], mode) + b, 1);
+        }
     for (int64_t h = 0; h < a->heads; h++) turn(AT(q, h * dim, mode), cos, sin, half, mode);
     for (int64_t h = 0; h < a->kv_heads; h++) turn(AT(k, h * dim, mode), cos, sin, half, mode);
     if (slot < 0) return;
-    const int64_t block = slot / a->block_size, inside = slot % a->block_size * width;
-    const char *v = AT(a->v, row * a->v_token, mode);
-    const size_t bytes = width * (mode == F32 ? 4 : 2);
-    memcpy(AT(a->k_pool, block * a->k_block_stride + inside, mode), k, bytes);
-    memcpy(AT(a->v_pool, block * a->v_block_stride + inside, mode), v, bytes);
+    memcpy(place(a, slot, mode), k, bytes);
+    memcpy(place(a, a->v_slots[row], mode), AT(a->v, row * a->v_token, mode), bytes);
 }
 void rope_store(const rope_args *a) {
 #define ROW(i, mode) rope_row(a, i, mode)
@@ -1036,6 +1062,37 @@ INLINE void silu_row(const void *gate_up, void *out, int64_t row, int64_t dim, i
 void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
               int64_t is_bf16, int64_t threads) {
 #define ROW(i, mode) silu_row(gate_up, out, i, dim, stride, mode)
+    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+#undef ROW
+}
+
+/* First index of the largest value of a row; a NaN is larger than all, as in torch. */
+INLINE int64_t argmax_row(const void *x, int64_t dim, int mode) {
+    enum { STRETCH = 64 * LANES };
+    float best = -INFINITY;
+    int64_t from = 0, d = 0;
+    while (d < dim && best == best) { /* the first stretch that holds the largest */
+        const int64_t begin = d, end = min64(d + STRETCH, dim);
+        vf top = splat(-INFINITY);
+        vi is_nan = {0};
+        for (; d < end; d += LANES) {
+            const vf v = LOAD(x, d, mode);
+            top = vmax(top, pick(IOTA + (int32_t)d < (int32_t)dim, v, splat(-INFINITY)));
+            is_nan |= v != v;
+        }
+        float most = max_lane(top);
+        UNROLL for (int i = 0; i < LANES; i++) if (is_nan[i]) most = NAN;
+        if (!(most <= best)) best = most, from = begin;
+    }
+    for (d = from; d < dim; d++) {
+        const float v = load_f32(AT(x, d, mode), 1, mode)[0];
+        if (v == best || (v != v && best != best)) return d;
+    }
+    return 0;
+}
+void argmax(const void *x, int64_t *out, int64_t rows, int64_t dim, int64_t stride, int64_t is_bf16,
+            int64_t threads) {
+#define ROW(i, mode) out[i] = argmax_row(AT(x, (i) * stride, mode), dim, mode)
     FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
 #undef ROW
 }

@@ -8,6 +8,7 @@ the law that makes it independent of how KV is split into chunks, are described 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import shutil
@@ -20,6 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from nanoengine.call_tape import CallTape
 from nanoengine.context import KVChunk
 from nanoengine.errors import EngineError
 
@@ -37,9 +39,9 @@ CFLAGS = (
 _BUILD_TIMEOUT_S = 120
 _SEAL_BYTES = 16
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
-_ATTEND_ARGS = struct.Struct("=12Q12qd")
-_NORM_ARGS = struct.Struct("=4Q9qd")
-_ROPE_ARGS = struct.Struct("=8Q12q")
+_ATTEND_ARGS = struct.Struct("=13Q14qd")
+_NORM_ARGS = struct.Struct("=3Q9qd")
+_ROPE_ARGS = struct.Struct("=8Q9q")
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -150,17 +152,37 @@ def _run(command: list[str]) -> bytes:
     return done.stdout
 
 
+class Workspace:
+    """Buffers that are written and read within one step, made again only to grow."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The buffer of this name as `shape`; its content is undefined.
+
+        One that was handed out stays valid when a larger one takes its place.
+        """
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
+
+
 class CpuKernels:
     """Bound C functions. Every call releases the GIL and runs on torch's own OpenMP threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.tape = CallTape()
         self._attend = library.attend
         self._rms_norm = library.rms_norm
         self._rope_store = library.rope_store
         for function in (self._attend, self._rms_norm, self._rope_store):
             function.argtypes = [ctypes.c_char_p]
-        self._finish = library.finish
-        self._finish.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4
+        self._rms_norm.restype = self._rope_store.restype = library.silu_mul.restype = None
+        self._argmax = library.argmax
+        self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul = library.silu_mul
         self._silu_mul.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         library.isa.restype = ctypes.c_char_p
@@ -181,6 +203,8 @@ class CpuKernels:
         row_sum: Tensor,
         acc: Tensor,
         scale: float,
+        is_first: bool = False,
+        out: Tensor | None = None,
     ) -> None:
         """Fold one chunk into the softmax state of the batch, in place.
 
@@ -189,9 +213,12 @@ class CpuKernels:
         query_start       int32 [n + 1], kv_lens int32 [n], of the whole batch
         row_max, row_sum  float32 [tokens, heads], -inf and 0 before the first chunk
         acc               float32 [tokens, heads, head_dim], 0 before the first chunk
+        is_first          write those values first, over whatever the state holds
+        out               if given, it becomes acc / row_sum afterwards: of q's shape and dtype,
+                          contiguous; rows without keys give 0
         """
         k, v = chunk.k, chunk.v
-        _, heads, head_dim = q.shape
+        tokens, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = k.shape
         token_stride, head_stride, _ = q.stride()
         is_bf16 = _IS_BF16.get(q.dtype)
@@ -200,62 +227,40 @@ class CpuKernels:
                 f"CPU attention takes q, k and v of one dtype, float32 or bfloat16: "
                 f"got {q.dtype}, {k.dtype}, {v.dtype}"
             )
+        pointed_to = (
+            *(q, k, v, chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table),
+            *(query_start, kv_lens, row_max, row_sum, acc),
+        )
         packed = _ATTEND_ARGS.pack(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            chunk.seq_index.data_ptr(),
-            chunk.first_block.data_ptr(),
-            chunk.num_blocks.data_ptr(),
-            chunk.block_table.data_ptr(),
-            query_start.data_ptr(),
-            kv_lens.data_ptr(),
-            row_max.data_ptr(),
-            row_sum.data_ptr(),
-            acc.data_ptr(),
-            len(chunk.seq_index),
+            *(tensor.data_ptr() for tensor in pointed_to),
+            0 if out is None else out.data_ptr(),
+            chunk.seq_index.shape[0],
             chunk.block_table.stride()[0],
             token_stride,
             head_stride,
             k.stride()[0],
             v.stride()[0],
+            tokens,
             heads,
             kv_heads,
             head_dim,
             block_size,
             is_bf16,
+            is_first,
             torch.get_num_threads(),
             scale,
         )
-        if self._attend(packed) != 0:
-            raise EngineError("CPU attention is out of memory: lower the batch or the context")
+        self.tape.call(self._attend, (packed,), pointed_to, out)
 
-    def finish(self, row_sum: Tensor, acc: Tensor, out: Tensor) -> None:
-        """out = acc / row_sum, [tokens, heads, head_dim] contiguous; rows without keys give 0."""
-        self._finish(
-            row_sum.data_ptr(),
-            acc.data_ptr(),
-            out.data_ptr(),
-            row_sum.numel(),
-            acc.shape[-1],
-            _IS_BF16[out.dtype],
-            torch.get_num_threads(),
-        )
-
-    def rms_norm(
-        self, x: Tensor, weight: Tensor, eps: float, out: Tensor, residual: Tensor | None = None
-    ) -> None:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm.
 
-        x, out    [tokens, dim] or [tokens, heads, dim], last dimension contiguous; may be the same
-        residual  if given, contiguous and of x's shape: it becomes residual + x first, and the norm
-                  is taken of that
+        x, out  [tokens, dim] or [tokens, heads, dim], last dimension contiguous; may be the same
         """
         heads = x.shape[1] if x.dim() == 3 else 1
         packed = _NORM_ARGS.pack(
             x.data_ptr(),
             weight.data_ptr(),
-            0 if residual is None else residual.data_ptr(),
             out.data_ptr(),
             x.shape[0],
             heads,
@@ -268,7 +273,7 @@ class CpuKernels:
             torch.get_num_threads(),
             eps,
         )
-        self._rms_norm(packed)
+        self.tape.call(self._rms_norm, (packed,), x, weight, out)
 
     def rope_store(
         self,
@@ -277,72 +282,57 @@ class CpuKernels:
         v: Tensor,
         cos: Tensor,
         sin: Tensor,
-        slots: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
+        k_slots: Tensor,
+        v_slots: Tensor,
+        pool: Tensor,
     ) -> None:
-        """Turn q and k in place (half-split rotary embedding), then store k and v in the pools.
+        """Turn q and k in place (half-split rotary embedding), then store k and v in the pool.
 
-        q               [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; views whose
-                        heads follow each other, such as parts of a fused projection, will do
-        cos, sin        float32, contiguous, tokens * head_dim / 2 values
-        slots           int64 [tokens], block * block_size + offset, or -1: do not store
-        k_pool, v_pool  [blocks, block_size, kv_heads, head_dim], each block contiguous
+        q                 [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; views whose
+                          heads follow each other, such as parts of a fused projection, will do
+        cos, sin          float32, contiguous, tokens * head_dim / 2 values
+        k_slots, v_slots  int64 [tokens], rows of the pool; k_slots -1: do not store
+        pool              [rows, kv_heads, head_dim], contiguous
         """
+        tokens, heads, head_dim = q.shape
         packed = _ROPE_ARGS.pack(
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            slots.data_ptr(),
-            k_pool.data_ptr(),
-            v_pool.data_ptr(),
-            q.shape[0],
-            q.shape[1],
+            k_slots.data_ptr(),
+            v_slots.data_ptr(),
+            pool.data_ptr(),
+            tokens,
+            heads,
             k.shape[1],
-            q.shape[2],
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            k_pool.stride(0),
-            v_pool.stride(0),
-            k_pool.shape[1],
+            head_dim,
+            q.stride()[0],
+            k.stride()[0],
+            v.stride()[0],
             _IS_BF16[q.dtype],
             torch.get_num_threads(),
         )
-        self._rope_store(packed)
+        self.tape.call(self._rope_store, (packed,), q, k, v, cos, sin, k_slots, v_slots, pool)
 
-    def rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Turn q and k in place, as `rope_store` does, and store nothing."""
-        packed = _ROPE_ARGS.pack(
-            q.data_ptr(),
-            k.data_ptr(),
-            0,
-            cos.data_ptr(),
-            sin.data_ptr(),
-            0,
-            0,
-            0,
-            q.shape[0],
-            q.shape[1],
-            k.shape[1],
-            q.shape[2],
-            q.stride(0),
-            k.stride(0),
-            0,
-            0,
-            0,
-            1,
-            _IS_BF16[q.dtype],
+    def argmax(self, x: Tensor) -> Tensor:
+        """int64 [rows]: where each row of x [rows, dim] is largest, the first place if several."""
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        self._argmax(
+            x.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            x.stride(0),
+            _IS_BF16[x.dtype],
             torch.get_num_threads(),
         )
-        self._rope_store(packed)
+        return out
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
         tokens, dim = out.shape
-        self._silu_mul(
+        args = (
             gate_up.data_ptr(),
             out.data_ptr(),
             tokens,
@@ -351,12 +341,4 @@ class CpuKernels:
             _IS_BF16[gate_up.dtype],
             torch.get_num_threads(),
         )
-
-
-def new_state(tokens: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(row_max, row_sum, acc) of rows that have seen no key yet."""
-    return (
-        torch.full((tokens, heads), -torch.inf),
-        torch.zeros(tokens, heads),
-        torch.zeros(tokens, heads, head_dim),
-    )
+        self.tape.call(self._silu_mul, args, gate_up, out)

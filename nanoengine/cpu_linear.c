@@ -313,14 +313,17 @@ static void linear_in_team(const call_t *call, int64_t threads) {
     }
 }
 
-/* out (epilogue) norm(x) W^T. */
-void linear(const call_t *c) {
-    if (c->threads == 1 || c->rows * c->w->k * c->w->outputs < 1 << 16) { /* some us */
-        linear_in_team(c, 1);
-        return;
+/* For each of the calls in order: out (epilogue) norm(x) W^T. A call may read what those before it
+ * wrote. */
+void linear(const call_t *calls, int64_t count) {
+    int64_t products = 0;
+    for (int64_t i = 0; i < count; i++) products += calls[i].rows * calls[i].w->k * calls[i].w->outputs;
+    const int64_t threads = products < 1 << 16 ? 1 : calls->threads; /* some us */
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+    for (int64_t i = 0; i < count; i++) {
+        linear_in_team(&calls[i], threads);
+#pragma omp barrier
     }
-#pragma omp parallel num_threads((int)c->threads)
-    linear_in_team(c, c->threads);
 }
 
 /* ---- memory and packing ----------------------------------------------------------------------- */

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.cpu_kernels import KernelBuildError, cpu_flags, load_library
+from nanoengine.call_tape import CallTape
+from nanoengine.cpu_kernels import KernelBuildError, Workspace, cpu_flags, load_library
 from nanoengine.errors import EngineError
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
@@ -72,6 +72,7 @@ class PackedWeight:
     def __init__(
         self,
         library: ctypes.CDLL,
+        tape: CallTape,
         panels: Tensor,
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
@@ -86,12 +87,17 @@ class PackedWeight:
         record = _WEIGHT.pack(*pointers, *shape, is_gated, eps)
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
-        self._linear: Callable[[bytes], None] = library.linear
+        self._tape = tape
 
     def multiply(self, x: Tensor, out: Tensor, epilogue: int) -> None:
         """out (epilogue) norm(x) W^T; x [tokens, inputs] and out [tokens, outputs] may have strides
         between rows.
         """
+        call, normed = self.call(x, out, epilogue)
+        self._tape.call(self.library.linear, (call, 1), x, out, normed)
+
+    def call(self, x: Tensor, out: Tensor, epilogue: int) -> tuple[bytes, Tensor | None]:
+        """The record of `multiply` for C, and the scratch memory that it points to."""
         tokens, width = x.shape
         x_stride, step = x.stride()
         if width != self.inputs or x.dtype is not torch.bfloat16 or step != 1:
@@ -113,26 +119,26 @@ class PackedWeight:
             epilogue,
             torch.get_num_threads(),
         )
-        self._linear(packed)
+        return packed, normed
 
 
 class PackedLinear:
     """norm(x) @ weight.T + bias: fp32 sums, rounded once. Made by `CpuLinear.pack`."""
 
     def __init__(self, weight: PackedWeight) -> None:
-        self._weight = weight
+        self.weight = weight
         self.in_features, self.out_features = weight.inputs, weight.outputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features], bfloat16."""
         out = x.new_empty(x.shape[0], self.out_features)
-        self._weight.multiply(x, out, _STORE)
+        self.weight.multiply(x, out, _STORE)
         return out
 
     def in_float(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features], the float32 sums themselves."""
         out = torch.empty(x.shape[0], self.out_features)
-        self._weight.multiply(x, out, _FLOAT)
+        self.weight.multiply(x, out, _FLOAT)
         return out
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
@@ -147,7 +153,7 @@ class PackedLinear:
                 f"values side by side: got {residual.dtype}, shape {tuple(residual.shape)}, "
                 f"strides {residual.stride()}"
             )
-        self._weight.multiply(x, residual, _ADD)
+        self.weight.multiply(x, residual, _ADD)
 
     def gather_rows(self, token_ids: Tensor) -> Tensor:
         """Rows of the weight itself, [n, in_features]; int64 [n], contiguous. For tied embeddings.
@@ -156,7 +162,7 @@ class PackedLinear:
         """
         if token_ids.dtype is not torch.int64 or not token_ids.is_contiguous():
             raise EngineError(f"token ids are contiguous int64, got {token_ids.dtype}")
-        weight = self._weight
+        weight = self.weight
         out = torch.empty(len(token_ids), weight.inputs, dtype=torch.bfloat16)
         if weight.library.gather_rows(
             weight.address,
@@ -173,7 +179,7 @@ class PackedGateUp:
     """silu(gate(x)) * up(x) of two fused products. Made by `CpuLinear.pack_gate_up`."""
 
     def __init__(self, weight: PackedWeight) -> None:
-        self._weight = weight
+        self.weight = weight
         self.in_features, self.out_features = weight.inputs, weight.outputs
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -182,25 +188,72 @@ class PackedGateUp:
         Rounds where the unfused steps do: both products, the silu, and the result.
         """
         out = x.new_empty(x.shape[0], self.out_features)
-        self._weight.multiply(x, out, _STORE)
+        self.weight.multiply(x, out, _STORE)
         return out
+
+
+class PackedBridge:
+    """LayerOps.bridge in one call of C. Made by `CpuLinear.bridge`.
+
+    What it returns is overwritten by the next bridge.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        tape: CallTape,
+        workspace: Workspace,
+        weights: tuple[PackedWeight, PackedWeight, PackedWeight],
+        following: PackedWeight | None,
+    ) -> None:
+        """weights: of out, of gate and up, and of down."""
+        self._out, self._gate_up, self._down = weights
+        self._following = following
+        self._workspace = workspace
+        self._linear = library.linear
+        self._tape = tape
+
+    def __call__(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """See LayerOps.bridge; bfloat16."""
+        tokens = residual.shape[0]
+        gated = self._buffer("gated", tokens, self._gate_up)
+        steps = [
+            self._out.call(attended, residual, _ADD),
+            self._gate_up.call(residual, gated, _STORE),
+            self._down.call(gated, residual, _ADD),
+        ]
+        result = residual
+        if self._following is not None:
+            result = self._buffer("following", tokens, self._following)
+            steps.append(self._following.call(residual, result, _STORE))
+        calls = b"".join(call for call, _ in steps)
+        held = residual, attended, gated, result, steps
+        self._tape.call(self._linear, (calls, len(steps)), held)
+        return result
+
+    def _buffer(self, name: str, tokens: int, weight: PackedWeight) -> Tensor:
+        return self._workspace.take(name, (tokens, weight.outputs), torch.bfloat16)
 
 
 class CpuLinear:
     """Bound C functions, and the memory that packed weights go to."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, tape: CallTape) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._library = library
-        library.linear.argtypes = [ctypes.c_char_p]
+        library.linear.argtypes = [ctypes.c_char_p, integer]
         library.linear.restype = None
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         library.pack.argtypes = [pointer, pointer, integer, integer, integer]
         library.pack.restype = None
         self._arena = WeightArena(library)
+        self._workspace = Workspace()
+        self._tape = tape
 
     @classmethod
-    def load(cls, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()) -> CpuLinear:
+    def load(
+        cls, tape: CallTape, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()
+    ) -> CpuLinear:
         """Compile (or take from the cache) and bind.
 
         Raises KernelBuildError with the reason, which may be this CPU or a compiler too old for it.
@@ -210,7 +263,7 @@ class CpuLinear:
         library = load_library(SOURCE, folder, extra_cflags)
         if not library.supported():
             raise KernelBuildError("the C compiler knows no AVX512-BF16: install gcc 10 or newer")
-        return cls(library)
+        return cls(library, tape)
 
     def pack(
         self,
@@ -234,6 +287,18 @@ class CpuLinear:
         """Pack gate and up, each [outputs, inputs], into one weight; else as `pack`."""
         return PackedGateUp(self._pack((gate, up), biases or (), norm))
 
+    def bridge(
+        self,
+        out: PackedLinear,
+        gate_up: PackedGateUp,
+        down: PackedLinear,
+        following: PackedLinear | None,
+    ) -> PackedBridge:
+        """See LayerOps.bridge."""
+        weights = out.weight, gate_up.weight, down.weight
+        following_weight = None if following is None else following.weight
+        return PackedBridge(self._library, self._tape, self._workspace, weights, following_weight)
+
     def _pack(
         self,
         weights: tuple[Tensor, ...],
@@ -250,9 +315,12 @@ class CpuLinear:
         outputs, inputs = shape
         columns = -(-outputs // _LANES) * _LANES * len(weights)
         num_panels = -(-columns // _PANEL)
-        panels = self._arena.take(num_panels * _PANEL * -(-inputs // 2) * 4).zero_()
+        panels = self._arena.take(num_panels * _PANEL * -(-inputs // 2) * 4)
+        if inputs % 2 or num_panels * _PANEL != outputs * len(weights):
+            panels.zero_()
         packed = PackedWeight(
             self._library,
+            self._tape,
             panels,
             _pack_biases(biases, num_panels * _PANEL) if biases else None,
             norm and (norm[0].contiguous(), norm[1]),

@@ -205,6 +205,7 @@ class Device(Protocol):
     """One compute device, its memory and its three streams."""
 
     name: str
+    is_checked: bool  # whether somebody listens to `declare`
     torch_device: torch.device
     compute: Stream
     h2d: Stream
@@ -252,6 +253,7 @@ class CpuDevice:
     """The host itself. Compute runs inline; copies too, or on a worker thread each."""
 
     name = "cpu"
+    is_checked = False
     torch_device = torch.device("cpu")
 
     def __init__(
@@ -371,6 +373,8 @@ class CudaEvent:
 
 class CudaDevice:
     """One NVIDIA GPU: compute on the current stream, one copy stream each way."""
+
+    is_checked = False
 
     def __init__(self, name: str = "cuda") -> None:
         if not torch.cuda.is_available():

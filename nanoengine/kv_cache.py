@@ -21,7 +21,7 @@ from nanoengine.errors import OutOfMemoryError, PromptTooLongError
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
 from nanoengine.placement import Placement, StepTables, device_slot
 from nanoengine.sequence import Admission, RequestMetrics, ScheduledBatch, Sequence
-from nanoengine.step_kv import ChunkTable, StepKV
+from nanoengine.step_kv import ChunkTable, LayerPool, StepKV
 from nanoengine.step_plan import DEVICE, HOST, Location, Part, plan_reads
 
 
@@ -136,6 +136,7 @@ class HybridKVCacheManager:
                 f"{gib:.2f} "
                 "GiB, which could not be had; lower kv_cache_gib, num_gpu_blocks or kv_offload_gib"
             ) from error
+        self._layers = [LayerPool.of(blocks) for blocks in self._pool]
 
     @property
     def counters(self) -> TransferCounters:
@@ -356,6 +357,7 @@ class HybridKVCacheManager:
         """Free all pools. Nothing may be admitted afterwards."""
         self._tables.clear()
         self._offload.close()
+        self._layers.clear()
         self._pool = torch.empty(0)
 
     def check(self) -> None:
@@ -375,12 +377,12 @@ class HybridKVCacheManager:
 
     def begin(self, batch: ScheduledBatch) -> StepKV:
         """Place the blocks that the step writes, plan what it streams, and start the transfers."""
-        rows, writes = self._plan_writes(batch)
+        writes = self._plan_writes(batch)
         tables = self._step_tables(batch)
         stops = [item.seq.num_computed + item.num_tokens for item in batch.items]
         active = [t[: self._blocks_for(n)] for t, n in zip(tables.active, stops, strict=True)]
         placement = Placement(self._manager, tables)
-        written = list(dict.fromkeys(block for block, _ in writes))
+        written = list(dict.fromkeys(block for block, _ in writes.values()))
         placement.place(written)
         if self.spec.slot_blocks:
             placement.promote()
@@ -404,14 +406,19 @@ class HybridKVCacheManager:
             },
         )
         size = self.spec.block_size
-        k_slots = [device_slot(block) * 2 * size + offset for block, offset in writes]
+        k_slots, v_slots = [-1] * batch.num_tokens, [-1] * batch.num_tokens
+        for row, (block, offset) in writes.items():
+            k_slots[row] = device_slot(block) * 2 * size + offset
+            v_slots[row] = k_slots[row] + size
         counted = replace(self.counters)
         return StepKV(
-            pool=self._pool,
+            pools=self._layers,
             offload=self._offload,
-            rows=None if len(rows) == batch.num_tokens else self._tensor(rows, torch.int64),
             k_slots=self._tensor(k_slots, torch.int64),
-            v_slots=self._tensor([slot + size for slot in k_slots], torch.int64),
+            v_slots=self._tensor(v_slots, torch.int64),
+            stored=None
+            if len(writes) == batch.num_tokens
+            else self._tensor(list(writes), torch.int64),
             reads=self._chunk_tables(parts),
             run=self._offload.begin(transfers),
             placement=placement,
@@ -438,21 +445,21 @@ class HybridKVCacheManager:
             ChunkTable.make(part, next(fills) if part.fill else -1, self._tensor) for part in parts
         ]
 
-    def _plan_writes(self, batch: ScheduledBatch) -> tuple[list[int], list[tuple[Block, int]]]:
-        """The rows of the batch whose KV is stored, and for each its block and place in it.
+    def _plan_writes(self, batch: ScheduledBatch) -> dict[int, tuple[Block, int]]:
+        """For each row of the batch whose KV is stored, its block and place in it.
 
         Rows whose KV came from the prefix cache are left out: other sequences may be reading it.
         """
         size, row = self.spec.block_size, 0
-        rows: list[int] = []
-        writes: list[tuple[Block, int]] = []
+        writes: dict[int, tuple[Block, int]] = {}
         for item in batch.items:
             table, start = self._tables[item.seq.seq_id], item.seq.num_computed
             fresh = range(max(start, table.num_shared_tokens), start + item.num_tokens)
-            writes += [(table.blocks[p // size], p % size) for p in fresh]
-            rows += range(row + fresh.start - start, row + item.num_tokens)
+            for position in fresh:
+                place = table.blocks[position // size], position % size
+                writes[row + position - start] = place
             row += item.num_tokens
-        return rows, writes
+        return writes
 
     def _step_tables(self, batch: ScheduledBatch) -> StepTables:
         step = [self._tables[item.seq.seq_id] for item in batch.items]

@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoengine.config import RopeConfig
-from nanoengine.context import ForwardContext
+from nanoengine.context import ForwardContext, KVTarget, StepInputs
 from nanoengine.cpu_kernels import CpuKernels
-from nanoengine.cpu_linear import CpuLinear
+from nanoengine.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
 
 Norm = tuple[Tensor, float]  # weight and epsilon of an RMSNorm
+GateUp = Callable[[Tensor], Tensor]  # x -> silu(gate(norm(x))) * up(norm(x))
+# (residual, attended) -> following(residual); the residual stream, added to, where nothing follows.
+Bridge = Callable[[Tensor, Tensor], Tensor]
 
 
 class Product(Protocol):
@@ -46,12 +49,21 @@ class LayerOps(Protocol):
 
     def gate_up(
         self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> GateUp:
         """x -> silu(gate(x)) * up(x), both of norm(x), in one product."""
         ...
 
     def tied(self, weight: Tensor, norm: Norm) -> tuple[Callable[[Tensor], Tensor], Product]:
         """Token ids -> rows of the weight, and the product with the same weight, held once."""
+        ...
+
+    def bridge(
+        self, out: Product, gate_up: GateUp, down: Product, following: Product | None
+    ) -> Bridge:
+        """All between two attentions: `out` of the attended values and the gated feed-forward, down
+        of gate_up (arXiv 2002.05202), each added to the residual stream; then the product that
+        follows, if any.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,15 +74,28 @@ class LayerOps(Protocol):
         """
         ...
 
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn the pairs (i, i + head_dim / 2) of q and k, [tokens, heads, head_dim].
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
+    ) -> Tensor:
+        """Turn the pairs (i, i + head_dim / 2) of q and k, store k and v, and return q.
 
-        May overwrite its arguments.
+        q, k and v are [tokens, heads, head_dim]; q and k may be overwritten.
         """
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of [tokens, 2 * dim]."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """[rows, vocab] -> int64 [rows]: the first place of the largest value, NaN above all."""
+        ...
+
+    def repeat(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
+        """forward(), which reads `inputs`; it may be done as in the step before on their values.
+
+        What it returns is overwritten by the next step.
+        """
         ...
 
 
@@ -120,7 +145,7 @@ class TorchOps:
 
     def gate_up(
         self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> GateUp:
         """See LayerOps."""
         both = self.linear(
             torch.cat((gate, up)), None if biases is None else torch.cat(biases), norm
@@ -131,20 +156,43 @@ class TorchOps:
         """See LayerOps. A weight that oneDNN reorders is kept twice."""
         return functools.partial(torch.embedding, weight), self.linear(weight, None, norm)
 
+    def bridge(
+        self, out: Product, gate_up: GateUp, down: Product, following: Product | None
+    ) -> Bridge:
+        """See LayerOps."""
+
+        def run(residual: Tensor, attended: Tensor) -> Tensor:
+            out.add_to(residual, attended)
+            down.add_to(residual, gate_up(residual))
+            return residual if following is None else following(residual)
+
+        return run
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See LayerOps."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return weight * (wide * scale).to(x.dtype)
 
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
+    ) -> Tensor:
         """See LayerOps."""
-        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+        target.store(_rotate(k, cos, sin), v)
+        return _rotate(q, cos, sin)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See LayerOps."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See LayerOps."""
+        return logits.argmax(dim=-1)
+
+    def repeat(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
+        """See LayerOps."""
+        return forward()
 
 
 class KernelOps(TorchOps):
@@ -159,16 +207,27 @@ class KernelOps(TorchOps):
         self._kernels.rms_norm(x, weight, eps, out)
         return out
 
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
+    ) -> Tensor:
         """See LayerOps."""
-        self._kernels.rope(q, k, cos, sin)
-        return q, k
+        slots = target.k_slots, target.v_slots
+        self._kernels.rope_store(q, k, v, cos, sin, *slots, target.pool)
+        return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See LayerOps."""
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._kernels.silu_mul(gate_up, out)
         return out
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See LayerOps."""
+        return self._kernels.argmax(logits)
+
+    def repeat(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
+        """See LayerOps."""
+        return self._kernels.tape.run(inputs, forward)
 
 
 class PackedOps(KernelOps):
@@ -186,7 +245,7 @@ class PackedOps(KernelOps):
 
     def gate_up(
         self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
-    ) -> Callable[[Tensor], Tensor]:
+    ) -> GateUp:
         """See LayerOps."""
         return self._products.pack_gate_up(gate, up, biases, norm)
 
@@ -194,6 +253,15 @@ class PackedOps(KernelOps):
         """See LayerOps."""
         head = self._products.pack(weight, None, norm)
         return head.gather_rows, head
+
+    def bridge(
+        self, out: Product, gate_up: GateUp, down: Product, following: Product | None
+    ) -> Bridge:
+        """See LayerOps."""
+        assert isinstance(out, PackedLinear) and isinstance(down, PackedLinear)
+        assert isinstance(gate_up, PackedGateUp)
+        assert following is None or isinstance(following, PackedLinear)
+        return self._products.bridge(out, gate_up, down, following)
 
 
 class Rotary:
@@ -241,9 +309,7 @@ def _llama3_frequencies(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
 
 
 class Attention:
-    """Projections, optional per-head norms, rotary embedding, and one call each to the KV cache
-    and backend.
-    """
+    """Optional per-head norms, rotary embedding, and one call each to the KV cache and backend."""
 
     def __init__(
         self,
@@ -251,42 +317,25 @@ class Attention:
         layer: int,
         num_heads: int,
         num_kv_heads: int,
-        qkv: Product,
-        out: Product,
         head_norms: tuple[Norm, Norm] | None = None,
     ) -> None:
-        """qkv: with the norm before it. head_norms: over each head of q and of k."""
+        """head_norms: over each head of q and of k."""
         self._ops = ops
         self._layer = layer
         self._heads = [num_heads, num_kv_heads, num_kv_heads]
-        self._qkv = qkv
-        self._out = out
         self._head_norms = head_norms
 
-    def __call__(self, residual: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> None:
-        """Adds the attention to the residual stream [tokens, hidden], in place."""
-        tokens = residual.shape[0]
-        fused = self._qkv(residual).view(tokens, sum(self._heads), -1)
-        q, k, v = torch.split(fused, self._heads, dim=1)
+    def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+        """[tokens, (heads + 2 kv_heads) x head_dim] -> attended values [tokens, heads x head_dim].
+
+        qkv may be overwritten.
+        """
+        tokens = qkv.shape[0]
+        fused = qkv.view(tokens, sum(self._heads), -1)
+        q, k, v = fused.split_with_sizes(self._heads, dim=1)
         if self._head_norms is not None:
             q_norm, k_norm = self._head_norms
             q, k = self._ops.rms_norm(q, *q_norm), self._ops.rms_norm(k, *k_norm)
-        q, k = self._ops.rotate(q, k, cos, sin)
-        ctx.kv.write(self._layer, k, v)
-        out = ctx.attention.run(self._layer, q, ctx)
-        self._out.add_to(residual, out.view(tokens, -1))
-
-
-class MLP:
-    """Gated feed-forward: down(silu(gate(x)) * up(x)), gate and up in one product (arXiv
-    2002.05202).
-    """
-
-    def __init__(self, gate_up: Callable[[Tensor], Tensor], down: Product) -> None:
-        """gate_up: with the norm before it and the gating."""
-        self._gate_up = gate_up
-        self._down = down
-
-    def __call__(self, residual: Tensor) -> None:
-        """Adds the feed-forward to the residual stream [tokens, hidden], in place."""
-        self._down.add_to(residual, self._gate_up(residual))
+        target = ctx.kv.target(self._layer)
+        q = self._ops.rotate_and_store(q, k, v, cos, sin, target)
+        return ctx.attention.run(self._layer, q, ctx).view(tokens, -1)

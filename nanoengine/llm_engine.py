@@ -43,6 +43,7 @@ from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
 from nanoengine.model_runner import ModelRunner
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.probe import DecodeCosts, measure_copy, measure_decode, stream_budget
+from nanoengine.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
@@ -59,13 +60,14 @@ class LLMEngine:
         self.device: Device = self._make_device()
         dtype, why = self._dtype()
         kernels, no_kernels = self._kernels()
+        ops = self._layer_ops(kernels, dtype)
         loaded = load_model(
             self.config.model,
             self.config.load_format,
             self.device.torch_device,
             dtype,
             self.config.seed,
-            self._layer_ops(kernels, dtype),
+            ops,
         )
         self.model_config: ModelConfig = loaded.config
         self._tokenizer = self._load_tokenizer(loaded.folder)
@@ -95,7 +97,7 @@ class LLMEngine:
             self.config.debug_kv,
         )
         self._runner: ModelRunner | None = ModelRunner(
-            loaded.decoder, attention, self.kv, self.device.torch_device
+            loaded.decoder, attention, self.kv, Sampler(ops.argmax), self.device.torch_device
         )
         self.decode_costs: DecodeCosts | None = None
         if self.plan.kv.num_host_blocks:
@@ -244,7 +246,7 @@ class LLMEngine:
         if dtype is not torch.bfloat16:
             return KernelOps(kernels)
         try:
-            return PackedOps(kernels, CpuLinear.load())
+            return PackedOps(kernels, CpuLinear.load(kernels.tape))
         except KernelBuildError:
             return KernelOps(kernels)
 

@@ -31,13 +31,18 @@ class ModelRunner:
     """ScheduledBatch -> ForwardContext -> logits -> tokens."""
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, kv: StepCaches, device: torch.device
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        kv: StepCaches,
+        sampler: Sampler,
+        device: torch.device,
     ) -> None:
         self._model = model
         self._attention = attention
         self._kv = kv
+        self._sampler = sampler
         self._device = device
-        self._sampler = Sampler()
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> list[int]:

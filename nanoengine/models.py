@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import ModelConfig
-from nanoengine.context import ForwardContext
-from nanoengine.layers import MLP, Attention, LayerOps, Norm, Product, Rotary
+from nanoengine.context import ForwardContext, StepInputs
+from nanoengine.layers import Attention, GateUp, LayerOps, Norm, Product, Rotary
 
 TensorSource = Callable[[str], Tensor]
 
@@ -83,21 +83,48 @@ class Decoder:
         """
         builder = _Builder(config, source, ops)
         self._embed, self._head = builder.ends()
-        self._layers = [builder.layer(index) for index in range(config.num_layers)]
+        parts = [builder.layer(index) for index in range(config.num_layers)]
+        qkvs = [part.qkv for part in parts]
+        self._qkv = qkvs[0]
+        self._layers = [
+            (part.attention, ops.bridge(part.out, part.gate_up, part.down, following))
+            for part, following in zip(parts, [*qkvs[1:], None], strict=True)
+        ]
         self._rotary = Rotary(config.rope, config.head_dim, device)
+        self._ops = ops
 
     def forward(self, ctx: ForwardContext) -> Tensor:
-        """Residual stream after the last layer, [tokens, hidden]."""
+        """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
         x = self._embed(ctx.token_ids)
         cos, sin = self._rotary.angles(ctx.positions)
-        for attention, mlp in self._layers:
-            attention(x, cos, sin, ctx)
-            mlp(x)
+        inputs = ctx.kv.inputs()
+        if inputs is None or len(x) > len(ctx.lengths):  # only decode steps are like one another
+            return self._run_layers(x, cos, sin, ctx)
+        tensors = x, cos, sin, ctx.query_start, ctx.kv_lens, *inputs.tensors
+        return self._ops.repeat(
+            StepInputs(tensors, inputs.layout), lambda: self._run_layers(x, cos, sin, ctx)
+        )
+
+    def _run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+        qkv = self._qkv(x)
+        for attention, bridge in self._layers:
+            qkv = bridge(x, attention(qkv, cos, sin, ctx))
         return x
 
     def logits(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab], in the dtype of the weights."""
         return self._head(x)
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerParts:
+    """A pre-norm layer: qkv, attention, out; gate and up, down."""
+
+    qkv: Product
+    attention: Attention
+    out: Product
+    gate_up: GateUp
+    down: Product
 
 
 class _Builder:
@@ -116,28 +143,31 @@ class _Builder:
         head = self._ops.linear(self._source("lm_head.weight"), None, norm)
         return functools.partial(torch.embedding, embedding), head
 
-    def layer(self, index: int) -> tuple[Attention, MLP]:
-        """Pre-norm attention and feed-forward, each added to the residual stream."""
-        prefix = f"model.layers.{index}."
-        norms = (self._norm(prefix + n) for n in ("input_layernorm", "post_attention_layernorm"))
-        return self._attention(index, prefix, next(norms)), self._mlp(prefix + "mlp.", next(norms))
+    def layer(self, index: int) -> _LayerParts:
+        """The norms are fused to the products that they come before."""
+        config, prefix = self._config, f"model.layers.{index}."
+        return _LayerParts(
+            self._qkv(prefix + "self_attn.", self._norm(prefix + "input_layernorm")),
+            self._attention(index, prefix + "self_attn."),
+            self._linear(prefix + "self_attn.", "o", config.attention_bias),
+            self._gate_up(prefix + "mlp.", self._norm(prefix + "post_attention_layernorm")),
+            self._linear(prefix + "mlp.", "down", config.mlp_bias),
+        )
 
-    def _attention(self, index: int, prefix: str, norm: Norm) -> Attention:
-        config, prefix = self._config, prefix + "self_attn."
-        weights, biases = self._weights(prefix, ("q", "k", "v"), config.attention_bias)
-        qkv = self._ops.linear(torch.cat(weights), torch.cat(biases) if biases else None, norm)
+    def _qkv(self, prefix: str, norm: Norm) -> Product:
+        weights, biases = self._weights(prefix, ("q", "k", "v"), self._config.attention_bias)
+        return self._ops.linear(torch.cat(weights), torch.cat(biases) if biases else None, norm)
+
+    def _attention(self, index: int, prefix: str) -> Attention:
         head_norms = None
-        if ARCHITECTURES[config.architecture].qk_norm:
+        if ARCHITECTURES[self._config.architecture].qk_norm:
             head_norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
-        out = self._linear(prefix, "o", config.attention_bias)
-        heads = config.num_heads, config.num_kv_heads
-        return Attention(self._ops, index, *heads, qkv, out, head_norms)
+        heads = self._config.num_heads, self._config.num_kv_heads
+        return Attention(self._ops, index, *heads, head_norms)
 
-    def _mlp(self, prefix: str, norm: Norm) -> MLP:
+    def _gate_up(self, prefix: str, norm: Norm) -> GateUp:
         (gate, up), biases = self._weights(prefix, ("gate", "up"), self._config.mlp_bias)
-        pair = (biases[0], biases[1]) if biases else None
-        gate_up = self._ops.gate_up(gate, up, pair, norm)
-        return MLP(gate_up, self._linear(prefix, "down", self._config.mlp_bias))
+        return self._ops.gate_up(gate, up, (biases[0], biases[1]) if biases else None, norm)
 
     def _linear(self, prefix: str, name: str, has_bias: bool) -> Product:
         weights, biases = self._weights(prefix, (name,), has_bias)

@@ -15,7 +15,7 @@ ahead and across layers. Nobody waits for anything but events:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -138,8 +138,20 @@ class OffloadEngine:
             (self._stored.device, device_slots),
             (self._stored.host, host_slots),
         ):
-            for event in {id(e[layer]): e[layer] for s in slots if (e := events.get(s))}.values():
-                stream.wait(event)
+            if events:
+                found = {id(e[layer]): e[layer] for s in slots if (e := events.get(s))}
+                for event in found.values():
+                    stream.wait(event)
+
+    def all_stored(self, device_slots: Iterable[int], host_slots: Iterable[int]) -> bool:
+        """Whether the last stores that read these device slots or wrote these host slots are done.
+
+        Stores run in order, so the last layer's tells of all.
+        """
+        stored = self._stored
+        device = (stored.device.get(slot) for slot in device_slots)
+        host = (stored.host.get(slot) for slot in host_slots)
+        return all(events[-1].is_done() for events in (*device, *host) if events)
 
     def take_failures(self) -> list[FailedTransfer]:
         """The transfers that failed since the last call; those that compute waited for are among
@@ -296,6 +308,20 @@ class TransferRun:
             engine.await_event(self._loaded[layer])
         engine.wait_stored(engine.device.compute, layer, device_slots=write_slots)
         engine.device.declare(engine.device.compute, writes=_keys("device", layer, write_slots))
+
+    def moves_nothing(self, on_host: Iterable[tuple[int, Sequence[int]]]) -> bool:
+        """Whether the step has no transfers, and those before it that touched what it touches are
+        done.
+
+        on_host: (piece, places) of the host pool that the step reads. Never on a checking device,
+        which wants to be told of every access.
+        """
+        engine, transfers = self._engine, self._transfers
+        if transfers.stores or transfers.loads or transfers.fills or engine.device.is_checked:
+            return False
+        host = engine.host
+        slots = (slot for piece, places in on_host for slot in host.slots(piece, places))
+        return engine.all_stored(transfers.write_slots, slots)
 
     def read_device(self, layer: int, slots: Sequence[int]) -> None:
         """Compute is about to read these device slots."""

@@ -7,6 +7,7 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
@@ -27,6 +28,10 @@ def uniform(seed: int, position: int) -> float:
 class Sampler:
     """Chooses the next token of each sequence."""
 
+    def __init__(self, argmax: Callable[[Tensor], Tensor]) -> None:
+        """argmax: [n, vocab] -> int64 [n], the first place of a row's largest value."""
+        self._argmax = argmax
+
     def sample(self, logits: Tensor, seqs: Seq[Sequence]) -> list[int]:
         """logits [n, vocab] of any float dtype, one row a sequence; returns n token ids."""
         held = [i for i, s in enumerate(seqs) if s.num_output_tokens < s.params.min_tokens]
@@ -34,7 +39,7 @@ class Sampler:
             logits = logits.clone()
             for row in held:
                 logits[row, sorted(seqs[row].stop_token_ids)] = -torch.inf
-        tokens: list[int] = logits.argmax(dim=-1).tolist()
+        tokens: list[int] = self._argmax(logits).tolist()
         drawn = [i for i, s in enumerate(seqs) if not s.params.greedy]
         if drawn:
             rows = torch.tensor(drawn, device=logits.device)

@@ -11,13 +11,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanoengine.context import KVChunk, Spans
+from nanoengine.context import KVChunk, KVTarget, Spans, StepInputs
 from nanoengine.offload import OffloadEngine, TransferCounters, TransferRun
 from nanoengine.placement import Placement
 from nanoengine.sequence import RequestMetrics
 from nanoengine.step_plan import DEVICE, HOST, Part
 
 MakeTensor = Callable[[object, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPool:
+    """The device pool of one layer in the two shapes it is used in, made once: views cost more than
+    a small kernel.
+
+    blocks: k and v, each [device_blocks, block_size, kv_heads, head_dim]; rows: both, flattened to
+    [device_blocks x 2 x block_size, kv_heads, head_dim].
+    """
+
+    blocks: tuple[Tensor, ...]
+    rows: Tensor
+
+    @classmethod
+    def of(cls, blocks: Tensor) -> LayerPool:
+        """blocks: [device_blocks, 2, block_size, kv_heads, head_dim]."""
+        return cls(blocks.unbind(1), blocks.flatten(0, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,54 +67,65 @@ class ChunkTable:
             tuple({slot for span in spans for slot in span.slots}),
         )
 
-    def chunk(self, blocks: Tensor) -> KVChunk:
-        """The chunk over the pool `blocks`, [pool_blocks, 2, block_size, kv_heads, head_dim]."""
-        k, v = blocks.unbind(1)
-        return KVChunk(
-            k, v, self.seq_index, self.first_block, self.num_blocks, self.block_table, self.spans
-        )
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Those of the chunk, but for k and v."""
+        return self.seq_index, self.first_block, self.num_blocks, self.block_table
+
+    def chunk(self, k_and_v: tuple[Tensor, ...], is_last: bool) -> KVChunk:
+        """The chunk over k and v, each [pool_blocks, block_size, kv_heads, head_dim]."""
+        k, v = k_and_v
+        return KVChunk(k, v, *self.tensors, spans=self.spans, is_last=is_last)
 
 
 @dataclass(frozen=True, slots=True)
 class StepKV:
     """One step's view of the KV cache (context.KVCache).
 
-    rows: which rows of this step's K and V are stored (None: all); k_slots, v_slots: at which rows
-    of a layer's pool, flattened to [device_blocks x 2 x block_size, kv_heads, head_dim].
+    pools: of each layer. k_slots, v_slots, stored: as in KVTarget, for `rows` of such a pool.
     """
 
-    pool: Tensor
+    pools: list[LayerPool]
     offload: OffloadEngine
-    rows: Tensor | None
     k_slots: Tensor
     v_slots: Tensor
+    stored: Tensor | None
     reads: list[ChunkTable]
     run: TransferRun
     placement: Placement
     streamed: list[RequestMetrics]
     counted: TransferCounters
 
-    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Store k and v, [tokens, kv_heads, head_dim]."""
+    def target(self, layer: int) -> KVTarget:
+        """See context.KVCache."""
         self.run.before_write(layer)
-        if self.rows is not None:
-            k, v = k[self.rows], v[self.rows]
-        flat = self.pool[layer].flatten(0, 2)
-        flat.index_copy_(0, self.k_slots, k)
-        flat.index_copy_(0, self.v_slots, v)
+        return KVTarget(self.pools[layer].rows, self.k_slots, self.v_slots, self.stored)
+
+    def inputs(self) -> StepInputs | None:
+        """See context.KVCache."""
+        on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
+        if self.stored is not None or not self.run.moves_nothing(on_host):
+            return None
+        return StepInputs(
+            (self.k_slots, self.v_slots, *(tensor for t in self.reads for tensor in t.tensors)),
+            tuple(table.part.tier for table in self.reads),
+        )
 
     def read(self, layer: int) -> Iterator[KVChunk]:
         """All blocks of all sequences, each sequence's in logical order."""
         for table in self.reads:
+            is_last = table is self.reads[-1]
             if table.part.tier == DEVICE:
                 self.run.read_device(layer, table.slots)
-                yield table.chunk(self.pool[layer])
+                yield table.chunk(self.pools[layer].blocks, is_last)
             elif table.part.fill:
-                yield table.chunk(self.run.fill(layer, table.fill_index))
+                slots = self.run.fill(layer, table.fill_index)
+                yield table.chunk(slots.unbind(1), is_last)
                 self.run.drained(layer, table.fill_index)
             else:
                 self.run.read_host(layer, table.part.tier - HOST, table.slots)
-                yield table.chunk(self.offload.host.piece(table.part.tier - HOST, layer))
+                piece = self.offload.host.piece(table.part.tier - HOST, layer)
+                yield table.chunk(piece.unbind(1), is_last)
 
     def end(self) -> None:
         """Wait for what is still under way; to be called whether the step succeeded or not."""

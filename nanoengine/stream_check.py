@@ -139,6 +139,8 @@ class CheckedDevice:
     accesses; `start_trace` records, in `trace`, what is queued.
     """
 
+    is_checked = True
+
     def __init__(self, inner: Device) -> None:
         self.inner = inner
         self.name = inner.name

@@ -1,4 +1,4 @@
-"""Text to token ids and back: encoding, chat templates, incremental detokenising.
+"""Text to token ids and back: encoding, incremental detokenising; and a model's chat templates.
 
 Owns everything that is a property of the vocabulary; knows nothing about weights, requests or
 engines. `transformers` is imported only for a folder without tokenizer.json: it costs over a
@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
+from nanoengine.chat_template import ChatTemplate
 from nanoengine.errors import (
     CorruptModelError,
-    InvalidParamsError,
     InvalidPromptError,
     ModelLoadError,
     RequestError,
@@ -39,24 +34,6 @@ SPECIAL_TOKEN_NAMES = (
     "cls_token",
     "mask_token",
 )
-# Arguments of transformers' method of the same name that are no template variables.
-NOT_TEMPLATE_VARIABLES = frozenset(
-    {
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "truncation",
-    }
-)
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 REPLACEMENT = "\ufffd"
 # After so many tokens without a clean end some text is given out anyway. A code point is at most 4
 # bytes, so half of them hold the last one and what is before it.
@@ -87,7 +64,7 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self._templates = dict(chat_templates or {})
-        self._compiled: dict[str, Template] = {}
+        self._compiled: dict[str, ChatTemplate] = {}
         # A file may ask for padding and truncation; ids must be those of the whole text.
         backend.no_padding()
         backend.no_truncation()
@@ -182,18 +159,10 @@ class Tokenizer:
         Raises RequestError without a template, InvalidPromptError for bad messages or a failing
         template, InvalidParamsError for an argument that is no template variable.
         """
-        refused = sorted(NOT_TEMPLATE_VARIABLES & kwargs.keys())
-        if refused:
-            raise InvalidParamsError(
-                f"{refused[0]!r} is no variable of a chat template; "
-                "apply_chat_template renders the model's own template to text"
-            )
         template = self._template(has_tools=kwargs.get("tools") is not None)
-        variables = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
-        plain = {name: _plain(value, name) for name, value in variables.items()}
-        return _render(template, _plain_messages(messages), add_generation_prompt, plain)
+        return template.render(messages, add_generation_prompt, self._special_tokens, kwargs)
 
-    def _template(self, has_tools: bool) -> Template:
+    def _template(self, has_tools: bool) -> ChatTemplate:
         if not self._templates:
             raise RequestError(
                 "this model has no chat template (neither chat_template.jinja nor one in "
@@ -205,7 +174,7 @@ class Tokenizer:
                 f"this model's chat templates have no default, only {sorted(self._templates)}"
             )
         if name not in self._compiled:
-            self._compiled[name] = _compile(self._templates[name])
+            self._compiled[name] = ChatTemplate(self._templates[name])
         return self._compiled[name]
 
 
@@ -428,118 +397,3 @@ def _named_templates(folder: Path, entries: Iterable[Any]) -> dict[str, str]:
             )
         named[str(pair[0])] = str(pair[1])
     return named
-
-
-class _GenerationTag(Extension):
-    """Accepts `{% generation %}` blocks, with which training marks an assistant's part."""
-
-    tags = {"generation"}  # noqa: RUF012 (the name and the type are jinja2's)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML, which a prompt does not want."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _compile(source: str) -> Template:
-    """A template comes with the model, so it runs in a sandbox; the settings are transformers'."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    try:
-        return environment.from_string(source)
-    except (TemplateError, RecursionError) as error:
-        raise InvalidPromptError(f"the model's chat template is broken: {error}") from error
-
-
-def _render(
-    template: Template,
-    messages: list[dict[str, Any]],
-    add_generation_prompt: bool,
-    variables: Mapping[str, Any],
-) -> str:
-    try:
-        return template.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **variables
-        )
-    except Exception as error:  # a template is a program: it may raise anything
-        raise InvalidPromptError(f"the chat template refuses these messages: {error}") from error
-
-
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A checked copy, without the keys whose value is None, as templates expect."""
-    if not isinstance(messages, (list, tuple)) or not messages:
-        raise InvalidPromptError(
-            "messages must be a list of at least one {'role': ..., 'content': ...}"
-        )
-    return [_plain_message(message, index) for index, message in enumerate(messages)]
-
-
-def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    where = f"messages[{index}]"
-    if not isinstance(message, Mapping):
-        raise InvalidPromptError(f"{where} must be a dict, not {type(message).__name__}")
-    plain = {k: v for k, v in _plain(message, where).items() if v is not None}
-    for key in ("role", "content"):
-        is_optional = key == "content" and "tool_calls" in plain
-        if not isinstance(plain.get(key), str) and not (is_optional and key not in plain):
-            raise InvalidPromptError(
-                f"{where}[{key!r}] must be a string, not {type(message.get(key)).__name__}"
-            )
-    return _with_reasoning_names(plain)
-
-
-def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
-    """Earlier reasoning goes by three names; templates read `reasoning_content` or `thinking`."""
-    reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy in plain JSON types: the sandbox cannot know the methods of anything else."""
-    if depth > 64:
-        raise InvalidPromptError(f"{where} is nested deeper than 64 levels")
-    if value is None or type(value) in (bool, str, int, float):
-        return value
-    if isinstance(value, (str, int, float)):
-        return _base(value)
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v, where, depth + 1) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item, where, depth + 1) for item in value]
-    raise InvalidPromptError(
-        f"{where} holds a {type(value).__name__}; only JSON values are accepted"
-    )
-
-
-def _base(value: str | float) -> str | float:
-    """An enum or another subclass, as its plain value."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    return int.__int__(value) if isinstance(value, int) else float.__float__(value)

@@ -376,7 +376,7 @@ class ShadowEngine:
         fail_at: tuple[int, int] | None,
     ) -> None:
         keys = rows(fresh, layer)
-        step.write(layer, keys, -keys)
+        step.target(layer).store(keys, -keys)
         seen = [0] * len(hashes)
         for number, chunk in enumerate(step.read(layer)):
             if fail_at == (layer, number):

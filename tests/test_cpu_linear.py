@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoengine import cpu_kernels, cpu_linear
+from nanoengine.call_tape import CallTape
 from nanoengine.cpu_kernels import KernelBuildError
 from nanoengine.cpu_linear import CpuLinear, WeightArena
 from nanoengine.errors import EngineError
@@ -33,7 +34,7 @@ SHAPES = [(64, 32), (1, 1), (33, 7), (31, 2), (200, 61), (576, 576), (70, 4101),
 def packer(build_folder: Path) -> CpuLinear:
     if not cpu_linear.is_supported():
         pytest.skip("no AVX512-BF16 here: oneDNN multiplies instead")
-    return CpuLinear.load(build_folder)
+    return CpuLinear.load(CallTape(), build_folder)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -305,11 +306,11 @@ def test_another_cpu_is_told_so(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_linear, "cpu_flags", lambda: b"flags\t\t: fpu avx512f avx512_bf16x")
     assert not cpu_linear.is_supported()
     with pytest.raises(KernelBuildError, match="no AVX512-BF16: oneDNN"):
-        CpuLinear.load(tmp_path)
+        CpuLinear.load(CallTape(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_compiler_that_does_not_know_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_linear, "cpu_flags", lambda: b"flags\t\t: fpu avx512_bf16")
     with pytest.raises(KernelBuildError, match="compiler knows no AVX512-BF16"):
-        CpuLinear.load(tmp_path, ("-march=x86-64",))
+        CpuLinear.load(CallTape(), tmp_path, ("-march=x86-64",))

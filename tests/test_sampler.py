@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ def sequence(
 
 def frequencies(params: SamplingParams) -> list[float]:
     logits = torch.tensor([LOGITS]).expand(DRAWS, -1)
-    tokens = Sampler().sample(logits, [sequence(params, seed) for seed in range(DRAWS)])
+    tokens = Sampler(partial(torch.argmax, dim=-1)).sample(
+        logits, [sequence(params, seed) for seed in range(DRAWS)]
+    )
     return [tokens.count(token) / DRAWS for token in range(len(LOGITS))]
 
 
@@ -66,7 +69,9 @@ def test_distribution(params: SamplingParams, expected: list[float]) -> None:
 def test_greedy_beside_sampled_rows() -> None:
     logits = torch.tensor([LOGITS, LOGITS[::-1], LOGITS])
     greedy = sequence(SamplingParams(temperature=0))
-    tokens = Sampler().sample(logits, [greedy, greedy, sequence(SamplingParams(top_k=1))])
+    tokens = Sampler(partial(torch.argmax, dim=-1)).sample(
+        logits, [greedy, greedy, sequence(SamplingParams(top_k=1))]
+    )
     assert tokens == [0, 5, 0]
 
 
@@ -82,13 +87,17 @@ def test_min_tokens_holds_stops_back() -> None:
     params = SamplingParams(temperature=0, min_tokens=2)
     for num_out, expected in ((0, 1), (1, 1), (2, 0)):
         seq = sequence(params, num_out=num_out, stops=frozenset({0}))
-        assert Sampler().sample(torch.tensor([LOGITS]), [seq]) == [expected]
+        assert Sampler(partial(torch.argmax, dim=-1)).sample(torch.tensor([LOGITS]), [seq]) == [
+            expected
+        ]
 
 
 def test_low_precision_rows_are_sampled_in_full_precision() -> None:
     """bf16 logits with equal probabilities: no token is starved by rounding of the running sum."""
     vocab = 4096
     logits = torch.zeros(DRAWS, vocab, dtype=torch.bfloat16)
-    tokens = Sampler().sample(logits, [sequence(SamplingParams(), seed) for seed in range(DRAWS)])
+    tokens = Sampler(partial(torch.argmax, dim=-1)).sample(
+        logits, [sequence(SamplingParams(), seed) for seed in range(DRAWS)]
+    )
     late = sum(token >= vocab // 2 for token in tokens) / DRAWS
     assert abs(late - 0.5) < 5 * math.sqrt(0.25 / DRAWS)

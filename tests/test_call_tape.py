@@ -1,0 +1,139 @@
+"""A pass made again from the tape gives the bits that the pass itself gives; and when it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from driver import Driver
+from torch import Tensor
+
+from nanoengine import SamplingParams, cpu_linear
+from nanoengine.call_tape import CallTape, _Pass
+from nanoengine.context import StepInputs
+from nanoengine.errors import EngineError
+from nanoengine.llm_engine import LLMEngine
+
+bf16_products = pytest.mark.skipif(
+    not cpu_linear.is_supported(), reason="no AVX512-BF16: PyTorch multiplies"
+)
+PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 90, 1))]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 30, 60, 20, 50)
+]
+
+
+def logits_of(folder: Path, **options: object) -> list[Tensor]:
+    """Of each prompt, queued at once with others that end before it and after it."""
+    settings = {"dtype": "bfloat16", "kv_cache_gib": 0.01, "kvcache_block_size": 16}
+    if options:
+        settings |= {"kv_cache_gib": None, "kv_offload_gib": 0.01, "stream_mib_per_step": 1e6}
+    driver = Driver(LLMEngine(folder, **settings | options))
+    outputs = driver.run(PROMPTS, PARAMS)
+    driver.engine.close()
+    return [torch.stack(driver.logits[output.request_id]) for output in outputs]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each pass that was made again."""
+    seen: list[int] = []
+    again = _Pass.again
+
+    def counted(this: _Pass, inputs: list[Tensor]) -> Tensor:
+        seen.append(len(inputs[0]))
+        return again(this, inputs)
+
+    monkeypatch.setattr(_Pass, "again", counted)
+    return seen
+
+
+@bf16_products
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_decoding_from_the_tape_moves_no_bit(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, replays: list[int], name: str
+) -> None:
+    taped = logits_of(tiny(name))
+    assert len(replays) > 30 and set(replays) >= {1, 2, 3, 4}
+    monkeypatch.setattr(CallTape, "run", lambda self, inputs, forward: forward())
+    count = len(replays)
+    for mine, plain in zip(taped, logits_of(tiny(name)), strict=True):
+        assert torch.equal(mine, plain)
+    assert len(replays) == count
+
+
+def test_with_pytorch_s_products_nothing_is_made_again(
+    tiny: Callable[[str], Path], replays: list[int]
+) -> None:
+    driver = Driver(LLMEngine(tiny("llama"), kv_cache_gib=0.01, dtype="float32"))
+    driver.run(PROMPTS[:2])
+    driver.engine.close()
+    assert not replays
+
+
+@bf16_products
+@pytest.mark.parametrize("mode", ["in_place", "stream"])
+def test_steps_that_move_kv_are_not_made_again(
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    replays: list[int],
+    mode: str,
+) -> None:
+    """In place, most steps store and load nothing; streamed, those of few sequences that fit."""
+    options = {"enable_cpu_offload": True, "offload_mode": mode, "num_gpu_blocks": 5}
+    taped = logits_of(tiny("llama"), **options)
+    assert len(replays) > 10
+    monkeypatch.setattr(CallTape, "run", lambda self, inputs, forward: forward())
+    for mine, plain in zip(taped, logits_of(tiny("llama"), **options), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def by_numpy(given: Tensor, out: Tensor) -> None:
+    out.numpy()[...] = given.numpy() * 2
+
+
+def by_torch(given: Tensor, out: Tensor) -> None:
+    torch.mul(given, 2, out=out)
+
+
+@pytest.mark.parametrize("double", [by_numpy, by_torch])
+def test_a_pass_is_made_again_until_shapes_change(double: Callable[[Tensor, Tensor], None]) -> None:
+    """And never, if it lets PyTorch compute: that would be missing from the tape."""
+    tape, passes = CallTape(), []
+
+    def run(*values: float) -> list[float]:
+        given = torch.tensor(values)
+
+        def forward() -> Tensor:
+            passes.append(values)
+            out = torch.empty(given.shape)
+            tape.call(double, (given, out))
+            return out
+
+        return tape.run(StepInputs((given,), ()), forward).tolist()
+
+    batches = [(1.0, 2.0), (3.0, 4.0), (5.0,), (6.0, 7.0), (8.0, 9.0)]
+    assert [run(*values) for values in batches] == [[2 * v for v in values] for values in batches]
+    again = {(3.0, 4.0), (8.0, 9.0)} if double is by_numpy else set()
+    assert passes == [values for values in batches if values not in again]
+
+
+def test_a_failing_call_is_told_and_forgotten() -> None:
+    tape, statuses = CallTape(), iter([0, -1, -1, 0])
+    given, made = torch.zeros(1), []
+
+    def forward() -> Tensor:
+        made.append(1)
+        tape.call(lambda: next(statuses), ())
+        return given
+
+    one, two = StepInputs((given,), ()), StepInputs((given,), (0,))
+    tape.run(one, forward)
+    with pytest.raises(EngineError, match="out of memory: lower the batch"):
+        tape.run(one, forward)  # again, from the tape
+    with pytest.raises(EngineError, match="out of memory"):
+        tape.run(two, forward)
+    tape.run(two, forward)
+    assert len(made) == 3
