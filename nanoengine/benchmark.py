@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import nanoengine
-from nanoengine import benchmark_compare, benchmark_tiers
+from nanoengine import benchmark_compare, benchmark_scaling, benchmark_tiers
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -216,7 +216,7 @@ def _llm(args: argparse.Namespace, **more: Any) -> LLM:
             "kv_cache_gib",
             "num_threads",
         )
-        if getattr(args, name) is not None
+        if getattr(args, name, None) is not None
     }
     llm = LLM(args.model, load_format=args.load_format, **settings)
     print(llm.plan, file=sys.stderr)
@@ -244,15 +244,18 @@ def _parser() -> argparse.ArgumentParser:
         )
         add_arguments(sub)
         _common_arguments(sub)
-    for sub, measure in benchmark_tiers.add_commands(commands):
-        _common_arguments(sub)
-        sub.set_defaults(run=functools.partial(_tiers, measure))
+    for module in (benchmark_tiers, benchmark_scaling):
+        for sub, measure in module.add_commands(commands):
+            _common_arguments(sub)
+            sub.set_defaults(run=functools.partial(_with_settings, measure))
     benchmark_compare.add_commands(commands, workload, versions)
     return parser
 
 
-def _tiers(measure: Callable[..., dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """A benchmark of benchmark_tiers.py with its settings."""
+def _with_settings(
+    measure: Callable[..., dict[str, Any]], args: argparse.Namespace
+) -> dict[str, Any]:
+    """A benchmark of another module, with its settings."""
     rows = measure(args, _llm)
     settings = {k: v for k, v in vars(args).items() if v is not None and k not in ("run", "json")}
     return {"workload": settings, "versions": versions(), "threads": torch.get_num_threads()} | rows

@@ -284,8 +284,7 @@ class CpuDevice:
 
     def peak_memory_mib(self) -> float:
         """Peak resident set of the process."""
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / (1 << 20)
+        return _peak_resident_kib() / 1024
 
     def synchronize(self) -> None:
         """Wait for the copy workers."""
@@ -453,6 +452,17 @@ def _available_memory() -> int:
         return int(info["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_resident_kib() -> float:
+    """The system's own mark: getrusage's is carried over from the process that started this one."""
+    try:
+        with open("/proc/self/status") as lines:
+            info = dict(line.split(":", 1) for line in lines)
+        return int(info["VmHWM"].split()[0])
+    except (OSError, KeyError):
+        unit = 1024 if sys.platform == "darwin" else 1
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def _usable_cores() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,13 @@ from nanoengine.device import Device
 from nanoengine.kv_cache import HybridKVCacheManager, KVSpec
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import RequestMetrics, ScheduledBatch, ScheduledSequence, Sequence
+from nanoengine.sequence import (
+    Admission,
+    RequestMetrics,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+)
 
 NUM_BLOCKS = 32
 MAX_BYTES = 1 << 30
@@ -55,19 +61,44 @@ def measure_decode(
     times: list[list[float]] = [[], [], []]
     for _ in range(NUM_ROUNDS):  # in turns, so that a slow moment does not hit one size alone
         for seconds, (num_blocks, on_host) in zip(times, sizes, strict=True):
-            seconds += _time(runner, kv, device, num_blocks, on_host)
-    step_s, resident_s, streamed_s = map(statistics.median, times)
+            lengths = [num_blocks * kv.spec.block_size]
+            seconds += time_steps(runner, kv, device, lengths, on_host)
+    step_s, resident_s, streamed_s = (statistics.median(each or [0.0]) for each in times)
     device_block_s = max(0.0, resident_s - step_s) / max(1, resident)
     return DecodeCosts(step_s, device_block_s, max(0.0, streamed_s - step_s) / streamed)
 
 
-def _time(
-    runner: ModelRunner, kv: HybridKVCacheManager, device: Device, num_blocks: int, on_host: bool
+def time_steps(
+    runner: ModelRunner,
+    kv: HybridKVCacheManager,
+    device: Device,
+    lengths: Iterable[int],
+    on_host: bool = False,
 ) -> list[float]:
-    """Seconds of decode steps over `num_blocks` blocks."""
-    num_tokens = num_blocks * kv.spec.block_size
-    seq = Sequence(
-        seq_id=PROBE_ID,
+    """Seconds of decode steps of one batch, over random KV of so many tokens each; leaves nothing
+    behind. Empty if they are more than fit.
+    """
+    seqs = [_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
+    batch = ScheduledBatch(tuple(ScheduledSequence(seq, 1) for seq in seqs))
+    kv.start_step()
+    try:
+        if any(kv.admit(seq) is not Admission.ADMITTED for seq in seqs):
+            return []
+        for seq in seqs:
+            kv.fill_random(seq, on_host)
+        with kv.full_device(keep_free=1) if on_host else _nothing():
+            for _ in range(NUM_WARMUPS):
+                _step(runner, device, batch)
+            return [_step(runner, device, batch) for _ in range(NUM_STEPS)]
+    finally:
+        for seq in seqs:
+            kv.deallocate(seq)
+        kv.reset_counters()
+
+
+def _sequence(seq_id: int, num_tokens: int) -> Sequence:
+    return Sequence(
+        seq_id=seq_id,
         token_ids=[0] * num_tokens,
         num_prompt_tokens=num_tokens,
         params=SamplingParams(temperature=0),
@@ -76,19 +107,6 @@ def _time(
         max_total_tokens=num_tokens + 1,
         metrics=RequestMetrics(time.perf_counter()),
     )
-    batch = ScheduledBatch((ScheduledSequence(seq, 1),))
-    kv.start_step()
-    try:
-        if not kv.admit(seq):
-            return [0.0]
-        kv.fill_random(seq, on_host)
-        with kv.full_device(keep_free=1) if on_host else _nothing():
-            for _ in range(NUM_WARMUPS):
-                _step(runner, device, batch)
-            return [_step(runner, device, batch) for _ in range(NUM_STEPS)]
-    finally:
-        kv.deallocate(seq)
-        kv.reset_counters()
 
 
 def _step(runner: ModelRunner, device: Device, batch: ScheduledBatch) -> float:

@@ -37,7 +37,8 @@ ROWS = (
     ("memory_plan", "scheduler", "cuda_graph", "model_runner", "probe"),
     ("llm_engine", "llm"),
     (
-        *("benchmark_limits", "peers", "benchmark_compare", "benchmark_tiers", "benchmark"),
+        *("benchmark_limits", "peers", "benchmark_compare", "benchmark_tiers"),
+        *("benchmark_scaling", "benchmark"),
         *("niah", "ruler", "server", "cli", "__init__", "__main__"),
     ),
 )
@@ -64,7 +65,8 @@ ARROWS = {
     "probe": {"model_runner"},
     "llm": {"llm_engine"},
     "benchmark_compare": {"benchmark_limits", "peers"},
-    "benchmark": {"__init__", "benchmark_tiers", "benchmark_compare"},
+    "benchmark_scaling": {"benchmark_limits"},
+    "benchmark": {"__init__", "benchmark_tiers", "benchmark_scaling", "benchmark_compare"},
     "ruler": {"__init__", "niah"},
     "cli": {"server", "benchmark", "ruler"},
     "__main__": {"cli"},

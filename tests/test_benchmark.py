@@ -45,6 +45,17 @@ def test_offload(bench: Callable[..., Any]) -> None:
     assert result["resident"]["peak_streamed"] == 0
 
 
+def test_scaling(bench: Callable[..., Any]) -> None:
+    tiny_budget = ["--kv-cache-gib", "0.01"]
+    result = bench(
+        "scaling", "--batches", "1", "3", "--contexts", "40", "200", "9000", *tiny_budget
+    )
+    rows = {(row["batch"], row["context"]): row for row in result["rows"]}
+    assert len(rows) == 6 and result["limits"]["read_gb_per_s"] > 0
+    assert rows[3, 200]["tokens_per_s"] > 0 and 0 < rows[3, 200]["share_of_read"] < 1
+    assert rows[3, 9000]["tokens_per_s"] is None, "more than the KV budget holds"
+
+
 def test_shared_prefix(bench: Callable[..., Any]) -> None:
     sizes = ["--input-len", "64", "--own-len", "3", "--num-seqs", "4", "--output-len", "3"]
     result = bench("prefix", *sizes, "--num-gpu-blocks", "10", *SMALL)
