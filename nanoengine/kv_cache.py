@@ -404,6 +404,7 @@ class HybridKVCacheManager:
                 for block in [*placement.stores, *(b for blocks in active for b in blocks)]
                 if block.host_slot is not None
             },
+            is_decode=batch.num_tokens == len(batch.items),
         )
         size = self.spec.block_size
         k_slots, v_slots = [-1] * batch.num_tokens, [-1] * batch.num_tokens

@@ -41,7 +41,8 @@ class StepTransfers:
     """What one step moves. fills: host slots of each ring fill, the same for every layer.
 
     write_slots: device slots that this step's K and V are written to. owners: whose the content of
-    a host slot is, to be told when a copy of it fails.
+    a host slot is, to be told when a copy of it fails. is_decode: one token a sequence, so that
+    copies take as long as the arithmetic.
     """
 
     stores: tuple[Store, ...] = ()
@@ -49,6 +50,7 @@ class StepTransfers:
     fills: tuple[tuple[int, ...], ...] = ()
     write_slots: tuple[int, ...] = ()
     owners: Mapping[int, object] = field(default_factory=dict)
+    is_decode: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +295,7 @@ class TransferRun:
         self._loaded: list[Event] = []
         self._filled: dict[int, Event] = {}  # number of the fill -> event, until it is consumed
         self._next_fill = 0
+        engine.device.share_cores(with_copies=transfers.is_decode and bool(transfers.fills))
         engine.queue_stores(transfers)
         if transfers.loads:
             # A slot to load into may have been read by the step before.
@@ -359,6 +362,7 @@ class TransferRun:
         its end.
         """
         compute = self._engine.device.compute
+        self._engine.device.share_cores(with_copies=False)
         complete = self._next_fill == self._num_layers * len(self._transfers.fills)
         complete &= not self._filled
         for event in [*self._filled.values(), *self._loaded]:

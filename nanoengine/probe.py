@@ -30,7 +30,7 @@ NUM_BLOCKS = 32
 MAX_BYTES = 1 << 30
 NUM_ROUNDS = 3
 NUM_WARMUPS = 2
-NUM_STEPS = 5
+NUM_STEPS = 8
 PROBE_ID = -1
 
 
@@ -63,7 +63,7 @@ def measure_decode(
         for seconds, (num_blocks, on_host) in zip(times, sizes, strict=True):
             lengths = [num_blocks * kv.spec.block_size]
             seconds += time_steps(runner, kv, device, lengths, on_host)
-    step_s, resident_s, streamed_s = (statistics.median(each or [0.0]) for each in times)
+    step_s, resident_s, streamed_s = (statistics.fmean(each or [0.0]) for each in times)
     device_block_s = max(0.0, resident_s - step_s) / max(1, resident)
     return DecodeCosts(step_s, device_block_s, max(0.0, streamed_s - step_s) / streamed)
 

@@ -209,6 +209,10 @@ class CheckedDevice:
         """See device.Device."""
         return self.inner.empty_host(shape, dtype)
 
+    def share_cores(self, with_copies: bool) -> None:
+        """See device.Device."""
+        self.inner.share_cores(with_copies)
+
     def close_streams(self) -> None:
         """See device.Device."""
         self.inner.close_streams()
