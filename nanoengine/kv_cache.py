@@ -399,11 +399,7 @@ class HybridKVCacheManager:
             loads=tuple(placement.loads.values()),
             fills=tuple(part.fill for part in parts if part.fill),
             write_slots=tuple(device_slot(block) for block in written),
-            owners={
-                block.host_slot: block
-                for block in [*placement.stores, *(b for blocks in active for b in blocks)]
-                if block.host_slot is not None
-            },
+            owners=self._owners([*placement.stores], *active),
             is_decode=batch.num_tokens == len(batch.items),
         )
         size = self.spec.block_size
@@ -427,6 +423,13 @@ class HybridKVCacheManager:
             counted=counted,
         )
 
+    def _owners(self, *tables: list[Block]) -> dict[int, Block]:
+        """Of each host slot of these blocks, the block."""
+        if not self.spec.num_host_blocks:
+            return {}
+        blocks = (block for table in tables for block in table)
+        return {block.host_slot: block for block in blocks if block.host_slot is not None}
+
     def _count_transfers(
         self, metrics: RequestMetrics, blocks: list[Block], placement: Placement
     ) -> None:
@@ -434,6 +437,8 @@ class HybridKVCacheManager:
         if self.spec.slot_blocks:
             on_host = sum(block.device_slot is None for block in blocks)
             metrics.h2d_bytes += on_host * self.spec.block_bytes
+        if not (placement.loads or placement.stores):
+            return
         for block in blocks:
             if load := placement.loads.get(block):
                 metrics.h2d_bytes += load.num_tokens * token_bytes

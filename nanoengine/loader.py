@@ -48,6 +48,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Buffers that old checkpoints carry and every model computes itself.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
 NUM_SHOWN = 5
+REMAP_BYTES = 64 << 20
 
 
 def resolve_model(name: str | Path) -> Path:
@@ -340,6 +341,8 @@ class CheckpointReader:
 
     Opening it checks that every shard is whole and holds what the index says, and that no name
     appears twice. Tensors are views of the mapped file: copy before writing, and before `close`.
+    Files are mapped anew from time to time, as the pages that were read count as the process's own
+    for as long as they are mapped: beside the weights made of them they would be held twice.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -347,6 +350,7 @@ class CheckpointReader:
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._num_read = 0
         try:
             weight_map = _weight_map(folder)
             for file_name in _shard_names(folder, weight_map):
@@ -360,19 +364,24 @@ class CheckpointReader:
         path = self.folder / file_name
         if not path.is_file():
             raise CorruptModelError(f"{path} is missing, but the checkpoint's index names it")
-        try:
-            file = safe_open(str(path), framework="pt", device="cpu")
-            names = list(file.keys())  # type: ignore[no-untyped-call]
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CorruptModelError(f"{path} is truncated or damaged: {error}") from error
-        self._files[file_name] = file
-        for name in names:
+        for name in self._map(file_name):
             if name in self._file_of:
                 raise CorruptModelError(
                     f"tensor {name!r} is in {self._file_of[name]} and in {file_name} "
                     f"of {self.folder}"
                 )
             self._file_of[name] = file_name
+
+    def _map(self, file_name: str) -> list[str]:
+        """Open the file, instead of an earlier mapping if there is one; returns its names."""
+        path = self.folder / file_name
+        try:
+            file = safe_open(str(path), framework="pt", device="cpu")
+            names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CorruptModelError(f"{path} is truncated or damaged: {error}") from error
+        self._files[file_name] = file
+        return names
 
     def _check_index(self, weight_map: Mapping[str, str]) -> None:
         for name, file_name in weight_map.items():
@@ -408,7 +417,12 @@ class CheckpointReader:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU and in its stored dtype, mapped from the file."""
         self.dtype(name)
+        if self._num_read > REMAP_BYTES:
+            for file_name in self._files:
+                self._map(file_name)
+            self._num_read = 0
         tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        self._num_read += tensor.nbytes
         return tensor
 
     def _slice(self, name: str) -> Any:
@@ -536,8 +550,10 @@ def load_model(
     is not in.
     """
     folder = resolve_model(name)
-    if load_format == "gguf" and folder == Path(name).expanduser():
-        raise ConfigError(f'load_format="gguf", but {name} is a folder; give the .gguf file')
+    found = "safetensors" if folder == Path(name).expanduser() else "gguf"
+    if load_format in ("safetensors", "gguf") and load_format != found:
+        is_what = {"safetensors": "a folder; give the .gguf file", "gguf": "GGUF; give a folder"}
+        raise ConfigError(f"load_format={load_format!r}, but {name} is {is_what[found]}")
     config = read_model_config(folder)
     shapes = weight_shapes(config)
     num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize

@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from driver import Driver
+from shadow import HeldDevice
 from torch import Tensor
 
 from nanoengine import SamplingParams, cpu_linear
 from nanoengine.call_tape import CallTape, _Pass
 from nanoengine.context import StepInputs
+from nanoengine.device import CpuDevice
 from nanoengine.errors import EngineError
 from nanoengine.llm_engine import LLMEngine
+from nanoengine.offload import OffloadEngine, StepTransfers
+from nanoengine.step_plan import Store
+from nanoengine.stream_check import CheckedDevice
 
 bf16_products = pytest.mark.skipif(
     not cpu_linear.is_supported(), reason="no AVX512-BF16: PyTorch multiplies"
@@ -137,3 +142,38 @@ def test_a_failing_call_is_told_and_forgotten() -> None:
         tape.run(two, forward)
     tape.run(two, forward)
     assert len(made) == 3
+
+
+def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
+    """Of what it reads and writes; other slots may be on their way."""
+    device = HeldDevice()
+    engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), 6, 2, 2)
+    engine.begin(StepTransfers(stores=(Store(0, 5, 0, 4),))).end()
+    writes_stored = engine.begin(StepTransfers(write_slots=(0,)))
+    elsewhere = engine.begin(StepTransfers(write_slots=(1,)))
+    assert not writes_stored.moves_nothing([])
+    assert not elsewhere.moves_nothing([(0, (4, 5))])
+    assert elsewhere.moves_nothing([(0, (4,))])
+    device.synchronize()
+    assert writes_stored.moves_nothing([(0, (4, 5))])
+    filling = engine.begin(StepTransfers(write_slots=(1,), fills=((5,),)))
+    assert not filling.moves_nothing([])
+    engine.close()
+
+
+def test_a_checking_device_is_told_of_every_access() -> None:
+    engine = OffloadEngine(CheckedDevice(CpuDevice(1)), torch.zeros(2, 4, 2, 4, 1, 3), 0, 0, 0)
+    assert not engine.begin(StepTransfers(write_slots=(1,))).moves_nothing([])
+    engine.close()
+
+
+@pytest.mark.parametrize("is_decode, fills", [(True, ((5,),)), (True, ()), (False, ((5,),))])
+def test_a_core_is_left_to_copies_while_a_decode_step_streams(
+    two_threads: None, is_decode: bool, fills: tuple[tuple[int, ...], ...]
+) -> None:
+    engine = OffloadEngine(CpuDevice(2, copy_workers=True), torch.zeros(1, 4, 2, 4, 1, 3), 6, 2, 2)
+    run = engine.begin(StepTransfers(fills=fills, is_decode=is_decode))
+    assert torch.get_num_threads() == (1 if is_decode and fills else 2)
+    run.end()
+    assert torch.get_num_threads() == 2
+    engine.close()

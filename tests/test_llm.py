@@ -306,3 +306,11 @@ def test_dummy_weights_need_only_a_config(tiny: Callable[[str], Path], tmp_path:
             with pytest.raises(InvalidPromptError, match="tokenizer"):
                 llm.generate("text", GREEDY, use_tqdm=False)
     assert outputs[0] == outputs[1] and len(outputs[0]) == 12
+
+
+def test_a_load_format_that_is_not_the_model_s(tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match=r"'gguf', but .*llama.* is a folder; give the \.gguf"):
+        LLM(tiny("llama"), load_format="gguf", **SETTINGS)
+    with pytest.raises(ConfigError, match="'safetensors', but smollm2-135m is GGUF; give a folder"):
+        LLM("smollm2-135m", load_format="safetensors", **SETTINGS)
+    LLM(tiny("llama"), load_format="safetensors", **SETTINGS).close()

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -570,6 +571,27 @@ def test_shards_hold_what_one_file_holds(tiny: Tiny) -> None:
                 assert reader.shape(name) == tensor.shape
                 assert reader.dtype(name) == torch.float32
                 assert torch.equal(reader.tensor(name), tensor)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sharded"])
+def test_pages_that_were_read_are_let_go(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Mapped anew after so many bytes; a tensor that somebody still holds keeps its own."""
+    opened = []
+    monkeypatch.setattr(loader, "REMAP_BYTES", 1000)
+    monkeypatch.setattr(
+        loader, "safe_open", lambda *args, **more: opened.append(args) or safe_open(*args, **more)
+    )
+    expected = load_file(tiny("llama") / "model.safetensors")
+    shards = len(list(tiny(name).glob("*.safetensors")))
+    with CheckpointReader(tiny(name)) as reader:
+        held = reader.tensor("model.embed_tokens.weight")
+        for tensor_name, tensor in expected.items():
+            assert torch.equal(reader.tensor(tensor_name), tensor)
+        maps = Path("/proc/self/maps").read_text().count(f"{tiny(name)}/")
+        assert len(opened) > 5 * shards and maps <= shards + 2, "expected, held, and one each"
+    assert torch.equal(held, expected["model.embed_tokens.weight"])
 
 
 def test_a_file_of_any_name_will_do(tmp_path: Path) -> None:
