@@ -113,7 +113,9 @@ def _is_whole(path: Path) -> bool:
 def _build_key(compiler: str, command: list[str], source: Path) -> str:
     """Hash of everything the machine code depends on."""
     version = _run([compiler, "--version"])
-    parts = [source.read_bytes(), " ".join(command).encode(), version, cpu_flags()]
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    content = [path.read_bytes() for path in sources]
+    parts = [*content, " ".join(command).encode(), version, cpu_flags()]
     return xxhash.xxh3_128_hexdigest(b"\0".join(parts))
 
 

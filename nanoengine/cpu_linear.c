@@ -10,8 +10,6 @@
  * is shared out in units of half a panel, so that 9 panels keep two threads busy alike.
  */
 #include <omp.h>
-#include <stdint.h>
-#include <string.h>
 
 int supported(void) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -22,14 +20,11 @@ int supported(void) {
 }
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-#include <immintrin.h>
-#include <math.h>
 #include <sys/mman.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
+#include "cpu_vectors.h"
 
-enum { LANES = 16, VECS = 4, PANEL = VECS * LANES, HALF = PANEL / 2 };
+enum { VECS = 4, PANEL = VECS * LANES, HALF = PANEL / 2 };
 enum { ROWS = 6 };                /* 6 * 4 accumulators of 32 registers */
 enum { CHUNK = 1024 };            /* pairs of k: 256 KiB of a panel, which stay in L2 */
 enum { BLOCK_BYTES = 512 << 10 }; /* activations of a row block: with a panel's chunk, about L2 */
@@ -54,14 +49,7 @@ typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
     int64_t x_stride, out_stride, rows, epilogue, threads;
 } call_t;
 
-INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t pairs_of(const weight_t *w) { return ceil_div(w->k, 2); }
-INLINE __m512 load_f32(const float *p) { return _mm512_loadu_ps(p); }
-INLINE __m512 widen(__m256i h) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
-}
-INLINE __m256i narrow(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 
 /* ---- products --------------------------------------------------------------------------------- */
@@ -82,7 +70,7 @@ INLINE void multiply(const uint16_t *w, const char *x, int64_t x_stride, int64_t
     __m512 s[ROWS][VECS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vecs; v++)
-            s[r][v] = is_first ? _mm512_setzero_ps() : load_f32(acc + r * PANEL + v * LANES);
+            s[r][v] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * PANEL + v * LANES);
     const char *x3 = x + 3 * x_stride;
 #define STEP(READ)                                                                                  \
     do {                                                                                            \
@@ -126,43 +114,26 @@ static multiply_t *const MULTIPLIERS[ROWS][2] = {BOTH(1), BOTH(2), BOTH(3), BOTH
 
 /* ---- epilogues -------------------------------------------------------------------------------- */
 
-/* 2^t for t <= 0: as exp2v(t, 5) of cpu_kernels.c, bit for bit. */
-INLINE __m512 exp2_ps(__m512 t) {
-    t = _mm512_max_ps(_mm512_set1_ps(-127.0f), t);
-    const __m512 shifted = t + 12582912.0f, f = t - (shifted - 12582912.0f);
-    __m512 p = f * 0.00132647273f + 0.00967151279f;
-    p = p * f + 0.0555073374f;
-    p = p * f + 0.240222421f;
-    p = p * f + 0.693146978f;
-    p = p * f + 1.0f;
-    const __m512i power = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), power));
+/* silu(gate) * up, each rounded to bf16 on its way as the steps one by one would. */
+INLINE vf gated(vf gate, vf up) {
+    return rounded(silu(rounded(gate, BF16_WIDE)), BF16_WIDE) * rounded(up, BF16_WIDE);
 }
 
-/* silu(gate) * up: as silu_row of cpu_kernels.c on gate and up rounded to bf16. */
-INLINE __m512 silu_mul(__m512 gate, __m512 up) {
-    const __m512 x = widen(narrow(gate)), one = _mm512_set1_ps(1.0f);
-    const __mmask16 is_positive = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512 e = exp2_ps(_mm512_mask_sub_ps(x, is_positive, _mm512_setzero_ps(), x) * 1.44269504f);
-    const __m512 silu = x * _mm512_mask_mov_ps(e, is_positive, one) / (e + 1.0f);
-    return widen(narrow(silu)) * widen(narrow(up));
-}
-
-INLINE __m512 with_bias(const float *acc, const float *bias) {
-    const __m512 y = load_f32(acc);
-    return bias ? _mm512_add_ps(y, load_f32(bias)) : y;
+INLINE vf with_bias(const float *acc, const float *bias) {
+    return bias ? load(acc) + load(bias) : load(acc);
 }
 
 /* Outputs [first, first + LANES) of a row, of which `left` exist. */
-INLINE void put(char *out, int64_t first, int64_t left, __m512 y, int64_t epilogue) {
+INLINE void put(char *out, int64_t first, int64_t left, vf y, int64_t epilogue) {
     const __mmask16 mask = first_lanes(left);
     if (epilogue == FLOAT) {
-        _mm512_mask_storeu_ps(out + 4 * first, mask, y);
+        _mm512_mask_storeu_ps(out + 4 * first, mask, (__m512)y);
         return;
     }
-    __m256i h = narrow(y);
-    if (epilogue == ADD) h = narrow(widen(_mm256_maskz_loadu_epi16(mask, out + 2 * first)) + widen(h));
-    _mm256_mask_storeu_epi16(out + 2 * first, mask, h);
+    vh h = narrow(y);
+    if (epilogue == ADD)
+        h = narrow(widen((vh)_mm256_maskz_loadu_epi16(mask, out + 2 * first)) + widen(h));
+    _mm256_mask_storeu_epi16(out + 2 * first, mask, (__m256i)h);
 }
 
 /* Finish `rows` rows of the vectors [vec, vec + vecs) of all the panels laid end to end. */
@@ -174,10 +145,10 @@ INLINE void finish(const call_t *c, int64_t row, int rows, int64_t vec, int vecs
         char *out = c->out + (row + r) * c->out_stride;
         for (int v = 0; v < vecs; v += step) {
             const int64_t first = (vec + v) / step * LANES;
-            __m512 y = with_bias(acc + v * LANES, bias ? bias + v * LANES : NULL);
+            vf y = with_bias(acc + v * LANES, bias ? bias + v * LANES : NULL);
             if (epilogue == SILU_MUL) {
                 const int up = (v + 1) * LANES;
-                y = silu_mul(y, with_bias(acc + up, bias ? bias + up : NULL));
+                y = gated(y, with_bias(acc + up, bias ? bias + up : NULL));
             }
             put(out, first, c->w->outputs - first, y, epilogue);
         }
@@ -241,26 +212,6 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
     }
 }
 
-/* transformers' LlamaRMSNorm, as norm_row of cpu_kernels.c, bit for bit. */
-static void norm_row(const weight_t *w, const uint16_t *x, uint16_t *out) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t d = 0; d < w->k; d += LANES) {
-        const __m512 v = widen(_mm256_maskz_loadu_epi16(first_lanes(w->k - d), x + d));
-        squares = _mm512_fmadd_ps(v, v, squares);
-    }
-    float lane[LANES];
-    _mm512_storeu_ps(lane, squares);
-    UNROLL for (int n = LANES / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; i++) lane[i] += lane[i + n];
-    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(lane[0] / w->k + (float)w->eps));
-    for (int64_t d = 0; d < w->k; d += LANES) {
-        const __mmask16 mask = first_lanes(w->k - d);
-        const __m512 v = widen(_mm256_maskz_loadu_epi16(mask, x + d)) * scale;
-        const __m512 g = widen(_mm256_maskz_loadu_epi16(mask, w->norm_weight + d));
-        _mm256_mask_storeu_epi16(out + d, mask, narrow(widen(narrow(v)) * g));
-    }
-}
-
 /* Rows of a block: what L2 holds, and less where there would be too few units for the threads. */
 static int64_t choose_block_rows(int64_t rows, int64_t k, int64_t halves, int64_t threads) {
     int64_t block = BLOCK_BYTES / (2 * min64(k, 2 * CHUNK));
@@ -275,8 +226,9 @@ static int64_t choose_block_rows(int64_t rows, int64_t k, int64_t halves, int64_
 
 /* The rows of x, normed: by every thread for itself, or together where they are many. */
 static void norm_rows(const call_t *c, int is_private, char *out) {
+    const float eps = (float)c->w->eps;
 #define NORM(r)                                                                                     \
-    norm_row(c->w, (const uint16_t *)(c->x + (r) * c->x_stride), (uint16_t *)(out + (r) * 2 * c->w->k))
+    norm(c->x + (r) * c->x_stride, c->w->norm_weight, out + (r) * 2 * c->w->k, c->w->k, eps, BF16_WIDE)
     if (is_private) {
         for (int64_t r = 0; r < c->rows; r++) NORM(r);
     } else {

@@ -429,6 +429,15 @@ def test_cache_is_reused(build_folder, kernels):
     assert path.stat().st_mtime_ns == before
 
 
+def test_another_header_is_another_build(tmp_path):
+    source, header = tmp_path / "answer.c", tmp_path / "answer.h"
+    source.write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
+    for value in (41, 42):
+        header.write_text(f"#define ANSWER {value}\n")
+        assert cpu_kernels.load_library(source, tmp_path).answer() == value
+    assert len(list(tmp_path.glob("*.so"))) == 2
+
+
 def test_cache_folder_is_private(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = cpu_kernels.cache_dir()

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 import nanoengine
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = (".py", ".c", ".typed")
+SHIPPED = (".py", ".c", ".h", ".typed")
 PIN = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)==([0-9]+(?:\.[0-9a-z]+)*)")
 
 

@@ -1,0 +1,242 @@
+/* Vectors of floats for our C kernels, in GCC's own vector types: LANES is what the CPU has, 16, 8 or
+ * 4. And the arithmetic of a row that more than one kernel does, bit for bit alike.
+ *
+ * Memory holds float32 (mode F32) or bfloat16; arithmetic is in fp32. BF16_PAIRS multiplies pairs of
+ * bfloat16 (AVX512-BF16), BF16_WIDE widens them first.
+ */
+#ifndef NANOENGINE_CPU_VECTORS_H
+#define NANOENGINE_CPU_VECTORS_H
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+enum { F32, BF16_WIDE, BF16_PAIRS };
+
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define LANES 16
+#define LANE_LIST(X, w) X(0, w), X(1, w), X(2, w), X(3, w), X(4, w), X(5, w), X(6, w), X(7, w), \
+                        X(8, w), X(9, w), X(10, w), X(11, w), X(12, w), X(13, w), X(14, w), X(15, w)
+#else
+#if defined(__AVX2__) && defined(__FMA__)
+#define LANES 8
+#define LANE_LIST(X, w) X(0, w), X(1, w), X(2, w), X(3, w), X(4, w), X(5, w), X(6, w), X(7, w)
+#else
+#define LANES 4
+#define LANE_LIST(X, w) X(0, w), X(1, w), X(2, w), X(3, w)
+#endif
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+
+#define LOG2E 1.44269504f
+#define LANE_ID(l, w) l
+static const vi IOTA = {LANE_LIST(LANE_ID, 0)};
+
+INLINE vf load(const void *p) { vf x; memcpy(&x, p, sizeof x); return x; }
+INLINE void store(void *p, vf x) { memcpy(p, &x, sizeof x); }
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vi splat_i(int32_t x) { return x - (vi){0}; }
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+
+/* A NaN in b is kept, so that a broken input stays visible. */
+INLINE vf vmax(vf a, vf b) {
+#if LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
+
+INLINE float max_lane(vf x) {
+    float m = x[0];
+    UNROLL for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+/* Lane l of a fold with segments of 2w lanes: the first half comes from a, the second from b. */
+#define FOLD_LO(l, w) ((l) % (2 * (w)) < (w) ? 0 : LANES) + (l) / (2 * (w)) * 2 * (w) + (l) % (w)
+#define FOLD_HI(l, w) (FOLD_LO(l, w)) + (w)
+#if defined(__clang__)
+#define SHUFFLE(a, b, lane, w) __builtin_shufflevector(a, b, LANE_LIST(lane, w))
+#else
+#define SHUFFLE(a, b, lane, w) __builtin_shuffle(a, b, (vi){LANE_LIST(lane, w)})
+#endif
+#define FOLD(a, b, w) (SHUFFLE(a, b, FOLD_LO, w) + SHUFFLE(a, b, FOLD_HI, w))
+
+/* Lane i of the result is the sum of the lanes of s[i]. */
+INLINE vf sum_each(vf *s) {
+#if LANES == 16
+    UNROLL for (int i = 0; i < 8; i++) s[i] = FOLD(s[i], s[i + 8], 8);
+#endif
+#if LANES >= 8
+    UNROLL for (int i = 0; i < 4; i++) s[i] = FOLD(s[i], s[i + 4], 4);
+#endif
+    UNROLL for (int i = 0; i < 2; i++) s[i] = FOLD(s[i], s[i + 2], 2);
+    return FOLD(s[0], s[1], 1);
+}
+
+/* x[i][j] becomes x[j][i]: blocks of w lanes change places, for every power of two. */
+#define SWAP_LO(l, w) ((l) / (w) % 2 ? LANES - (w) : 0) + (l)
+#define SWAP_HI(l, w) ((l) / (w) % 2 ? LANES : (w)) + (l)
+#define SWAP(w)                                                                                     \
+    UNROLL for (int i = 0; i < LANES; i++) if (i / (w) % 2 == 0) {                                  \
+        const vf a = x[i], b = x[i + (w)];                                                          \
+        x[i] = SHUFFLE(a, b, SWAP_LO, w), x[i + (w)] = SHUFFLE(a, b, SWAP_HI, w);                   \
+    }
+INLINE void transpose(vf *x) {
+    SWAP(1)
+    SWAP(2)
+#if LANES >= 8
+    SWAP(4)
+#endif
+#if LANES == 16
+    SWAP(8)
+#endif
+}
+
+INLINE float sum_lanes(vf x) {
+    UNROLL for (int w = LANES / 2; w > 0; w /= 2)
+        for (int i = 0; i < w; i++) x[i] += x[i + w];
+    return x[0];
+}
+
+/* 2^t for t <= 0, exactly 1 at 0 and exactly 0 at -inf. Minimax polynomials on [-1/2, 1/2] with a
+ * constant term of 1: relative error 9e-8 (degree 5), 3e-6 (degree 4, enough for a p in bf16). */
+INLINE vf exp2v(vf t, int degree) {
+    t = vmax(splat(-127.0f), t);
+    vf shifted = t + 12582912.0f; /* 1.5 * 2^23: the low bits now hold round(t) */
+    vf f = t - (shifted - 12582912.0f), p;
+    if (degree == 5) {
+        p = f * 0.00132647273f + 0.00967151279f;
+        p = p * f + 0.0555073374f;
+        p = p * f + 0.240222421f;
+        p = p * f + 0.693146978f;
+    } else {
+        p = f * 0.00958285324f + 0.0559064259f;
+        p = p * f + 0.240240986f;
+        p = p * f + 0.693124193f;
+    }
+    p = p * f + 1.0f;
+    return (vf)((vu)p + ((vu)shifted << 23));
+}
+/* A maximum as a power of 2. Finite, because -inf - -inf is NaN; and the comparison keeps the compiler
+ * from fusing the product into a subtraction, which would make 2^(x - x) something else than 1. */
+INLINE vf base_of(vf top) { return vmax(splat(-1e30f), top * LOG2E); }
+
+INLINE vf widen(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+
+/* n (1..LANES) elements starting at p, the other lanes 0; nothing past them is read. */
+INLINE vf load_f32(const void *p, int n, int mode) {
+    vf x = {0};
+    vh h = {0};
+    if (mode == F32) {
+        if (n >= LANES) return load(p);
+        memcpy(&x, p, 4 * (size_t)n);
+        return x;
+    }
+    if (n >= LANES) memcpy(&h, p, sizeof h);
+    else memcpy(&h, p, 2 * (size_t)n);
+    return widen(h);
+}
+
+/* To the nearest bf16, ties to even, as torch does; NaN stays NaN. */
+INLINE vh narrow(vf x) {
+#if defined(__AVX512BF16__) && LANES == 16
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+    const vu u = (vu)x, nearest = u + 0x7fff + (u >> 16 & 1);
+    return __builtin_convertvector((vu)pick(x == x, (vf)nearest, (vf)(u | 0x400000)) >> 16, vh);
+#endif
+}
+
+INLINE void store_n(void *p, vf x, int n, int mode) {
+    const vh h = narrow(x);
+    if (n < LANES) memcpy(p, mode == F32 ? (const void *)&x : &h, (size_t)n * (mode == F32 ? 4 : 2));
+    else if (mode == F32) memcpy(p, &x, sizeof x);
+    else memcpy(p, &h, sizeof h);
+}
+INLINE vf rounded(vf x, int mode) { return mode == F32 ? x : widen(narrow(x)); }
+
+#if defined(__AVX512BF16__) && LANES == 16
+#define HAVE_PAIRS 1
+/* acc[i] += a[2i] * b[2i] + a[2i+1] * b[2i+1] over 16 lanes of bf16 pairs. */
+INLINE vf dot_pairs(vf acc, vf a, vf b) {
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
+INLINE vf load_bf16(const void *p, int n) { /* up to 32 elements, the rest 0 */
+    if (n >= 32) return load(p);
+    return (vf)_mm512_maskz_loadu_epi16((1u << n) - 1, p);
+}
+/* a0 b0 a1 b1 ...: the first or the second 16 pairs of two rows of 32 elements. */
+INLINE vf interleave(vf a, vf b, int half) {
+    const vi index = IOTA * 0x10001 + 0x200000 + half * 0x100010; /* (i, 32 + i) as two 16-bit halves */
+    return (vf)_mm512_permutex2var_epi16((__m512i)a, (__m512i)index, (__m512i)b);
+}
+/* Pairs (a[i], b[i]) rounded to bf16. */
+INLINE vf round_pairs(vf a, vf b) {
+    const vi index = IOTA * 0x10001 + 0x100000;
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    return (vf)_mm512_permutexvar_epi16((__m512i)index, both);
+}
+#else
+#define HAVE_PAIRS 0
+INLINE vf dot_pairs(vf acc, vf a, vf b) { return acc + a * b; } /* the rest: never called */
+INLINE vf load_bf16(const void *p, int n) { return load_f32(p, n, F32); }
+INLINE vf interleave(vf a, vf b, int half) { return half ? a : b; }
+INLINE vf round_pairs(vf a, vf b) { return a + b; }
+#endif
+
+/* Denormals off while our loops run: part of attention's law, and they are slow. */
+INLINE unsigned flush_denormals(void) {
+#if defined(__x86_64__)
+    unsigned saved = _mm_getcsr();
+    _mm_setcsr(saved | 0x8040);
+    return saved;
+#else
+    return 0;
+#endif
+}
+INLINE void restore_denormals(unsigned saved) {
+#if defined(__x86_64__)
+    _mm_setcsr(saved);
+#else
+    (void)saved;
+#endif
+}
+
+/* ---- rows ------------------------------------------------------------------------------------- */
+
+/* Element i of an array; and the vector from there on, as far as `dim` reaches at `d`. */
+#define AT(p, i, mode) ((char *)(p) + (i) * ((mode) == F32 ? 4 : 2))
+#define LOAD(p, i, mode) load_f32(AT(p, i, mode), min64(dim - d, LANES), mode)
+#define STORE(p, i, x, mode) store_n(AT(p, i, mode), x, min64(dim - d, LANES), mode)
+
+/* transformers' LlamaRMSNorm: statistics in fp32, rounded before the weight is applied. */
+INLINE void norm(const void *x, const void *weight, void *out, int64_t dim, float eps, int mode) {
+    vf squares = {0};
+    for (int64_t d = 0; d < dim; d += LANES) squares += LOAD(x, d, mode) * LOAD(x, d, mode);
+    const float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + eps);
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(out, d, rounded(LOAD(x, d, mode) * scale, mode) * LOAD(weight, d, mode), mode);
+}
+
+/* x / (1 + e^-x); exp of -|x| cannot overflow. */
+INLINE vf silu(vf x) {
+    const vf e = exp2v(pick(x > 0.0f, -x, x) * LOG2E, 5);
+    return x * pick(x > 0.0f, splat(1.0f), e) / (e + 1.0f);
+}
+#endif
