@@ -129,8 +129,7 @@ class CpuAttention:
             self._workspace.take("row_sum", (tokens, heads), torch.float32),
             self._workspace.take("acc", (tokens, heads, head_dim), torch.float32),
         )
-        is_first = True
-        for chunk in ctx.kv.read(layer):
+        for number, chunk in enumerate(ctx.kv.read(layer)):
             self._kernels.attend(
                 q,
                 chunk,
@@ -138,10 +137,9 @@ class CpuAttention:
                 ctx.kv_lens,
                 *state,
                 self._scale,
-                is_first,
+                number == 0,
                 out if chunk.is_last else None,
             )
-            is_first = False
         return out
 
 

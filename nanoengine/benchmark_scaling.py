@@ -9,12 +9,13 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from nanoengine.benchmark_limits import Limits, Model, decode_steps, measure_limits, rounded
+from nanoengine.benchmark_limits import Model, decode_steps, measure_limits, rounded
 from nanoengine.config import GIB
 from nanoengine.llm import LLM
 from nanoengine.loader import read_model_config, resolve_model
@@ -43,7 +44,7 @@ def scaling(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
         cells = [(batch, context) for context in args.contexts for batch in args.batches]
         model = Model(config, 0, limits)
         rows = [_row(llm, model, *cell) for cell in tqdm(cells, desc="cells", file=sys.stderr)]
-    return {"limits": {k: getattr(limits, k) for k in Limits.__slots__}, "rows": rows}
+    return {"limits": asdict(limits), "rows": rows}
 
 
 def _row(llm: LLM, model: Model, batch: int, context: int) -> Row:

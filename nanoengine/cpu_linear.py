@@ -87,14 +87,14 @@ class PackedWeight:
         record = _WEIGHT.pack(*pointers, *shape, is_gated, eps)
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
-        self._tape = tape
+        self.tape = tape
 
     def multiply(self, x: Tensor, out: Tensor, epilogue: int) -> None:
         """out (epilogue) norm(x) W^T; x [tokens, inputs] and out [tokens, outputs] may have strides
         between rows.
         """
         call, normed = self.call(x, out, epilogue)
-        self._tape.call(self.library.linear, (call, 1), x, out, normed)
+        self.tape.call(self.library.linear, (call, 1), x, out, normed)
 
     def call(self, x: Tensor, out: Tensor, epilogue: int) -> tuple[bytes, Tensor | None]:
         """The record of `multiply` for C, and the scratch memory that it points to."""
@@ -200,8 +200,6 @@ class PackedBridge:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
-        tape: CallTape,
         workspace: Workspace,
         weights: tuple[PackedWeight, PackedWeight, PackedWeight],
         following: PackedWeight | None,
@@ -210,8 +208,6 @@ class PackedBridge:
         self._out, self._gate_up, self._down = weights
         self._following = following
         self._workspace = workspace
-        self._linear = library.linear
-        self._tape = tape
 
     def __call__(self, residual: Tensor, attended: Tensor) -> Tensor:
         """See LayerOps.bridge; bfloat16."""
@@ -228,7 +224,7 @@ class PackedBridge:
             steps.append(self._following.call(residual, result, _STORE))
         calls = b"".join(call for call, _ in steps)
         held = residual, attended, gated, result, steps
-        self._tape.call(self._linear, (calls, len(steps)), held)
+        self._out.tape.call(self._out.library.linear, (calls, len(steps)), held)
         return result
 
     def _buffer(self, name: str, tokens: int, weight: PackedWeight) -> Tensor:
@@ -297,7 +293,7 @@ class CpuLinear:
         """See LayerOps.bridge."""
         weights = out.weight, gate_up.weight, down.weight
         following_weight = None if following is None else following.weight
-        return PackedBridge(self._library, self._tape, self._workspace, weights, following_weight)
+        return PackedBridge(self._workspace, weights, following_weight)
 
     def _pack(
         self,
@@ -317,7 +313,7 @@ class CpuLinear:
         num_panels = -(-columns // _PANEL)
         panels = self._arena.take(num_panels * _PANEL * -(-inputs // 2) * 4)
         if inputs % 2 or num_panels * _PANEL != outputs * len(weights):
-            panels.zero_()
+            panels.zero_()  # what packing leaves out is multiplied, too
         packed = PackedWeight(
             self._library,
             self._tape,

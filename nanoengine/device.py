@@ -143,9 +143,7 @@ class WorkerEvent:
 
 
 class WorkerStream:
-    """Copies on a thread of its own, on cores that compute leaves idle; a random delay before each
-    shows missing waits.
-    """
+    """Copies on a thread of its own; a random delay before each shows missing waits."""
 
     def __init__(self, name: str, max_delay_s: float = 0.0, seed: int = 0) -> None:
         self.name = name
@@ -453,11 +451,15 @@ def make_device(
     raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {name!r}')
 
 
+def _read_kib(path: str, name: str) -> int:
+    with open(path) as lines:
+        info = dict(line.split(":", 1) for line in lines)
+    return int(info[name].split()[0])
+
+
 def _available_memory() -> int:
     try:
-        with open("/proc/meminfo") as lines:
-            info = dict(line.split(":", 1) for line in lines)
-        return int(info["MemAvailable"].split()[0]) << 10
+        return _read_kib("/proc/meminfo", "MemAvailable") << 10
     except (OSError, KeyError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -465,9 +467,7 @@ def _available_memory() -> int:
 def _peak_resident_kib() -> float:
     """The system's own mark: getrusage's is carried over from the process that started this one."""
     try:
-        with open("/proc/self/status") as lines:
-            info = dict(line.split(":", 1) for line in lines)
-        return int(info["VmHWM"].split()[0])
+        return _read_kib("/proc/self/status", "VmHWM")
     except (OSError, KeyError):
         unit = 1024 if sys.platform == "darwin" else 1
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -97,8 +97,9 @@ class Decoder:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
         x = self._embed(ctx.token_ids)
         cos, sin = self._rotary.angles(ctx.positions)
-        inputs = ctx.kv.inputs()
-        if inputs is None or len(x) > len(ctx.lengths):  # only decode steps are like one another
+        is_decode = len(x) == len(ctx.lengths)  # only such steps are like one another
+        inputs = ctx.kv.inputs() if is_decode else None
+        if inputs is None:
             return self._run_layers(x, cos, sin, ctx)
         tensors = x, cos, sin, ctx.query_start, ctx.kv_lens, *inputs.tensors
         return self._ops.repeat(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from nanoengine.config import EngineConfig
@@ -86,7 +86,7 @@ def time_steps(
             return []
         for seq in seqs:
             kv.fill_random(seq, on_host)
-        with kv.full_device(keep_free=1) if on_host else _nothing():
+        with kv.full_device(keep_free=1) if on_host else nullcontext():
             for _ in range(NUM_WARMUPS):
                 _step(runner, device, batch)
             return [_step(runner, device, batch) for _ in range(NUM_STEPS)]
@@ -114,11 +114,6 @@ def _step(runner: ModelRunner, device: Device, batch: ScheduledBatch) -> float:
     runner.run(batch)
     device.synchronize()
     return time.perf_counter() - start
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts) -> int | None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from driver import Driver
+from marks import needs_bf16_cpu, needs_compiler
 from shadow import HeldDevice
 from torch import Tensor
 
-from nanoengine import SamplingParams, cpu_linear
+from nanoengine import SamplingParams
 from nanoengine.call_tape import CallTape, _Pass
 from nanoengine.context import StepInputs
 from nanoengine.device import CpuDevice
@@ -21,9 +22,6 @@ from nanoengine.offload import OffloadEngine, StepTransfers
 from nanoengine.step_plan import Store
 from nanoengine.stream_check import CheckedDevice
 
-bf16_products = pytest.mark.skipif(
-    not cpu_linear.is_supported(), reason="no AVX512-BF16: PyTorch multiplies"
-)
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 90, 1))]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 30, 60, 20, 50)
@@ -55,7 +53,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@bf16_products
+@needs_compiler
+@needs_bf16_cpu
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_decoding_from_the_tape_moves_no_bit(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, replays: list[int], name: str
@@ -78,7 +77,8 @@ def test_with_pytorch_s_products_nothing_is_made_again(
     assert not replays
 
 
-@bf16_products
+@needs_compiler
+@needs_bf16_cpu
 @pytest.mark.parametrize("mode", ["in_place", "stream"])
 def test_steps_that_move_kv_are_not_made_again(
     tiny: Callable[[str], Path],

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from marks import needs_compiler
 from torch import Tensor
 
 from nanoengine import cpu_kernels
@@ -27,10 +27,7 @@ VARIANTS = {
 
 pytestmark = [
     pytest.mark.usefixtures("two_threads"),
-    pytest.mark.skipif(
-        not any(map(shutil.which, ("gcc", "cc", "clang"))),
-        reason="no C compiler: torch is used instead",
-    ),
+    needs_compiler,
 ]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from marks import needs_bf16_cpu, needs_compiler
 from torch import Tensor
 
 from nanoengine import cpu_kernels, cpu_linear
@@ -18,13 +18,7 @@ from nanoengine.cpu_kernels import KernelBuildError
 from nanoengine.cpu_linear import CpuLinear, WeightArena
 from nanoengine.errors import EngineError
 
-has_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="no C compiler"
-)
-needs_cpu = pytest.mark.skipif(
-    not cpu_linear.is_supported(), reason="no AVX512-BF16 here: oneDNN multiplies instead"
-)
-pytestmark = [has_compiler, pytest.mark.usefixtures("two_threads")]
+pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
 # (outputs, inputs): a whole panel, parts of one, several; k odd, short, and of several chunks.
 SHAPES = [(64, 32), (1, 1), (33, 7), (31, 2), (200, 61), (576, 576), (70, 4101), (97, 2048)]
@@ -294,7 +288,7 @@ def test_the_arena_hands_out_memory_once(packer, build_folder):
     assert parts[0].eq(1).all()
 
 
-@needs_cpu
+@needs_bf16_cpu
 def test_both_sources_share_a_folder(build_folder):
     attention = cpu_kernels.build_library(build_folder)
     linear = cpu_kernels.build_library(build_folder, source=cpu_linear.SOURCE)
