@@ -52,6 +52,8 @@ class TorchAttention:
     others.
     """
 
+    follows_tensors = False
+
     def __init__(self, head_dim: int, reason: str = "") -> None:
         """reason: why this backend was taken, for the plan."""
         self.name = f"torch ({reason})" if reason else "torch"
@@ -114,6 +116,8 @@ class TorchAttention:
 class CpuAttention:
     """The C kernel of cpu_kernels.c: reads each KV byte once for all query heads of its group."""
 
+    follows_tensors = True
+
     def __init__(self, head_dim: int, kernels: CpuKernels) -> None:
         self.name = f"C kernel ({kernels.isa})"
         self._scale = head_dim**-0.5
@@ -151,7 +155,8 @@ def make_attention(
     block_size: int,
     head_dim: int,
 ) -> AttentionBackend:
-    """The C kernel where there is one; on a GPU a flash kernel if one serves; else PyTorch.
+    """The C kernel where there is one; on a GPU a flash kernel if one serves, else Triton's, else
+    PyTorch.
 
     The name of the backend says what was taken and, of what would be faster, why not.
     no_kernels: why there is no C kernel. block_size: tokens of a KV block.
@@ -161,4 +166,10 @@ def make_attention(
     if device.type != "cuda":
         return TorchAttention(head_dim, no_kernels)
     flash, no_flash = make_flash(device, dtype, block_size, head_dim)
-    return flash or TorchAttention(head_dim, no_flash)
+    if flash is not None:
+        return flash
+    try:
+        from nanoengine.triton_attention import TritonAttention  # what PyTorch for a GPU brings
+    except ImportError as error:
+        return TorchAttention(head_dim, f"{no_flash}; Triton: {error}")
+    return TritonAttention(head_dim, dtype, device, no_flash)

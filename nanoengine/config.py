@@ -109,7 +109,7 @@ class EngineConfig:
     kv_cache_gib: KV budget given outright; num_gpu_blocks: the same in blocks.
     kvcache_block_size: tokens of a KV block.
     enable_prefix_caching: reuse the KV of equal prompt beginnings.
-    enforce_eager: no CUDA graphs (there are none yet).
+    enforce_eager: on a GPU, launch every kernel of a decode step by itself, not as a CUDA graph.
     load_format: "auto", "safetensors", "gguf" or "dummy" (random weights of the right shapes).
     seed: the seed of requests that bring none. num_threads: CPU threads (None: all usable cores).
     max_num_partial_prefills: most prompts that may be half computed after a step.

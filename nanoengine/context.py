@@ -98,9 +98,13 @@ class KVCache(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of this step's queries over the chunks of one layer."""
+    """Causal attention of this step's queries over the chunks of one layer.
+
+    follows_tensors: what it does depends on the tensors of a context alone, whatever its `lengths`.
+    """
 
     name: str
+    follows_tensors: bool
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """q is [tokens, heads, head_dim]; so is the result, in the same dtype.

@@ -225,6 +225,10 @@ class Device(Protocol):
         """Wait for all queued work."""
         ...
 
+    def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
+        """Numbers, nested lists of them, as a tensor on the device; the host does not wait."""
+        ...
+
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory that copies to and from the device run fastest with."""
         ...
@@ -288,6 +292,10 @@ class CpuDevice:
         """Wait for the copy workers."""
         for worker in self._workers:
             self.compute.wait(worker.record())
+
+    def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
+        """See Device."""
+        return torch.tensor(values, dtype=dtype)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Pages taken from the system as they are first written; big ones where it has them.
@@ -385,7 +393,8 @@ class CudaDevice:
                 'use device="cpu" or install a CUDA build of torch'
             )
         self.name = name
-        self.torch_device = torch.device(name)
+        index = torch.device(name).index
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         torch.cuda.set_device(self.torch_device)
         self.compute: Stream = CudaStream("compute", torch.cuda.current_stream())
         self.h2d: Stream = CudaStream("h2d", torch.cuda.Stream())  # type: ignore[no-untyped-call]
@@ -413,6 +422,11 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for the GPU."""
         torch.cuda.synchronize(self.torch_device)
+
+    def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
+        """See Device. Through pinned memory: the host does not wait for what the GPU has queued."""
+        host = torch.tensor(values, dtype=dtype, pin_memory=True)
+        return host.to(self.torch_device, non_blocking=True)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Pinned memory. torch takes the next power of two of bytes for it."""

@@ -136,6 +136,8 @@ class VarlenKernel:
 class FlashAttention:
     """Flash kernel calls over the chunks of a layer, merged in fp32 (context.AttentionBackend)."""
 
+    follows_tensors = False
+
     def __init__(
         self, head_dim: int, kernel: FlashKernel, device: torch.device, besides: str = ""
     ) -> None:

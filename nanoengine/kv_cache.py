@@ -21,7 +21,7 @@ from nanoengine.errors import OutOfMemoryError, PromptTooLongError
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
 from nanoengine.placement import Placement, StepTables, device_slot
 from nanoengine.sequence import Admission, RequestMetrics, ScheduledBatch, Sequence
-from nanoengine.step_kv import ChunkTable, LayerPool, StepKV
+from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV
 from nanoengine.step_plan import DEVICE, HOST, Location, Part, plan_reads
 
 
@@ -107,8 +107,13 @@ class HybridKVCacheManager:
         enable_prefix_caching: bool = True,
         decode_reserve_blocks: int = 0,
         debug: bool = False,
+        pad_decode: Pad | None = None,
     ) -> None:
+        """pad_decode: for how many sequences a decode step of so many is laid out, where fewer
+        kinds of steps are wanted (None: as many as it has).
+        """
         self.spec = spec
+        self._pad_decode = pad_decode
         self.peak_streamed = 0
         self._device = device
         self._enable_prefix_caching = enable_prefix_caching
@@ -403,12 +408,15 @@ class HybridKVCacheManager:
             is_decode=batch.num_tokens == len(batch.items),
         )
         size = self.spec.block_size
-        k_slots, v_slots = [-1] * batch.num_tokens, [-1] * batch.num_tokens
+        num_rows = self._num_rows(transfers, parts, batch)
+        num_tokens = max(batch.num_tokens, num_rows)
+        k_slots, v_slots = [-1] * num_tokens, [-1] * num_tokens
         for row, (block, offset) in writes.items():
             k_slots[row] = device_slot(block) * 2 * size + offset
             v_slots[row] = k_slots[row] + size
         counted = replace(self.counters)
         return StepKV(
+            num_rows=num_rows or len(batch.items),
             pools=self._layers,
             offload=self._offload,
             k_slots=self._tensor(k_slots, torch.int64),
@@ -416,7 +424,7 @@ class HybridKVCacheManager:
             stored=None
             if len(writes) == batch.num_tokens
             else self._tensor(list(writes), torch.int64),
-            reads=self._chunk_tables(parts),
+            reads=self._chunk_tables(parts, num_rows),
             run=self._offload.begin(transfers),
             placement=placement,
             streamed=[batch.items[index].seq.metrics for index in streamed],
@@ -445,11 +453,19 @@ class HybridKVCacheManager:
             if store := placement.stores.get(block):
                 metrics.d2h_bytes += (store.stop - store.start) * token_bytes
 
-    def _chunk_tables(self, parts: list[Part]) -> list[ChunkTable]:
+    def _chunk_tables(self, parts: list[Part], num_rows: int) -> list[ChunkTable]:
         fills = count()
         return [
-            ChunkTable.make(part, next(fills) if part.fill else -1, self._tensor) for part in parts
+            ChunkTable.make(part, next(fills) if part.fill else -1, self._tensor, num_rows)
+            for part in parts
         ]
+
+    def _num_rows(self, transfers: StepTransfers, parts: list[Part], batch: ScheduledBatch) -> int:
+        """Sequences that a step is padded to; 0: it is not."""
+        is_resident = len(parts) == 1 and parts[0].tier == DEVICE
+        if self._pad_decode is None or not transfers.is_decode or not is_resident:
+            return 0
+        return self._pad_decode(len(batch.items))
 
     def _plan_writes(self, batch: ScheduledBatch) -> dict[int, tuple[Block, int]]:
         """For each row of the batch whose KV is stored, its block and place in it.
@@ -588,7 +604,7 @@ class HybridKVCacheManager:
         return -(-num_tokens // self.spec.block_size)
 
     def _tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._pool.device)
+        return self._device.tensor(values, dtype)
 
 
 def _num_idle(blocks: list[Block]) -> int:

@@ -195,15 +195,44 @@ class TorchOps:
         return forward()
 
 
-class KernelOps(TorchOps):
-    """The fused C kernels: one call each instead of five to eight small PyTorch operators."""
+class Tape(Protocol):
+    """Does again what a step did (CallTape, CudaGraphs)."""
 
-    def __init__(self, kernels: CpuKernels) -> None:
+    def run(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
+        """See LayerOps.repeat."""
+        ...
+
+
+class Kernels(Protocol):
+    """Small operators that are one call each; as CpuKernels documents them."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+    def argmax(self, logits: Tensor) -> Tensor: ...
+    def rope_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k_slots: Tensor,
+        v_slots: Tensor,
+        pool: Tensor,
+    ) -> None: ...
+
+
+class KernelOps(TorchOps):
+    """The fused kernels: one call each instead of five to eight small PyTorch operators."""
+
+    def __init__(self, kernels: Kernels, tape: Tape | None) -> None:
+        """tape: what does a step again; None: every step is done anew."""
         self._kernels = kernels
+        self._tape = tape
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See LayerOps."""
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = x.new_empty(x.shape)
         self._kernels.rms_norm(x, weight, eps, out)
         return out
 
@@ -227,14 +256,14 @@ class KernelOps(TorchOps):
 
     def repeat(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
         """See LayerOps."""
-        return self._kernels.tape.run(inputs, forward)
+        return forward() if self._tape is None else self._tape.run(inputs, forward)
 
 
 class PackedOps(KernelOps):
     """bfloat16 products by our own kernel, with norm, silu and residual sum fused onto them."""
 
     def __init__(self, kernels: CpuKernels, products: CpuLinear) -> None:
-        super().__init__(kernels)
+        super().__init__(kernels, kernels.tape)
         self._products = products
 
     def linear(
@@ -262,6 +291,94 @@ class PackedOps(KernelOps):
         assert isinstance(gate_up, PackedGateUp)
         assert following is None or isinstance(following, PackedLinear)
         return self._products.bridge(out, gate_up, down, following)
+
+
+class GpuKernels(Kernels, Protocol):
+    """Those of a GPU."""
+
+    def add_rms_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        """residual += x, then out = norm(residual) * weight."""
+        ...
+
+
+class GpuLinear(Linear):
+    """A product by PyTorch whose norm stands apart, so that a residual sum can be fused with it."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, kernels: GpuKernels
+    ) -> None:
+        super().__init__(weight, bias)
+        self._before = norm
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Product."""
+        if self._before is None:
+            return super().__call__(x)
+        normed = x.new_empty(x.shape)
+        self._kernels.rms_norm(x, *self._before, normed)
+        return super().__call__(normed)
+
+    def after_sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x, in place; then self(residual)."""
+        assert self._before is not None
+        normed = x.new_empty(x.shape)
+        self._kernels.add_rms_norm(residual, x, *self._before, normed)
+        return super().__call__(normed)
+
+
+class GpuGateUp:
+    """Gate and up in one product, then silu and their product."""
+
+    def __init__(self, both: GpuLinear, silu_mul: Callable[[Tensor], Tensor]) -> None:
+        self._both = both
+        self._silu_mul = silu_mul
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See GateUp."""
+        return self._silu_mul(self._both(x))
+
+    def after_sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x, in place; then self(residual)."""
+        return self._silu_mul(self._both.after_sum(residual, x))
+
+
+class GpuOps(KernelOps):
+    """PyTorch's products, and fused kernels between them: a residual sum and the norm after it are
+    one.
+    """
+
+    def __init__(self, kernels: GpuKernels, tape: Tape | None) -> None:
+        super().__init__(kernels, tape)
+        self._gpu = kernels
+
+    def linear(
+        self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+    ) -> GpuLinear:
+        """See LayerOps."""
+        return GpuLinear(weight, bias, norm, self._gpu)
+
+    def gate_up(
+        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
+    ) -> GpuGateUp:
+        """See LayerOps."""
+        bias = None if biases is None else torch.cat(biases)
+        return GpuGateUp(self.linear(torch.cat((gate, up)), bias, norm), self.silu_mul)
+
+    def bridge(
+        self, out: Product, gate_up: GateUp, down: Product, following: Product | None
+    ) -> Bridge:
+        """See LayerOps."""
+        assert isinstance(gate_up, GpuGateUp)
+        assert following is None or isinstance(following, GpuLinear)
+
+        def run(residual: Tensor, attended: Tensor) -> Tensor:
+            fed = down(gate_up.after_sum(residual, out(attended)))
+            return residual.add_(fed) if following is None else following.after_sum(residual, fed)
+
+        return run
 
 
 class Rotary:

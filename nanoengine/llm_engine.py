@@ -22,8 +22,10 @@ import xxhash
 
 from nanoengine.attention import make_attention
 from nanoengine.config import EngineConfig, ModelConfig, make_config
+from nanoengine.context import AttentionBackend
 from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
 from nanoengine.cpu_linear import CpuLinear
+from nanoengine.cuda_graph import CudaGraphs, graph_size
 from nanoengine.device import Device, make_device
 from nanoengine.errors import (
     ConfigError,
@@ -37,7 +39,7 @@ from nanoengine.errors import (
     TransferError,
 )
 from nanoengine.kv_cache import HybridKVCacheManager
-from nanoengine.layers import KernelOps, LayerOps, PackedOps, TorchOps
+from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.loader import load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
 from nanoengine.model_runner import ModelRunner
@@ -95,9 +97,10 @@ class LLMEngine:
             self.config.enable_prefix_caching,
             self.config.decode_reserve_blocks,
             self.config.debug_kv,
+            pad_decode=graph_size if self._uses_graphs(ops, attention) else None,
         )
         self._runner: ModelRunner | None = ModelRunner(
-            loaded.decoder, attention, self.kv, Sampler(ops.argmax), self.device.torch_device
+            loaded.decoder, attention, self.kv, Sampler(ops.argmax), self.device
         )
         self.decode_costs: DecodeCosts | None = None
         if self.plan.kv.num_host_blocks:
@@ -241,14 +244,28 @@ class LLMEngine:
             return None, str(error)
 
     def _layer_ops(self, kernels: CpuKernels | None, dtype: torch.dtype) -> LayerOps:
+        if self.device.name != "cpu":
+            return self._gpu_ops()
         if kernels is None:
             return TorchOps()
         if dtype is not torch.bfloat16:
-            return KernelOps(kernels)
+            return KernelOps(kernels, kernels.tape)
         try:
             return PackedOps(kernels, CpuLinear.load(kernels.tape))
         except KernelBuildError:
-            return KernelOps(kernels)
+            return KernelOps(kernels, kernels.tape)
+
+    def _gpu_ops(self) -> LayerOps:
+        try:
+            from nanoengine.triton_kernels import TritonKernels  # what PyTorch for a GPU brings
+        except ImportError:
+            return TorchOps()
+        return GpuOps(TritonKernels(), None if self.config.enforce_eager else CudaGraphs())
+
+    def _uses_graphs(self, ops: LayerOps, attention: AttentionBackend) -> bool:
+        """Whether decode steps are replayed as CUDA graphs."""
+        is_on = isinstance(ops, GpuOps) and not self.config.enforce_eager
+        return is_on and attention.follows_tensors and not self.device.is_checked
 
     def _make_device(self) -> Device:
         config = self.config

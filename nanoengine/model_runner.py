@@ -10,14 +10,17 @@ from typing import Protocol
 import torch
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache
+from nanoengine.device import Device
 from nanoengine.models import Decoder
 from nanoengine.sampler import Sampler
 from nanoengine.sequence import ScheduledBatch
 
 
 class StepCache(KVCache, Protocol):
-    """The KV cache of one step."""
+    """The KV cache of one step, laid out for `num_rows` sequences."""
 
+    @property
+    def num_rows(self) -> int: ...
     def end(self) -> None: ...
 
 
@@ -36,7 +39,7 @@ class ModelRunner:
         attention: AttentionBackend,
         kv: StepCaches,
         sampler: Sampler,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -49,7 +52,7 @@ class ModelRunner:
         """One token for each item of the batch that samples, in order."""
         kv = self._kv.begin(batch)
         try:
-            ctx = self.context(batch, kv)
+            ctx = self.context(batch, kv, kv.num_rows)
             hidden = self._model.forward(ctx)
         finally:
             kv.end()
@@ -58,8 +61,11 @@ class ModelRunner:
             return []
         return self._sampler.sample(self._model.logits(hidden[ctx.logit_rows]), seqs)
 
-    def context(self, batch: ScheduledBatch, kv: KVCache) -> ForwardContext:
-        """The forward context of a batch, over the KV cache of its step."""
+    def context(self, batch: ScheduledBatch, kv: KVCache, num_rows: int = 0) -> ForwardContext:
+        """The forward context of a batch, over the KV cache of its step.
+
+        num_rows: at least so many sequences; those past the real ones have a token, and no keys.
+        """
         token_ids: list[int] = []
         positions: list[int] = []
         starts, kv_lens, logit_rows = [0], [], []
@@ -72,16 +78,23 @@ class ModelRunner:
             kv_lens.append(end)
             if item.samples:
                 logit_rows.append(len(token_ids) - 1)
+        lengths = [*zip((item.num_tokens for item in batch.items), kv_lens, strict=True)]
+        for _ in range(len(lengths), num_rows):
+            lengths.append((1, 0))
+            token_ids.append(0)
+            positions.append(0)
+            starts.append(len(token_ids))
+            kv_lens.append(0)
         return ForwardContext(
             token_ids=self._tensor(token_ids, torch.int64),
             positions=self._tensor(positions, torch.int64),
             query_start=self._tensor(starts, torch.int32),
             kv_lens=self._tensor(kv_lens, torch.int32),
-            lengths=tuple(zip((i.num_tokens for i in batch.items), kv_lens, strict=True)),
+            lengths=tuple(lengths),
             logit_rows=self._tensor(logit_rows, torch.int64),
             kv=kv,
             attention=self._attention,
         )
 
     def _tensor(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device)
+        return self._device.tensor(values, dtype)

@@ -98,7 +98,7 @@ class Decoder:
         x = self._embed(ctx.token_ids)
         cos, sin = self._rotary.angles(ctx.positions)
         is_decode = len(x) == len(ctx.lengths)  # only such steps are like one another
-        inputs = ctx.kv.inputs() if is_decode else None
+        inputs = ctx.kv.inputs() if is_decode and ctx.attention.follows_tensors else None
         if inputs is None:
             return self._run_layers(x, cos, sin, ctx)
         tensors = x, cos, sin, ctx.query_start, ctx.kv_lens, *inputs.tensors

@@ -18,6 +18,7 @@ from nanoengine.sequence import RequestMetrics
 from nanoengine.step_plan import DEVICE, HOST, Part
 
 MakeTensor = Callable[[object, torch.dtype], Tensor]
+Pad = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +53,27 @@ class ChunkTable:
     slots: tuple[int, ...]
 
     @classmethod
-    def make(cls, part: Part, fill_index: int, tensor: MakeTensor) -> ChunkTable:
+    def make(
+        cls, part: Part, fill_index: int, tensor: MakeTensor, num_rows: int = 0
+    ) -> ChunkTable:
+        """num_rows: at least so many sequences, those past the real ones without blocks, and room
+        for a power of two of blocks each.
+        """
         spans = part.spans
         width = max(len(span.slots) for span in spans)
-        padded = [[*span.slots, *[0] * (width - len(span.slots))] for span in spans]
+        if num_rows:
+            width = 1 << (width - 1).bit_length()
+        rows = [[*span.slots, *[0] * (width - len(span.slots))] for span in spans]
+        empty = range(len(spans), num_rows)
+        rows += [[0] * width for _ in empty]
+        nothing = [0 for _ in empty]
         return cls(
             part,
             fill_index,
-            tensor([span.index for span in spans], torch.int32),
-            tensor([span.first for span in spans], torch.int32),
-            tensor([len(span.slots) for span in spans], torch.int32),
-            tensor(padded, torch.int32),
+            tensor([*(span.index for span in spans), *empty], torch.int32),
+            tensor([*(span.first for span in spans), *nothing], torch.int32),
+            tensor([*(len(span.slots) for span in spans), *nothing], torch.int32),
+            tensor(rows, torch.int32),
             tuple((span.index, span.first, span.slots) for span in spans),
             tuple({slot for span in spans for slot in span.slots}),
         )
@@ -82,9 +93,11 @@ class ChunkTable:
 class StepKV:
     """One step's view of the KV cache (context.KVCache).
 
+    num_rows: sequences that the step is laid out for, those past the real ones without KV.
     pools: of each layer. k_slots, v_slots, stored: as in KVTarget, for `rows` of such a pool.
     """
 
+    num_rows: int
     pools: list[LayerPool]
     offload: OffloadEngine
     k_slots: Tensor

@@ -205,6 +205,10 @@ class CheckedDevice:
         """See device.Device."""
         self.inner.synchronize()
 
+    def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
+        """See device.Device."""
+        return self.inner.tensor(values, dtype)
+
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See device.Device."""
         return self.inner.empty_host(shape, dtype)
