@@ -394,7 +394,9 @@ class CudaDevice:
             )
         self.name = name
         index = torch.device(name).index
-        self.torch_device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.torch_device = torch.device(
+            "cuda", torch.cuda.current_device() if index is None else index
+        )
         torch.cuda.set_device(self.torch_device)
         self.compute: Stream = CudaStream("compute", torch.cuda.current_stream())
         self.h2d: Stream = CudaStream("h2d", torch.cuda.Stream())  # type: ignore[no-untyped-call]

@@ -53,9 +53,7 @@ class ChunkTable:
     slots: tuple[int, ...]
 
     @classmethod
-    def make(
-        cls, part: Part, fill_index: int, tensor: MakeTensor, num_rows: int = 0
-    ) -> ChunkTable:
+    def make(cls, part: Part, fill_index: int, tensor: MakeTensor, num_rows: int = 0) -> ChunkTable:
         """num_rows: at least so many sequences, those past the real ones without blocks, and room
         for a power of two of blocks each.
         """

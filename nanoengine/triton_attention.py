@@ -375,9 +375,7 @@ class TritonAttention:
             return len(ctx.lengths) * triton.cdiv(width, PARTITION)
         return sum(triton.cdiv(kv_len, PARTITION) for _, kv_len in ctx.lengths)
 
-    def _tiles_of(
-        self, number: int, chunk: KVChunk, lengths: Lengths, q: Tensor
-    ) -> Tensor | None:
+    def _tiles_of(self, number: int, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
         """(span, first query) of each tile of queries for chunk `number` of this step; None: no
         prompt has any there.
         """

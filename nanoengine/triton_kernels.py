@@ -174,4 +174,3 @@ class TritonKernels:
 
 def _warps(size: int) -> int:
     return min(16, max(1, triton.next_power_of_2(size) // 256))
-

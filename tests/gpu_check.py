@@ -2,8 +2,8 @@
 
     python tests/gpu_check.py [--device cuda] [--json FILE]
 
-Parity and isolation on the device, what the stream checker saw, the link, and a streamed decode in
-Llama-3.1-8B shapes with random weights and KV. Each row names the attention that ran and, where a
+Parity and isolation on the device, what the stream checker saw, the link, and the measurements of
+gpu_measure.py. Each row names the attention that ran and, where a
 faster one was not taken, why. `--device cpu` rehearses all of it in small shapes.
 Needs torch, transformers, safetensors, xxhash, tqdm and numpy, and no network.
 """
@@ -30,6 +30,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # works in a checkout tha
 
 from checkpoints import TINY, reference, reference_greedy
 from driver import Driver
+from gpu_measure import (
+    LLAMA_8B,
+    ON_GPU,
+    QWEN_600M,
+    REHEARSAL,
+    long_context,
+    many_streamed,
+    needles,
+    resident_decode,
+    workload,
+)
+from induction import write_checkpoint
 from tqdm import tqdm
 
 import nanoengine
@@ -49,27 +61,6 @@ STREAM: dict[str, Any] = {
     "kv_offload_gib": 0.01,
     "num_gpu_blocks": 6,
     "debug_kv": True,
-}
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
-# The same kind of work where there is no GPU.
-SMALL = LLAMA_8B | {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
 }
 
 
@@ -265,40 +256,54 @@ def link(device_name: str) -> dict[str, Any]:
     return {name: round(value, 2) for name, value in best.items()} | {"ok": True}
 
 
-def long_decode(folder: Path, device: str, h2d_gb_per_s: float) -> dict[str, Any]:
-    """One streamed request of 32K tokens with 1 GiB of device KV; random weights and KV."""
-    rehearsal = device == "cpu"
-    context = 4096 if rehearsal else 32768
-    (folder / "config.json").write_text(json.dumps(SMALL if rehearsal else LLAMA_8B))
-    made = LLMEngine(
-        folder,
-        load_format="dummy",
-        device=device,
-        dtype="bfloat16",
-        kv_cache_gib=0.002 if rehearsal else 1.0,
-        enable_cpu_offload=True,
-        offload_mode="stream",
-        kv_offload_gib=0.02 if rehearsal else 5.0,
-        max_num_seqs=4,
-        max_model_len=context,
-    )
-    print(made.plan, file=sys.stderr)
-    spec, costs = made.plan.kv, made.decode_costs
-    num_blocks = context // spec.block_size
-    streamed = max(0, num_blocks - spec.num_blocks) * spec.block_bytes
-    step_s = 1 / costs.tokens_per_s(num_blocks, spec.num_blocks)
-    result = {
-        "attention": made.plan.attention,
-        "context": context,
-        "device_kv_gib": round(spec.num_blocks * spec.block_bytes / (1 << 30), 3),
-        "streamed_gb_per_step": round(streamed / 1e9, 3),
-        "tokens_per_s": round(1 / step_s, 2),
-        "streamed_gb_per_s": round(streamed / step_s / 1e9, 2),
-        "share_of_link": round(streamed / step_s / 1e9 / h2d_gb_per_s, 3),
-        "peak_memory_mib": round(made.device.peak_memory_mib(), 1),
-        "ok": streamed > 0,
-    }
+def teacher_forced(folder: Path, device: str) -> dict[str, Any]:
+    """bf16 logits against transformers in fp32, over tokens that we chose; transformers' own bf16
+    run with SDPA beside them. Ours may be off by twice as much.
+    """
+    made = engine(folder, device, dtype="bfloat16", num_gpu_blocks=200)
+    driver = Driver(made)
+    outputs = driver.run(prompts(), PARAMS)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    exact = load(folder, dtype=torch.float32).to(device)
+    rounded = load(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    ours, theirs = 0.0, 0.0
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        ids = torch.tensor([prompt + output.outputs[0].token_ids[:-1]], device=device)
+        with torch.inference_mode():
+            want, sdpa = (model(ids).logits[0, len(prompt) - 1 :] for model in (exact, rounded))
+        got = torch.stack(driver.logits[output.request_id])
+        ours = max(ours, (got - want).abs().max().item())
+        theirs = max(theirs, (sdpa.float() - want).abs().max().item())
     made.close()
+    return {
+        "attention": made.plan.attention,
+        "largest_error": round(ours, 5),
+        "sdpa_largest_error": round(theirs, 5),
+        "ok": ours <= 2 * theirs,
+    }
+
+
+def graphs(folder: Path, device: str) -> dict[str, Any]:
+    """fp32 greedy ids against transformers with decode steps replayed as CUDA graphs, and not; with
+    offload both kinds of steps mix.
+    """
+    model = reference(folder)
+    expected = [reference_greedy(model, prompt, PARAMS.max_tokens) for prompt in prompts()]
+    result: dict[str, Any] = {}
+    for name, settings in {
+        "graphs": {"num_gpu_blocks": 200},
+        "eager": {"num_gpu_blocks": 200, "enforce_eager": True},
+        "graphs, offload": STREAM | {"debug_kv": False, "num_gpu_blocks": 40},
+        "graphs, chunks of 16": {"num_gpu_blocks": 200, "max_num_batched_tokens": 16},
+    }.items():
+        made = engine(folder, device, dtype="float32", **settings)
+        outputs = [made.add_request(prompt, PARAMS) for prompt in prompts()]
+        found = {}
+        while made.has_unfinished_requests:
+            found |= {o.request_id: o.outputs[0].token_ids for o in made.step()}
+        equal = [found[i] for i in outputs] == expected
+        result[name] = {"ids_equal": equal, "ok": equal}
+        made.close()
     return result
 
 
@@ -321,6 +326,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--json", metavar="FILE", help="also write the result here, indented")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="only these (default: all)")
     args = parser.parse_args()
     made = make_device(args.device, None)
     name = torch.cuda.get_device_name() if args.device != "cpu" else platform.processor() or "cpu"
@@ -334,31 +340,55 @@ def main() -> int:
         },
         "commit": commit(),
         "rehearsal": args.device == "cpu",
+        "seconds": {},
     }
+    seconds = result["seconds"]
+    scale = REHEARSAL if args.device == "cpu" else ON_GPU
     with tempfile.TemporaryDirectory() as folder:
-        names = ("llama", "long", "qwen3", "shapes")
-        llama, long, qwen, shapes = (Path(folder) / name for name in names)
+        names = ("llama", "long", "qwen3", "8b", "600m", "induction")
+        llama, long, qwen, large, small, induction = (Path(folder) / name for name in names)
         TINY["llama"](llama)
         replace(TINY["llama"], settings={"max_position_embeddings": 4096})(long)
         TINY["qwen3"](qwen)
-        shapes.mkdir()
-        checks: dict[str, Callable[[], dict[str, Any]]] = {
+        scale.shapes(large, LLAMA_8B)
+        scale.shapes(small, QWEN_600M)
+        write_checkpoint(induction)
+
+        def gb_per_s(name: str) -> float:
+            return float(result["link"][name])
+
+        checks: dict[str, Callable[[], Any]] = {
             "link": lambda: link(args.device),
             "parity_llama": lambda: parity(llama, args.device),
             "parity_qwen3": lambda: parity(qwen, args.device),
+            "graphs": lambda: graphs(qwen, args.device),
+            "teacher_forced": lambda: teacher_forced(llama, args.device),
             "bitwise_bf16": lambda: bitwise(llama, args.device, BLOCK),
             "bitwise_bf16_pages": lambda: bitwise(long, args.device, PAGE),
             "trace": lambda: trace(llama, args.device),
             "isolation": lambda: isolation(llama, args.device),
-            "long_decode": lambda: long_decode(shapes, args.device, result["link"]["h2d_gb_per_s"]),
+            "needles": lambda: needles(induction, scale),
+            "resident_decode": lambda: resident_decode(
+                large, scale, gb_per_s("device_read_gb_per_s")
+            ),
+            "workload": lambda: workload(small, scale, gb_per_s("device_read_gb_per_s")),
+            "many_streamed": lambda: many_streamed(large, scale, gb_per_s("h2d_gb_per_s")),
+            "long_context": lambda: long_context(large, scale, gb_per_s("h2d_gb_per_s")),
         }
+        if args.only:
+            checks = {name: run for name, run in checks.items() if name in {"link", *args.only}}
         for check, run in (bar := tqdm(checks.items())):
             bar.set_description(check)
             start = time.perf_counter()
             result[check] = run()
-            result[check]["seconds"] = round(time.perf_counter() - start, 1)
-    flat = [part for check in checks for part in (result[check], *result[check].values())]
-    result["ok"] = all(part.get("ok", True) for part in flat if isinstance(part, dict))
+            seconds[check] = round(time.perf_counter() - start, 1)
+            if args.json:
+                Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    found = result.get("needles", [])
+    result["ok"] = not found or found[-1]["exact"] == found[-1]["samples"]
+    dicts = [result[check] for check in checks if isinstance(result[check], dict)]
+    flat = [part for each in dicts for part in (each, *each.values())]
+    result["ok"] &= all(part.get("ok", True) for part in flat if isinstance(part, dict))
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
