@@ -123,7 +123,8 @@ class EngineConfig:
     reads them where they are; "auto": in_place on a CPU, stream on a GPU.
     kv_offload_gib: host memory for KV (None: 4 GiB, or a quarter of what is available if that is
     less). ring_slots: buffers of the ring, at least 2.
-    slot_tokens: tokens of one layer that a ring slot holds.
+    slot_tokens: tokens of one layer that a ring slot holds (None: 4096, on a
+    GPU 16384).
     stream_mib_per_step: host KV that may be streamed a step, on average, beside requests that
     decode from the device (None: what takes 0.6 of a short step, measured at start-up).
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
@@ -157,7 +158,7 @@ class EngineConfig:
     offload_mode: str = "auto"
     kv_offload_gib: float | None = None
     ring_slots: int = 4
-    slot_tokens: int = 4096
+    slot_tokens: int | None = None
     stream_mib_per_step: float | None = None
     debug_kv: bool = False
     debug_copy_delay_ms: float = 0.0
@@ -195,6 +196,7 @@ class EngineConfig:
             "num_gpu_blocks",
             "num_threads",
             "long_prefill_token_threshold",
+            "slot_tokens",
         )
         for name in required:
             _count(name, getattr(self, name), 1)
@@ -203,7 +205,6 @@ class EngineConfig:
                 _count(name, getattr(self, name), 1)
         _count("decode_reserve_blocks", self.decode_reserve_blocks, 0)
         _count("ring_slots", self.ring_slots, 2)
-        _count("slot_tokens", self.slot_tokens, 1)
         _count("seed", self.seed, -(1 << 63))
         if self.tensor_parallel_size != 1:
             raise ConfigError(

@@ -195,11 +195,20 @@ def _as_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     return tensor.view(torch.uint8).numpy()
 
 
+class Readable(Protocol):
+    """Numbers on their way to the host."""
+
+    def tolist(self) -> list[int]:
+        """Wait for them."""
+        ...
+
+
 class Device(Protocol):
     """One compute device, its memory and its three streams."""
 
     name: str
     is_checked: bool  # whether somebody listens to `declare`
+    computes_later: bool  # whether work goes on while the host prepares more
     torch_device: torch.device
     compute: Stream
     h2d: Stream
@@ -229,6 +238,10 @@ class Device(Protocol):
         """Numbers, nested lists of them, as a tensor on the device; the host does not wait."""
         ...
 
+    def read_back(self, tensor: Tensor) -> Readable:
+        """Begin to copy a tensor to the host, behind what compute has been given so far."""
+        ...
+
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised host memory that copies to and from the device run fastest with."""
         ...
@@ -256,6 +269,7 @@ class CpuDevice:
 
     name = "cpu"
     is_checked = False
+    computes_later = False
     torch_device = torch.device("cpu")
 
     def __init__(
@@ -296,6 +310,10 @@ class CpuDevice:
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         """See Device."""
         return torch.tensor(values, dtype=dtype)
+
+    def read_back(self, tensor: Tensor) -> Readable:
+        """See Device. They are here."""
+        return tensor
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Pages taken from the system as they are first written; big ones where it has them.
@@ -381,10 +399,26 @@ class CudaEvent:
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
+class CudaReadback:
+    """A copy to pinned memory that later work of the stream does not hold up."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._host.copy_(tensor, non_blocking=True)
+        self._done = torch.cuda.current_stream().record_event()
+
+    def tolist(self) -> list[int]:
+        """See Readable."""
+        self._done.synchronize()  # type: ignore[no-untyped-call]
+        numbers: list[int] = self._host.tolist()
+        return numbers
+
+
 class CudaDevice:
     """One NVIDIA GPU: compute on the current stream, one copy stream each way."""
 
     is_checked = False
+    computes_later = True
 
     def __init__(self, name: str = "cuda") -> None:
         if not torch.cuda.is_available():
@@ -429,6 +463,10 @@ class CudaDevice:
         """See Device. Through pinned memory: the host does not wait for what the GPU has queued."""
         host = torch.tensor(values, dtype=dtype, pin_memory=True)
         return host.to(self.torch_device, non_blocking=True)
+
+    def read_back(self, tensor: Tensor) -> Readable:
+        """See Device."""
+        return CudaReadback(tensor)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Pinned memory. torch takes the next power of two of bytes for it."""

@@ -20,7 +20,13 @@ from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError, PromptTooLongError
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
 from nanoengine.placement import Placement, StepTables, device_slot
-from nanoengine.sequence import Admission, RequestMetrics, ScheduledBatch, Sequence
+from nanoengine.sequence import (
+    Admission,
+    RequestMetrics,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+)
 from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV
 from nanoengine.step_plan import DEVICE, HOST, Location, Part, plan_reads
 
@@ -212,24 +218,26 @@ class HybridKVCacheManager:
             return 0
         return len(self._streamed(self._tables[seq.seq_id]) - self._budget.streamed)
 
-    def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
+    def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
         """How many of the next `num_tokens` tokens can be computed in this step.
 
-        0: none in this step, the device blocks to write to are taken. None: blocks have run out, a
-        sequence must be preempted.
+        num_ahead: tokens before these that a step is still computing. Returns 0: none in this step,
+        the device blocks to write to are taken. None: blocks have run out, a sequence must be
+        preempted.
         """
         table = self._tables[seq.seq_id]
-        needed = self._blocks_for(seq.num_computed + num_tokens) - len(table.blocks)
+        num_computed = seq.num_computed + num_ahead
+        needed = self._blocks_for(num_computed + num_tokens) - len(table.blocks)
         while needed > self._manager.num_available:
             if not self._reclaim(besides=seq.seq_id):
                 return None
-        start = max(seq.num_computed, table.num_shared_tokens)
+        start = max(num_computed, table.num_shared_tokens)
         first = start // self.spec.block_size
         loads = int(first < len(table.blocks) and table.blocks[first].device_slot is None)
         loads = loads and table.blocks[first].num_tokens > 0
-        room = (first + self._budget.write_blocks) * self.spec.block_size - seq.num_computed
+        room = (first + self._budget.write_blocks) * self.spec.block_size - num_computed
         granted = min(num_tokens, room)
-        stop = seq.num_computed + granted
+        stop = num_computed + granted
         needed = max(0, self._blocks_for(stop) - len(table.blocks))
         # A load holds two slots during the step: what new blocks leave free must do for all loads.
         loads += self._budget.loads
@@ -242,6 +250,15 @@ class HybridKVCacheManager:
         self._budget.write_blocks -= max(0, self._blocks_for(stop) - first) if stop > start else 0
         table.blocks += [self._manager.allocate() for _ in range(needed)]
         return granted
+
+    def may_run_ahead(self, item: ScheduledSequence) -> bool:
+        """Whether the token after those of `item` may be computed before these are counted.
+
+        A block that a step is filling counts for what it held before: another step may find it
+        complete on the host and drop its device copy, so it must still be writing to it.
+        """
+        goes_on = item.num_tokens == 1 and (item.start + 1) % self.spec.block_size > 0
+        return goes_on or not self.spec.num_host_blocks
 
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         """The next `num_tokens` tokens now have KV: count them and publish the blocks they
@@ -384,7 +401,7 @@ class HybridKVCacheManager:
         """Place the blocks that the step writes, plan what it streams, and start the transfers."""
         writes = self._plan_writes(batch)
         tables = self._step_tables(batch)
-        stops = [item.seq.num_computed + item.num_tokens for item in batch.items]
+        stops = [item.start + item.num_tokens for item in batch.items]
         active = [t[: self._blocks_for(n)] for t, n in zip(tables.active, stops, strict=True)]
         placement = Placement(self._manager, tables)
         written = list(dict.fromkeys(block for block, _ in writes.values()))
@@ -475,7 +492,7 @@ class HybridKVCacheManager:
         size, row = self.spec.block_size, 0
         writes: dict[int, tuple[Block, int]] = {}
         for item in batch.items:
-            table, start = self._tables[item.seq.seq_id], item.seq.num_computed
+            table, start = self._tables[item.seq.seq_id], item.start
             fresh = range(max(start, table.num_shared_tokens), start + item.num_tokens)
             for position in fresh:
                 place = table.blocks[position // size], position % size

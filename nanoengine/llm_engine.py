@@ -42,13 +42,13 @@ from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.loader import load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
-from nanoengine.model_runner import ModelRunner
+from nanoengine.model_runner import ModelRunner, StepTokens
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.probe import DecodeCosts, measure_copy, measure_decode, stream_budget
 from nanoengine.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
-from nanoengine.sequence import RequestMetrics, ScheduledBatch, Sequence
+from nanoengine.sequence import RequestMetrics, Sequence
 from nanoengine.stream_check import CheckedDevice
 from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -100,7 +100,7 @@ class LLMEngine:
             pad_decode=graph_size if self._uses_graphs(ops, attention) else None,
         )
         self._runner: ModelRunner | None = ModelRunner(
-            loaded.decoder, attention, self.kv, Sampler(ops.argmax), self.device
+            loaded.decoder, attention, self.kv, Sampler(ops.argmax, self.device.tensor), self.device
         )
         self.decode_costs: DecodeCosts | None = None
         if self.plan.kv.num_host_blocks:
@@ -112,6 +112,8 @@ class LLMEngine:
             self.plan.stream_blocks_per_step,
         )
         self._ids = count()
+        self._runs_ahead = self.device.computes_later and not self.device.is_checked
+        self._under_way: StepTokens | None = None
 
     # -- requests
     # ------------------------------------------------------------------------------------
@@ -155,17 +157,31 @@ class LLMEngine:
         return seq_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that it finished."""
-        batch = self._alive().schedule()
-        if not batch.items:
-            if self.scheduler.has_work:
-                raise EngineError(
-                    "no request can go on; this is a fault of the engine, not of a request"
-                )
-            return []
-        token_ids = self._run(batch)  # if it raises, nothing was counted: it can run again
-        failed = self.kv.take_failures(batch)
-        return [self._output(seq) for seq in self.scheduler.postprocess(batch, token_ids, failed)]
+        """Run one step; returns the requests that it finished.
+
+        Where the device computes while the host prepares, the step after it is begun before its
+        tokens are read.
+        """
+        scheduler, runner = self._alive(), self._live_runner()
+        step = self._under_way
+        if step is None:
+            batch = scheduler.schedule()
+            if not batch.items:
+                if scheduler.has_work:
+                    raise EngineError(
+                        "no request can go on; this is a fault of the engine, not of a request"
+                    )
+                return []
+            step = runner.launch(batch)  # if it raises, nothing was counted: it can run again
+            self._under_way = step
+        ahead = scheduler.schedule_ahead(step.batch) if self._runs_ahead else None
+        self._under_way = runner.launch(ahead, step) if ahead else None
+        token_ids = step.numbers.tolist()
+        failed = self.kv.take_failures(step.batch)
+        ended = scheduler.postprocess(step.batch, token_ids, failed)
+        if not scheduler.running:
+            self._under_way = None  # nobody wants its tokens
+        return [self._output(seq) for seq in ended]
 
     def abort(self, request_ids: int | Iterable[int]) -> list[RequestOutput]:
         """End requests, free what they hold, and return what they had generated."""
@@ -194,7 +210,7 @@ class LLMEngine:
             self.scheduler.abort(
                 [s.seq_id for s in [*self.scheduler.running, *self.scheduler.waiting]]
             )
-            self._runner = None
+            self._runner = self._under_way = None
             self.kv.close()
 
     # -- parts
@@ -216,14 +232,13 @@ class LLMEngine:
             decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
         )
 
-    def _run(self, batch: ScheduledBatch) -> list[int]:
+    def _live_runner(self) -> ModelRunner:
         if self._runner is None:
             raise EngineClosedError("the engine was closed; make a new LLM")
-        return self._runner.run(batch)
+        return self._runner
 
     def _alive(self) -> Scheduler:
-        if self._runner is None:
-            raise EngineClosedError("the engine was closed; make a new LLM")
+        self._live_runner()
         return self.scheduler
 
     def _dtype(self) -> tuple[torch.dtype, str]:

@@ -17,6 +17,8 @@ from nanoengine.kv_cache import KVSpec
 
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_HOST_KV_BYTES = 4 * GIB
+# A GPU's attention over one slot should take long beside starting it and carrying its state over.
+SLOT_TOKENS = {False: 4096, True: 16384}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ def _kv_spec(
     ring_slots, slot_blocks = 0, 0
     if streams(config, device.name):
         ring_slots = config.ring_slots
-        slot_blocks = max(1, config.slot_tokens // config.kvcache_block_size)
+        slot_tokens = config.slot_tokens or SLOT_TOKENS[device.computes_later]
+        slot_blocks = max(1, slot_tokens // config.kvcache_block_size)
     spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
     spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
     if not config.enable_cpu_offload:

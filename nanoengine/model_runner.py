@@ -5,12 +5,14 @@ Knows the model, the sampler and the KV manager's attention face; decides nothin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache
-from nanoengine.device import Device
+from nanoengine.device import Device, Readable
 from nanoengine.models import Decoder
 from nanoengine.sampler import Sampler
 from nanoengine.sequence import ScheduledBatch
@@ -30,6 +32,18 @@ class StepCaches(Protocol):
     def begin(self, batch: ScheduledBatch) -> StepCache: ...
 
 
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What a step samples: one token for each item of its batch that does, in order.
+
+    tokens: int64 [n], on the device; numbers: the same on their way to the host.
+    """
+
+    batch: ScheduledBatch
+    tokens: Tensor
+    numbers: Readable
+
+
 class ModelRunner:
     """ScheduledBatch -> ForwardContext -> logits -> tokens."""
 
@@ -47,32 +61,45 @@ class ModelRunner:
         self._sampler = sampler
         self._device = device
 
-    @torch.inference_mode()
     def run(self, batch: ScheduledBatch) -> list[int]:
         """One token for each item of the batch that samples, in order."""
+        return self.launch(batch).numbers.tolist()
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch, before: StepTokens | None = None) -> StepTokens:
+        """Begin the step. before: the one that computes the tokens which `batch` is ahead of."""
         kv = self._kv.begin(batch)
         try:
-            ctx = self.context(batch, kv, kv.num_rows)
+            ctx = self.context(batch, kv, kv.num_rows, before)
             hidden = self._model.forward(ctx)
         finally:
             kv.end()
         seqs = [item.seq for item in batch.items if item.samples]
-        if not seqs:
-            return []
-        return self._sampler.sample(self._model.logits(hidden[ctx.logit_rows]), seqs)
+        tokens = torch.empty(0, dtype=torch.int64)
+        if seqs:
+            logits = self._model.logits(hidden[ctx.logit_rows])
+            tokens = self._sampler.sample(logits, seqs, int(before is not None))
+        return StepTokens(batch, tokens, self._device.read_back(tokens) if seqs else tokens)
 
-    def context(self, batch: ScheduledBatch, kv: KVCache, num_rows: int = 0) -> ForwardContext:
+    def context(
+        self,
+        batch: ScheduledBatch,
+        kv: KVCache,
+        num_rows: int = 0,
+        before: StepTokens | None = None,
+    ) -> ForwardContext:
         """The forward context of a batch, over the KV cache of its step.
 
         num_rows: at least so many sequences; those past the real ones have a token, and no keys.
+        before: the step whose tokens these sequences begin with.
         """
         token_ids: list[int] = []
         positions: list[int] = []
         starts, kv_lens, logit_rows = [0], [], []
         for item in batch.items:
-            begin = item.seq.num_computed
+            begin = item.start
             end = begin + item.num_tokens
-            token_ids += item.seq.token_ids[begin:end]
+            token_ids += item.seq.token_ids[begin:end] if before is None else [0]
             positions += range(begin, end)
             starts.append(len(token_ids))
             kv_lens.append(end)
@@ -85,8 +112,13 @@ class ModelRunner:
             positions.append(0)
             starts.append(len(token_ids))
             kv_lens.append(0)
+        tokens = self._tensor(token_ids, torch.int64)
+        if before is not None:
+            places = {item.seq.seq_id: row for row, item in enumerate(before.batch.items)}
+            rows = [places[item.seq.seq_id] for item in batch.items]
+            tokens[: len(rows)] = before.tokens[self._tensor(rows, torch.int64)]
         return ForwardContext(
-            token_ids=self._tensor(token_ids, torch.int64),
+            token_ids=tokens,
             positions=self._tensor(positions, torch.int64),
             query_start=self._tensor(starts, torch.int32),
             kv_lens=self._tensor(kv_lens, torch.int32),

@@ -182,24 +182,41 @@ class OffloadEngine:
         stores = transfers.stores
         if not stores:
             return
-        d2h, declare = self._device.d2h, self._device.declare
+        d2h = self._device.d2h
         d2h.wait(self._device.compute.record())
         events: list[Event] = []
-        for layer, pool in enumerate(self._pool):
-            for s in stores:
-                declare(
-                    d2h,
-                    reads=_keys("device", layer, (s.device_slot,)),
-                    writes=_keys("host", layer, (s.host_slot,)),
-                )
-                host = self.host.block(layer, s.host_slot)
-                owner = (transfers.owners.get(s.host_slot),)
-                self._copy(d2h, host, pool[s.device_slot], (s.start, s.stop), owner)
+        runs = _store_runs(stores, self._pool.shape[3])
+        for layer in range(len(self._pool)):
+            for run in runs:
+                self._queue_run(layer, run, transfers)
             events.append(d2h.record())
         for s in stores:
             self._stored.device[s.device_slot] = events
             self._stored.host[s.host_slot] = events
             self.counters.d2h_bytes += len(self._pool) * self._token_bytes * (s.stop - s.start)
+
+    def _queue_run(self, layer: int, run: Sequence[Store], transfers: StepTransfers) -> None:
+        """Stores of one layer: one, or of whole blocks that are one copy wherever they are in one
+        piece of the host pool.
+        """
+        d2h, first = self._device.d2h, run[0]
+        device_slots, host_slots = [s.device_slot for s in run], [s.host_slot for s in run]
+        self._device.declare(
+            d2h,
+            reads=_keys("device", layer, device_slots),
+            writes=_keys("host", layer, host_slots),
+        )
+        owners = tuple(transfers.owners.get(slot) for slot in host_slots)
+        if len(run) == 1:
+            host, block = (
+                self.host.block(layer, first.host_slot),
+                self._pool[layer, device_slots[0]],
+            )
+            self._copy(d2h, host, block, (first.start, first.stop), owners)
+            return
+        for at, host in self.host.runs(layer, host_slots):
+            start, stop = device_slots[0] + at, device_slots[0] + at + len(host)
+            d2h.copy(host, self._pool[layer, start:stop], owners[at : at + len(host)])
 
     def queue_loads(self, layer: int, transfers: StepTransfers) -> Event:
         """Bring blocks of one layer back into device slots."""
@@ -387,6 +404,19 @@ class TransferRun:
             event = self._engine.queue_fill(layer, self._transfers, index, ring_slot)
             self._filled[self._next_fill] = event
             self._next_fill += 1
+
+
+def _store_runs(stores: Sequence[Store], block_size: int) -> list[list[Store]]:
+    """The stores, those of whole blocks that follow one another on both sides together."""
+    runs: list[list[Store]] = []
+    for store in sorted(stores, key=lambda s: s.host_slot):
+        last = runs[-1][-1] if runs else store
+        following = Store(last.device_slot + 1, last.host_slot + 1, 0, block_size)
+        if store == following and (last.start, last.stop) == (0, block_size):
+            runs[-1].append(store)
+        else:
+            runs.append([store])
+    return runs
 
 
 def _keys(pool: str, layer: int, slots: Sequence[int]) -> Iterator[tuple[str, int, int]]:

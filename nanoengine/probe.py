@@ -36,18 +36,23 @@ PROBE_ID = -1
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """Seconds of a decode step of one request: the step itself, and each block on either tier."""
+    """Seconds of a decode step of one request: the step itself, and each block on either tier.
+
+    is_overlapped: host blocks come while the device computes, and the longer of both counts.
+    """
 
     step_s: float
     device_block_s: float
     host_block_s: float
+    is_overlapped: bool = False
 
     def tokens_per_s(self, num_blocks: int, device_blocks: int) -> float:
         """Predicted speed of one request with `num_blocks` blocks of context."""
         on_device = min(num_blocks, device_blocks)
         on_host = num_blocks - on_device
-        cost = on_device * self.device_block_s + on_host * self.host_block_s
-        return 1 / (self.step_s + cost)
+        computing = self.step_s + on_device * self.device_block_s
+        streaming = on_host * self.host_block_s
+        return 1 / (max(computing, streaming) if self.is_overlapped else computing + streaming)
 
 
 def measure_decode(
@@ -65,6 +70,8 @@ def measure_decode(
             seconds += time_steps(runner, kv, device, lengths, on_host)
     step_s, resident_s, streamed_s = (statistics.fmean(each or [0.0]) for each in times)
     device_block_s = max(0.0, resident_s - step_s) / max(1, resident)
+    if device.computes_later:
+        return DecodeCosts(step_s, device_block_s, streamed_s / streamed, is_overlapped=True)
     return DecodeCosts(step_s, device_block_s, max(0.0, streamed_s - step_s) / streamed)
 
 

@@ -6,7 +6,7 @@ All state of a request that outlives a step is here, or in the KV manager's tabl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -172,15 +172,23 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """`num_tokens` tokens of `seq`, from its first uncomputed one on."""
+    """`num_tokens` tokens of `seq`, from its first uncomputed one on; `num_ahead` further on where
+    the step before this one is still computing so many.
+
+    start: position of the first of them. samples: this step computes the newest token, so the next
+    one can be sampled. Both as of now: they hold when the sequence has gone on or ended.
+    """
 
     seq: Sequence
     num_tokens: int
+    num_ahead: int = 0
+    start: int = field(init=False)
+    samples: bool = field(init=False)
 
-    @property
-    def samples(self) -> bool:
-        """True when this step computes the newest token, so the next one can be sampled."""
-        return self.num_tokens == self.seq.num_remaining
+    def __post_init__(self) -> None:
+        is_newest = self.num_ahead > 0 or self.num_tokens == self.seq.num_remaining
+        object.__setattr__(self, "start", self.seq.num_computed + self.num_ahead)
+        object.__setattr__(self, "samples", is_newest)
 
 
 @dataclass(frozen=True, slots=True)

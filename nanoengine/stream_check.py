@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanoengine.device import Device, Event, FailedCopy, Stream
+from nanoengine.device import Device, Event, FailedCopy, Readable, Stream
 from nanoengine.errors import EngineError
 
 Key = tuple[str, int, int]
@@ -144,6 +144,7 @@ class CheckedDevice:
     def __init__(self, inner: Device) -> None:
         self.inner = inner
         self.name = inner.name
+        self.computes_later = inner.computes_later
         self.torch_device: torch.device = inner.torch_device
         self.trace = Trace()
         self.compute: Stream = CheckedStream(inner.compute, self.trace)
@@ -208,6 +209,10 @@ class CheckedDevice:
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         """See device.Device."""
         return self.inner.tensor(values, dtype)
+
+    def read_back(self, tensor: Tensor) -> Readable:
+        """See device.Device."""
+        return self.inner.read_back(tensor)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See device.Device."""

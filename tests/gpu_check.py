@@ -60,6 +60,7 @@ STREAM: dict[str, Any] = {
     "offload_mode": "stream",
     "kv_offload_gib": 0.01,
     "num_gpu_blocks": 6,
+    "slot_tokens": 2 * BLOCK,
     "debug_kv": True,
 }
 
@@ -156,7 +157,8 @@ def bitwise(folder: Path, device: str, block: int) -> dict[str, Any]:
 
 def trace(folder: Path, device: str) -> dict[str, Any]:
     """What one streamed decode step queues, stream by stream, in order."""
-    made = engine(folder, device, dtype="float32", ring_slots=2, slot_tokens=4 * BLOCK, **STREAM)
+    settings = STREAM | {"ring_slots": 2, "slot_tokens": 4 * BLOCK}
+    made = engine(folder, device, dtype="float32", **settings)
     checked = made.device
     assert isinstance(checked, CheckedDevice)
     made.add_request(prompts()[-2], PARAMS)

@@ -1,5 +1,6 @@
 """The measurements of `make gpu-check`: decode, prefill and batches in the shapes of real models
-with random weights and KV, a workload beside transformers, and retrieval on the induction checkpoint.
+with random weights and KV, a workload beside transformers, and retrieval on the induction
+checkpoint.
 
 Each function returns a row or a list of rows for the JSON; gpu_check.py calls them.
 """
@@ -27,7 +28,7 @@ from nanoengine.llm_engine import LLMEngine
 from nanoengine.models import weight_shapes
 from nanoengine.niah import induction_samples
 from nanoengine.probe import PROBE_ID
-from nanoengine.sequence import RequestMetrics, ScheduledBatch, ScheduledSequence, Sequence
+from nanoengine.sequence import Admission, RequestMetrics, Sequence, SequenceStatus
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -165,45 +166,47 @@ def read_weights(made: LLMEngine) -> int:
 
 
 @contextmanager
-def filled(made: LLMEngine, lengths: list[int]) -> Iterator[ScheduledBatch]:
-    """A decode step of requests with KV of random numbers; with offload, all on the host at first:
-    the first step brings what fits to the device.
+def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
+    """Running requests with KV of random numbers; with offload, all on the host at first: the first
+    step brings what fits to the device.
     """
     seqs = [_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
     made.kv.start_step()
+    for seq in seqs:
+        assert made.kv.admit(seq) is Admission.ADMITTED
+        made.kv.fill_random(seq, bool(made.plan.kv.num_host_blocks))
+        seq.status = SequenceStatus.RUNNING
+    made.scheduler.running += seqs
     try:
-        for seq in seqs:
-            made.kv.admit(seq)
-            made.kv.fill_random(seq, bool(made.plan.kv.num_host_blocks))
-        yield ScheduledBatch(tuple(ScheduledSequence(seq, 1) for seq in seqs))
+        yield
     finally:
-        for seq in seqs:
-            made.kv.deallocate(seq)
+        made.abort(seq.seq_id for seq in seqs)
+        made.step()
 
 
 def _sequence(seq_id: int, num_tokens: int) -> Sequence:
+    """One that has its first token."""
     return Sequence(
         seq_id=seq_id,
         token_ids=[0] * num_tokens,
-        num_prompt_tokens=num_tokens,
+        num_prompt_tokens=num_tokens - 1,
         params=SamplingParams(temperature=0),
         seed=0,
         stop_token_ids=frozenset(),
-        max_total_tokens=num_tokens + 1,
+        max_total_tokens=1 << 30,
         metrics=RequestMetrics(time.perf_counter()),
     )
 
 
 def time_decode(made: LLMEngine, lengths: list[int], num_steps: int) -> tuple[float, float]:
     """Median seconds of a decode step, and bytes from the host in one."""
-    assert made._runner is not None
-    with filled(made, lengths) as batch:
-        for _ in range(3):
-            made._runner.run(batch)
+    with decoding(made, lengths):
+        for _ in range(4):
+            made.step()
         made.kv.reset_counters()
         times = [time.perf_counter()]
         for _ in range(num_steps):
-            made._runner.run(batch)
+            made.step()
             times.append(time.perf_counter())
         moved = made.kv.counters.h2d_bytes / num_steps
     return statistics.median(after - before for before, after in pairwise(times)), moved
@@ -291,14 +294,14 @@ def time_prefill(made: LLMEngine, length: int) -> float:
 
 
 def trace_step(made: LLMEngine, context: int) -> Row:
-    """Of a streamed decode step: the share in which copies run, kernels run, and neither does."""
-    assert made._runner is not None
-    with filled(made, [context]) as batch:
-        for _ in range(3):
-            made._runner.run(batch)
+    """Of streamed decode steps: the share in which copies run, kernels run, and neither does."""
+    with decoding(made, [context]):
+        for _ in range(4):
+            made.step()
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
-            made._runner.run(batch)
+            for _ in range(3):
+                made.step()
             made.device.synchronize()
     spans: dict[str, list[tuple[float, float]]] = {"copy": [], "compute": []}
     for event in profile.events():
@@ -363,7 +366,8 @@ def workload(folder: Path, scale: Scale, read_gb_per_s: float) -> Row:
         _answer(made, prompts[:2], [4, 4])
         _answer(made, prompts, [2] * num)  # compiles, and captures the largest graphs
         seconds = _answer(made, prompts, lengths)
-        beside = _answer(made, prompts[:num_beside], lengths[:num_beside])
+        some, short = prompts[:num_beside], [-(-n // 4) for n in lengths[:num_beside]]
+        beside = _answer(made, some, short)
         context = sum(len(p) * n + n * n / 2 for p, n in zip(prompts, lengths, strict=True))
         read = max(lengths) * read_weights(made) + context * token_bytes(made)
     row = {
@@ -374,14 +378,15 @@ def workload(folder: Path, scale: Scale, read_gb_per_s: float) -> Row:
         "share_of_read": round(read / seconds / 1e9 / read_gb_per_s, 3),
     }
     try:
-        theirs = _transformers(folder, scale, prompts[:num_beside], lengths[:num_beside])
+        theirs = _transformers(folder, scale, some, short)
     except Exception as error:  # a peer that cannot run here is told, not a failed check
         return row | {"transformers": f"{type(error).__name__}: {str(error)[:300]}"}
     return row | {
         "beside_transformers": {
             "requests": num_beside,
-            "output_tokens_per_s": round(sum(lengths[:num_beside]) / beside, 1),
-            "transformers_output_tokens_per_s": round(sum(lengths[:num_beside]) / theirs, 1),
+            "output_tokens": sum(short),
+            "output_tokens_per_s": round(sum(short) / beside, 1),
+            "transformers_output_tokens_per_s": round(sum(short) / theirs, 1),
             "ratio": round(theirs / beside, 2),
         }
     }

@@ -23,11 +23,14 @@ def sequence(
     return Sequence(0, tokens, 3, params, seed, stops, 100, RequestMetrics(0.0))
 
 
+def choose(logits: torch.Tensor, seqs: list[Sequence], num_ahead: int = 0) -> list[int]:
+    sampler = Sampler(partial(torch.argmax, dim=-1), lambda x, dtype: torch.tensor(x, dtype=dtype))
+    return sampler.sample(logits, seqs, num_ahead).tolist()
+
+
 def frequencies(params: SamplingParams) -> list[float]:
     logits = torch.tensor([LOGITS]).expand(DRAWS, -1)
-    tokens = Sampler(partial(torch.argmax, dim=-1)).sample(
-        logits, [sequence(params, seed) for seed in range(DRAWS)]
-    )
+    tokens = choose(logits, [sequence(params, seed) for seed in range(DRAWS)])
     return [tokens.count(token) / DRAWS for token in range(len(LOGITS))]
 
 
@@ -69,9 +72,7 @@ def test_distribution(params: SamplingParams, expected: list[float]) -> None:
 def test_greedy_beside_sampled_rows() -> None:
     logits = torch.tensor([LOGITS, LOGITS[::-1], LOGITS])
     greedy = sequence(SamplingParams(temperature=0))
-    tokens = Sampler(partial(torch.argmax, dim=-1)).sample(
-        logits, [greedy, greedy, sequence(SamplingParams(top_k=1))]
-    )
+    tokens = choose(logits, [greedy, greedy, sequence(SamplingParams(top_k=1))])
     assert tokens == [0, 5, 0]
 
 
@@ -87,17 +88,24 @@ def test_min_tokens_holds_stops_back() -> None:
     params = SamplingParams(temperature=0, min_tokens=2)
     for num_out, expected in ((0, 1), (1, 1), (2, 0)):
         seq = sequence(params, num_out=num_out, stops=frozenset({0}))
-        assert Sampler(partial(torch.argmax, dim=-1)).sample(torch.tensor([LOGITS]), [seq]) == [
-            expected
-        ]
+        assert choose(torch.tensor([LOGITS]), [seq]) == [expected]
+
+
+def test_a_token_that_is_not_appended_yet_counts() -> None:
+    """Drawn ahead or in its turn: the same position, the same token; and min_tokens counts it."""
+    logits = torch.tensor([LOGITS]).expand(200, -1)
+    late = [sequence(SamplingParams(), seed, num_out=1) for seed in range(200)]
+    early = [sequence(SamplingParams(), seed) for seed in range(200)]
+    assert choose(logits, late) == choose(logits, early, num_ahead=1) != choose(logits, early)
+    params = SamplingParams(temperature=0, min_tokens=2)
+    seq = sequence(params, num_out=1, stops=frozenset({0}))
+    assert choose(torch.tensor([LOGITS]), [seq], num_ahead=1) == [0]
 
 
 def test_low_precision_rows_are_sampled_in_full_precision() -> None:
     """bf16 logits with equal probabilities: no token is starved by rounding of the running sum."""
     vocab = 4096
     logits = torch.zeros(DRAWS, vocab, dtype=torch.bfloat16)
-    tokens = Sampler(partial(torch.argmax, dim=-1)).sample(
-        logits, [sequence(SamplingParams(), seed) for seed in range(DRAWS)]
-    )
+    tokens = choose(logits, [sequence(SamplingParams(), seed) for seed in range(DRAWS)])
     late = sum(token >= vocab // 2 for token in tokens) / DRAWS
     assert abs(late - 0.5) < 5 * math.sqrt(0.25 / DRAWS)
