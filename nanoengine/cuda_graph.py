@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._graphs: dict[object, _Graph | None] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def run(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
         """forward(), which reads `inputs` and nothing else that changes.

@@ -409,7 +409,7 @@ class CudaReadback:
 
     def tolist(self) -> list[int]:
         """See Readable."""
-        self._done.synchronize()  # type: ignore[no-untyped-call]
+        self._done.synchronize()
         numbers: list[int] = self._host.tolist()
         return numbers
 

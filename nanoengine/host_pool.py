@@ -3,9 +3,10 @@
     piece       [layers, blocks of the piece, 2, block_size, kv_heads, head_dim]: consecutive blocks
                 of one layer, K and V, are one copy; no copy spans two pieces
 
-Start-up does not wait for memory (pinning takes about a second a GiB): whoever needs a block waits
-for its piece. A piece is a little less than a power of two of bytes, because pinned memory is
-rounded up to one. Knows slots, nothing of blocks and sequences.
+Start-up does not wait for memory (pinning takes about half a second a GiB): it goes on with the
+first piece, and whoever needs a block waits for its piece. A piece is a little less than a power of
+two of bytes, because pinned memory is rounded up to one. Knows slots, nothing of blocks and
+sequences.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class HostPool:
         self._pieces: list[Tensor] = []
         self._error: Exception | None = None
         self._closing = False
+        self._may_go_on = threading.Event()
         self._changed = threading.Condition()
         shapes = [(self.num_layers, size, *block) for size in sizes]
         take = (device.empty_host, shapes, dtype)
@@ -84,6 +86,7 @@ class HostPool:
         there. Raises OutOfMemoryError if it could not be had.
         """
         if piece >= len(self._pieces):
+            self.take_rest()
             with self._changed:
                 self._changed.wait_for(lambda: piece < len(self._pieces) or self._error is not None)
         if piece >= len(self._pieces):
@@ -92,6 +95,10 @@ class HostPool:
                 f"of {self.num_blocks} could not be had ({self._error}); lower kv_offload_gib"
             ) from self._error
         return self._pieces[piece][layer]
+
+    def take_rest(self) -> None:
+        """Take all pieces after the first: not while something is timed, as it holds up a GPU."""
+        self._may_go_on.set()
 
     def block(self, layer: int, slot: int) -> Tensor:
         """One layer of a block, [2, block_size, kv_heads, head_dim]."""
@@ -117,6 +124,7 @@ class HostPool:
     def close(self) -> None:
         """Give the memory back; what is still to be taken is not."""
         self._closing = True
+        self._may_go_on.set()
         self._thread.join()
         self._pieces = []
         self._error = self._error or RuntimeError("the engine was closed")
@@ -140,3 +148,4 @@ class HostPool:
             with self._changed:
                 self._pieces.append(piece)
                 self._changed.notify_all()
+            self._may_go_on.wait()

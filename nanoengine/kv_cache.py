@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanoengine.block_manager import Block, BlockKey, BlockManager, block_key
+from nanoengine.block_table import BlockTable, StepBudget, Write
 from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError, PromptTooLongError
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
@@ -73,36 +75,6 @@ class KVSpec:
         return self.capacity_blocks * self.block_size
 
 
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """The blocks of one sequence in logical order.
-
-    The first len(published) are findable by content, each under the block that stands for it there.
-    `keys` are those of its full blocks, as far as they were needed; the first `num_promised` were
-    promised to others while it computes them.
-    `num_shared_tokens` came from the prefix cache: their KV is never written again.
-    """
-
-    seq: Sequence
-    blocks: list[Block] = field(default_factory=list)
-    published: list[Block] = field(default_factory=list)
-    keys: list[BlockKey] = field(default_factory=list)
-    num_promised: int = 0
-    num_shared_tokens: int = 0
-    is_parked: bool = True
-
-
-@dataclass(slots=True)
-class _StepBudget:
-    """What the reservations of one step may still write, how many loads were granted, and which
-    host blocks the step streams so far.
-    """
-
-    write_blocks: int
-    loads: int
-    streamed: set[Block] = field(default_factory=set)
-
-
 class HybridKVCacheManager:
     """Owns the device pool, every block table and, with a host tier, the OffloadEngine."""
 
@@ -127,7 +99,7 @@ class HybridKVCacheManager:
         self._debug = debug
         self._manager = BlockManager(spec.num_blocks, spec.num_host_blocks, spec.spare_blocks)
         self._tables: dict[int, BlockTable] = {}
-        self._budget = _StepBudget(0, 0)
+        self._budget = StepBudget(0, 0)
         block = (2, spec.block_size, spec.num_kv_heads, spec.head_dim)
         shape = (spec.num_layers, spec.num_blocks, *block)
         try:
@@ -154,8 +126,7 @@ class HybridKVCacheManager:
         """Bytes moved between the tiers so far."""
         return self._offload.counters
 
-    # -- the scheduler's face
-    # ------------------------------------------------------------------------
+    # -- the scheduler's face ----------------------------------------------------------------------
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
@@ -179,7 +150,7 @@ class HybridKVCacheManager:
 
     def start_step(self) -> None:
         """Reservations from here on are for one step."""
-        self._budget = _StepBudget(self.spec.num_blocks, 0)
+        self._budget = StepBudget(self.spec.num_blocks, 0)
 
     def admit(self, seq: Sequence) -> Admission:
         """Give a waiting sequence the blocks of all its tokens, reusing cached ones.
@@ -351,7 +322,7 @@ class HybridKVCacheManager:
         try:
             yield
         finally:
-            for slot in taken:
+            for slot in reversed(taken):  # in the order in which they were free
                 if slot is not None:
                     free.give(slot)
 
@@ -366,8 +337,11 @@ class HybridKVCacheManager:
         starts = range(0, min(num_blocks, len(host)) - width + 1, width)
         return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
 
-    def forget_content(self) -> None:
-        """With nothing held, cached or under way: NaN everywhere again (debug only)."""
+    def end_probe(self) -> None:
+        """With nothing held, cached or under way: NaN everywhere again (debug only), and the rest
+        of the host memory may be taken, which would have disturbed what start-up timed.
+        """
+        self._offload.host.take_rest()
         self._offload.poison_all()
 
     def reset_counters(self) -> None:
@@ -394,8 +368,7 @@ class HybridKVCacheManager:
             assert held >= table.seq.num_computed, "computed tokens without KV"
         self._manager.check(references)
 
-    # -- the attention's face
-    # ------------------------------------------------------------------------
+    # -- the attention's face ----------------------------------------------------------------------
 
     def begin(self, batch: ScheduledBatch) -> StepKV:
         """Place the blocks that the step writes, plan what it streams, and start the transfers."""
@@ -404,7 +377,7 @@ class HybridKVCacheManager:
         stops = [item.start + item.num_tokens for item in batch.items]
         active = [t[: self._blocks_for(n)] for t, n in zip(tables.active, stops, strict=True)]
         placement = Placement(self._manager, tables)
-        written = list(dict.fromkeys(block for block, _ in writes.values()))
+        written = list(dict.fromkeys(write.block for write in writes))
         placement.place(written)
         if self.spec.slot_blocks:
             placement.promote()
@@ -426,21 +399,21 @@ class HybridKVCacheManager:
         )
         size = self.spec.block_size
         num_rows = self._num_rows(transfers, parts, batch)
-        num_tokens = max(batch.num_tokens, num_rows)
-        k_slots, v_slots = [-1] * num_tokens, [-1] * num_tokens
-        for row, (block, offset) in writes.items():
-            k_slots[row] = device_slot(block) * 2 * size + offset
-            v_slots[row] = k_slots[row] + size
+        slots = np.full((2, max(batch.num_tokens, num_rows)), -1)
+        for write in writes:
+            rows, first = slice(write.row, write.row + write.num_tokens), device_slot(write.block)
+            slots[0, rows] = np.arange(write.num_tokens) + first * 2 * size + write.offset
+            slots[1, rows] = slots[0, rows] + size
+        is_whole = sum(write.num_tokens for write in writes) == batch.num_tokens
+        k_slots, v_slots = self._tensor(slots, torch.int64)
         counted = replace(self.counters)
         return StepKV(
             num_rows=num_rows or len(batch.items),
             pools=self._layers,
             offload=self._offload,
-            k_slots=self._tensor(k_slots, torch.int64),
-            v_slots=self._tensor(v_slots, torch.int64),
-            stored=None
-            if len(writes) == batch.num_tokens
-            else self._tensor(list(writes), torch.int64),
+            k_slots=k_slots,
+            v_slots=v_slots,
+            stored=None if is_whole else self._tensor(np.flatnonzero(slots[0] >= 0), torch.int64),
             reads=self._chunk_tables(parts, num_rows),
             run=self._offload.begin(transfers),
             placement=placement,
@@ -484,19 +457,13 @@ class HybridKVCacheManager:
             return 0
         return self._pad_decode(len(batch.items))
 
-    def _plan_writes(self, batch: ScheduledBatch) -> dict[int, tuple[Block, int]]:
-        """For each row of the batch whose KV is stored, its block and place in it.
-
-        Rows whose KV came from the prefix cache are left out: other sequences may be reading it.
-        """
-        size, row = self.spec.block_size, 0
-        writes: dict[int, tuple[Block, int]] = {}
+    def _plan_writes(self, batch: ScheduledBatch) -> list[Write]:
+        """Where the KV of the batch's tokens is stored, block by block."""
+        row = 0
+        writes: list[Write] = []
         for item in batch.items:
-            table, start = self._tables[item.seq.seq_id], item.start
-            fresh = range(max(start, table.num_shared_tokens), start + item.num_tokens)
-            for position in fresh:
-                place = table.blocks[position // size], position % size
-                writes[row + position - start] = place
+            table = self._tables[item.seq.seq_id]
+            writes += table.writes(row, item.start, item.num_tokens, self.spec.block_size)
             row += item.num_tokens
         return writes
 

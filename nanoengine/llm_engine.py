@@ -224,7 +224,7 @@ class LLMEngine:
         costs = measure_decode(self._runner, self.kv, self.device, num_blocks)
         self.decode_costs = costs
         copy_gb_per_s = measure_copy(self.device, self.kv)
-        self.kv.forget_content()
+        self.kv.end_probe()
         return replace(
             self.plan,
             copy_gb_per_s=copy_gb_per_s,

@@ -31,6 +31,7 @@ MIN_DOT = 16  # the least of any side of a matrix product
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
 
 Lengths = tuple[tuple[int, int], ...]
+States = tuple[Tensor, Tensor, Tensor]  # row maximum and sum, fp32 [rows, heads]; accumulator
 
 
 @triton.jit
@@ -301,15 +302,6 @@ class _Partitions:
     acc: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _States:
-    """Softmax states of the step's tokens between two chunks, fp32 [tokens, heads(, head_dim)]."""
-
-    row_max: Tensor
-    row_sum: Tensor
-    acc: Tensor
-
-
 class TritonAttention:
     """See context.AttentionBackend."""
 
@@ -327,7 +319,7 @@ class TritonAttention:
         self._most_keys = min(MAX_TILE, 1 << (room.bit_length() - 1))
         self._tiles: dict[int, Tensor | None] = {}
         self._parts: _Partitions | None = None
-        self._states: _States | None = None
+        self._states: States | None = None
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """See context.AttentionBackend."""
@@ -346,25 +338,14 @@ class TritonAttention:
 
     def _begin(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> None:
         """Room for the states of a step. Made anew in each, so that a graph of it is whole."""
-        tokens, heads, head_dim = q.shape
         self._tiles, self._parts, self._states = {}, None, None
-        float32 = {"dtype": torch.float32, "device": q.device}
         if any(num_queries == 1 for num_queries, _ in ctx.lengths):
             counts = (ctx.kv_lens + (PARTITION - 1)) // PARTITION
+            start = (counts.cumsum(0) - counts).to(torch.int32)
             num = self._most_partitions(chunk, ctx)
-            self._parts = _Partitions(
-                (counts.cumsum(0) - counts).to(torch.int32),
-                torch.empty((num, heads), **float32),
-                torch.empty((num, heads), **float32),
-                torch.empty((num, heads, head_dim), **float32),
-            )
+            self._parts = _Partitions(start, *_states(q, num))
         if any(num_queries > 1 for num_queries, _ in ctx.lengths):
-            several = not chunk.is_last
-            self._states = _States(
-                torch.empty((tokens * several, heads), **float32),
-                torch.empty((tokens * several, heads), **float32),
-                torch.empty((tokens * several, heads, head_dim), **float32),
-            )
+            self._states = _states(q, 0 if chunk.is_last else len(q))
 
     def _most_partitions(self, chunk: KVChunk, ctx: ForwardContext) -> int:
         """Partitions of all sequences. For a step of one chunk, those that its table has room for:
@@ -372,8 +353,8 @@ class TritonAttention:
         """
         if chunk.is_last:
             width = chunk.block_table.shape[1] * chunk.k.shape[1]
-            return len(ctx.lengths) * triton.cdiv(width, PARTITION)
-        return sum(triton.cdiv(kv_len, PARTITION) for _, kv_len in ctx.lengths)
+            return len(ctx.lengths) * -(-width // PARTITION)
+        return sum(-(-kv_len // PARTITION) for _, kv_len in ctx.lengths)
 
     def _tiles_of(self, number: int, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
         """(span, first query) of each tile of queries for chunk `number` of this step; None: no
@@ -389,14 +370,13 @@ class TritonAttention:
         self, q: Tensor, chunk: KVChunk, ctx: ForwardContext, tiles: Tensor, out: Tensor
     ) -> None:
         assert self._states is not None
-        states = self._states
         group = q.shape[1] // chunk.k.shape[2]
         shape = self._shape(q, chunk, max(PREFILL_ROWS, triton.next_power_of_2(group)))
         _prefill[(len(tiles), chunk.k.shape[2])](
             q, chunk.k, chunk.v, tiles,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
-            states.row_max, states.row_sum, states.acc, out,
+            *self._states, out,
             self._scale, *_strides(q, chunk), **shape,
             num_warps=PREFILL_WARPS, num_stages=_stages(q),
         )  # fmt: skip
@@ -460,6 +440,16 @@ def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int) -> list[tuple[int, 
     return found
 
 
+def _states(q: Tensor, num_rows: int) -> States:
+    """Room for so many rows of every head."""
+    _, heads, head_dim = q.shape
+    shapes = (num_rows, heads), (num_rows, heads), (num_rows, heads, head_dim)
+    row_max, row_sum, acc = (
+        torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes
+    )
+    return row_max, row_sum, acc
+
+
 def _strides(q: Tensor, chunk: KVChunk) -> tuple[int, ...]:
     token, head, _ = q.stride()
     block, row, _, _ = chunk.k.stride()
@@ -475,7 +465,8 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have; of a GPU of 2022 where there is none (an interpreter)."""
     if device.type != "cuda":
         return 227 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _on_device(values: list[tuple[int, int]], device: torch.device) -> Tensor:

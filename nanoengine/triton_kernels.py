@@ -173,4 +173,4 @@ class TritonKernels:
 
 
 def _warps(size: int) -> int:
-    return min(16, max(1, triton.next_power_of_2(size) // 256))
+    return min(16, max(1, int(triton.next_power_of_2(size)) // 256))

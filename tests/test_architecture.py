@@ -20,7 +20,10 @@ PACKAGE = "nanoengine"
 ROWS = (
     ("errors", "config", "sampling_params", "metrics"),
     ("sequence", "context", "device", "outputs", "stream_check"),
-    ("block_manager", "step_plan", "placement", "host_pool", "offload", "step_kv", "kv_cache"),
+    (
+        *("block_manager", "block_table", "step_plan", "placement", "host_pool", "offload"),
+        *("step_kv", "kv_cache"),
+    ),
     (
         *(
             "call_tape",
@@ -48,11 +51,12 @@ ROWS = (
 # ... and, inside its row, only what is listed here. Everyone may import errors.
 ARROWS = {
     "context": {"sequence"},
+    "block_table": {"block_manager"},
     "placement": {"block_manager", "step_plan"},
     "host_pool": {"step_plan"},
     "offload": {"host_pool", "step_plan"},
     "step_kv": {"step_plan", "placement", "offload"},
-    "kv_cache": {"block_manager", "step_plan", "placement", "offload", "step_kv"},
+    "kv_cache": {"block_manager", "block_table", "step_plan", "placement", "offload", "step_kv"},
     "attention": {"kernels", "cpu_kernels", "flash_attention", "triton_attention"},
     "cpu_kernels": {"call_tape"},
     "cpu_linear": {"call_tape", "cpu_kernels"},
@@ -195,7 +199,8 @@ def names_used(node: ast.AST) -> list[str]:
 def short_functions(_: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            # Parameters aside: those of a GPU's kernel alone are thirty lines.
+            lines = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
             if lines > MAX_FUNCTION_LINES:
                 yield f"{node.name} has {lines} lines, the limit is {MAX_FUNCTION_LINES}"
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from marks import needs_compiler
+from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
 from nanoengine import cpu_kernels
@@ -29,88 +30,6 @@ pytestmark = [
     pytest.mark.usefixtures("two_threads"),
     needs_compiler,
 ]
-
-
-def int32(values) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.int32)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences laid end to end, and their KV in one pool whose unwritten slots hold NaN."""
-
-    q: Tensor
-    keys: list[Tensor]
-    values: list[Tensor]
-    q_lens: list[int]
-    kv_lens: list[int]
-    block_size: int
-    k_pool: Tensor
-    v_pool: Tensor
-    tables: list[list[int]]
-
-    @property
-    def scale(self) -> float:
-        return self.q.shape[-1] ** -0.5
-
-    def query_start(self) -> Tensor:
-        return int32([0, *torch.tensor(self.q_lens).cumsum(0).tolist()])
-
-    def reference(self) -> Tensor:
-        """Causal attention in float64 over the same inputs."""
-        outs = []
-        for q, k, v in zip(self.q.split(self.q_lens), self.keys, self.values, strict=True):
-            group = q.shape[1] // k.shape[1]
-            k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.scale
-            limit = torch.arange(len(k) - len(q), len(k))[:, None]
-            scores.masked_fill_(torch.arange(len(k)) > limit, -torch.inf)
-            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-        return torch.cat(outs)
-
-
-def make_batch(
-    q_lens, kv_lens, *, dtype, kv_heads=2, group=3, head_dim=64, block_size=16, seed=0
-) -> Batch:
-    gen = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen).to(dtype)
-
-    heads = kv_heads * group
-    # As in the model: q is a view of a fused qkv row, so its token stride is larger than itself.
-    fused = normal(sum(q_lens), heads + 2 * kv_heads, head_dim)
-    keys = [normal(n, kv_heads, head_dim) for n in kv_lens]
-    values = [normal(n, kv_heads, head_dim) for n in kv_lens]
-    counts = [-(-n // block_size) for n in kv_lens]
-    ids = torch.randperm(sum(counts) + 3, generator=gen).tolist()
-    pools = [
-        torch.full((len(ids), block_size, kv_heads, head_dim), torch.nan, dtype=dtype)
-        for _ in range(2)
-    ]
-    tables = []
-    for k, v, count in zip(keys, values, counts, strict=True):
-        tables.append([ids.pop() for _ in range(count)])
-        for pool, rows in zip(pools, (k, v), strict=True):
-            for block, part in zip(tables[-1], rows.split(block_size), strict=True):
-                pool[block, : len(part)] = part
-    q = fused[:, :heads]
-    return Batch(q, keys, values, list(q_lens), list(kv_lens), block_size, *pools, tables)
-
-
-def chunk_of(batch: Batch, spans: dict[int, tuple[int, int]], scatter: bool = False) -> KVChunk:
-    """Blocks [first, last) of each sequence in `spans`; `scatter` copies them elsewhere."""
-    rows = [batch.tables[s][first:last] for s, (first, last) in spans.items()]
-    k, v = batch.k_pool, batch.v_pool
-    if scatter:
-        flat = [block for row in rows for block in row]
-        k, v, ids = k[flat].clone(), v[flat].clone(), iter(range(len(flat)))
-        rows = [[next(ids) for _ in row] for row in rows]
-    table = torch.zeros(len(rows), max((len(row) for row in rows), default=1), dtype=torch.int32)
-    for i, row in enumerate(rows):
-        table[i, : len(row)] = int32(row)
-    firsts, counts = int32(f for f, _ in spans.values()), int32(len(row) for row in rows)
-    return KVChunk(k, v, int32(spans), firsts, counts, table)
 
 
 def whole(batch: Batch) -> list[KVChunk]:
@@ -144,10 +63,6 @@ def attend(kernels: CpuKernels, batch: Batch, chunks=None) -> Tensor:
     out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype)
     fold(kernels, batch, chunks or whole(batch), out)
     return out
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want).abs().max() / want.abs().max()).item()
 
 
 def assert_close(kernels: CpuKernels, batch: Batch) -> None:
