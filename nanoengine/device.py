@@ -230,6 +230,10 @@ class Device(Protocol):
         """Most memory that this process has held so far, MiB."""
         ...
 
+    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
+        """Most device memory that `work` held beside what there was; None where nobody counts."""
+        ...
+
     def synchronize(self) -> None:
         """Wait for all queued work."""
         ...
@@ -301,6 +305,10 @@ class CpuDevice:
     def peak_memory_mib(self) -> float:
         """Peak resident set of the process."""
         return _peak_resident_kib() / 1024
+
+    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
+        """See Device. Not done: memory of the host is not counted."""
+        return None
 
     def synchronize(self) -> None:
         """Wait for the copy workers."""
@@ -454,6 +462,17 @@ class CudaDevice:
     def peak_memory_mib(self) -> float:
         """Peak allocated by torch on the GPU."""
         return torch.cuda.max_memory_allocated(self.torch_device) / (1 << 20)
+
+    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
+        """See Device. What it held is given back to the GPU."""
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        work()
+        self.synchronize()
+        peak = torch.cuda.max_memory_allocated(self.torch_device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        return peak - before
 
     def synchronize(self) -> None:
         """Wait for the GPU."""

@@ -40,11 +40,17 @@ from nanoengine.errors import (
 )
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
-from nanoengine.loader import load_model
+from nanoengine.loader import LoadedModel, load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
-from nanoengine.model_runner import ModelRunner, StepTokens
+from nanoengine.model_runner import ModelRunner, StepCaches, StepTokens
 from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.probe import DecodeCosts, measure_copy, measure_decode, stream_budget
+from nanoengine.probe import (
+    DecodeCosts,
+    measure_copy,
+    measure_decode,
+    profile_step,
+    stream_budget,
+)
 from nanoengine.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
@@ -90,6 +96,7 @@ class LLMEngine:
             loaded.source,
             loaded.weight_bytes,
             attention.name,
+            self._profiled_bytes(loaded, attention, ops, dtype),
         )
         self.kv = HybridKVCacheManager(
             self.plan.kv,
@@ -99,9 +106,7 @@ class LLMEngine:
             self.config.debug_kv,
             pad_decode=graph_size if self._uses_graphs(ops, attention) else None,
         )
-        self._runner: ModelRunner | None = ModelRunner(
-            loaded.decoder, attention, self.kv, Sampler(ops.argmax, self.device.tensor), self.device
-        )
+        self._runner: ModelRunner | None = self._make_runner(loaded, attention, ops, self.kv)
         self.decode_costs: DecodeCosts | None = None
         if self.plan.kv.num_host_blocks:
             self.plan = self._with_predictions()
@@ -230,6 +235,27 @@ class LLMEngine:
             copy_gb_per_s=copy_gb_per_s,
             stream_blocks_per_step=stream_budget(self.config, spec, costs),
             decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
+        )
+
+    def _make_runner(
+        self, loaded: LoadedModel, attention: AttentionBackend, ops: LayerOps, kv: StepCaches
+    ) -> ModelRunner:
+        sampler = Sampler(ops.argmax, self.device.tensor)
+        return ModelRunner(loaded.decoder, attention, kv, sampler, self.device)
+
+    def _profiled_bytes(
+        self, loaded: LoadedModel, attention: AttentionBackend, ops: LayerOps, dtype: torch.dtype
+    ) -> int | None:
+        """What the largest step holds beside weights and KV, where the rest is for KV."""
+        config = self.config
+        if config.num_gpu_blocks or config.kv_cache_gib or not self.device.computes_later:
+            return None
+        return profile_step(
+            lambda kv: self._make_runner(loaded, attention, ops, kv),
+            loaded.config,
+            config,
+            dtype,
+            self.device,
         )
 
     def _live_runner(self) -> ModelRunner:

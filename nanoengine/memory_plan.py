@@ -88,10 +88,15 @@ def plan_memory(
     source: str,
     weight_bytes: int,
     attention: str,
+    profiled_bytes: int | None,
 ) -> MemoryPlan:
-    """Divide the memory. Raises OutOfMemoryError or ConfigError for what cannot be honoured."""
+    """Divide the memory. profiled_bytes: what a largest step held (None: computed from shapes).
+
+    Raises OutOfMemoryError or ConfigError for what cannot be honoured."""
     tokens = config.max_num_batched_tokens
-    activations = activation_bytes(model, tokens, config.max_num_seqs, dtype.itemsize)
+    activations = profiled_bytes
+    if activations is None:
+        activations = activation_bytes(model, tokens, config.max_num_seqs, dtype.itemsize)
     spec = _kv_spec(config, model, device, dtype, activations)
     max_model_len, bound = _max_model_len(config, model, spec)
     threads = f", {torch.get_num_threads()} threads" if device.name == "cpu" else ""

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from nanoengine.config import EngineConfig
+import torch
+
+from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.context import KVChunk, KVTarget
 from nanoengine.device import Device
 from nanoengine.kv_cache import HybridKVCacheManager, KVSpec
-from nanoengine.model_runner import ModelRunner
+from nanoengine.model_runner import ModelRunner, StepCaches
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import (
     Admission,
@@ -121,6 +125,79 @@ def _step(runner: ModelRunner, device: Device, batch: ScheduledBatch) -> float:
     runner.run(batch)
     device.synchronize()
     return time.perf_counter() - start
+
+
+class _ScratchKV:
+    """The KV of one layer, which all layers of a step write and read (model_runner.StepCache)."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        size: int,
+        dtype: torch.dtype,
+        device: Device,
+        lengths: list[int],
+    ) -> None:
+        """size: tokens of a block. lengths: of the sequences, which are new."""
+        self.num_rows = len(lengths)
+        counts = [-(-length // size) for length in lengths]
+        firsts = [*accumulate(counts, initial=0)]
+        shape = (firsts[-1], 2, size, model.num_kv_heads, model.head_dim)
+        blocks = torch.zeros(shape, dtype=dtype, device=device.torch_device)
+        begun = [*zip(firsts, lengths, strict=False)]
+        rows = [
+            (first + place // size) * 2 * size + place % size
+            for first, length in begun
+            for place in range(length)
+        ]
+        slots = device.tensor([rows, [row + size for row in rows]], torch.int64)
+        self._target = KVTarget(blocks.flatten(0, 2), slots[0], slots[1])
+        tables = [[*range(first, first - (-length // size))] for first, length in begun]
+        spans = tuple((index, 0, tuple(table)) for index, table in enumerate(tables))
+        padded = [[*table, *[0] * (max(counts) - len(table))] for table in tables]
+        k, v = blocks.unbind(1)
+        numbers = ([*range(len(lengths))], [0] * len(lengths), counts, padded)
+        index, first_block, num_blocks, table = (device.tensor(x, torch.int32) for x in numbers)
+        self._chunk = KVChunk(k, v, index, first_block, num_blocks, table, spans, is_last=True)
+
+    def target(self, layer: int) -> KVTarget:
+        """See context.KVCache."""
+        return self._target
+
+    def inputs(self) -> None:
+        """See context.KVCache: not to be done again."""
+
+    def read(self, layer: int) -> Iterator[KVChunk]:
+        """See context.KVCache."""
+        yield self._chunk
+
+    def end(self) -> None:
+        """Nothing is under way."""
+
+    def begin(self, batch: ScheduledBatch) -> _ScratchKV:
+        """See model_runner.StepCaches."""
+        return self
+
+
+def profile_step(
+    make_runner: Callable[[StepCaches], ModelRunner],
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: Device,
+) -> int | None:
+    """Bytes that the largest step holds beside weights and KV, from running it: as many tokens and
+    requests as may be in one, each sampled in the costliest way. None on a device that does not
+    count.
+    """
+    num_seqs = config.max_num_seqs
+    lengths = [config.max_num_batched_tokens // num_seqs] * num_seqs
+    lengths[0] += config.max_num_batched_tokens % num_seqs
+    params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
+    seqs = [replace(_sequence(PROBE_ID, length), params=params) for length in lengths]
+    batch = ScheduledBatch(tuple(ScheduledSequence(seq, seq.num_tokens) for seq in seqs))
+    scratch = _ScratchKV(model, config.kvcache_block_size, dtype, device, lengths)
+    return device.peak_bytes_of(lambda: make_runner(scratch).run(batch))
 
 
 def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts) -> int | None:

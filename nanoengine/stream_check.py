@@ -9,7 +9,7 @@ every run, also where inline compute would have hidden it. What was queued can b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -201,6 +201,10 @@ class CheckedDevice:
     def peak_memory_mib(self) -> float:
         """See device.Device."""
         return self.inner.peak_memory_mib()
+
+    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
+        """See device.Device."""
+        return self.inner.peak_bytes_of(work)
 
     def synchronize(self) -> None:
         """See device.Device."""

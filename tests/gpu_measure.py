@@ -360,11 +360,15 @@ def workload(folder: Path, scale: Scale, read_gb_per_s: float) -> Row:
     prompts = [rng.choices(range(vocab), k=rng.randint(low, longest)) for _ in range(num)]
     lengths = [rng.randint(low, longest) for _ in range(num)]
     with running(folder, scale, max_num_seqs=256, max_model_len=4 * longest) as made:
+        planned = made.plan.weight_bytes + made.plan.activation_bytes
+        planned += made.plan.kv.num_blocks * made.plan.kv.block_bytes
         _answer(made, prompts[:2], [4, 4])
         _answer(made, prompts, [2] * num)  # compiles, and captures the largest graphs
         seconds = _answer(made, prompts, lengths)
         some, short = prompts[:num_beside], [-(-n // 4) for n in lengths[:num_beside]]
         beside = _answer(made, some, short)
+        peak = made.device.peak_memory_mib() * (1 << 20)
+        free, total = made.device.memory()
         context = sum(len(p) * n + n * n / 2 for p, n in zip(prompts, lengths, strict=True))
         read = max(lengths) * read_weights(made) + context * token_bytes(made)
     row = {
@@ -373,6 +377,9 @@ def workload(folder: Path, scale: Scale, read_gb_per_s: float) -> Row:
         "seconds": round(seconds, 2),
         "output_tokens_per_s": round(sum(lengths) / seconds, 1),
         "share_of_read": round(read / seconds / 1e9 / read_gb_per_s, 3),
+        "planned_gib": round(planned / GIB, 2),
+        "peak_gib": round(peak / GIB, 2),
+        "used_share": round(1 - free / total, 3),
     }
     try:
         theirs = _transformers(folder, scale, some, short)

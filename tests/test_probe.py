@@ -1,0 +1,50 @@
+"""The step that start-up runs to see how much memory the largest one holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoengine.config import GIB
+from nanoengine.device import CpuDevice
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.model_runner import ModelRunner
+from nanoengine.sequence import ScheduledBatch
+
+
+def test_the_largest_step_is_run_and_its_memory_planned_for(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that counts memory; every request of it samples."""
+    batches: list[ScheduledBatch] = []
+    launch = ModelRunner.launch
+
+    def launched(runner: ModelRunner, batch: ScheduledBatch) -> object:
+        batches.append(batch)
+        found = launch(runner, batch)
+        assert len(found.tokens) == 7
+        return found
+
+    def peak_bytes_of(device: CpuDevice, work: Callable[[], object]) -> int:
+        work()
+        return 5 << 20
+
+    monkeypatch.setattr(ModelRunner, "launch", launched)
+    monkeypatch.setattr(CpuDevice, "peak_bytes_of", peak_bytes_of)
+    monkeypatch.setattr(CpuDevice, "computes_later", True)
+    settings = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 8}
+    made = LLMEngine(tiny("llama"), max_num_seqs=7, max_num_batched_tokens=60, **settings)
+    assert [item.num_tokens for item in batches[0].items] == [12, *[8] * 6]
+    assert made.plan.activation_bytes == 5 << 20
+    made.close()
+    given = LLMEngine(tiny("llama"), kv_cache_gib=0.01, **settings)
+    assert len(batches) == 1 and given.plan.activation_bytes != 5 << 20
+    assert given.plan.kv.num_blocks * given.plan.kv.block_bytes <= 0.01 * GIB
+    given.close()
+
+
+def test_nobody_counts_the_memory_of_a_host() -> None:
+    assert CpuDevice().peak_bytes_of(lambda: torch.empty(10)) is None
