@@ -480,7 +480,7 @@ class CudaDevice:
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         """See Device. Through pinned memory: the host does not wait for what the GPU has queued."""
-        host = torch.tensor(values, dtype=dtype, pin_memory=True)
+        host = torch.as_tensor(values, dtype=dtype).pin_memory()
         return host.to(self.torch_device, non_blocking=True)
 
     def read_back(self, tensor: Tensor) -> Readable:
