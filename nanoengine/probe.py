@@ -31,7 +31,7 @@ from nanoengine.sequence import (
 )
 
 NUM_BLOCKS = 32
-MAX_BYTES = 1 << 30
+MAX_BYTES = 3 << 28  # with one block more, within the first piece of the host pool
 NUM_ROUNDS = 3
 NUM_WARMUPS = 2
 NUM_STEPS = 8
