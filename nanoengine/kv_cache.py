@@ -26,7 +26,6 @@ from nanoengine.sequence import (
     Admission,
     RequestMetrics,
     ScheduledBatch,
-    ScheduledSequence,
     Sequence,
 )
 from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV
@@ -222,15 +221,6 @@ class HybridKVCacheManager:
         table.blocks += [self._manager.allocate() for _ in range(needed)]
         return granted
 
-    def may_run_ahead(self, item: ScheduledSequence) -> bool:
-        """Whether the token after those of `item` may be computed before these are counted.
-
-        A block that a step is filling counts for what it held before: another step may find it
-        complete on the host and drop its device copy, so it must still be writing to it.
-        """
-        goes_on = item.num_tokens == 1 and (item.start + 1) % self.spec.block_size > 0
-        return goes_on or not self.spec.num_host_blocks
-
     def commit(self, seq: Sequence, num_tokens: int) -> None:
         """The next `num_tokens` tokens now have KV: count them and publish the blocks they
         filled.
@@ -409,6 +399,7 @@ class HybridKVCacheManager:
         counted = replace(self.counters)
         return StepKV(
             num_rows=num_rows or len(batch.items),
+            writes=writes,
             pools=self._layers,
             offload=self._offload,
             k_slots=k_slots,

@@ -23,6 +23,7 @@ class StepCache(KVCache, Protocol):
 
     @property
     def num_rows(self) -> int: ...
+    def count(self) -> None: ...
     def end(self) -> None: ...
 
 
@@ -72,14 +73,17 @@ class ModelRunner:
         try:
             ctx = self.context(batch, kv, kv.num_rows, before)
             hidden = self._model.forward(ctx)
+            kv.count()
         finally:
             kv.end()
-        seqs = [item.seq for item in batch.items if item.samples]
-        tokens = torch.empty(0, dtype=torch.int64)
-        if seqs:
-            logits = self._model.logits(hidden[ctx.logit_rows])
-            tokens = self._sampler.sample(logits, seqs, int(before is not None))
-        return StepTokens(batch, tokens, self._device.read_back(tokens) if seqs else tokens)
+        items = [item for item in batch.items if item.samples]
+        if not items:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return StepTokens(batch, nothing, nothing)
+        logits = self._model.logits(hidden[ctx.logit_rows])
+        positions = [item.start + item.num_tokens for item in items]
+        tokens = self._sampler.sample(logits, [item.seq for item in items], positions)
+        return StepTokens(batch, tokens, self._device.read_back(tokens))
 
     def context(
         self,
@@ -91,7 +95,7 @@ class ModelRunner:
         """The forward context of a batch, over the KV cache of its step.
 
         num_rows: at least so many sequences; those past the real ones have a token, and no keys.
-        before: the step whose tokens these sequences begin with.
+        before: the step that samples the tokens which some of these sequences begin with.
         """
         token_ids: list[int] = []
         positions: list[int] = []
@@ -99,7 +103,7 @@ class ModelRunner:
         for item in batch.items:
             begin = item.start
             end = begin + item.num_tokens
-            token_ids += item.seq.token_ids[begin:end] if before is None else [0]
+            token_ids += item.seq.token_ids[begin:end] or [0]  # 0: `before` knows it
             positions += range(begin, end)
             starts.append(len(token_ids))
             kv_lens.append(end)
@@ -114,9 +118,7 @@ class ModelRunner:
             kv_lens.append(0)
         tokens = self._tensor(token_ids, torch.int64)
         if before is not None:
-            places = {item.seq.seq_id: row for row, item in enumerate(before.batch.items)}
-            rows = [places[item.seq.seq_id] for item in batch.items]
-            tokens[: len(rows)] = before.tokens[self._tensor(rows, torch.int64)]
+            tokens = self._with_sampled(tokens, batch, starts, before)
         return ForwardContext(
             token_ids=tokens,
             positions=self._tensor(positions, torch.int64),
@@ -127,6 +129,22 @@ class ModelRunner:
             kv=kv,
             attention=self._attention,
         )
+
+    def _with_sampled(
+        self, tokens: Tensor, batch: ScheduledBatch, starts: list[int], before: StepTokens
+    ) -> Tensor:
+        """The tokens of a batch, with those that the step before it samples."""
+        sampled = [item.seq.seq_id for item in before.batch.items if item.samples]
+        places = {seq_id: place for place, seq_id in enumerate(sampled)}
+        rows = [
+            (row, places[item.seq.seq_id])
+            for row, item in zip(starts, batch.items, strict=False)
+            if item.start == item.seq.num_tokens
+        ]
+        if rows:
+            to, at = (self._tensor([*each], torch.int64) for each in zip(*rows, strict=True))
+            tokens[to] = before.tokens[at]
+        return tokens
 
     def _tensor(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
         return self._device.tensor(values, dtype)

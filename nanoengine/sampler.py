@@ -38,13 +38,15 @@ class Sampler:
         self._argmax = argmax
         self._tensor = tensor
 
-    def sample(self, logits: Tensor, seqs: Seq[Sequence], num_ahead: int = 0) -> Tensor:
+    def sample(self, logits: Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Tensor:
         """logits [n, vocab] of any float dtype, one row a sequence; returns int64 [n], token ids.
 
-        num_ahead: tokens of each sequence that are not appended yet.
+        positions: of the tokens to choose; what comes before them may not be appended yet.
         """
         held = [
-            i for i, s in enumerate(seqs) if s.num_output_tokens + num_ahead < s.params.min_tokens
+            i
+            for i, (s, position) in enumerate(zip(seqs, positions, strict=True))
+            if position - s.num_prompt_tokens < s.params.min_tokens
         ]
         if held:
             logits = logits.clone()
@@ -54,7 +56,7 @@ class Sampler:
         drawn = [i for i, s in enumerate(seqs) if not s.params.greedy]
         if drawn:
             rows = self._tensor(drawn, torch.int64)
-            numbers = [uniform(seqs[i].seed, seqs[i].num_tokens + num_ahead) for i in drawn]
+            numbers = [uniform(seqs[i].seed, positions[i]) for i in drawn]
             tokens[rows] = self._draw(logits[rows].float(), [seqs[i] for i in drawn], numbers)
         return tokens
 

@@ -30,7 +30,6 @@ class KVAdmission(Protocol):
     def admit(self, seq: Sequence) -> Admission: ...
     def stream_cost(self, seq: Sequence) -> int: ...
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None: ...
-    def may_run_ahead(self, item: ScheduledSequence) -> bool: ...
     def commit(self, seq: Sequence, num_tokens: int) -> None: ...
     def preempt(self, seq: Sequence) -> None: ...
     def deallocate(self, seq: Sequence) -> None: ...
@@ -140,23 +139,29 @@ class Scheduler:
         return ScheduledBatch(tuple(plan[s.seq_id] for s in in_order if s.seq_id in plan))
 
     def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
-        """The step after `batch`, which is not counted yet: its sequences, one token further. None
-        where what comes next depends on what it samples, or on anything but it.
+        """The step after `batch`, which is not counted yet: its sequences, further on. None where
+        what comes next depends on what it samples, or on anything but it.
 
         Those that it ends by their length are left out. If it ends others, they are computed once
         more, in vain.
         """
         if self.waiting or self._pacer.is_limited or len(batch.items) != len(self.running):
             return None
-        if not all(item.samples and self._kv.may_run_ahead(item) for item in batch.items):
-            return None
-        items = []
+        if sum(not item.samples for item in batch.items) > 1:
+            return None  # prompts share a step by rules of their own
+        items: list[ScheduledSequence] = []
+        budget = self._max_tokens
         self._kv.start_step()
         for item in batch.items:
-            if item.seq.num_tokens + 1 < item.seq.max_total_tokens and not item.seq.is_finished:
-                if self._kv.reserve(item.seq, 1, item.num_tokens) != 1:
-                    return None
-                items.append(ScheduledSequence(item.seq, 1, item.num_tokens))
+            seq, done = item.seq, item.start + item.num_tokens
+            if seq.is_finished or (item.samples and done + 1 >= seq.max_total_tokens):
+                continue
+            wanted = min(max(1, seq.num_tokens - done), budget)
+            granted = self._kv.reserve(seq, wanted, item.num_tokens) if wanted else 0
+            if not granted:
+                return None
+            items.append(ScheduledSequence(seq, granted, item.num_tokens))
+            budget -= granted
         return ScheduledBatch(tuple(items)) if items else None
 
     def postprocess(

@@ -186,9 +186,9 @@ class ScheduledSequence:
     samples: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        is_newest = self.num_ahead > 0 or self.num_tokens == self.seq.num_remaining
-        object.__setattr__(self, "start", self.seq.num_computed + self.num_ahead)
-        object.__setattr__(self, "samples", is_newest)
+        start = self.seq.num_computed + self.num_ahead
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "samples", start + self.num_tokens >= self.seq.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanoengine.block_table import Write
 from nanoengine.context import KVChunk, KVTarget, Spans, StepInputs
 from nanoengine.offload import OffloadEngine, TransferCounters, TransferRun
 from nanoengine.placement import Placement
@@ -91,11 +92,13 @@ class ChunkTable:
 class StepKV:
     """One step's view of the KV cache (context.KVCache).
 
-    num_rows: sequences that the step is laid out for, those past the real ones without KV.
+    num_rows: sequences that the step is laid out for, those past the real ones without KV. writes:
+    where their tokens go.
     pools: of each layer. k_slots, v_slots, stored: as in KVTarget, for `rows` of such a pool.
     """
 
     num_rows: int
+    writes: list[Write]
     pools: list[LayerPool]
     offload: OffloadEngine
     k_slots: Tensor
@@ -137,6 +140,13 @@ class StepKV:
                 self.run.read_host(layer, table.part.tier - HOST, table.slots)
                 piece = self.offload.host.piece(table.part.tier - HOST, layer)
                 yield table.chunk(piece.unbind(1), is_last)
+
+    def count(self) -> None:
+        """The layers have stored what they were to store: from here on it may go to the host, and a
+        step that is begun before this one is counted finds the blocks as they will be.
+        """
+        for write in self.writes:
+            write.block.num_tokens = max(write.block.num_tokens, write.offset + write.num_tokens)
 
     def end(self) -> None:
         """Wait for what is still under way; to be called whether the step succeeded or not."""

@@ -43,11 +43,13 @@ class Driver:
         sampler = engine._runner._sampler
         sample = sampler.sample
 
-        def recording(logits: Tensor, seqs: Sequence[EngineSequence], num_ahead: int = 0) -> Tensor:
+        def recording(
+            logits: Tensor, seqs: Sequence[EngineSequence], positions: Sequence[int]
+        ) -> Tensor:
             for row, seq in zip(logits, seqs, strict=True):
                 self.logits.setdefault(seq.seq_id, []).append(row.float().clone())
             self.max_batch = max(self.max_batch, len(seqs))
-            return sample(logits, seqs, num_ahead)
+            return sample(logits, seqs, positions)
 
         sampler.sample = recording
 

@@ -55,7 +55,7 @@ ARROWS = {
     "placement": {"block_manager", "step_plan"},
     "host_pool": {"step_plan"},
     "offload": {"host_pool", "step_plan"},
-    "step_kv": {"step_plan", "placement", "offload"},
+    "step_kv": {"block_table", "step_plan", "placement", "offload"},
     "kv_cache": {"block_manager", "block_table", "step_plan", "placement", "offload", "step_kv"},
     "attention": {"kernels", "cpu_kernels", "flash_attention", "triton_attention"},
     "cpu_kernels": {"call_tape"},

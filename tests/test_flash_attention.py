@@ -734,8 +734,15 @@ def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch)
         "torch (no compiler)"
     )
     assert asked == []
-    assert make_attention(None, "", cuda, torch.float16, 256, 64).name == "torch (the reason)"
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "nanoengine.triton_attention", None)
+        name = make_attention(None, "", cuda, torch.float16, 256, 64).name
+    assert name.startswith("torch (the reason; Triton: ")
     assert asked == [(cuda, torch.float16, 256, 64)]
+    triton_attention = pytest.importorskip("nanoengine.triton_attention")
+    monkeypatch.setattr(triton_attention, "_shared_memory", lambda device: 99 << 10)
+    name = make_attention(None, "", cuda, torch.float16, 256, 64).name
+    assert name.startswith("Triton ") and name.endswith("(the reason)")
     taken = flash()
     monkeypatch.setattr(attention, "make_flash", lambda *args: (taken, ""))
     assert make_attention(None, "", cuda, torch.float16, 256, 64) is taken

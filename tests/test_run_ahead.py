@@ -13,6 +13,7 @@ from nanoengine import SamplingParams
 from nanoengine.llm_engine import LLMEngine
 
 BLOCK = 4
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 SETTINGS = {
     "resident": {"num_gpu_blocks": 100},
     "no prefix cache": {"num_gpu_blocks": 100, "enable_prefix_caching": False},
@@ -71,6 +72,23 @@ def test_greedy_ids_are_those_of_transformers(
     assert found == [reference_greedy(model, p, n) for p, n in zip(prompts(), lengths, strict=True)]
     assert made.num_ahead > 2
     assert made._under_way is None
+    made.close()
+
+
+@pytest.mark.parametrize("settings", [SETTINGS["resident"], SETTINGS["stream"]], ids=str)
+def test_chunks_of_a_prompt_run_ahead(
+    tiny: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    """Blocks that the chunk before fills leave the device meanwhile, as complete."""
+    folder, prompt = tiny("llama"), [(i * 31) % 256 for i in range(119)]
+    made = engine(folder, **(settings | {"max_num_batched_tokens": 16}))
+    request, num_ahead, found = made.add_request(prompt, SamplingParams(**GREEDY)), 0, {}
+    while made.has_unfinished_requests:
+        found |= {o.request_id: o.outputs[0].token_ids for o in made.step()}
+        num_ahead += made._under_way is not None
+        made.kv.check()
+    assert found[request] == reference_greedy(reference(folder), prompt, 6)
+    assert num_ahead >= 7 + 4
     made.close()
 
 

@@ -24,8 +24,9 @@ def sequence(
 
 
 def choose(logits: torch.Tensor, seqs: list[Sequence], num_ahead: int = 0) -> list[int]:
+    """num_ahead: tokens that are not appended yet."""
     sampler = Sampler(partial(torch.argmax, dim=-1), lambda x, dtype: torch.tensor(x, dtype=dtype))
-    return sampler.sample(logits, seqs, num_ahead).tolist()
+    return sampler.sample(logits, seqs, [s.num_tokens + num_ahead for s in seqs]).tolist()
 
 
 def frequencies(params: SamplingParams) -> list[float]:
