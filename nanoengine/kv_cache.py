@@ -322,9 +322,10 @@ class HybridKVCacheManager:
         if not width:
             return []
         ring, host = self._offload.ring, self._offload.host.piece(0, 0)
-        width = min(width, len(host))
-        host[: min(num_blocks, len(host))] = 0  # memory never written reads faster than real KV
-        starts = range(0, min(num_blocks, len(host)) - width + 1, width)
+        num_blocks = min(num_blocks, len(host))
+        width = min(width, num_blocks)
+        host[:num_blocks] = 0  # memory never written reads faster than real KV
+        starts = range(0, num_blocks - width + 1, width)
         return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
 
     def end_probe(self) -> None:

@@ -90,13 +90,13 @@ def time_steps(
     behind. Empty if they are more than fit.
     """
     seqs = [_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
-    batch = ScheduledBatch(tuple(ScheduledSequence(seq, 1) for seq in seqs))
     kv.start_step()
     try:
         if any(kv.admit(seq) is not Admission.ADMITTED for seq in seqs):
             return []
         for seq in seqs:
             kv.fill_random(seq, on_host)
+        batch = ScheduledBatch(tuple(ScheduledSequence(seq, 1) for seq in seqs))
         with kv.full_device(keep_free=1) if on_host else nullcontext():
             for _ in range(NUM_WARMUPS):
                 _step(runner, device, batch)

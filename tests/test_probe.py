@@ -10,6 +10,7 @@ import torch
 
 from nanoengine.config import GIB
 from nanoengine.device import CpuDevice
+from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.model_runner import ModelRunner
 from nanoengine.sequence import ScheduledBatch
@@ -44,6 +45,26 @@ def test_the_largest_step_is_run_and_its_memory_planned_for(
     assert len(batches) == 1 and given.plan.activation_bytes != 5 << 20
     assert given.plan.kv.num_blocks * given.plan.kv.block_bytes <= 0.01 * GIB
     given.close()
+
+
+def test_the_probe_reads_what_it_fills(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 9 blocks on the host all but the one that is written are streamed in each of 10 steps."""
+    moved: list[float] = []
+    reset = HybridKVCacheManager.reset_counters
+
+    def reset_counters(kv: HybridKVCacheManager) -> None:
+        moved.append(kv.counters.h2d_bytes / kv.spec.block_bytes)
+        reset(kv)
+
+    monkeypatch.setattr(HybridKVCacheManager, "reset_counters", reset_counters)
+    settings = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 8, "num_gpu_blocks": 4}
+    streams = {"enable_cpu_offload": True, "offload_mode": "stream", "kv_offload_gib": 0.01}
+    made = LLMEngine(tiny("llama"), max_model_len=72, **settings, **streams)
+    resident, *_, streamed = moved
+    assert resident == 0 and 10 * 8 < streamed <= 10 * 8 + 1
+    made.close()
 
 
 def test_nobody_counts_the_memory_of_a_host() -> None:
