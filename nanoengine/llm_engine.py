@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -40,7 +41,7 @@ from nanoengine.errors import (
 )
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
-from nanoengine.loader import LoadedModel, load_model
+from nanoengine.loader import LoadedModel, find_model, load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
 from nanoengine.model_runner import ModelRunner, StepCaches, StepTokens
 from nanoengine.outputs import CompletionOutput, RequestOutput
@@ -69,16 +70,19 @@ class LLMEngine:
         dtype, why = self._dtype()
         kernels, no_kernels = self._kernels()
         ops = self._layer_ops(kernels, dtype)
-        loaded = load_model(
-            self.config.model,
-            self.config.load_format,
-            self.device.torch_device,
-            dtype,
-            self.config.seed,
-            ops,
-        )
+        folder = find_model(self.config.model, self.config.load_format)
+        with ThreadPoolExecutor(1) as thread:  # the vocabulary is parsed while weights are packed
+            tokenizer = thread.submit(self._load_tokenizer, folder)
+            loaded = load_model(
+                folder,
+                self.config.load_format,
+                self.device.torch_device,
+                dtype,
+                self.config.seed,
+                ops,
+            )
         self.model_config: ModelConfig = loaded.config
-        self._tokenizer = self._load_tokenizer(loaded.folder)
+        self._tokenizer = tokenizer.result()
         attention = make_attention(
             kernels,
             no_kernels,

@@ -527,43 +527,49 @@ def _shard_names(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder in memory, and where it came from. `source` describes the weights for the plan."""
+    """A decoder in memory. `source` describes the weights for the plan."""
 
     config: ModelConfig
     decoder: Decoder
-    folder: Path
     source: str
     weight_bytes: int
 
 
-def load_model(
-    name: str,
-    load_format: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int,
-    ops: LayerOps,
-) -> LoadedModel:
-    """Find, check and load a model; load_format "dummy" fills the same shapes with random numbers.
+def find_model(name: str, load_format: str) -> Path:
+    """The folder of a model, as `resolve_model` finds it.
 
-    Raises ModelLoadError for anything wrong with the checkpoint, ConfigError for a format that it
-    is not in.
+    Raises ModelLoadError, and ConfigError for a format that it is not in.
     """
     folder = resolve_model(name)
     found = "safetensors" if folder == Path(name).expanduser() else "gguf"
     if load_format in ("safetensors", "gguf") and load_format != found:
         is_what = {"safetensors": "a folder; give the .gguf file", "gguf": "GGUF; give a folder"}
         raise ConfigError(f"load_format={load_format!r}, but {name} is {is_what[found]}")
+    return folder
+
+
+def load_model(
+    folder: Path,
+    load_format: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    ops: LayerOps,
+) -> LoadedModel:
+    """Check and load a model; load_format "dummy" fills the same shapes with random numbers.
+
+    Raises ModelLoadError for anything wrong with the checkpoint.
+    """
     config = read_model_config(folder)
     shapes = weight_shapes(config)
     num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
     if load_format == "dummy":
         decoder = Decoder(config, _dummy_source(shapes, device, dtype, seed), device, ops)
-        return LoadedModel(config, decoder, folder, "random weights", num_bytes)
+        return LoadedModel(config, decoder, "random weights", num_bytes)
     with CheckpointReader(folder) as reader:
         check_names(shapes, reader, ignorable_tensors(config))
         decoder = Decoder(config, lambda name: reader.tensor(name).to(device, dtype), device, ops)
-    return LoadedModel(config, decoder, folder, describe_weights(folder), num_bytes)
+    return LoadedModel(config, decoder, describe_weights(folder), num_bytes)
 
 
 def _dummy_source(
