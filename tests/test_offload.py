@@ -23,7 +23,7 @@ from nanoengine import PromptTooLongError, SamplingParams, llm_engine
 from nanoengine.attention import TorchAttention
 from nanoengine.device import CpuDevice
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.offload import OffloadEngine, StepTransfers
+from nanoengine.offload import OffloadEngine, StepTransfers, _store_runs
 from nanoengine.step_plan import Load, Store
 from nanoengine.stream_check import CheckedDevice
 
@@ -433,6 +433,15 @@ def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
                 assert torch.equal(engine.host.block(layer, 2), content[layer, 2])
         assert run.end()
     engine.close()
+
+
+def test_whole_blocks_that_follow_one_another_are_one_copy() -> None:
+    """On both sides: not where part of a block is stored, nor where one side goes on elsewhere."""
+    whole = [Store(3, 7, 0, 4), Store(4, 8, 0, 4), Store(0, 10, 0, 4), Store(9, 11, 0, 4)]
+    part = Store(5, 9, 1, 4)
+    runs = _store_runs([whole[3], part, whole[0], whole[2], whole[1]], block_size=4)
+    assert runs == [whole[:2], [part], [whole[2]], [whole[3]]]
+    assert _store_runs([part, Store(6, 10, 0, 4)], block_size=4) == [[part], [Store(6, 10, 0, 4)]]
 
 
 def test_copies_are_counted_as_found_ready_or_waited_for(tiny: Tiny) -> None:

@@ -502,7 +502,7 @@ def test_closing_in_the_middle_of_copies(copies: str, fails: bool) -> None:
         engine = ShadowEngine(5, 40, 2, 1, block_size=2, max_delay_s=0.002, copies=copies)
         engine.add([1] * 30, 4)
         engine.step()
-        engine.faults["d2h"].arm(9 if fails else 0)  # one of the second layer
+        engine.faults["d2h"].arm(5 if fails else 0)  # one of the second layer
         with pytest.raises(Boom):
             engine.step(fail_at=(0, 0))
         assert engine.num_moved["stores"] == 5
