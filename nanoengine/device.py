@@ -195,6 +195,16 @@ def _as_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
     return tensor.view(torch.uint8).numpy()
 
 
+def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers, nested lists of them, as a tensor. To a GPU they go through pinned memory: the host
+    does not wait for what it has queued.
+    """
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
+
+
 class Readable(Protocol):
     """Numbers on their way to the host."""
 
@@ -479,9 +489,8 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        """See Device. Through pinned memory: the host does not wait for what the GPU has queued."""
-        host = torch.as_tensor(values, dtype=dtype).pin_memory()
-        return host.to(self.torch_device, non_blocking=True)
+        """See Device."""
+        return to_device(values, dtype, self.torch_device)
 
     def read_back(self, tensor: Tensor) -> Readable:
         """See Device."""

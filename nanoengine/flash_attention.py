@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import ForwardContext, KVChunk, Spans
+from nanoengine.device import to_device
 
 PAGE = 256
 MAX_HEAD_DIM = 256
@@ -296,12 +297,12 @@ def seen_by(begin: int, end: int, num_queries: int, kv_len: int) -> tuple[range,
 def _call(chunk: KVChunk, asks: Sequence[_Ask], causal: bool) -> KernelCall:
     device, num = chunk.k.device, len(asks)
     queries, keys = [len(ask.rows) for ask in asks], [ask.num_keys for ask in asks]
-    packed = _on_device(
+    packed = to_device(
         [*accumulate(queries, initial=0), *accumulate(keys, initial=0), *keys], torch.int32, device
     )
     table = chunk.block_table
     if num < len(chunk.spans):
-        table = table[_on_device([ask.span for ask in asks], torch.int64, device)]
+        table = table[to_device([ask.span for ask in asks], torch.int64, device)]
     return KernelCall(
         rows=_rows(asks, device),
         query_start=packed[: num + 1],
@@ -317,13 +318,7 @@ def _call(chunk: KVChunk, asks: Sequence[_Ask], causal: bool) -> KernelCall:
 def _rows(asks: Sequence[_Ask], device: torch.device) -> slice | Tensor:
     if all(before.rows.stop == after.rows.start for before, after in pairwise(asks)):
         return slice(asks[0].rows.start, asks[-1].rows.stop)
-    return _on_device([row for ask in asks for row in ask.rows], torch.int64, device)
-
-
-def _on_device(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Through pinned memory: the host does not wait for what the GPU has queued."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    return to_device([row for ask in asks for row in ask.rows], torch.int64, device)
 
 
 # -- which kernel is there -------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoengine.context import ForwardContext, KVChunk
+from nanoengine.device import to_device
 
 PARTITION = 512
 MERGED_AT_ONCE = 8
@@ -363,7 +364,7 @@ class TritonAttention:
         if number not in self._tiles:
             group = q.shape[1] // chunk.k.shape[2]
             found = query_tiles(chunk, lengths, max(1, PREFILL_ROWS // group))
-            self._tiles[number] = _on_device(found, q.device) if found else None
+            self._tiles[number] = to_device(found, torch.int32, q.device) if found else None
         return self._tiles[number]
 
     def _run_prefill(
@@ -467,8 +468,3 @@ def _shared_memory(device: torch.device) -> int:
         return 227 << 10
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin)
-
-
-def _on_device(values: list[tuple[int, int]], device: torch.device) -> Tensor:
-    host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)

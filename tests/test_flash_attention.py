@@ -396,13 +396,13 @@ def test_a_nan_is_not_taken_for_no_keys() -> None:
 def test_index_tensors_are_made_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """And for every step anew: neither other lengths nor other spans meet an old plan."""
     made: list[int] = []
-    on_device = flash_attention._on_device
+    on_device = flash_attention.to_device
 
     def counting(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         made.append(len(values))
         return on_device(values, dtype, device)
 
-    monkeypatch.setattr(flash_attention, "_on_device", counting)
+    monkeypatch.setattr(flash_attention, "to_device", counting)
     kernel = ReferenceKernel()
     backend = flash(kernel)
     for seed, lengths in enumerate([BATCHES["mixed"], BATCHES["mixed"], BATCHES["decode"]]):
