@@ -91,7 +91,7 @@ ELSEWHERE = {
 }
 NOT_YET = {
     "quantization": "weight quantisation",
-    "cuda_graph_sizes": "CUDA graphs",
+    "cuda_graph_sizes": "a choice of graph sizes",
 }
 
 
@@ -123,8 +123,7 @@ class EngineConfig:
     reads them where they are; "auto": in_place on a CPU, stream on a GPU.
     kv_offload_gib: host memory for KV (None: 4 GiB, or a quarter of what is available if that is
     less). ring_slots: buffers of the ring, at least 2.
-    slot_tokens: tokens of one layer that a ring slot holds (None: 4096, on a
-    GPU 16384).
+    slot_tokens: tokens of one layer that a ring slot holds (None: 4096, on a GPU 16384).
     stream_mib_per_step: host KV that may be streamed a step, on average, beside requests that
     decode from the device (None: what takes 0.6 of a short step, measured at start-up).
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses

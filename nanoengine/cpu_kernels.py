@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 
 from nanoengine.call_tape import CallTape
-from nanoengine.context import KVChunk
+from nanoengine.context import KVChunk, KVTarget
 from nanoengine.errors import EngineError
 
 SOURCE = Path(__file__).with_name("cpu_kernels.c")
@@ -278,24 +278,16 @@ class CpuKernels:
         self.tape.call(self._rms_norm, (packed,), x, weight, out)
 
     def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_slots: Tensor,
-        v_slots: Tensor,
-        pool: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> None:
         """Turn q and k in place (half-split rotary embedding), then store k and v in the pool.
 
         q                 [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; views whose
                           heads follow each other, such as parts of a fused projection, will do
         cos, sin          float32, contiguous, tokens * head_dim / 2 values
-        k_slots, v_slots  int64 [tokens], rows of the pool; k_slots -1: do not store
-        pool              [rows, kv_heads, head_dim], contiguous
+        target            slot -1: do not store
         """
+        pool, k_slots, v_slots = target.pool, target.k_slots, target.v_slots
         tokens, heads, head_dim = q.shape
         packed = _ROPE_ARGS.pack(
             q.data_ptr(),

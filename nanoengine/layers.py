@@ -210,15 +210,7 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
     def argmax(self, logits: Tensor) -> Tensor: ...
     def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_slots: Tensor,
-        v_slots: Tensor,
-        pool: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> None: ...
 
 
@@ -240,8 +232,7 @@ class KernelOps(TorchOps):
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> Tensor:
         """See LayerOps."""
-        slots = target.k_slots, target.v_slots
-        self._kernels.rope_store(q, k, v, cos, sin, *slots, target.pool)
+        self._kernels.rope_store(q, k, v, cos, sin, target)
         return q
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -350,15 +341,16 @@ class GpuOps(KernelOps):
     one.
     """
 
+    _kernels: GpuKernels
+
     def __init__(self, kernels: GpuKernels, tape: Tape | None) -> None:
         super().__init__(kernels, tape)
-        self._gpu = kernels
 
     def linear(
         self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
     ) -> GpuLinear:
         """See LayerOps."""
-        return GpuLinear(weight, bias, norm, self._gpu)
+        return GpuLinear(weight, bias, norm, self._kernels)
 
     def gate_up(
         self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm

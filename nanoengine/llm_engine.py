@@ -2,7 +2,7 @@
 together.
 
     step:  batch  = scheduler.schedule()
-           tokens = runner.run(batch)
+           tokens = runner.launch(batch).numbers
            done   = scheduler.postprocess(batch, tokens)
 
 Not thread-safe: one thread at a time may call an engine.

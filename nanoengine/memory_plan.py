@@ -18,7 +18,7 @@ from nanoengine.kv_cache import KVSpec
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_HOST_KV_BYTES = 4 * GIB
 # A GPU's attention over one slot should take long beside starting it and carrying its state over.
-SLOT_TOKENS = {False: 4096, True: 16384}
+CPU_SLOT_TOKENS, GPU_SLOT_TOKENS = 4096, 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide the memory. profiled_bytes: what a largest step held (None: computed from shapes).
 
-    Raises OutOfMemoryError or ConfigError for what cannot be honoured."""
+    Raises OutOfMemoryError or ConfigError for what cannot be honoured.
+    """
     tokens = config.max_num_batched_tokens
     activations = profiled_bytes
     if activations is None:
@@ -157,7 +158,8 @@ def _kv_spec(
     ring_slots, slot_blocks = 0, 0
     if streams(config, device.name):
         ring_slots = config.ring_slots
-        slot_tokens = config.slot_tokens or SLOT_TOKENS[device.computes_later]
+        planned = GPU_SLOT_TOKENS if device.computes_later else CPU_SLOT_TOKENS
+        slot_tokens = config.slot_tokens or planned
         slot_blocks = max(1, slot_tokens // config.kvcache_block_size)
     spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
     spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))

@@ -71,7 +71,7 @@ class ModelRunner:
         """Begin the step. before: the one that computes the tokens which `batch` is ahead of."""
         kv = self._kv.begin(batch)
         try:
-            ctx = self.context(batch, kv, kv.num_rows, before)
+            ctx = self.context(batch, kv, before)
             hidden = self._model.forward(ctx)
             kv.count()
         finally:
@@ -86,15 +86,11 @@ class ModelRunner:
         return StepTokens(batch, tokens, self._device.read_back(tokens))
 
     def context(
-        self,
-        batch: ScheduledBatch,
-        kv: KVCache,
-        num_rows: int = 0,
-        before: StepTokens | None = None,
+        self, batch: ScheduledBatch, kv: StepCache, before: StepTokens | None
     ) -> ForwardContext:
-        """The forward context of a batch, over the KV cache of its step.
+        """The forward context of a batch, over the KV cache of its step. Rows of it past the real
+        sequences have a token, and no keys.
 
-        num_rows: at least so many sequences; those past the real ones have a token, and no keys.
         before: the step that samples the tokens which some of these sequences begin with.
         """
         token_ids: list[int] = []
@@ -110,7 +106,7 @@ class ModelRunner:
             if item.samples:
                 logit_rows.append(len(token_ids) - 1)
         lengths = [*zip((item.num_tokens for item in batch.items), kv_lens, strict=True)]
-        for _ in range(len(lengths), num_rows):
+        for _ in range(len(lengths), kv.num_rows):
             lengths.append((1, 0))
             token_ids.append(0)
             positions.append(0)

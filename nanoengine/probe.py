@@ -89,7 +89,7 @@ def time_steps(
     """Seconds of decode steps of one batch, over random KV of so many tokens each; leaves nothing
     behind. Empty if they are more than fit.
     """
-    seqs = [_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
+    seqs = [probe_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
     kv.start_step()
     try:
         if any(kv.admit(seq) is not Admission.ADMITTED for seq in seqs):
@@ -107,7 +107,8 @@ def time_steps(
         kv.reset_counters()
 
 
-def _sequence(seq_id: int, num_tokens: int) -> Sequence:
+def probe_sequence(seq_id: int, num_tokens: int) -> Sequence:
+    """A greedy request with a prompt of so many tokens, all the same."""
     return Sequence(
         seq_id=seq_id,
         token_ids=[0] * num_tokens,
@@ -197,7 +198,7 @@ def profile_step(
     lengths = [config.max_num_batched_tokens // num_seqs] * num_seqs
     lengths[0] += config.max_num_batched_tokens % num_seqs
     params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
-    seqs = [replace(_sequence(PROBE_ID, length), params=params) for length in lengths]
+    seqs = [replace(probe_sequence(PROBE_ID, length), params=params) for length in lengths]
     batch = ScheduledBatch(tuple(ScheduledSequence(seq, seq.num_tokens) for seq in seqs))
     scratch = _ScratchKV(model, config.kvcache_block_size, dtype, device, lengths)
     return device.peak_bytes_of(lambda: make_runner(scratch).run(batch))

@@ -154,7 +154,7 @@ class Scheduler:
         self._kv.start_step()
         for item in batch.items:
             seq, done = item.seq, item.start + item.num_tokens
-            if seq.is_finished or (item.samples and done + 1 >= seq.max_total_tokens):
+            if item.samples and done + 1 >= seq.max_total_tokens:
                 continue
             wanted = min(max(1, seq.num_tokens - done), budget)
             granted = self._kv.reserve(seq, wanted, item.num_tokens) if wanted else 0

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoengine.context import KVTarget
+
 
 @triton.jit
 def _rms_norm(
@@ -140,22 +142,15 @@ class TritonKernels:
         )  # fmt: skip
 
     def rope_store(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k_slots: Tensor,
-        v_slots: Tensor,
-        pool: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> None:
         """Turn q in place, and store k, turned, and v in the pool; see CpuKernels.rope_store."""
         tokens, heads, head_dim = q.shape
         kv_heads, half = k.shape[1], head_dim // 2
         pad = triton.next_power_of_2
         _rope_store[(tokens, 2)](
-            q, k, v, cos, sin, k_slots, v_slots, pool, q.stride(0), k.stride(0), v.stride(0),
+            q, k, v, cos, sin, target.k_slots, target.v_slots, target.pool,
+            q.stride(0), k.stride(0), v.stride(0),
             heads, pad(heads), kv_heads, pad(kv_heads), half, pad(half), num_warps=4,
         )  # fmt: skip
 

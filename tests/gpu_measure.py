@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ from nanoengine.config import GIB
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.models import weight_shapes
 from nanoengine.niah import induction_samples
-from nanoengine.probe import PROBE_ID
-from nanoengine.sequence import Admission, RequestMetrics, Sequence, SequenceStatus
+from nanoengine.probe import PROBE_ID, probe_sequence
+from nanoengine.sequence import Admission, Sequence, SequenceStatus
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -183,17 +183,9 @@ def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
 
 
 def _sequence(seq_id: int, num_tokens: int) -> Sequence:
-    """One that has its first token."""
-    return Sequence(
-        seq_id=seq_id,
-        token_ids=[0] * num_tokens,
-        num_prompt_tokens=num_tokens - 1,
-        params=SamplingParams(temperature=0),
-        seed=0,
-        stop_token_ids=frozenset(),
-        max_total_tokens=1 << 30,
-        metrics=RequestMetrics(time.perf_counter()),
-    )
+    """One that has its first token, and no end."""
+    seq = probe_sequence(seq_id, num_tokens)
+    return replace(seq, num_prompt_tokens=num_tokens - 1, max_total_tokens=1 << 30)
 
 
 def time_decode(made: LLMEngine, lengths: list[int], num_steps: int) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
 from nanoengine import cpu_kernels
-from nanoengine.context import KVChunk
+from nanoengine.context import KVChunk, KVTarget
 from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
 from nanoengine.errors import EngineError
 
@@ -419,7 +419,8 @@ def test_rope_store(variant, dtype, tokens, head_dim):
     v_slots = k_slots + block_size
     k_slots[-1] = v_slots[-1] = slots[-1] = -1
     rows = pool.flatten(0, 2)
-    variant.rope_store(q, k, v, angles.cos(), angles.sin(), k_slots, v_slots, rows)
+    target = KVTarget(rows, k_slots, v_slots)
+    variant.rope_store(q, k, v, angles.cos(), angles.sin(), target)
     first, second = before[:, : heads + kv_heads].float().chunk(2, dim=-1)
     turned = torch.cat(
         (

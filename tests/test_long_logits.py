@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import shutil
 from pathlib import Path
@@ -49,6 +50,8 @@ def long_text(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_16k_logits_streamed_resident_and_transformers(stretched: Path) -> None:
+    # Twelve minutes on two busy cores: longer than the guard of the other tests.
+    faulthandler.dump_traceback_later(1800, exit=True)
     prompt = long_text(stretched)
     params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
     logits, tokens = {}, {}

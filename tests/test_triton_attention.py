@@ -219,7 +219,8 @@ def test_rotation_and_store() -> None:
     slots = torch.tensor([[7, -1, 0], [8, -1, 1]], device=DEVICE)
     target = KVTarget(pool.clone(), *slots, torch.tensor([0, 2], device=DEVICE))
     expected = TorchOps().rotate_and_store(q, k, v, angles.cos(), angles.sin(), target)
-    TritonKernels().rope_store(q, k, v, angles.cos(), angles.sin(), *slots, pool)
+    ours = KVTarget(pool, *slots)
+    TritonKernels().rope_store(q, k, v, angles.cos(), angles.sin(), ours)
     torch.testing.assert_close(q, expected)
     torch.testing.assert_close(pool, target.pool, equal_nan=True)
 
