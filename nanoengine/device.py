@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -208,7 +208,7 @@ def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tenso
 class Readable(Protocol):
     """Numbers on their way to the host."""
 
-    def tolist(self) -> list[int]:
+    def tolist(self) -> list[Any]:
         """Wait for them."""
         ...
 
@@ -425,10 +425,10 @@ class CudaReadback:
         self._host.copy_(tensor, non_blocking=True)
         self._done = torch.cuda.current_stream().record_event()
 
-    def tolist(self) -> list[int]:
+    def tolist(self) -> list[Any]:
         """See Readable."""
         self._done.synchronize()
-        numbers: list[int] = self._host.tolist()
+        numbers: list[Any] = self._host.tolist()
         return numbers
 
 

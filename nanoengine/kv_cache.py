@@ -164,7 +164,8 @@ class HybridKVCacheManager:
         if active and self.spec.num_host_blocks and active >= self.spec.num_blocks - 1:
             return Admission.FULL
         held = table.blocks or self._lookup(table)
-        if not table.blocks and self._is_in_flight(table, len(held)):
+        is_scored = seq.params.prompt_logprobs is not None
+        if not table.blocks and not is_scored and self._is_in_flight(table, len(held)):
             return Admission.IN_FLIGHT
         needed = self._blocks_for(seq.num_tokens) - len(held)
         reserve = self._decode_reserve_blocks if active else 0
@@ -491,9 +492,11 @@ class HybridKVCacheManager:
         return keys[:num_blocks]
 
     def _lookup(self, table: BlockTable) -> list[Block]:
-        """The cached blocks with which the sequence begins."""
+        """The cached blocks with which the sequence begins; none where its prompt is scored, as
+        that takes every token's logits.
+        """
         hits: list[Block] = []
-        if self._enable_prefix_caching:
+        if self._enable_prefix_caching and table.seq.params.prompt_logprobs is None:
             for key in self._keys(table, table.seq.num_tokens // self.spec.block_size):
                 block = self._manager.find(hits[-1] if hits else None, key)
                 if block is None:

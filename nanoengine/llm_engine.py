@@ -44,7 +44,7 @@ from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.loader import LoadedModel, find_model, load_model
 from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
 from nanoengine.model_runner import ModelRunner, StepCaches, StepTokens
-from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoengine.probe import (
     DecodeCosts,
     measure_copy,
@@ -55,7 +55,7 @@ from nanoengine.probe import (
 from nanoengine.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
-from nanoengine.sequence import RequestMetrics, Sequence
+from nanoengine.sequence import RequestMetrics, Sequence, TokenHistory, TokenScore
 from nanoengine.stream_check import CheckedDevice
 from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -159,7 +159,10 @@ class LLMEngine:
             metrics=RequestMetrics(time.perf_counter()),
             prompt=prompt if isinstance(prompt, str) else prompt_text,
             cache_salt=self._checked_salt(cache_salt),
+            history=TokenHistory(tuple(set(token_ids))) if params.penalizes else None,
+            bad_words=self._bad_words(params),
         )
+        self._check_choice(seq)
         if params.stop_strings:
             seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
         self.scheduler.add(seq)
@@ -186,6 +189,7 @@ class LLMEngine:
         ahead = scheduler.schedule_ahead(step.batch) if self._runs_ahead else None
         self._under_way = runner.launch(ahead, step) if ahead else None
         token_ids = step.numbers.tolist()
+        step.give_scores()
         failed = self.kv.take_failures(step.batch)
         ended = scheduler.postprocess(step.batch, token_ids, failed)
         if not scheduler.running:
@@ -362,17 +366,38 @@ class LLMEngine:
                 "the limit is "
                 f"{limit} ({self.plan.max_model_len_bound}); {self._how_to_raise()}"
             )
-        for token_id in params.stop_ids:
-            if token_id >= self.model_config.vocab_size:
-                raise InvalidParamsError(
-                    f"stop token id {token_id} is outside the vocabulary of "
-                    f"{self.model_config.vocab_size} tokens"
-                )
         most = (self.config.max_model_len or self.model_config.max_position) - num_prompt
         if params.max_tokens is None:
             return limit
         self.kv.check_fits(num_prompt, min(params.max_tokens, most))
         return min(limit, num_prompt + params.max_tokens)
+
+    def _check_choice(self, seq: Sequence) -> None:
+        """Raise InvalidParamsError where tokens are named that do not exist, or none is left to
+        choose.
+        """
+        params, vocab = seq.params, self.model_config.vocab_size
+        for name, ids in params.named_ids.items():
+            for token_id in ids:
+                if token_id >= vocab:
+                    raise InvalidParamsError(
+                        f"{name}: token id {token_id} is outside the vocabulary of {vocab} tokens"
+                    )
+        if params.allowed_token_ids is None:
+            return
+        banned = {word[-1] for word in seq.bad_words}
+        banned |= seq.stop_token_ids if params.min_tokens else set()
+        if banned.issuperset(params.allowed_token_ids):
+            raise InvalidParamsError(
+                f"bad_words and min_tokens may forbid all of allowed_token_ids "
+                f"({sorted(params.allowed_token_ids)}): no token could be chosen"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word, at the beginning of a text and after a space."""
+        texts = [space + word.strip() for word in params.forbidden_words for space in ("", " ")]
+        words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(dict.fromkeys(word for word in words if word))
 
     def _how_to_raise(self) -> str:
         if self.config.max_model_len is not None:
@@ -386,14 +411,18 @@ class LLMEngine:
 
     def _output(self, seq: Sequence) -> RequestOutput:
         token_ids = seq.output_token_ids
-        text = seq.text
-        if text is None and self._tokenizer is None:
-            text = ""
-        elif text is None:
-            # The token that ended the text is not part of it.
-            shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
-            text = self.tokenizer.decode(shown, seq.params.skip_special_tokens)
-        completion = CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)
+        scores = seq.scores[: len(token_ids)]
+        is_scored = seq.params.logprobs is not None
+        completion = CompletionOutput(
+            0,
+            self._text(seq),
+            token_ids,
+            seq.finish_reason,
+            seq.stop_reason,
+            [self._logprobs(score) for score in scores] if is_scored else None,
+            sum(score.logprob for score in scores) if is_scored else None,
+        )
+        is_prompt_scored = seq.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=seq.seq_id,
             prompt=seq.prompt,
@@ -403,7 +432,32 @@ class LLMEngine:
             num_cached_tokens=seq.num_cached,
             num_host_cached_tokens=seq.num_cached_on_host,
             error=None if seq.error is None else TransferError(seq.error),
+            prompt_logprobs=(
+                [None, *map(self._logprobs, seq.prompt_scores)] if is_prompt_scored else None
+            ),
         )
+
+    def _text(self, seq: Sequence) -> str:
+        if seq.text is not None:
+            return seq.text
+        if self._tokenizer is None or not seq.params.detokenize:
+            return ""
+        token_ids = seq.output_token_ids
+        if seq.finish_reason == "stop" and not seq.params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]  # the token that ended the text is not part of it
+        return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+
+    def _logprobs(self, score: TokenScore) -> TokenLogprobs:
+        """The likeliest tokens of a position and the one that stands there."""
+        ranked = [(i, value, rank) for rank, (i, value) in enumerate(score.likeliest, 1)]
+        if all(i != score.token_id for i, _, _ in ranked):
+            ranked.append((score.token_id, score.logprob, score.rank))
+        return {i: Logprob(value, rank, self._decoded(i)) for i, value, rank in ranked}
+
+    def _decoded(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def refused(text: str | None, prompt: object, error: RequestError) -> RequestOutput:

@@ -5,6 +5,7 @@ Knows the model, the sampler and the KV manager's attention face; decides nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache
 from nanoengine.device import Device, Readable
 from nanoengine.models import Decoder
-from nanoengine.sampler import Sampler
-from nanoengine.sequence import ScheduledBatch
+from nanoengine.sampler import Sampler, read_scores, score_tokens
+from nanoengine.sequence import ScheduledBatch, Sequence
 
 
 class StepCache(KVCache, Protocol):
@@ -33,16 +34,52 @@ class StepCaches(Protocol):
     def begin(self, batch: ScheduledBatch) -> StepCache: ...
 
 
+PROMPT_SCORE_ROWS = 256  # logits of so many tokens of a prompt are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of a sequence's prompt, from the token at `position` on, on their way to the host."""
+
+    seq: Sequence
+    position: int
+    rows: Readable
+
+    def give(self) -> None:
+        """Append to the sequence what it does not have: a preempted one computes again."""
+        width = self.seq.params.prompt_logprobs or 0
+        for position, row in enumerate(self.rows.tolist(), self.position):
+            if position == len(self.seq.prompt_scores) + 1:
+                token_id = self.seq.token_ids[position]
+                self.seq.prompt_scores.append(read_scores(row, token_id, width))
+
+
 @dataclass(frozen=True, slots=True)
 class StepTokens:
     """What a step samples: one token for each item of its batch that does, in order.
 
-    tokens: int64 [n], on the device; numbers: the same on their way to the host.
+    tokens: int64 [n], on the device; numbers: the same on their way to the host; so are `scores` of
+    these tokens, [n, ...], where a request wants logprobs, and those of prompts.
     """
 
     batch: ScheduledBatch
     tokens: Tensor
     numbers: Readable
+    scores: Readable | None = None
+    prompt_scores: tuple[PromptScores, ...] = ()
+
+    def give_scores(self) -> None:
+        """Append what was asked for to the sequences; before their tokens are."""
+        for part in self.prompt_scores:
+            part.give()
+        if self.scores is None:
+            return
+        seqs = [item.seq for item in self.batch.items if item.samples]
+        for seq, token_id, row in zip(
+            seqs, self.numbers.tolist(), self.scores.tolist(), strict=True
+        ):
+            if seq.params.logprobs is not None and not seq.is_finished:
+                seq.scores.append(read_scores(row, token_id, seq.params.logprobs))
 
 
 class ModelRunner:
@@ -76,14 +113,43 @@ class ModelRunner:
             kv.count()
         finally:
             kv.end()
+        prompt_scores = tuple(self._score_prompts(batch, hidden))
         items = [item for item in batch.items if item.samples]
         if not items:
             nothing = torch.empty(0, dtype=torch.int64)
-            return StepTokens(batch, nothing, nothing)
+            return StepTokens(batch, nothing, nothing, None, prompt_scores)
         logits = self._model.logits(hidden[ctx.logit_rows])
         positions = [item.start + item.num_tokens for item in items]
         tokens = self._sampler.sample(logits, [item.seq for item in items], positions)
-        return StepTokens(batch, tokens, self._device.read_back(tokens))
+        widths = [item.seq.params.logprobs for item in items]
+        asked = [width for width in widths if width is not None]
+        scores = score_tokens(logits, tokens, max(asked)) if asked else None
+        return StepTokens(
+            batch,
+            tokens,
+            self._device.read_back(tokens),
+            None if scores is None else self._device.read_back(scores),
+            prompt_scores,
+        )
+
+    def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
+        """Scores of the prompts' next tokens, where they are wanted: every token of a chunk but the
+        prompt's last has one after it.
+        """
+        row = 0
+        for item in batch.items:
+            seq, stop = item.seq, item.start + item.num_tokens
+            stop = min(stop, seq.num_prompt_tokens - 1)
+            if seq.params.prompt_logprobs is not None:
+                for start in range(item.start, stop, PROMPT_SCORE_ROWS):
+                    end = min(stop, start + PROMPT_SCORE_ROWS)
+                    rows = hidden[row + start - item.start : row + end - item.start]
+                    following = self._tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
+                    scores = score_tokens(
+                        self._model.logits(rows), following, seq.params.prompt_logprobs
+                    )
+                    yield PromptScores(seq, start + 1, self._device.read_back(scores))
+            row += item.num_tokens
 
     def context(
         self, batch: ScheduledBatch, kv: StepCache, before: StepTokens | None

@@ -12,12 +12,29 @@ from nanoengine.sequence import RequestMetrics
 
 
 @dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's natural log-probability in the model's own distribution, before temperature,
+    penalties and the like. rank: 1 for the likeliest token.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[
+    int, Logprob
+]  # of one position: the token that stands there, and the likeliest
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One generated text.
 
     finish_reason: "stop" (end of sequence or a stop), "length", "abort" or "error".
     stop_reason: the stop string or stop token id that matched; None for the model's own end of
     sequence.
+    logprobs: of each token, where asked for; cumulative_logprob: the sum of the tokens' own.
     """
 
     index: int
@@ -25,6 +42,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +52,8 @@ class RequestOutput:
     refused or failed.
 
     num_cached_tokens of the prompt were found in the prefix cache, num_host_cached_tokens of these
-    on the host only.
+    on the host only. prompt_logprobs, where asked for: of each token of the prompt; None for its
+    first.
     """
 
     request_id: int
@@ -45,6 +65,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_host_cached_tokens: int = 0
     error: RequestError | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def __getitem__(self, key: str) -> Any:
         """`out["text"]` and `out["token_ids"]` of the first completion, as nano-vllm's dicts

@@ -14,7 +14,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from nanoengine.sequence import Sequence
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Sequence, TokenHistory, TokenScore
 
 
 def uniform(seed: int, position: int) -> float:
@@ -43,15 +44,15 @@ class Sampler:
 
         positions: of the tokens to choose; what comes before them may not be appended yet.
         """
-        held = [
-            i
-            for i, (s, position) in enumerate(zip(seqs, positions, strict=True))
-            if position - s.num_prompt_tokens < s.params.min_tokens
+        changed = [
+            (row, seq, position)
+            for row, (seq, position) in enumerate(zip(seqs, positions, strict=True))
+            if _is_adjusted(seq, position)
         ]
-        if held:
-            logits = logits.clone()
-            for row in held:
-                logits[row, sorted(seqs[row].stop_token_ids)] = -torch.inf
+        if changed:
+            logits = logits.to(torch.float32, copy=True)
+            for row, seq, position in changed:
+                self._adjust(logits[row], seq, position)
         tokens = self._argmax(logits)
         drawn = [i for i, s in enumerate(seqs) if not s.params.greedy]
         if drawn:
@@ -59,6 +60,36 @@ class Sampler:
             numbers = [uniform(seqs[i].seed, positions[i]) for i in drawn]
             tokens[rows] = self._draw(logits[rows].float(), [seqs[i] for i in drawn], numbers)
         return tokens
+
+    def _adjust(self, row: Tensor, seq: Sequence, position: int) -> None:
+        """What the request's parameters do to the logits of one token, fp32 [vocab], in vLLM's
+        order.
+        """
+        params = seq.params
+        if params.allowed_token_ids is not None:
+            allowed = self._tensor(params.allowed_token_ids, torch.int64)
+            kept = row[allowed]
+            row.fill_(-torch.inf)[allowed] = kept
+        banned = _ends_of_bad_words(seq)
+        if position - seq.num_prompt_tokens < params.min_tokens:
+            banned += sorted(seq.stop_token_ids)
+        if banned:
+            row[self._tensor(banned, torch.int64)] = -torch.inf
+        if params.biases:
+            ids, values = zip(*params.biases, strict=True)
+            row[self._tensor(ids, torch.int64)] += self._tensor(values, torch.float32)
+        if seq.history is not None:
+            self._penalize(row, params, seq.history)
+
+    def _penalize(self, row: Tensor, params: SamplingParams, history: TokenHistory) -> None:
+        if params.repetition_penalty != 1:
+            seen = self._tensor([*{*history.prompt, *history.output}], torch.int64)
+            logits, penalty = row[seen], params.repetition_penalty
+            row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
+        if history.output and (params.frequency_penalty or params.presence_penalty):
+            counts = self._tensor([*history.output.values()], torch.float32)
+            ids = self._tensor([*history.output], torch.int64)
+            row[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
     def _draw(self, logits: Tensor, seqs: Seq[Sequence], numbers: list[float]) -> Tensor:
         params = [s.params for s in seqs]
@@ -80,6 +111,43 @@ class Sampler:
         cumulative = torch.softmax(logits, dim=1, dtype=torch.float64).cumsum(dim=1)
         u = column(numbers) * cumulative[:, -1:]
         return torch.searchsorted(cumulative, u, right=True).squeeze(1)
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
+    """How likely tokens are by these logits, and which are likeliest: what `read_scores` reads.
+
+    logits [n, vocab], tokens int64 [n]. Returns float64 [n, 2 + 2 k]: log-probability and rank of
+    the token, the k largest log-probabilities, and the ids that have them.
+    """
+    logprobs = torch.log_softmax(logits.float(), dim=1)
+    chosen = logprobs.gather(1, tokens.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
+    values, ids = logprobs.topk(min(num_likeliest, logits.shape[1]), dim=1)
+    return torch.cat([part.double() for part in (chosen, ranks, values, ids)], dim=1)
+
+
+def read_scores(row: Seq[float], token_id: int, num_likeliest: int) -> TokenScore:
+    """One row of `score_tokens`, and no more of its likeliest tokens than wanted."""
+    values, ids = row[2 : 2 + (len(row) - 2) // 2], row[2 + (len(row) - 2) // 2 :]
+    likeliest = tuple((int(i), value) for i, value in zip(ids, values, strict=True))
+    return TokenScore(token_id, row[0], int(row[1]), likeliest[:num_likeliest])
+
+
+def _is_adjusted(seq: Sequence, position: int) -> bool:
+    params = seq.params
+    is_held = position - seq.num_prompt_tokens < params.min_tokens
+    fixed = params.allowed_token_ids is not None or bool(params.biases)
+    return is_held or fixed or params.follows_history
+
+
+def _ends_of_bad_words(seq: Sequence) -> list[int]:
+    """Last tokens of those words whose other tokens the output ends with."""
+    output = seq.output_token_ids if seq.bad_words else []
+    return [
+        word[-1]
+        for word in seq.bad_words
+        if len(word) == 1 or output[1 - len(word) :] == [*word[:-1]]
+    ]
 
 
 def _top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nanoengine.errors import InvalidParamsError
 
 MAX_STOPS = 64
+MAX_LOGPROBS = 20
+MAX_BIAS = 100.0
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 
@@ -26,6 +29,16 @@ class SamplingParams:
     max_tokens: most tokens to generate (None: as many as the context holds).
     min_tokens: before so many, neither end-of-sequence nor stops end the text.
     skip_special_tokens: leave special tokens out of the text.
+    repetition_penalty: divide positive logits of tokens in prompt or output by it, multiply
+    negative ones (arXiv 1909.05858); 1 is off.
+    presence_penalty, frequency_penalty: take this from the logits of tokens in the output, once, or
+    for each time; in [-2, 2].
+    logit_bias: {token id: what is added to its logit, within -100 to 100}.
+    allowed_token_ids: only these may be chosen. bad_words: texts that the output may not contain.
+    logprobs, prompt_logprobs: of each token of the output, or of the prompt after its first, the
+    log-probability and rank in the model's own distribution, and so many of the likeliest tokens
+    (0 to 20; None: nothing).
+    detokenize: False leaves the text empty. include_stop_str_in_output: keep the stop in the text.
 
     Raises InvalidParamsError for a value out of range.
     """
@@ -41,6 +54,16 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    bad_words: tuple[str, ...] | list[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         _number("temperature", self.temperature, 0.0, 100.0)
@@ -58,17 +81,38 @@ class SamplingParams:
                 )
         if self.seed is not None:
             _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        self._check_adjustments()
+        flags = ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output")
+        for name in flags:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParamsError(
                     f"{name} must be True or False, got {getattr(self, name)!r}"
                 )
-        object.__setattr__(self, "stop", _stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop", _texts("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if self.stop and not self.detokenize:
+            raise InvalidParamsError("stop strings are found in the text: they need detokenize")
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(
                 self, "temperature", 0.0 if self.temperature < GREEDY_BELOW else MIN_TEMPERATURE
             )
+
+    def _check_adjustments(self) -> None:
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0:
+            raise InvalidParamsError("repetition_penalty must be above 0; 1 is off")
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise InvalidParamsError("allowed_token_ids is empty: no token could be chosen")
+            object.__setattr__(self, "allowed_token_ids", allowed)
 
     @property
     def greedy(self) -> bool:
@@ -85,6 +129,38 @@ class SamplingParams:
         """`stop_token_ids` as a tuple, empty when there is none."""
         return self.stop_token_ids  # type: ignore[return-value]  # normalised in __post_init__
 
+    @property
+    def forbidden_words(self) -> tuple[str, ...]:
+        """`bad_words` as a tuple, empty when there are none."""
+        return self.bad_words  # type: ignore[return-value]  # normalised in __post_init__
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs, empty when there are none."""
+        return self.logit_bias  # type: ignore[return-value]  # normalised in __post_init__
+
+    @property
+    def named_ids(self) -> dict[str, tuple[int, ...]]:
+        """Every token id that these parameters name, by the parameter that does."""
+        return {
+            "stop_token_ids": self.stop_ids,
+            "logit_bias": tuple(token_id for token_id, _ in self.biases),
+            "allowed_token_ids": tuple(self.allowed_token_ids or ()),
+        }
+
+    @property
+    def penalizes(self) -> bool:
+        """True when a token's logit depends on whether it came before."""
+        penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
+        return any(penalties)
+
+    @property
+    def follows_history(self) -> bool:
+        """True when the choice of a token depends on those before it other than through the
+        model.
+        """
+        return self.penalizes or bool(self.bad_words)
+
 
 def _number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -100,20 +176,36 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
         raise InvalidParamsError(f"{name} must be between {low} and {high}, got {value}")
 
 
-def _stops(stop: object) -> tuple[str, ...]:
-    stops = () if stop is None else (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, tuple | list) or not all(isinstance(s, str) and s for s in stops):
-        raise InvalidParamsError(f"stop must be a non-empty string or a list of them, got {stop!r}")
-    if len(stops) > MAX_STOPS:
-        raise InvalidParamsError(f"at most {MAX_STOPS} stop strings, got {len(stops)}")
-    return tuple(stops)
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    texts = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(texts, tuple | list) or not all(isinstance(s, str) and s for s in texts):
+        raise InvalidParamsError(
+            f"{name} must be a non-empty string or a list of them, got {value!r}"
+        )
+    if len(texts) > MAX_STOPS:
+        raise InvalidParamsError(f"{name}: at most {MAX_STOPS} strings, got {len(texts)}")
+    return tuple(texts)
 
 
-def _stop_ids(ids: object) -> tuple[int, ...]:
+def _ids(name: str, ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
     if not isinstance(ids, tuple | list):
-        raise InvalidParamsError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+        raise InvalidParamsError(f"{name} must be a list of token ids, got {ids!r}")
     for token_id in ids:
-        _integer("stop_token_ids", token_id, 0, 1 << 31)
+        _integer(name, token_id, 0, 1 << 31)
     return tuple(ids)
+
+
+def _biases(biases: object) -> tuple[tuple[int, float], ...]:
+    pairs = () if biases is None else biases.items() if isinstance(biases, Mapping) else biases
+    try:
+        made = tuple((int(token_id), value) for token_id, value in pairs)  # type: ignore[attr-defined]
+    except (TypeError, ValueError) as error:
+        raise InvalidParamsError(
+            f"logit_bias must be a dict from token ids to numbers, got {biases!r}"
+        ) from error
+    for token_id, value in made:
+        _integer("logit_bias", token_id, 0, 1 << 31)
+        _number(f"logit_bias of token {token_id}", value, -MAX_BIAS, MAX_BIAS)
+    return made

@@ -149,6 +149,8 @@ class Scheduler:
             return None
         if sum(not item.samples for item in batch.items) > 1:
             return None  # prompts share a step by rules of their own
+        if any(item.seq.params.follows_history for item in batch.items):
+            return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
         self._kv.start_step()

@@ -71,6 +71,33 @@ class TextStream(Protocol):
     def add(self, token_id: int) -> str: ...
 
 
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """How likely the model thought a token, before anything that sampling does to its logits.
+
+    rank: 1 for the likeliest. likeliest: (token id, log-probability), best first.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """What penalties look at: the distinct tokens of the prompt, and how often each token came
+    since.
+    """
+
+    prompt: tuple[int, ...]
+    output: dict[int, int] = field(default_factory=dict)
+
+    def add(self, token_id: int) -> None:
+        """Count a token of the output."""
+        self.output[token_id] = self.output.get(token_id, 0) + 1
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request: its tokens, how many of them have their KV computed, and how it ended.
@@ -79,7 +106,9 @@ class Sequence:
     computes the next ones. At the first admission `num_cached` of them were found in the prefix
     cache, `num_cached_on_host` of these on the host only; sequences with another `cache_salt` find
     none of its KV. A sequence with stop strings carries a `text_stream`; `text` is set when a stop
-    string cut it, `error` when it failed.
+    string cut it, `error` when it failed. `history` is kept for penalties, `bad_words` are what its
+    output may not contain, as tokens. `scores` and `prompt_scores` (of the tokens from the prompt's
+    second on) grow where they were asked for.
     """
 
     seq_id: int
@@ -101,6 +130,10 @@ class Sequence:
     error: str | None = None
     text: str | None = None
     text_stream: TextStream | None = None
+    history: TokenHistory | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
 
     @property
     def is_finished(self) -> bool:
@@ -135,6 +168,8 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Add a sampled token and end the sequence if it, the text or the length says so."""
         self.token_ids.append(token_id)
+        if self.history is not None:
+            self.history.add(token_id)
         may_stop = self.num_output_tokens > self.params.min_tokens
         if self._stop_string_found(token_id):
             return
@@ -158,7 +193,8 @@ class Sequence:
         if not hits:
             return False
         at, stop = min(hits)
-        self.text = text[:at]
+        end = at + len(stop) if self.params.include_stop_str_in_output else at
+        self.text = text[:end]
         self.finish("stop", stop)
         return True
 

@@ -1,0 +1,263 @@
+"""What requests may ask of sampling, on whole engines: penalties, bans, biases and
+log-probabilities, against transformers' logits and processors.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import reference, reference_logits
+from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.errors import InvalidParamsError
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.outputs import RequestOutput, TokenLogprobs
+
+VOCAB = 256
+BLOCK = 8
+SETTINGS: dict[str, dict[str, Any]] = {
+    "resident": {"num_gpu_blocks": 64},
+    "chunked": {"num_gpu_blocks": 64, "max_num_batched_tokens": 13, "max_num_seqs": 8},
+    "preempted": {"num_gpu_blocks": 13, "decode_reserve_blocks": 0},
+    "run ahead": {"num_gpu_blocks": 64, "runs_ahead": True},
+    "streamed": {
+        "num_gpu_blocks": 6,
+        "enable_cpu_offload": True,
+        "offload_mode": "stream",
+        "kv_offload_gib": 0.01,
+        "slot_tokens": BLOCK,
+        "stream_mib_per_step": 1000.0,
+    },
+}
+ASKED = {
+    "repetition": {"repetition_penalty": 1.4},
+    "repetition below one": {"repetition_penalty": 0.7},
+    "presence": {"presence_penalty": 1.5},
+    "frequency": {"frequency_penalty": 0.8, "presence_penalty": -0.3},
+    "bias": {"logit_bias": {7: 6.0, 9: -4.0, 30: 5.5}, "repetition_penalty": 1.2},
+    "allowed": {"allowed_token_ids": [3, 50, 51, 52, 99, 200], "frequency_penalty": 2.0},
+    "bad words": {"bad_words": ["a", "bc", "xyz"], "presence_penalty": 0.5},
+}
+
+
+def make_engine(path: Path, runs_ahead: bool = False, **settings: Any) -> LLMEngine:
+    defaults = {"kvcache_block_size": BLOCK, "dtype": "float32", "device": "cpu"}
+    made = LLMEngine(path, **(defaults | settings))
+    made._runs_ahead = runs_ahead
+    return made
+
+
+def answer(
+    engine: LLMEngine, prompts: list[list[int]], each: list[SamplingParams]
+) -> list[RequestOutput]:
+    ids = [engine.add_request(p, params) for p, params in zip(prompts, each, strict=True)]
+    found = {}
+    while engine.has_unfinished_requests:
+        found.update({output.request_id: output for output in engine.step()})
+        engine.kv.check()
+    return [found[i] for i in ids]
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
+
+
+def expected_ids(
+    engine: LLMEngine, path: Path, prompt: list[int], params: SamplingParams
+) -> list[int]:
+    """Greedy decoding by transformers' logits; its processors where it has them, plain arithmetic
+    where it has none.
+    """
+    model, tokens = reference(path), list(prompt)
+    words = [engine.encode(word)[1:] for word in params.forbidden_words]
+    words += [engine.encode(" " + word)[1:] for word in params.forbidden_words]
+    for _ in range(params.max_tokens or 0):
+        row = reference_logits(model, tokens)[-1:].clone()
+        output = torch.tensor([tokens[len(prompt) :]], dtype=torch.int64)
+        if params.allowed_token_ids is not None:
+            outside = set(range(row.shape[1])) - set(params.allowed_token_ids)
+            row[0, sorted(outside)] = -torch.inf
+        if words:
+            row = NoBadWordsLogitsProcessor(words)(output, row)
+        for token_id, bias in params.biases:
+            row[0, token_id] += bias
+        if params.repetition_penalty != 1:
+            penalize = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)
+            row = penalize(torch.tensor([tokens]), row)
+        for token_id in set(output[0].tolist()):
+            count = output[0].tolist().count(token_id)
+            row[0, token_id] -= params.frequency_penalty * count + params.presence_penalty
+        tokens.append(int(row.argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_adjusted_logits_choose_what_transformers_would(
+    tiny: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    """All kinds in one batch with a plain request, so that rows cannot leak into one another."""
+    path = tiny("llama")
+    each = [
+        SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, **asked)
+        for asked in [*ASKED.values(), {}]
+    ]
+    prompts = prompts_of((5, 9, 1, 12, 8, 17, 3, 10))
+    engine = make_engine(path, **settings)
+    outputs = answer(engine, prompts, each)
+    for prompt, params, output in zip(prompts, each, outputs, strict=True):
+        assert output.outputs[0].token_ids == expected_ids(engine, path, prompt, params)
+    plain = expected_ids(engine, path, prompts[0], SamplingParams(temperature=0, max_tokens=14))
+    assert outputs[0].outputs[0].token_ids != plain  # the penalty did something
+    engine.close()
+
+
+def test_a_penalized_request_follows_its_distribution(tiny: Callable[[str], Path]) -> None:
+    """The first sampled token of many seeds, against the softmax of independently biased logits."""
+    path, num = tiny("llama"), 1500
+    prompt = prompts_of((6,))[0]
+    asked = {"repetition_penalty": 1.5, "logit_bias": {40: 4.0}, "allowed_token_ids": [*prompt, 40]}
+    each = [SamplingParams(max_tokens=1, seed=seed, **asked) for seed in range(num)]
+    engine = make_engine(path, num_gpu_blocks=64)
+    tokens = [o.outputs[0].token_ids[0] for o in answer(engine, [prompt] * num, each)]
+    row = reference_logits(reference(path), prompt)[-1:].clone()
+    row[0, 40] += 4.0
+    row = RepetitionPenaltyLogitsProcessor(1.5)(torch.tensor([prompt]), row)[0]
+    kept = sorted({*prompt, 40})
+    for token_id, wanted in zip(kept, row[kept].softmax(0).tolist(), strict=True):
+        seen = tokens.count(token_id) / num
+        assert abs(seen - wanted) < 5 * (wanted * (1 - wanted) / num) ** 0.5 + 1e-6
+    assert set(tokens) <= set(kept)
+    engine.close()
+
+
+def check_logprobs(
+    found: list[TokenLogprobs], logits: torch.Tensor, ids: list[int], num_likeliest: int
+) -> None:
+    """logits [n, vocab]: each of the rows that `ids` were chosen from."""
+    assert len(found) == len(ids)
+    for entry, row, token_id in zip(found, logits.log_softmax(-1), ids, strict=True):
+        best = row.topk(num_likeliest).indices.tolist()
+        assert set(entry) == {*best, token_id}
+        for i, each in entry.items():
+            assert abs(each.logprob - float(row[i])) < 1e-3
+            assert each.rank == 1 + int((row > row[i]).sum())
+            assert each.decoded_token is not None
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_logprobs_are_those_of_transformers(
+    tiny: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    """Of output and prompt, raw although the choice was penalised, twice over a warm cache."""
+    path = tiny("llama")
+    model = reference(path)
+    prompts = prompts_of((2, 9, 30, 17, 1, 24))
+    each = [
+        SamplingParams(
+            max_tokens=9,
+            ignore_eos=True,
+            logprobs=(3, 0, None, 5, 1, 2)[i],
+            prompt_logprobs=(4, None, 2, 0, 1, 3)[i],
+            seed=i,
+            repetition_penalty=1.3 if i == 0 else 1.0,
+        )
+        for i in range(len(prompts))
+    ]
+    engine = make_engine(path, **settings)
+    for _ in range(2):
+        for prompt, params, output in zip(
+            prompts, each, answer(engine, prompts, each), strict=True
+        ):
+            ids, made = output.outputs[0].token_ids, output.outputs[0]
+            logits = reference_logits(model, prompt + ids)
+            if params.logprobs is None:
+                assert made.logprobs is None and made.cumulative_logprob is None
+            else:
+                check_logprobs(made.logprobs, logits[len(prompt) - 1 : -1], ids, params.logprobs)
+                chosen = [entry[i].logprob for entry, i in zip(made.logprobs, ids, strict=True)]
+                assert made.cumulative_logprob == pytest.approx(sum(chosen))
+            if params.prompt_logprobs is None:
+                assert output.prompt_logprobs is None
+            else:
+                first, *others = output.prompt_logprobs
+                assert first is None
+                check_logprobs(
+                    others, logits[: len(prompt) - 1], prompt[1:], params.prompt_logprobs
+                )
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(tiny("llama"), dtype="float32", device="cpu", num_gpu_blocks=8) as made:
+        yield made
+
+
+def test_without_detokenizing_there_is_no_text(llm: LLM) -> None:
+    params = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    with_text = llm.generate("some", SamplingParams(**params), use_tqdm=False)[0]
+    without = llm.generate("some", SamplingParams(**params, detokenize=False), use_tqdm=False)[0]
+    assert with_text["text"] and without["text"] == ""
+    assert with_text["token_ids"] == without["token_ids"]
+
+
+def test_a_stop_stays_in_the_text_if_asked(llm: LLM) -> None:
+    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+    whole = llm.generate("some", SamplingParams(**params), use_tqdm=False)[0]
+    text, ids = whole["text"], whole["token_ids"]
+    stop = text[3:5]
+    kept = SamplingParams(**params, stop=stop, include_stop_str_in_output=True)
+    cut = text[: text.index(stop)]
+    assert llm.generate("some", kept, use_tqdm=False)[0]["text"] == cut + stop
+    gone = SamplingParams(**params, stop=stop)
+    assert llm.generate("some", gone, use_tqdm=False)[0]["text"] == cut
+    by_id = SamplingParams(**params, stop_token_ids=[ids[2]], include_stop_str_in_output=True)
+    output = llm.generate("some", by_id, use_tqdm=False)[0]
+    assert output["text"] == llm.tokenizer.decode(ids[: ids.index(ids[2]) + 1])
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"repetition_penalty": 0}, "above 0"),
+        ({"repetition_penalty": float("nan")}, "finite"),
+        ({"presence_penalty": 2.5}, "between -2 and 2, got 2.5"),
+        ({"frequency_penalty": "1"}, "finite number"),
+        ({"logit_bias": {5: 101}}, "logit_bias of token 5 must be between -100 and 100"),
+        ({"logit_bias": {"a": 1}}, "dict from token ids"),
+        ({"logit_bias": 3}, "dict from token ids"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": []}, "no token could be chosen"),
+        ({"bad_words": [""]}, "bad_words must be a non-empty string"),
+        ({"logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be between"),
+        ({"detokenize": 1}, "detokenize must be True or False"),
+        ({"detokenize": False, "stop": "x"}, "need detokenize"),
+    ],
+)
+def test_a_value_out_of_range_is_named(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidParamsError, match=words):
+        SamplingParams(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"logit_bias": {900: 1.0}}, "logit_bias: token id 900 is outside the vocabulary of 260"),
+        ({"allowed_token_ids": [1, 900]}, "allowed_token_ids: token id 900"),
+        ({"stop_token_ids": [260]}, "stop_token_ids: token id 260"),
+        ({"allowed_token_ids": [1], "min_tokens": 2}, "no token could be chosen"),
+    ],
+)
+def test_a_choice_of_nothing_or_of_no_token_is_refused(
+    llm: LLM, asked: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidParamsError, match=words):
+        llm.generate("a", SamplingParams(**asked), use_tqdm=False)
