@@ -261,3 +261,33 @@ def test_a_choice_of_nothing_or_of_no_token_is_refused(
 ) -> None:
     with pytest.raises(InvalidParamsError, match=words):
         llm.generate("a", SamplingParams(**asked), use_tqdm=False)
+
+
+def test_a_preempted_prompt_is_scored_once(tiny: Callable[[str], Path]) -> None:
+    """Its KV is taken after its prompt was scored in part, and computed again."""
+    path = tiny("llama")
+    engine = make_engine(path, num_gpu_blocks=64, max_num_batched_tokens=16, max_num_seqs=2)
+    prompt = prompts_of((40,))[0]
+    engine.add_request(prompt, SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0))
+    for _ in range(2):
+        engine.step()
+    seq = engine.scheduler.running[0]
+    assert len(seq.prompt_scores) == 32
+    engine.scheduler.preempt(seq)
+    while engine.kv._reclaim(besides=-1):
+        pass
+    (output,) = [o for _ in range(4) for o in engine.step()]
+    logits = reference_logits(reference(path), prompt)[:-1]
+    check_logprobs(output.prompt_logprobs[1:], logits, prompt[1:], 1)
+    engine.close()
+
+
+def test_scored_prompts_do_not_wait_for_one_another(tiny: Callable[[str], Path]) -> None:
+    """They take nothing from the prefix cache, so there is nothing to wait for."""
+    engine = make_engine(tiny("llama"), num_gpu_blocks=64)
+    prompt = prompts_of((24,))[0]
+    for _ in range(3):
+        engine.add_request(prompt, SamplingParams(max_tokens=4, prompt_logprobs=0))
+    engine.step()
+    assert len(engine.scheduler.running) == 3
+    engine.close()
