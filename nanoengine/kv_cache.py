@@ -164,8 +164,7 @@ class HybridKVCacheManager:
         if active and self.spec.num_host_blocks and active >= self.spec.num_blocks - 1:
             return Admission.FULL
         held = table.blocks or self._lookup(table)
-        is_scored = seq.params.prompt_logprobs is not None
-        if not table.blocks and not is_scored and self._is_in_flight(table, len(held)):
+        if not table.blocks and self._is_in_flight(table, len(held)):
             return Admission.IN_FLIGHT
         needed = self._blocks_for(seq.num_tokens) - len(held)
         reserve = self._decode_reserve_blocks if active else 0

@@ -42,7 +42,7 @@ ASKED = {
     "frequency": {"frequency_penalty": 0.8, "presence_penalty": -0.3},
     "bias": {"logit_bias": {7: 6.0, 9: -4.0, 30: 5.5}, "repetition_penalty": 1.2},
     "allowed": {"allowed_token_ids": [3, 50, 51, 52, 99, 200], "frequency_penalty": 2.0},
-    "bad words": {"bad_words": ["a", "bc", "xyz"], "presence_penalty": 0.5},
+    "both, and a bad word": {"bad_words": ["a"], "presence_penalty": 0.5},
 }
 
 
@@ -115,6 +115,29 @@ def test_adjusted_logits_choose_what_transformers_would(
         assert output.outputs[0].token_ids == expected_ids(engine, path, prompt, params)
     plain = expected_ids(engine, path, prompts[0], SamplingParams(temperature=0, max_tokens=14))
     assert outputs[0].outputs[0].token_ids != plain  # the penalty did something
+    engine.close()
+
+
+def test_bad_words_do_not_come(tiny: Callable[[str], Path]) -> None:
+    """Words that would have come: one token, two, and the same after a space."""
+    path = tiny("llama")
+    engine = make_engine(path, num_gpu_blocks=64)
+    plain = {"temperature": 0, "max_tokens": 14, "ignore_eos": True}
+    prompts = prompts_of((4,) * 30)
+    outputs = answer(engine, prompts, [SamplingParams(**plain)] * len(prompts))
+    num_banned = [0, 0]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        texts = [engine.tokenizer.decode([i]) for i in output.outputs[0].token_ids]
+        for length in (1, 2):
+            starts = range(len(texts) - length + 1)
+            words = ["".join(texts[at : at + length]) for at in starts]
+            words = [word for word in words if word.isascii() and word.isalnum()][:1]
+            params = SamplingParams(**plain, bad_words=words)
+            found = answer(engine, [prompt], [params])[0].outputs[0]
+            assert found.token_ids == expected_ids(engine, path, prompt, params)
+            assert not any(word in found.text for word in words)
+            num_banned[length - 1] += len(words)
+    assert min(num_banned) > 2
     engine.close()
 
 
