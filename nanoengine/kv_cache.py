@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor
 from nanoengine.block_manager import Block, BlockKey, BlockManager, block_key
 from nanoengine.block_table import BlockTable, StepBudget, Write
 from nanoengine.device import Device
-from nanoengine.errors import OutOfMemoryError, PromptTooLongError
+from nanoengine.errors import OutOfMemoryError
+from nanoengine.kv_spec import KVSpec
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
 from nanoengine.placement import Placement, StepTables, device_slot
 from nanoengine.sequence import (
@@ -30,48 +31,6 @@ from nanoengine.sequence import (
 )
 from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV
 from nanoengine.step_plan import DEVICE, HOST, Location, Part, plan_reads
-
-
-@dataclass(frozen=True, slots=True)
-class KVSpec:
-    """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
-
-    num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
-    slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
-    """
-
-    num_layers: int
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    num_host_blocks: int = 0
-    ring_slots: int = 0
-    slot_blocks: int = 0
-    spare_blocks: int = 0
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: K and V of all layers."""
-        per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return 2 * self.num_layers * per_layer
-
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of the ring, whose slots hold one layer each."""
-        return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
-
-    @property
-    def capacity_blocks(self) -> int:
-        """Blocks that unfinished requests can hold, on both tiers."""
-        spare = self.spare_blocks if self.num_host_blocks else 0
-        return self.num_blocks + self.num_host_blocks - spare
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that unfinished requests can hold, on both tiers."""
-        return self.capacity_blocks * self.block_size
 
 
 class HybridKVCacheManager:
@@ -127,26 +86,6 @@ class HybridKVCacheManager:
 
     # -- the scheduler's face ----------------------------------------------------------------------
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
-        spec, asked = self.spec, num_prompt_tokens + (max_tokens or 1)
-        if asked <= spec.num_tokens:
-            return
-        tiers = f"{spec.num_blocks} blocks x {spec.block_size} tokens"
-        settings = "kv_cache_gib or num_gpu_blocks"
-        if spec.num_host_blocks:
-            tiers = (
-                f"({spec.num_blocks} device + {spec.num_host_blocks} host - {spec.spare_blocks} "
-                f"reserve) blocks x {spec.block_size} tokens"
-            )
-            settings = "kv_offload_gib"
-        raise PromptTooLongError(
-            f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: "
-            f"{asked} in all, but the KV cache holds {spec.num_tokens} ({tiers}); raise "
-            f"{settings}, "
-            "or ask for less"
-        )
-
     def start_step(self) -> None:
         """Reservations from here on are for one step."""
         self._budget = StepBudget(self.spec.num_blocks, 0)
@@ -156,15 +95,20 @@ class HybridKVCacheManager:
 
         Nothing changes if it must wait: because blocks are short, or because another sequence is
         computing what it would find in the cache a little later. A preempted sequence goes on with
-        what it still holds. Sets `num_computed`, and what was cached at the first admission.
+        what it still holds; one with a `source` shares that one's prompt, once it is computed. Sets
+        `num_computed`, and what was cached at the first admission.
         """
         table = self._tables.setdefault(seq.seq_id, BlockTable(seq))
         active = sum(not t.is_parked for t in self._tables.values())
         # Every active sequence writes to a device block, and one more keeps a prefill going.
         if active and self.spec.num_host_blocks and active >= self.spec.num_blocks - 1:
             return Admission.FULL
-        held = table.blocks or self._lookup(table)
-        if not table.blocks and self._is_in_flight(table, len(held)):
+        source = self._source(table)
+        if source is not None and source.seq.num_computed < seq.num_prompt_tokens:
+            return Admission.IN_FLIGHT
+        num_full = seq.num_prompt_tokens // self.spec.block_size
+        held = table.blocks or (source.blocks[:num_full] if source else self._lookup(table))
+        if not (table.blocks or source) and self._is_in_flight(table, len(held)):
             return Admission.IN_FLIGHT
         needed = self._blocks_for(seq.num_tokens) - len(held)
         reserve = self._decode_reserve_blocks if active else 0
@@ -177,6 +121,8 @@ class HybridKVCacheManager:
             self._take(table, held)
         table.is_parked = False
         table.blocks += [self._manager.allocate() for _ in range(needed)]
+        if source is not None:
+            self._copy_tail(table, source)
         self._promise(table)
         return Admission.ADMITTED
 
@@ -522,6 +468,46 @@ class HybridKVCacheManager:
                 for index, block in enumerate(hits)
                 if block.device_slot is None
             )
+
+    def _source(self, table: BlockTable) -> BlockTable | None:
+        """The table whose prompt this one, which holds nothing, shares; None when that has ended
+        or has not begun.
+        """
+        source = table.seq.source
+        if source is None or table.blocks or source.is_finished:
+            return None
+        return self._tables.get(source.seq_id)
+
+    def _copy_tail(self, table: BlockTable, source: BlockTable) -> None:
+        """The part of a block with which the shared prompt ends, as the block is written to from
+        here on. Where no device slot is to be had at once it is computed again.
+        """
+        seq, size = table.seq, self.spec.block_size
+        index, num_tokens = divmod(seq.num_prompt_tokens, size)
+        table.published, table.keys = source.published[:index], source.keys[:index]
+        block = source.blocks[index] if num_tokens else None
+        slot = self._idle_device_slot() if block and block.device_slot is not None else None
+        if block is None or slot is None:
+            return
+        tail = table.blocks[index]
+        tail.device_slot, tail.num_tokens = slot, num_tokens
+        self._offload.copy_on_device(device_slot(block), slot, num_tokens)
+        table.num_shared_tokens = seq.num_prompt_tokens
+        seq.num_computed = min(seq.num_prompt_tokens, seq.num_tokens - 1)
+
+    def _idle_device_slot(self) -> int | None:
+        """A device slot that is free, or that of a cached block, whose copy is on the host or which
+        has nowhere to go.
+        """
+        cached = self._manager.oldest_on_device
+        if self._manager.device.num_free or cached is None:
+            return self._manager.device.take()
+        if cached.is_on_host:
+            return self._manager.drop_device(cached)
+        if self.spec.num_host_blocks:
+            return None
+        self._evict(cached)
+        return self._manager.device.take()
 
     def _promise(self, table: BlockTable) -> None:
         """Others that need the same prefix may wait for what this sequence is going to compute."""

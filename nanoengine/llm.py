@@ -174,7 +174,7 @@ class LLM:
                         continue
                     left.remove(output.request_id)
                     num_in += len(output.prompt_token_ids)
-                    num_out += len(output.outputs[0].token_ids)
+                    num_out += sum(len(made.token_ids) for made in output.outputs)
                     elapsed = time.perf_counter() - start
                     rates = f"in {num_in / elapsed:.0f} tok/s, out {num_out / elapsed:.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)

@@ -121,6 +121,7 @@ class LLMEngine:
             self.plan.stream_blocks_per_step,
         )
         self._ids = count()
+        self._requests: dict[int, list[Sequence]] = {}  # unfinished ones, with their completions
         self._runs_ahead = self.device.computes_later and not self.device.is_checked
         self._under_way: StepTokens | None = None
 
@@ -146,10 +147,33 @@ class LLMEngine:
             raise InvalidParamsError(f"expected SamplingParams, got {type(params).__name__}")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         limit = self._check_length(len(token_ids), params)
+        text = prompt if isinstance(prompt, str) else prompt_text
+        salt = self._checked_salt(cache_salt)
+        first = self._sequence(token_ids, params, limit, text, salt)
+        seqs = [first]
+        for index in range(1, params.n):
+            seed = None if params.seed is None else params.seed + index
+            alike = replace(params, seed=seed, prompt_logprobs=None)
+            seqs.append(self._sequence(token_ids, alike, limit, text, salt, index, first))
+        self._requests[first.seq_id] = seqs
+        for seq in seqs:
+            self.scheduler.add(seq)
+        return first.seq_id
+
+    def _sequence(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        limit: int,
+        text: str | None,
+        salt: str,
+        index: int = 0,
+        source: Sequence | None = None,
+    ) -> Sequence:
         seq_id = next(self._ids)
         seq = Sequence(
             seq_id=seq_id,
-            token_ids=token_ids,
+            token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
             params=params,
             seed=self._request_seed(seq_id) if params.seed is None else params.seed,
@@ -157,16 +181,17 @@ class LLMEngine:
             | frozenset(() if params.ignore_eos else self.model_config.eos_token_ids),
             max_total_tokens=limit,
             metrics=RequestMetrics(time.perf_counter()),
-            prompt=prompt if isinstance(prompt, str) else prompt_text,
-            cache_salt=self._checked_salt(cache_salt),
+            prompt=text,
+            cache_salt=salt,
+            index=index,
+            source=source,
             history=TokenHistory(tuple(set(token_ids))) if params.penalizes else None,
             bad_words=self._bad_words(params),
         )
         self._check_choice(seq)
         if params.stop_strings:
             seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
-        self.scheduler.add(seq)
-        return seq_id
+        return seq
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that it finished.
@@ -194,12 +219,13 @@ class LLMEngine:
         ended = scheduler.postprocess(step.batch, token_ids, failed)
         if not scheduler.running:
             self._under_way = None  # nobody wants its tokens
-        return [self._output(seq) for seq in ended]
+        return self._outputs(ended)
 
     def abort(self, request_ids: int | Iterable[int]) -> list[RequestOutput]:
         """End requests, free what they hold, and return what they had generated."""
         ids = [request_ids] if isinstance(request_ids, int) else request_ids
-        return [self._output(seq) for seq in self._alive().abort(ids)]
+        seqs = [seq for request_id in ids for seq in self._requests.get(request_id, ())]
+        return self._outputs(self._alive().abort(seq.seq_id for seq in seqs))
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -369,7 +395,7 @@ class LLMEngine:
         most = (self.config.max_model_len or self.model_config.max_position) - num_prompt
         if params.max_tokens is None:
             return limit
-        self.kv.check_fits(num_prompt, min(params.max_tokens, most))
+        self.kv.spec.check_fits(num_prompt, min(params.max_tokens, most))
         return min(limit, num_prompt + params.max_tokens)
 
     def _check_choice(self, seq: Sequence) -> None:
@@ -409,12 +435,18 @@ class LLMEngine:
     def _request_seed(self, seq_id: int) -> int:
         return xxhash.xxh3_64_intdigest(f"{self.config.seed}:{seq_id}".encode())
 
-    def _output(self, seq: Sequence) -> RequestOutput:
+    def _outputs(self, ended: Iterable[Sequence]) -> list[RequestOutput]:
+        """Of the requests whose last completion is among the ended sequences."""
+        owners = dict.fromkeys((seq.source or seq).seq_id for seq in ended)
+        done = [i for i in owners if all(seq.is_finished for seq in self._requests[i])]
+        return [self._output(self._requests.pop(i)) for i in done]
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids = seq.output_token_ids
         scores = seq.scores[: len(token_ids)]
         is_scored = seq.params.logprobs is not None
-        completion = CompletionOutput(
-            0,
+        return CompletionOutput(
+            seq.index,
             self._text(seq),
             token_ids,
             seq.finish_reason,
@@ -422,16 +454,20 @@ class LLMEngine:
             [self._logprobs(score) for score in scores] if is_scored else None,
             sum(score.logprob for score in scores) if is_scored else None,
         )
+
+    def _output(self, seqs: list[Sequence]) -> RequestOutput:
+        seq = seqs[0]
+        errors = [each.error for each in seqs if each.error is not None]
         is_prompt_scored = seq.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=seq.seq_id,
             prompt=seq.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            outputs=[completion],
+            outputs=[self._completion(each) for each in seqs],
             metrics=seq.metrics,
             num_cached_tokens=seq.num_cached,
             num_host_cached_tokens=seq.num_cached_on_host,
-            error=None if seq.error is None else TransferError(seq.error),
+            error=TransferError(errors[0]) if errors else None,
             prompt_logprobs=(
                 [None, *map(self._logprobs, seq.prompt_scores)] if is_prompt_scored else None
             ),

@@ -13,7 +13,7 @@ import torch
 from nanoengine.config import GIB, EngineConfig, ModelConfig
 from nanoengine.device import Device
 from nanoengine.errors import ConfigError, OutOfMemoryError
-from nanoengine.kv_cache import KVSpec
+from nanoengine.kv_spec import KVSpec
 
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_HOST_KV_BYTES = 4 * GIB

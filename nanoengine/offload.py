@@ -172,6 +172,20 @@ class OffloadEngine:
         self.host.close()
         self.ring = self._pool = torch.empty(0)
 
+    def copy_on_device(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first `num_tokens` tokens of a device slot to another one, all layers, behind
+        what compute has been given so far.
+        """
+        compute = self._device.compute
+        for layer, pool in enumerate(self._pool):
+            self.wait_stored(compute, layer, device_slots=(target,))
+            self._device.declare(
+                compute,
+                reads=_keys("device", layer, (source,)),
+                writes=_keys("device", layer, (target,)),
+            )
+            pool[target, :, :num_tokens] = pool[source, :, :num_tokens]
+
     # -- used by TransferRun
     # -------------------------------------------------------------------------
 

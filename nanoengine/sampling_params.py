@@ -11,6 +11,7 @@ from nanoengine.errors import InvalidParamsError
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
+MAX_COMPLETIONS = 1024
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 
@@ -38,6 +39,8 @@ class SamplingParams:
     logprobs, prompt_logprobs: of each token of the output, or of the prompt after its first, the
     log-probability and rank in the model's own distribution, and so many of the likeliest tokens
     (0 to 20; None: nothing).
+    n: independent completions of the prompt, whose KV they share; with a seed, completion i has
+    seed + i.
     detokenize: False leaves the text empty. include_stop_str_in_output: keep the stop in the text.
 
     Raises InvalidParamsError for a value out of range.
@@ -62,6 +65,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] | list[str] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
     detokenize: bool = True
     include_stop_str_in_output: bool = False
 
@@ -73,6 +77,7 @@ class SamplingParams:
         _number("min_p", self.min_p, 0.0, 1.0)
         _integer("top_k", self.top_k, -1, 1 << 31)
         _integer("min_tokens", self.min_tokens, 0, 1 << 31)
+        _integer("n", self.n, 1, MAX_COMPLETIONS)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, 1 << 31)
             if self.min_tokens > self.max_tokens:
@@ -95,6 +100,10 @@ class SamplingParams:
         if 0 < self.temperature < MIN_TEMPERATURE:
             object.__setattr__(
                 self, "temperature", 0.0 if self.temperature < GREEDY_BELOW else MIN_TEMPERATURE
+            )
+        if self.greedy and self.n > 1:
+            raise InvalidParamsError(
+                f"n={self.n} greedy completions would all be the same; raise temperature above 0"
             )
 
     def _check_adjustments(self) -> None:

@@ -108,7 +108,8 @@ class Sequence:
     none of its KV. A sequence with stop strings carries a `text_stream`; `text` is set when a stop
     string cut it, `error` when it failed. `history` is kept for penalties, `bad_words` are what its
     output may not contain, as tokens. `scores` and `prompt_scores` (of the tokens from the prompt's
-    second on) grow where they were asked for.
+    second on) grow where they were asked for. Completion `index` > 0 of a request takes the KV of
+    its prompt from completion 0, its `source`.
     """
 
     seq_id: int
@@ -132,6 +133,8 @@ class Sequence:
     text_stream: TextStream | None = None
     history: TokenHistory | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    index: int = 0
+    source: Sequence | None = None
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: list[TokenScore] = field(default_factory=list)
 

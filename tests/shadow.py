@@ -27,7 +27,8 @@ from nanoengine.config import EngineConfig
 from nanoengine.context import KVChunk
 from nanoengine.device import CpuDevice, Event, InlineStream, WorkerEvent, WorkerStream
 from nanoengine.host_pool import HostPool
-from nanoengine.kv_cache import HybridKVCacheManager, KVSpec, StepKV
+from nanoengine.kv_cache import HybridKVCacheManager, StepKV
+from nanoengine.kv_spec import KVSpec
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, SequenceStatus
@@ -233,7 +234,7 @@ class ShadowEngine:
 
     def add(self, prompt: list[int], num_tokens: int, salt: str = "") -> int:
         """Queue a request; raises PromptTooLongError as the engine does."""
-        self.kv.check_fits(len(prompt), num_tokens)
+        self.kv.spec.check_fits(len(prompt), num_tokens)
         seq_id = next(self._ids)
         total = len(prompt) + num_tokens
         params = SamplingParams(max_tokens=num_tokens)

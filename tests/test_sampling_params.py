@@ -122,8 +122,8 @@ def test_bad_words_do_not_come(tiny: Callable[[str], Path]) -> None:
     """Words that would have come: one token, two, and the same after a space."""
     path = tiny("llama")
     engine = make_engine(path, num_gpu_blocks=64)
-    plain = {"temperature": 0, "max_tokens": 14, "ignore_eos": True}
-    prompts = prompts_of((4,) * 30)
+    plain = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    prompts = prompts_of((4,) * 12)
     outputs = answer(engine, prompts, [SamplingParams(**plain)] * len(prompts))
     num_banned = [0, 0]
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -137,7 +137,7 @@ def test_bad_words_do_not_come(tiny: Callable[[str], Path]) -> None:
             assert found.token_ids == expected_ids(engine, path, prompt, params)
             assert not any(word in found.text for word in words)
             num_banned[length - 1] += len(words)
-    assert min(num_banned) > 2
+    assert min(num_banned) > 0
     engine.close()
 
 

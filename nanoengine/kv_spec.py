@@ -1,0 +1,71 @@
+"""KVSpec: the shape of the KV cache, and whether a request fits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanoengine.errors import PromptTooLongError
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
+
+    num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
+    slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    num_host_blocks: int = 0
+    ring_slots: int = 0
+    slot_blocks: int = 0
+    spare_blocks: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: K and V of all layers."""
+        per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * per_layer
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring, whose slots hold one layer each."""
+        return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that unfinished requests can hold, on both tiers."""
+        spare = self.spare_blocks if self.num_host_blocks else 0
+        return self.num_blocks + self.num_host_blocks - spare
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that unfinished requests can hold, on both tiers."""
+        return self.capacity_blocks * self.block_size
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
+        asked = num_prompt_tokens + (max_tokens or 1)
+        if asked <= self.num_tokens:
+            return
+        tiers = f"{self.num_blocks} blocks x {self.block_size} tokens"
+        settings = "kv_cache_gib or num_gpu_blocks"
+        if self.num_host_blocks:
+            tiers = (
+                f"({self.num_blocks} device + {self.num_host_blocks} host - {self.spare_blocks} "
+                f"reserve) blocks x {self.block_size} tokens"
+            )
+            settings = "kv_offload_gib"
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: "
+            f"{asked} in all, but the KV cache holds {self.num_tokens} ({tiers}); raise "
+            f"{settings}, "
+            "or ask for less"
+        )

@@ -1,0 +1,149 @@
+"""Several completions of one prompt: they share its KV, and are those of requests of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoengine import SamplingParams
+from nanoengine.errors import InvalidParamsError
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.outputs import RequestOutput
+
+BLOCK = 8
+NUM = 4
+OFFLOAD: dict[str, Any] = {
+    "num_gpu_blocks": 6,
+    "enable_cpu_offload": True,
+    "kv_offload_gib": 0.01,
+    "slot_tokens": BLOCK,
+    "stream_mib_per_step": 1000.0,
+    "debug_kv": True,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "resident": {"num_gpu_blocks": 64},
+    "no prefix cache": {"num_gpu_blocks": 64, "enable_prefix_caching": False},
+    "chunked": {"num_gpu_blocks": 64, "max_num_batched_tokens": 7, "max_num_seqs": 5},
+    "two at a time": {"num_gpu_blocks": 64, "max_num_seqs": 2},
+    "preempted": {"num_gpu_blocks": 9, "decode_reserve_blocks": 0},
+    "run ahead": {"num_gpu_blocks": 64, "runs_ahead": True},
+    "streamed": OFFLOAD | {"offload_mode": "stream"},
+    "streamed, late": OFFLOAD | {"offload_mode": "stream", "debug_copy_delay_ms": 0.3},
+    "in place": OFFLOAD | {"offload_mode": "in_place"},
+    "a large device": OFFLOAD | {"offload_mode": "stream", "num_gpu_blocks": 60},
+}
+
+
+def make_engine(path: Path, runs_ahead: bool = False, **settings: Any) -> LLMEngine:
+    defaults = {"kvcache_block_size": BLOCK, "dtype": "float32", "device": "cpu"}
+    made = LLMEngine(path, **(defaults | settings))
+    made._runs_ahead = runs_ahead
+    return made
+
+
+def drain(engine: LLMEngine) -> dict[int, RequestOutput]:
+    found = {}
+    while engine.has_unfinished_requests:
+        found.update({output.request_id: output for output in engine.step()})
+        engine.kv.check()
+    return found
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(i * 37 + length) % 256 for i in range(length)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_completions_are_those_of_single_requests(
+    tiny: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    """Prompts that end inside a block, at its border, in the first one; twice over one cache."""
+    lengths = (19, 24, 1, 3)
+    params = {"max_tokens": 11, "ignore_eos": True, "temperature": 1.5}
+    single = make_engine(tiny("llama"), num_gpu_blocks=64)
+    expected = []
+    for length in lengths:
+        each = [SamplingParams(**params, seed=100 + length + i) for i in range(NUM)]
+        ids = [single.add_request(prompt_of(length), one) for one in each]
+        found = drain(single)
+        expected.append([found[i].outputs[0].token_ids for i in ids])
+    single.close()
+    assert len({tuple(ids) for each in expected for ids in each}) == NUM * len(lengths)
+    engine = make_engine(tiny("llama"), **settings)
+    for _ in range(2):
+        ids = [
+            engine.add_request(
+                prompt_of(length), SamplingParams(**params, n=NUM, seed=100 + length)
+            )
+            for length in lengths
+        ]
+        found = drain(engine)
+        assert set(found) == set(ids)
+        outputs = [found[i].outputs for i in ids]
+        assert [[made.token_ids for made in each] for each in outputs] == expected
+        assert all([made.index for made in each] == [*range(NUM)] for each in outputs)
+    engine.close()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prompt_is_computed_and_held_once(tiny: Callable[[str], Path], caching: bool) -> None:
+    """Full blocks are the same blocks; of the last one, each completion has its own copy, and
+    computes one token of the prompt.
+    """
+    engine = make_engine(
+        tiny("llama"),
+        num_gpu_blocks=64,
+        max_num_batched_tokens=256,
+        enable_prefix_caching=caching,
+    )
+    length = 8 * BLOCK + 3
+    engine.add_request(prompt_of(length), SamplingParams(n=NUM, seed=1, max_tokens=4))
+    sizes = []
+    for _ in range(2):
+        batch = engine.scheduler.schedule()
+        sizes.append([item.num_tokens for item in batch.items])
+        engine.scheduler.postprocess(batch, engine._runner.run(batch))
+    assert sizes == [[length], [1] * NUM]
+    tables = [table.blocks for table in engine.kv._tables.values()]
+    assert len(tables) == NUM
+    assert all(blocks[:8] == tables[0][:8] for blocks in tables)
+    assert len({blocks[8] for blocks in tables}) == NUM
+    drain(engine)
+    engine.close()
+
+
+def test_completions_end_each_in_its_time(tiny: Callable[[str], Path]) -> None:
+    """Some meet a stop; the request is answered when all have ended, and leaves nothing behind."""
+    engine = make_engine(tiny("llama"), num_gpu_blocks=64, enable_prefix_caching=False)
+    params = SamplingParams(n=16, seed=5, max_tokens=20, temperature=2.0, logprobs=1)
+    engine.add_request(prompt_of(11), params)
+    (output,) = drain(engine).values()
+    reasons = {made.finish_reason for made in output.outputs}
+    assert reasons == {"stop", "length"} and output.finished
+    assert all(len(made.logprobs) == len(made.token_ids) for made in output.outputs)
+    assert not engine.kv._tables and not engine._requests
+    engine.close()
+
+
+def test_abort_ends_all_completions(tiny: Callable[[str], Path]) -> None:
+    engine = make_engine(tiny("llama"), num_gpu_blocks=64, max_num_seqs=3)
+    request_id = engine.add_request(
+        prompt_of(20), SamplingParams(n=NUM, max_tokens=50, ignore_eos=True)
+    )
+    for _ in range(4):
+        assert not engine.step()
+    (output,) = engine.abort(request_id)
+    assert [made.finish_reason for made in output.outputs] == ["abort"] * NUM
+    assert len(output.outputs[0].token_ids) == 4 and not output.outputs[3].token_ids
+    assert not engine.has_unfinished_requests and not engine.kv._tables
+    engine.close()
+
+
+def test_greedy_completions_are_refused() -> None:
+    with pytest.raises(InvalidParamsError, match="n=2 greedy completions would all be the same"):
+        SamplingParams(n=2, temperature=0)
+    with pytest.raises(InvalidParamsError, match="n must be between 1 and"):
+        SamplingParams(n=0)
