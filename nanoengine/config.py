@@ -7,6 +7,7 @@ Nothing here touches torch or the disk; `loader.py` builds a ModelConfig from a 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -67,6 +68,7 @@ DTYPES = {
     "half": "float16",
 }
 OFFLOAD_MODES = ("auto", "stream", "in_place")
+MAX_GUESSES = 64
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 # Settings that users of other engines bring, and what they are called here.
@@ -84,6 +86,7 @@ ELSEWHERE = {
     "preemption_mode": "nothing: preempted KV is kept where there is room",
     "watermark": "decode_reserve_blocks",
     "static_decode_blocks": "decode_reserve_blocks",
+    "speculative_config": 'speculative, as in speculative="ngram:4"',
     "use_cudagraph": "enforce_eager",
     "enable_chunked_prefill": "nothing: prefill is always chunked",
     "use_warmup": "nothing: the budget is always planned",
@@ -126,6 +129,8 @@ class EngineConfig:
     slot_tokens: tokens of one layer that a ring slot holds (None: 4096, on a GPU 16384).
     stream_mib_per_step: host KV that may be streamed a step, on average, beside requests that
     decode from the device (None: what takes 0.6 of a short step, measured at start-up).
+    speculative: "ngram:K" guesses up to K tokens a step and request by prompt lookup, and checks
+    them in one forward pass; what is generated stays the same (None: one token a step).
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
     (slow). debug_copy_delay_ms: random delay of up to so long before each copy (CPU, stream).
 
@@ -159,6 +164,7 @@ class EngineConfig:
     ring_slots: int = 4
     slot_tokens: int | None = None
     stream_mib_per_step: float | None = None
+    speculative: str | None = None
     debug_kv: bool = False
     debug_copy_delay_ms: float = 0.0
 
@@ -181,6 +187,17 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_counts()
         self._check_memory()
+        if self.speculative is not None and not self.num_guesses:
+            raise ConfigError(
+                f'speculative must be "ngram:K" with K from 1 to {MAX_GUESSES}, '
+                f"got {self.speculative!r}"
+            )
+
+    @property
+    def num_guesses(self) -> int:
+        """Most tokens guessed a step and request; 0 without speculation."""
+        found = re.fullmatch(r"ngram:([0-9]{1,3})", str(self.speculative))
+        return int(found[1]) if found and 1 <= int(found[1]) <= MAX_GUESSES else 0
 
     def _check_counts(self) -> None:
         required = (

@@ -167,9 +167,14 @@ class HybridKVCacheManager:
         table.blocks += [self._manager.allocate() for _ in range(needed)]
         return granted
 
-    def commit(self, seq: Sequence, num_tokens: int) -> None:
+    def room(self, seq: Sequence) -> int:
+        """Tokens that a running sequence can compute without taking anybody's blocks."""
+        num_blocks = len(self._tables[seq.seq_id].blocks) + self._manager.num_available
+        return num_blocks * self.spec.block_size - seq.num_computed
+
+    def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None:
         """The next `num_tokens` tokens now have KV: count them and publish the blocks they
-        filled.
+        filled. That of the `num_rejected` after them is void.
         """
         table, size = self._tables[seq.seq_id], self.spec.block_size
         first = seq.num_computed // size
@@ -177,6 +182,8 @@ class HybridKVCacheManager:
         for index in range(first, self._blocks_for(seq.num_computed)):
             block = table.blocks[index]
             block.num_tokens = max(block.num_tokens, min(size, seq.num_computed - index * size))
+        for index in range(*self._touched(seq.num_computed, num_rejected)):
+            table.blocks[index].num_tokens = max(0, seq.num_computed - index * size)
         if not self._enable_prefix_caching:
             return
         keys = self._keys(table, seq.num_computed // size)
@@ -332,10 +339,10 @@ class HybridKVCacheManager:
             fills=tuple(part.fill for part in parts if part.fill),
             write_slots=tuple(device_slot(block) for block in written),
             owners=self._owners([*placement.stores], *active),
-            is_decode=batch.num_tokens == len(batch.items),
+            is_decode=batch.is_decode,
         )
         size = self.spec.block_size
-        num_rows = self._num_rows(transfers, parts, batch)
+        num_rows = self._num_rows(parts, batch)
         slots = np.full((2, max(batch.num_tokens, num_rows)), -1)
         for write in writes:
             rows, first = slice(write.row, write.row + write.num_tokens), device_slot(write.block)
@@ -388,10 +395,11 @@ class HybridKVCacheManager:
             for part in parts
         ]
 
-    def _num_rows(self, transfers: StepTransfers, parts: list[Part], batch: ScheduledBatch) -> int:
+    def _num_rows(self, parts: list[Part], batch: ScheduledBatch) -> int:
         """Sequences that a step is padded to; 0: it is not."""
         is_resident = len(parts) == 1 and parts[0].tier == DEVICE
-        if self._pad_decode is None or not transfers.is_decode or not is_resident:
+        is_plain = batch.num_tokens == len(batch.items)
+        if self._pad_decode is None or not is_plain or not is_resident:
             return 0
         return self._pad_decode(len(batch.items))
 
@@ -563,6 +571,11 @@ class HybridKVCacheManager:
         if self._debug and block.device_slot is None and block.host_slot is None:
             device, host = ([] if slot is None else [slot] for slot in slots)
             self._offload.poison(device, host)
+
+    def _touched(self, start: int, num_tokens: int) -> tuple[int, int]:
+        """First and last, not included, of the blocks that hold so many tokens from `start` on."""
+        first = start // self.spec.block_size
+        return first, self._blocks_for(start + num_tokens) if num_tokens else first
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.spec.block_size)

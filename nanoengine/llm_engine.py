@@ -56,6 +56,7 @@ from nanoengine.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, Sequence, TokenHistory, TokenScore
+from nanoengine.speculative import PromptLookup
 from nanoengine.stream_check import CheckedDevice
 from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -185,6 +186,9 @@ class LLMEngine:
             cache_salt=salt,
             index=index,
             source=source,
+            guesser=(
+                PromptLookup() if self.config.num_guesses and not params.follows_history else None
+            ),
             history=TokenHistory(tuple(set(token_ids))) if params.penalizes else None,
             bad_words=self._bad_words(params),
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
@@ -56,7 +57,8 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What a step samples: one token for each item of its batch that does, in order.
+    """What a step samples: the next token of each item of its batch that does, in order, and those
+    after its guesses.
 
     tokens: int64 [n], on the device; numbers: the same on their way to the host; so are `scores` of
     these tokens, [n, ...], where a request wants logprobs, and those of prompts.
@@ -74,12 +76,13 @@ class StepTokens:
             part.give()
         if self.scores is None:
             return
-        seqs = [item.seq for item in self.batch.items if item.samples]
-        for seq, token_id, row in zip(
-            seqs, self.numbers.tolist(), self.scores.tolist(), strict=True
-        ):
-            if seq.params.logprobs is not None and not seq.is_finished:
-                seq.scores.append(read_scores(row, token_id, seq.params.logprobs))
+        tokens, rows = iter(self.numbers.tolist()), iter(self.scores.tolist())
+        for item in self.batch.items:
+            seq, width = item.seq, item.seq.params.logprobs
+            accepted = item.accepted(list(islice(tokens, item.num_samples)))
+            scored = zip(accepted, list(islice(rows, item.num_samples)), strict=False)
+            if width is not None and not seq.is_finished:
+                seq.scores += [read_scores(row, token_id, width) for token_id, row in scored]
 
 
 class ModelRunner:
@@ -100,7 +103,7 @@ class ModelRunner:
         self._device = device
 
     def run(self, batch: ScheduledBatch) -> list[int]:
-        """One token for each item of the batch that samples, in order."""
+        """The tokens that the items of the batch sample, in order."""
         return self.launch(batch).numbers.tolist()
 
     @torch.inference_mode()
@@ -114,14 +117,18 @@ class ModelRunner:
         finally:
             kv.end()
         prompt_scores = tuple(self._score_prompts(batch, hidden))
-        items = [item for item in batch.items if item.samples]
-        if not items:
+        drawn = [
+            (item.seq, item.start + item.num_tokens - item.num_samples + number)
+            for item in batch.items
+            for number in range(1, item.num_samples + 1)
+        ]
+        if not drawn:
             nothing = torch.empty(0, dtype=torch.int64)
             return StepTokens(batch, nothing, nothing, None, prompt_scores)
         logits = self._model.logits(hidden[ctx.logit_rows])
-        positions = [item.start + item.num_tokens for item in items]
-        tokens = self._sampler.sample(logits, [item.seq for item in items], positions)
-        widths = [item.seq.params.logprobs for item in items]
+        seqs, positions = zip(*drawn, strict=True)
+        tokens = self._sampler.sample(logits, seqs, positions)
+        widths = [seq.params.logprobs for seq in seqs]
         asked = [width for width in widths if width is not None]
         scores = score_tokens(logits, tokens, max(asked)) if asked else None
         return StepTokens(
@@ -161,16 +168,17 @@ class ModelRunner:
         """
         token_ids: list[int] = []
         positions: list[int] = []
-        starts, kv_lens, logit_rows = [0], [], []
+        starts, kv_lens = [0], []
+        logit_rows: list[int] = []
         for item in batch.items:
             begin = item.start
             end = begin + item.num_tokens
             token_ids += item.seq.token_ids[begin:end] or [0]  # 0: `before` knows it
+            token_ids += item.guesses
             positions += range(begin, end)
             starts.append(len(token_ids))
             kv_lens.append(end)
-            if item.samples:
-                logit_rows.append(len(token_ids) - 1)
+            logit_rows += range(len(token_ids) - item.num_samples, len(token_ids))
         lengths = [*zip((item.num_tokens for item in batch.items), kv_lens, strict=True)]
         for _ in range(len(lengths), kv.num_rows):
             lengths.append((1, 0))

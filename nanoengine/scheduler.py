@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Protocol
 
 from nanoengine.config import EngineConfig
@@ -30,7 +31,8 @@ class KVAdmission(Protocol):
     def admit(self, seq: Sequence) -> Admission: ...
     def stream_cost(self, seq: Sequence) -> int: ...
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None: ...
-    def commit(self, seq: Sequence, num_tokens: int) -> None: ...
+    def room(self, seq: Sequence) -> int: ...
+    def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None: ...
     def preempt(self, seq: Sequence) -> None: ...
     def deallocate(self, seq: Sequence) -> None: ...
 
@@ -98,6 +100,7 @@ class Scheduler:
         self._max_tokens = max_num_batched_tokens
         self._long_tokens = config.long_prefill_token_threshold or max(1, self._max_tokens // 2)
         self._pacer = LinkPacer(stream_blocks_per_step)
+        self._spare_tokens = 0  # what is left of a step's budget for guesses
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -126,6 +129,7 @@ class Scheduler:
         plan: dict[int, ScheduledSequence] = {}
         budget = self._max_tokens
         num_running = len(self.running)
+        self._spare_tokens = budget - num_running
         self._kv.start_step()
         order = self._in_order()
         budget = self._schedule_running(order, budget, plan)
@@ -145,7 +149,9 @@ class Scheduler:
         Those that it ends by their length are left out. If it ends others, they are computed once
         more, in vain.
         """
-        if self.waiting or self._pacer.is_limited or len(batch.items) != len(self.running):
+        if self._config.num_guesses or self.waiting or self._pacer.is_limited:
+            return None
+        if len(batch.items) != len(self.running):
             return None
         if sum(not item.samples for item in batch.items) > 1:
             return None  # prompts share a step by rules of their own
@@ -175,26 +181,39 @@ class Scheduler:
         """Count the computed tokens, append the sampled ones, free what is done; returns the ended
         ones.
 
-        token_ids holds one token for each item of the batch that samples, in order. failed: ids of
+        token_ids holds the tokens that each item of the batch samples, in order. failed: ids of
         sequences, in the batch or not, whose KV is lost, and why: they end with an error.
         """
         sampled = iter(token_ids)
-        tokens = [next(sampled) if item.samples else None for item in batch.items]
+        tokens = [list(islice(sampled, item.num_samples)) for item in batch.items]
         ended = self._fail(failed or {})
         now = time.perf_counter()
-        for item, token in zip(batch.items, tokens, strict=True):
+        for item, drawn in zip(batch.items, tokens, strict=True):
             if item.seq.is_finished:
                 continue
-            self._kv.commit(item.seq, item.num_tokens)
-            if token is not None:
-                item.seq.append(token)
-                if item.seq.metrics.first_token_time is None:
-                    item.seq.metrics.first_token_time = now
+            self._take_tokens(item, item.accepted(drawn))
+            if drawn and item.seq.metrics.first_token_time is None:
+                item.seq.metrics.first_token_time = now
             if item.seq.is_finished:
                 self._end(item.seq, "stop")
                 ended.append(item.seq)
         self._drop_finished()
         return ended
+
+    def _take_tokens(self, item: ScheduledSequence, accepted: list[int]) -> None:
+        """Append tokens until one ends the sequence; what they have KV of is counted."""
+        seq = item.seq
+        num_taken = 0
+        for token in accepted:
+            seq.append(token)
+            num_taken += 1
+            if seq.is_finished:
+                break
+        num_right = max(0, num_taken - 1)
+        num_rejected = len(item.guesses) - num_right
+        seq.metrics.num_guessed += len(item.guesses)
+        seq.metrics.num_accepted += num_right
+        self._kv.commit(seq, item.num_tokens - num_rejected, num_rejected)
 
     def _in_order(self) -> list[Sequence]:
         """Running sequences in the order in which they get their tokens: decodes before prefills,
@@ -232,6 +251,8 @@ class Scheduler:
         if cost and not self._pacer.allows(cost):
             return 0
         wanted = self._chunk(seq, budget)
+        guesses = self._guesses(seq, min(budget - wanted, self._spare_tokens))
+        wanted += len(guesses)
         while (granted := self._kv.reserve(seq, wanted)) is None:
             victim = self.running[-1]
             plan.pop(victim.seq_id, None)
@@ -239,10 +260,21 @@ class Scheduler:
             if victim is seq:
                 return 0
         if granted:
-            plan[seq.seq_id] = ScheduledSequence(seq, granted)
+            guesses = guesses[: max(0, granted - seq.num_remaining)]
+            self._spare_tokens -= len(guesses)
+            plan[seq.seq_id] = ScheduledSequence(seq, granted, guesses=guesses)
             if cost:
                 self._pacer.spend(seq, cost)
         return granted
+
+    def _guesses(self, seq: Sequence, most: int) -> tuple[int, ...]:
+        """What may follow a decoding sequence, as far as it may go on and there is room for it."""
+        if seq.guesser is None or seq.is_prefill:
+            return ()
+        most = min(most, self._config.num_guesses, self._kv.room(seq) - 1)
+        return seq.guesser.guess(
+            seq.token_ids, min(most, seq.max_total_tokens - seq.num_tokens - 1)
+        )
 
     def _admit_waiting(self, budget: int, plan: dict[int, ScheduledSequence]) -> None:
         skipped: list[Sequence] = []

@@ -34,6 +34,7 @@ class RequestMetrics:
     """Times of one request (time.perf_counter seconds; None until reached) and what it cost.
 
     h2d_bytes, d2h_bytes: its blocks that crossed the link (a shared block counts for each request).
+    num_guessed, num_accepted: tokens that were guessed ahead, and those of them that were right.
     num_stalls, num_prefetch_hits: how often its steps waited for a copy, or found it ready.
     peak_streamed: most sequences that read host KV in one of its steps.
     """
@@ -46,6 +47,8 @@ class RequestMetrics:
     num_preemptions: int = 0
     h2d_bytes: int = 0
     d2h_bytes: int = 0
+    num_guessed: int = 0
+    num_accepted: int = 0
     num_stalls: int = 0
     num_prefetch_hits: int = 0
     peak_streamed: int = 0
@@ -61,6 +64,12 @@ class RequestMetrics:
     def ttft_s(self) -> float | None:
         """Seconds from arrival to the first token."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+class Guesser(Protocol):
+    """Guesses how a sequence goes on (speculative.PromptLookup)."""
+
+    def guess(self, token_ids: list[int], most: int) -> tuple[int, ...]: ...
 
 
 class TextStream(Protocol):
@@ -106,10 +115,10 @@ class Sequence:
     computes the next ones. At the first admission `num_cached` of them were found in the prefix
     cache, `num_cached_on_host` of these on the host only; sequences with another `cache_salt` find
     none of its KV. A sequence with stop strings carries a `text_stream`; `text` is set when a stop
-    string cut it, `error` when it failed. `history` is kept for penalties, `bad_words` are what its
-    output may not contain, as tokens. `scores` and `prompt_scores` (of the tokens from the prompt's
-    second on) grow where they were asked for. Completion `index` > 0 of a request takes the KV of
-    its prompt from completion 0, its `source`.
+    string cut it, `error` when it failed. `guesser` is there for speculation, `history` for
+    penalties; `bad_words` are what its output may not contain, as tokens. `scores` and
+    `prompt_scores` (of the tokens from the prompt's second on) grow where they were asked for.
+    Completion `index` > 0 of a request takes the KV of its prompt from completion 0, its `source`.
     """
 
     seq_id: int
@@ -131,6 +140,7 @@ class Sequence:
     error: str | None = None
     text: str | None = None
     text_stream: TextStream | None = None
+    guesser: Guesser | None = None
     history: TokenHistory | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     index: int = 0
@@ -212,7 +222,8 @@ class Sequence:
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
     """`num_tokens` tokens of `seq`, from its first uncomputed one on; `num_ahead` further on where
-    the step before this one is still computing so many.
+    the step before this one is still computing so many. The last ones may be `guesses`, to be
+    checked.
 
     start: position of the first of them. samples: this step computes the newest token, so the next
     one can be sampled. Both as of now: they hold when the sequence has gone on or ended.
@@ -221,6 +232,7 @@ class ScheduledSequence:
     seq: Sequence
     num_tokens: int
     num_ahead: int = 0
+    guesses: tuple[int, ...] = ()
     start: int = field(init=False)
     samples: bool = field(init=False)
 
@@ -228,6 +240,21 @@ class ScheduledSequence:
         start = self.seq.num_computed + self.num_ahead
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "samples", start + self.num_tokens >= self.seq.num_tokens)
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step samples: the next one, and what would follow each guess."""
+        return 1 + len(self.guesses) if self.samples else 0
+
+    def accepted(self, sampled: list[int]) -> list[int]:
+        """Of the tokens sampled, those that follow what is so: up to the first that was guessed
+        wrong, and with it. As each token is drawn by (seed, position), they are what one token a
+        step would give.
+        """
+        right = 0
+        while right < len(self.guesses) and sampled[right] == self.guesses[right]:
+            right += 1
+        return sampled[: right + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,3 +267,8 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(item.num_tokens for item in self.items)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each sequence computes one token, and its guesses if it has any."""
+        return all(item.num_tokens == 1 + len(item.guesses) for item in self.items)

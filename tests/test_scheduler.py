@@ -43,7 +43,10 @@ class CountingKV:
     def preempt(self, seq: Sequence) -> None:
         self.deallocate(seq)
 
-    def commit(self, seq: Sequence, num_tokens: int) -> None:
+    def room(self, seq: Sequence) -> int:
+        return self.free
+
+    def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None:
         seq.num_computed += num_tokens
 
     def deallocate(self, seq: Sequence) -> None:

@@ -1,0 +1,189 @@
+"""Prompt lookup: what it guesses, and that guesses change the number of steps and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import reference, reference_logits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoengine import SamplingParams
+from nanoengine.errors import ConfigError
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.outputs import RequestOutput
+from nanoengine.speculative import LONGEST, SHORTEST, PromptLookup
+
+BLOCK = 8
+OFFLOAD: dict[str, Any] = {
+    "num_gpu_blocks": 6,
+    "enable_cpu_offload": True,
+    "kv_offload_gib": 0.01,
+    "slot_tokens": BLOCK,
+    "stream_mib_per_step": 1000.0,
+    "debug_kv": True,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "resident": {"num_gpu_blocks": 64},
+    "no prefix cache": {"num_gpu_blocks": 64, "enable_prefix_caching": False},
+    "chunked": {"num_gpu_blocks": 64, "max_num_batched_tokens": 9, "max_num_seqs": 5},
+    "preempted": {"num_gpu_blocks": 13, "decode_reserve_blocks": 0},
+    "blocks of two": {"num_gpu_blocks": 256, "kvcache_block_size": 2},
+    "streamed": OFFLOAD | {"offload_mode": "stream"},
+    "in place": OFFLOAD | {"offload_mode": "in_place"},
+}
+
+
+def looked_up(tokens: list[int], most: int) -> list[int]:
+    """The same by trying every place."""
+    for length in range(LONGEST, SHORTEST - 1, -1):
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if tokens[start : start + length] == tokens[len(tokens) - length :]:
+                return tokens[start + length : start + length + most]
+    return []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 5), st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_guesses_are_what_followed_last_time(tokens: list[int], most: int, step: int) -> None:
+    """On growing sequences of few symbols, against trying every place."""
+    lookup = PromptLookup()
+    for stop in [*range(1, len(tokens), step), len(tokens)]:
+        assert [*lookup.guess(tokens[:stop], most)] == looked_up(tokens[:stop], most)
+
+
+def make_engine(path: Path, **settings: Any) -> LLMEngine:
+    defaults = {"kvcache_block_size": BLOCK, "dtype": "float32", "device": "cpu"}
+    return LLMEngine(path, **(defaults | settings))
+
+
+def answer(
+    engine: LLMEngine, prompts: list[list[int]], each: list[SamplingParams]
+) -> list[RequestOutput]:
+    ids = [engine.add_request(p, params) for p, params in zip(prompts, each, strict=True)]
+    found = {}
+    while engine.has_unfinished_requests:
+        found.update({output.request_id: output for output in engine.step()})
+        engine.kv.check()
+    return [found[i] for i in ids]
+
+
+def repetitive_prompts() -> list[list[int]]:
+    return [[((i % period) * 11 + 5) % 256 for i in range(n)] for n, period in PERIODS]
+
+
+@functools.cache
+def expected_ids(path: Path) -> list[list[int]]:
+    """Greedy over few symbols, so that a random model's text repeats itself."""
+    expected = []
+    for prompt, length in zip(repetitive_prompts(), LENGTHS, strict=True):
+        tokens = list(prompt)
+        for _ in range(length):
+            row = reference_logits(reference(path), tokens)[-1]
+            tokens.append(max(SYMBOLS, key=lambda i: float(row[i])))
+        expected.append(tokens[len(prompt) :])
+    return expected
+
+
+SYMBOLS = [5, 16, 27]
+STOPS = ["--8", '8"8']  # the symbols are ", - and 8
+LENGTHS = [30, 26, 31, 12, 40, 25, 33]
+PERIODS = [(3, 1), (17, 3), (24, 5), (31, 8), (1, 1), (40, 40), (20, 2)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("num_guesses", [1, 5])
+def test_greedy_ids_are_those_of_transformers(
+    tiny: Callable[[str], Path], settings: dict[str, Any], num_guesses: int
+) -> None:
+    """Twice: what the first run published must hold nothing of what was guessed wrong."""
+    path, prompts = tiny("llama"), repetitive_prompts()
+    each = [
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, allowed_token_ids=SYMBOLS)
+        for n in LENGTHS
+    ]
+    engine = make_engine(path, speculative=f"ngram:{num_guesses}", **settings)
+    expected = expected_ids(path)
+    for _ in range(2):
+        outputs = answer(engine, prompts, each)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        guessed = sum(output.metrics.num_guessed for output in outputs)
+        accepted = sum(output.metrics.num_accepted for output in outputs)
+        assert 10 < accepted < guessed
+    engine.close()
+
+
+def test_sampled_tokens_stops_and_scores_stay_the_same(tiny: Callable[[str], Path]) -> None:
+    """Drawn by (seed, position), a token is the same whether it was guessed or not."""
+    path, prompts = tiny("llama"), repetitive_prompts()
+    plain: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "allowed_token_ids": SYMBOLS}
+    each = [
+        SamplingParams(**plain, seed=1, top_p=0.9),
+        SamplingParams(**plain, seed=2, logprobs=2, prompt_logprobs=1),
+        SamplingParams(**plain, seed=3, stop=STOPS),
+        SamplingParams(**plain, seed=4, min_tokens=30, stop_token_ids=[16]),
+        SamplingParams(**plain, seed=5, repetition_penalty=1.3),
+        SamplingParams(**plain, seed=6, n=3),
+        SamplingParams(**plain | {"temperature": 0}, logprobs=3, stop_token_ids=[27]),
+    ]
+    found = []
+    for speculative in (None, "ngram:4"):
+        engine = make_engine(path, num_gpu_blocks=64, speculative=speculative)
+        outputs = answer(engine, prompts, each)
+        engine.close()
+        found.append([[made.token_ids for made in o.outputs] for o in outputs])
+        texts = [[(made.text, made.finish_reason) for made in o.outputs] for o in outputs]
+        found[-1].append(texts)
+        num_steps = [o.metrics.num_accepted for o in outputs]
+    assert found[0] == found[1]
+    assert num_steps[4] == 0 and sum(num_steps) > 20
+    for output, prompt, params in zip(outputs, prompts, each, strict=True):
+        if params.logprobs is not None:
+            made = output.outputs[0]
+            logits = reference_logits(reference(path), prompt + made.token_ids).log_softmax(-1)
+            assert len(made.logprobs) == len(made.token_ids)
+            for row, entry, token in zip(
+                logits[len(prompt) - 1 :], made.logprobs, made.token_ids, strict=False
+            ):
+                assert abs(entry[token].logprob - float(row[token])) < 1e-3
+
+
+def test_a_streamed_request_crosses_the_link_less_often(tiny: Callable[[str], Path]) -> None:
+    """Each accepted token saves a pass over what streams."""
+    prompts = [[(i % 9) * 11 + 5 for i in range(120)]]
+    each = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, allowed_token_ids=SYMBOLS)
+    ]
+    moved = []
+    for speculative in (None, "ngram:4"):
+        engine = make_engine(
+            tiny("llama"), speculative=speculative, **OFFLOAD | {"offload_mode": "stream"}
+        )
+        (output,) = answer(engine, prompts, each)
+        moved.append(output.metrics.h2d_bytes)
+        engine.close()
+    num_steps = 60 - output.metrics.num_accepted
+    assert output.metrics.num_accepted > 20
+    assert moved[1] < moved[0] * (num_steps + 20) / 60
+
+
+def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
+    """Where only room for the next token is left, nothing is guessed and nobody preempted."""
+    engine = make_engine(
+        tiny("llama"), num_gpu_blocks=4, decode_reserve_blocks=0, speculative="ngram:8"
+    )
+    prompts = [[5, 16, 27] * 5, [5, 16, 27] * 5]
+    each = [SamplingParams(temperature=0, max_tokens=1 + 2 * BLOCK - 15, ignore_eos=True)] * 2
+    outputs = answer(engine, prompts, each)
+    assert all(output.metrics.num_preemptions == 0 for output in outputs)
+    engine.close()
+
+
+def test_what_is_no_speculation_is_refused(tiny: Callable[[str], Path]) -> None:
+    for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", 4):
+        with pytest.raises(ConfigError, match='speculative must be "ngram:K" with K from 1 to 64'):
+            make_engine(tiny("llama"), speculative=wrong)
