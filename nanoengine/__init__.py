@@ -12,6 +12,7 @@ from nanoengine.errors import (
 from nanoengine.llm import LLM
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.streaming import StreamDelta
 
 __version__ = "0.1.0"
 
@@ -27,4 +28,5 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StreamDelta",
 ]

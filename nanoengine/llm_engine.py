@@ -37,7 +37,6 @@ from nanoengine.errors import (
     ModelLoadError,
     PromptTooLongError,
     RequestError,
-    TransferError,
 )
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
@@ -57,6 +56,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, Sequence
 from nanoengine.stream_check import CheckedDevice
+from nanoengine.streaming import RequestStream
 from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
@@ -140,6 +140,27 @@ class LLMEngine:
         KV is shared between requests with the same salt only.
         Raises InvalidPromptError, InvalidParamsError or PromptTooLongError; the engine goes on.
         """
+        return self._queue(prompt, params, prompt_text, cache_salt).seq_id
+
+    def add_stream(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        prompt_text: str | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """add_request for who wants the text as it comes: take its deltas after steps."""
+        seq = self._queue(prompt, params, prompt_text, cache_salt, is_streamed=True)
+        return RequestStream([seq], self._completion)
+
+    def _queue(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None,
+        prompt_text: str | None,
+        cache_salt: str | None,
+        is_streamed: bool = False,
+    ) -> Sequence:
         self._alive()
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -160,10 +181,10 @@ class LLMEngine:
             prompt=prompt if isinstance(prompt, str) else prompt_text,
             cache_salt=self._checked_salt(cache_salt),
         )
-        if params.stop_strings:
+        if params.stop_strings or (is_streamed and self._tokenizer is not None):
             seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
         self.scheduler.add(seq)
-        return seq_id
+        return seq
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that it finished.
@@ -212,6 +233,10 @@ class LLMEngine:
         if self._tokenizer is None:
             raise InvalidPromptError("the model came without a tokenizer; give token ids")
         return self._tokenizer
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError after close()."""
+        self._live_runner()
 
     def close(self) -> None:
         """Free weights and KV. A closed engine refuses everything; closing twice is fine."""
@@ -384,7 +409,7 @@ class LLMEngine:
     def _request_seed(self, seq_id: int) -> int:
         return xxhash.xxh3_64_intdigest(f"{self.config.seed}:{seq_id}".encode())
 
-    def _output(self, seq: Sequence) -> RequestOutput:
+    def _completion(self, seq: Sequence) -> CompletionOutput:
         token_ids = seq.output_token_ids
         text = seq.text
         if text is None and self._tokenizer is None:
@@ -393,16 +418,18 @@ class LLMEngine:
             # The token that ended the text is not part of it.
             shown = token_ids[:-1] if seq.finish_reason == "stop" else token_ids
             text = self.tokenizer.decode(shown, seq.params.skip_special_tokens)
-        completion = CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)
+        return CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)
+
+    def _output(self, seq: Sequence) -> RequestOutput:
         return RequestOutput(
             request_id=seq.seq_id,
             prompt=seq.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            outputs=[completion],
+            outputs=[self._completion(seq)],
             metrics=seq.metrics,
             num_cached_tokens=seq.num_cached,
             num_host_cached_tokens=seq.num_cached_on_host,
-            error=None if seq.error is None else TransferError(seq.error),
+            error=seq.failure,
         )
 
 
