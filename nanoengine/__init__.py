@@ -1,5 +1,6 @@
 """nanoengine: a small LLM inference engine whose context need not fit the device that runs it."""
 
+from nanoengine.async_llm import AsyncLLM
 from nanoengine.errors import (
     ConfigError,
     EngineError,
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
     "EngineError",

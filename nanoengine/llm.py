@@ -171,7 +171,7 @@ class LLM:
         self, requests: list[_Request], params: Params, single: bool, use_tqdm: bool
     ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
-        positions: dict[int, int] = {}
+        positions: dict[int | str, int] = {}
         with self._turn(), _InterruptBetweenSteps() as interrupt:
             try:
                 for index, (request, param) in enumerate(
@@ -186,7 +186,7 @@ class LLM:
                 for output in self._run(set(positions), use_tqdm, interrupt):
                     outputs[positions[output.request_id]] = output
             except BaseException:
-                self.llm_engine.abort(positions)
+                self.llm_engine.abort(map(int, positions))
                 raise
         return [outputs[index] for index in range(len(requests))]
 
@@ -246,7 +246,7 @@ class LLM:
             self._in_use.release()
 
     def _run(
-        self, left: set[int], use_tqdm: bool, interrupt: _InterruptBetweenSteps
+        self, left: set[int | str], use_tqdm: bool, interrupt: _InterruptBetweenSteps
     ) -> Iterator[RequestOutput]:
         """Step until every request of `left` is finished."""
         num_in = num_out = 0
