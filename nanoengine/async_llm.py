@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -329,6 +330,9 @@ class _EngineThread:
                 self._step(llm)
 
     def _step(self, llm: LLM) -> None:
+        for mailbox in list(self._open):
+            if mailbox.loop.is_closed():  # under its caller, who can end nothing any more
+                self._forget(mailbox)
         ended = {output.request_id: output for output in llm.llm_engine.step()}
         self._wake(
             [
@@ -355,11 +359,8 @@ class _EngineThread:
         for mailbox in mailboxes:
             by_loop.setdefault(mailbox.loop, []).append(mailbox)
         for loop, group in by_loop.items():
-            try:
+            with suppress(RuntimeError):  # the loop was closed just now
                 loop.call_soon_threadsafe(_wake_all, group)
-            except RuntimeError:  # the loop was closed under its callers
-                for mailbox in group:
-                    self._forget(mailbox)
 
     def _end_all(self) -> None:
         """After the last step: everyone who still waits is told why."""
