@@ -1,5 +1,6 @@
 """nanoengine: a small LLM inference engine whose context need not fit the device that runs it."""
 
+from nanoengine.async_llm import AsyncLLM
 from nanoengine.errors import (
     ConfigError,
     EngineError,
@@ -12,11 +13,13 @@ from nanoengine.errors import (
 from nanoengine.llm import LLM
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.streaming import StreamDelta
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
     "EngineError",
@@ -27,4 +30,5 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StreamDelta",
 ]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -19,10 +21,17 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
+from nanoengine.errors import (
+    EngineClosedError,
+    EngineError,
+    InvalidParamsError,
+    InvalidPromptError,
+    RequestError,
+)
 from nanoengine.llm_engine import LLMEngine, refused
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.streaming import DeltaStream, RequestStream, StreamDelta
 from nanoengine.tokenizer import Tokenizer
 
 
@@ -44,7 +53,8 @@ Messages = list[dict[str, str]]
 class LLM:
     """A loaded model. `with LLM(...) as llm` or `close()` frees it; two in one process are fine.
 
-    One thread at a time may use an instance.
+    One thread at a time may use an instance; one that comes while another is in `generate`, `chat`
+    or a stream's next delta gets an EngineError. AsyncLLM is for many.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
@@ -55,6 +65,8 @@ class LLM:
         the model.
         """
         self.llm_engine = LLMEngine(model, **settings)
+        self._in_use = threading.Lock()
+        self._abandoned: deque[int] = deque()
 
     @property
     def plan(self) -> Any:
@@ -96,6 +108,29 @@ class LLM:
         requests = [self._chat_request(c, add_generation_prompt) for c in conversations]
         return self._answer(requests, sampling_params, not many, use_tqdm)
 
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
+        """Complete one prompt, text as it comes: `for delta in llm.stream("The sea is"): ...`
+
+        The texts of the deltas, joined, are generate()'s text. Streams that are open at the same
+        time, and generate() between two deltas, share the engine's steps. A stream that is left
+        early ends its request.
+        Raises what generate() raises for the prompt, at once.
+        """
+        if not isinstance(prompt, dict) and not _is_single(prompt):
+            raise InvalidPromptError(
+                f"a stream takes one prompt, got a list of {len(prompt)}; open a stream for each"
+            )
+        return self._stream(_request(prompt), sampling_params)
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        add_generation_prompt: bool = True,
+    ) -> DeltaStream:
+        """Answer one conversation, text as it comes; see stream() and chat()."""
+        return self._stream(self._chat_request(messages, add_generation_prompt), sampling_params)
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -136,8 +171,8 @@ class LLM:
         self, requests: list[_Request], params: Params, single: bool, use_tqdm: bool
     ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
-        positions: dict[int, int] = {}
-        with _InterruptBetweenSteps() as interrupt:
+        positions: dict[int | str, int] = {}
+        with self._turn(), _InterruptBetweenSteps() as interrupt:
             try:
                 for index, (request, param) in enumerate(
                     zip(requests, _params_for(params, len(requests)), strict=True)
@@ -151,7 +186,7 @@ class LLM:
                 for output in self._run(set(positions), use_tqdm, interrupt):
                     outputs[positions[output.request_id]] = output
             except BaseException:
-                self.llm_engine.abort(positions)
+                self.llm_engine.abort(map(int, positions))
                 raise
         return [outputs[index] for index in range(len(requests))]
 
@@ -160,8 +195,58 @@ class LLM:
             raise request.error
         return self.llm_engine.add_request(request.prompt, params, request.text, request.cache_salt)
 
+    def _stream(self, request: _Request, params: SamplingParams | None) -> DeltaStream:
+        if request.error is not None:
+            raise request.error
+        with self._turn():
+            stream = self.llm_engine.add_stream(
+                request.prompt, params, request.text, request.cache_salt
+            )
+        return DeltaStream(stream, self._advance, self._abandon)
+
+    def _advance(self, stream: RequestStream) -> list[StreamDelta]:
+        """Step until the stream has something new."""
+        with self._turn(), _InterruptBetweenSteps() as interrupt:
+            self.llm_engine.check_open()
+            while not (deltas := stream.take()):
+                self.llm_engine.step()
+                interrupt.check()
+            return deltas
+
+    def _abandon(self, request_id: int) -> None:
+        """End a request now, or when the call that is in the engine ends: garbage is collected at
+        any point of any thread.
+        """
+        self._abandoned.append(request_id)
+        if self._in_use.acquire(blocking=False):
+            try:
+                self._end_abandoned()
+            finally:
+                self._in_use.release()
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            with suppress(EngineClosedError):
+                self.llm_engine.abort(request_id)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Keeps every other call out of the engine."""
+        if not self._in_use.acquire(blocking=False):
+            raise EngineError(
+                "this LLM is in use by another thread; one at a time may call it. AsyncLLM takes "
+                "calls from any thread"
+            )
+        try:
+            self._end_abandoned()
+            yield
+            self._end_abandoned()
+        finally:
+            self._in_use.release()
+
     def _run(
-        self, left: set[int], use_tqdm: bool, interrupt: _InterruptBetweenSteps
+        self, left: set[int | str], use_tqdm: bool, interrupt: _InterruptBetweenSteps
     ) -> Iterator[RequestOutput]:
         """Step until every request of `left` is finished."""
         num_in = num_out = 0

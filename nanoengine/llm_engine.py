@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from nanoengine.errors import (
     ModelLoadError,
     PromptTooLongError,
     RequestError,
-    TransferError,
 )
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
@@ -58,7 +57,19 @@ from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, Sequence, TokenHistory, TokenScore
 from nanoengine.speculative import PromptLookup
 from nanoengine.stream_check import CheckedDevice
+from nanoengine.streaming import RequestStream
 from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A checked prompt: its tokens, how many there may be in all, the text they came from."""
+
+    token_ids: list[int]
+    limit: int
+    text: str | None
+    salt: str
+    is_streamed: bool
 
 
 class LLMEngine:
@@ -142,6 +153,28 @@ class LLMEngine:
         KV is shared between requests with the same salt only.
         Raises InvalidPromptError, InvalidParamsError or PromptTooLongError; the engine goes on.
         """
+        return self._queue(prompt, params, prompt_text, cache_salt)[0].seq_id
+
+    def add_stream(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        prompt_text: str | None = None,
+        cache_salt: str | None = None,
+    ) -> RequestStream:
+        """add_request for who wants the text as it comes: take its deltas after steps."""
+        seqs = self._queue(prompt, params, prompt_text, cache_salt, is_streamed=True)
+        return RequestStream(seqs, self._completion)
+
+    def _queue(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None,
+        prompt_text: str | None,
+        cache_salt: str | None,
+        is_streamed: bool = False,
+    ) -> list[Sequence]:
+        """Queue a request's completions."""
         self._alive()
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
@@ -149,51 +182,48 @@ class LLMEngine:
         token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         limit = self._check_length(len(token_ids), params)
         text = prompt if isinstance(prompt, str) else prompt_text
-        salt = self._checked_salt(cache_salt)
-        first = self._sequence(token_ids, params, limit, text, salt)
+        asked = _Prompt(token_ids, limit, text, self._checked_salt(cache_salt), is_streamed)
+        first = self._sequence(asked, params)
         seqs = [first]
         for index in range(1, params.n):
             seed = None if params.seed is None else params.seed + index
             alike = replace(params, seed=seed, prompt_logprobs=None)
-            seqs.append(self._sequence(token_ids, alike, limit, text, salt, index, first))
+            seqs.append(self._sequence(asked, alike, index, first))
         self._requests[first.seq_id] = seqs
         for seq in seqs:
             self.scheduler.add(seq)
-        return first.seq_id
+        return seqs
 
     def _sequence(
         self,
-        token_ids: list[int],
+        prompt: _Prompt,
         params: SamplingParams,
-        limit: int,
-        text: str | None,
-        salt: str,
         index: int = 0,
         source: Sequence | None = None,
     ) -> Sequence:
         seq_id = next(self._ids)
+        guesses = self.config.num_guesses and not params.follows_history
         seq = Sequence(
             seq_id=seq_id,
-            token_ids=list(token_ids),
-            num_prompt_tokens=len(token_ids),
+            token_ids=list(prompt.token_ids),
+            num_prompt_tokens=len(prompt.token_ids),
             params=params,
             seed=self._request_seed(seq_id) if params.seed is None else params.seed,
             stop_token_ids=frozenset(params.stop_ids)
             | frozenset(() if params.ignore_eos else self.model_config.eos_token_ids),
-            max_total_tokens=limit,
+            max_total_tokens=prompt.limit,
             metrics=RequestMetrics(time.perf_counter()),
-            prompt=text,
-            cache_salt=salt,
+            prompt=prompt.text,
+            cache_salt=prompt.salt,
             index=index,
             source=source,
-            guesser=(
-                PromptLookup() if self.config.num_guesses and not params.follows_history else None
-            ),
-            history=TokenHistory(tuple(set(token_ids))) if params.penalizes else None,
+            guesser=PromptLookup() if guesses else None,
+            history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
             bad_words=self._bad_words(params),
         )
         self._check_choice(seq)
-        if params.stop_strings:
+        wants_text = params.stop_strings or (prompt.is_streamed and self._tokenizer is not None)
+        if wants_text and params.detokenize:
             seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
         return seq
 
@@ -246,6 +276,10 @@ class LLMEngine:
         if self._tokenizer is None:
             raise InvalidPromptError("the model came without a tokenizer; give token ids")
         return self._tokenizer
+
+    def check_open(self) -> None:
+        """Raises EngineClosedError after close()."""
+        self._live_runner()
 
     def close(self) -> None:
         """Free weights and KV. A closed engine refuses everything; closing twice is fine."""
@@ -461,7 +495,7 @@ class LLMEngine:
 
     def _output(self, seqs: list[Sequence]) -> RequestOutput:
         seq = seqs[0]
-        errors = [each.error for each in seqs if each.error is not None]
+        failures = (each.failure for each in seqs)
         is_prompt_scored = seq.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=seq.seq_id,
@@ -471,7 +505,7 @@ class LLMEngine:
             metrics=seq.metrics,
             num_cached_tokens=seq.num_cached,
             num_host_cached_tokens=seq.num_cached_on_host,
-            error=TransferError(errors[0]) if errors else None,
+            error=next(filter(None, failures), None),
             prompt_logprobs=(
                 [None, *map(self._logprobs, seq.prompt_scores)] if is_prompt_scored else None
             ),

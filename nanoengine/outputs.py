@@ -48,15 +48,15 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request. `error` is set, and outputs[0].finish_reason "error", when it was
-    refused or failed.
+    """A request, finished unless AsyncLLM shows how far it is. `error` is set, and
+    outputs[0].finish_reason "error", when it was refused or failed.
 
     num_cached_tokens of the prompt were found in the prefix cache, num_host_cached_tokens of these
     on the host only. prompt_logprobs, where asked for: of each token of the prompt; None for its
-    first.
+    first. request_id: the engine's number, or the name that AsyncLLM's caller gave it.
     """
 
-    request_id: int
+    request_id: int | str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

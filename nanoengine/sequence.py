@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from nanoengine.errors import TransferError
 from nanoengine.sampling_params import SamplingParams
 
 
@@ -152,6 +153,11 @@ class Sequence:
     def is_finished(self) -> bool:
         """True once it has ended, however."""
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def failure(self) -> TransferError | None:
+        """`error` as what is raised or shown on an output."""
+        return None if self.error is None else TransferError(self.error)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,378 @@
+"""AsyncLLM: the engine for many callers at once, on event loops of any thread.
+
+One thread owns the LLM and is the only one to call it. Callers post functions for it to run between
+two steps; it leaves what is new in a mailbox for each request and wakes the caller's loop. A caller
+that lags finds all that came meanwhile as one, so nobody waits for it and nothing piles up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from nanoengine.errors import EngineClosedError, RequestError
+from nanoengine.llm import LLM, Messages, Prompt
+from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.streaming import DeltaStream, StreamDelta, merge_deltas
+from nanoengine.tokenizer import Tokenizer
+
+Answer = TypeVar("Answer")
+
+
+class AsyncLLM:
+    """A loaded model for asyncio; any thread, and event loops in several, may call it.
+
+    `async with AsyncLLM(...) as llm`, `await aclose()` or `close()` ends its thread and frees it.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        """As LLM; returns when the model is loaded (`await asyncio.to_thread(AsyncLLM, model)`
+        keeps a loop going meanwhile). Raises ConfigError and ModelLoadError.
+        """
+        self._engine = _EngineThread(model, settings)
+        # Also when it is dropped, and when Python ends.
+        self._close = weakref.finalize(self, self._engine.stop)
+
+    @property
+    def plan(self) -> Any:
+        """What start-up decided and allocated; print it."""
+        return self._engine.plan
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt: `async for output in llm.generate("The sea is"): ...`
+
+        prompt: as for LLM.generate, but one. request_id: shown on the outputs, and for abort();
+        without one the outputs show a number. Each output holds all that there is so far; the last
+        one, with `finished`, equals LLM.generate's. Cancelling the task or closing the generator
+        ends the request.
+        Raises, at the first output, what LLM.generate raises for the prompt, and RequestError for a
+        request_id that is in use; later TransferError for a request whose KV is lost, the engine's
+        own error when that fails, EngineClosedError when it is or was closed.
+        """
+        return self._outputs(lambda llm: llm.stream(prompt, sampling_params), request_id)
+
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        add_generation_prompt: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation; see generate() and LLM.chat."""
+        return self._outputs(
+            lambda llm: llm.stream_chat(messages, sampling_params, add_generation_prompt),
+            request_id,
+        )
+
+    async def abort(self, request_id: int | str) -> None:
+        """End a request and free what it holds; its generator gives one more output, with
+        finish_reason "abort". An id that no open request has is no error.
+        """
+        await self._call(partial(self._engine.abort, request_id))
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; any thread may use it."""
+        return await self._call(lambda llm: llm.tokenizer)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached KV that no running request uses."""
+        await self._call(LLM.reset_prefix_cache)
+
+    def close(self) -> None:
+        """End open requests with EngineClosedError, end the thread, free weights and KV.
+
+        Waits for the step that is under way. Closing twice is fine.
+        """
+        self._close()
+
+    async def aclose(self) -> None:
+        """close() without holding up the event loop."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def _call(self, function: Callable[[LLM], Answer]) -> Answer:
+        return await asyncio.wrap_future(self._engine.post(function))
+
+    async def _outputs(
+        self, open_stream: Callable[[LLM], DeltaStream], request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        mailbox = _Mailbox()
+        try:
+            begin = partial(self._engine.begin, mailbox, open_stream, request_id)
+            output = await self._call(begin)
+            while not output.finished:
+                deltas, end = await mailbox.take()
+                output = end or replace(output, outputs=_grown(output.outputs, deltas))
+                yield output
+        finally:
+            if not mailbox.is_done:
+                self._engine.leave(mailbox)
+
+
+def _grown(
+    completions: list[CompletionOutput], deltas: Iterable[StreamDelta]
+) -> list[CompletionOutput]:
+    """The completions so far with what is new; none of the old ones changes."""
+    grown = {completion.index: completion for completion in completions}
+    for delta in deltas:
+        old = grown.get(delta.index) or CompletionOutput(delta.index, "", [], None)
+        grown[delta.index] = replace(
+            old,
+            text=old.text + delta.text,
+            token_ids=[*old.token_ids, *delta.token_ids],
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+    return [grown[index] for index in sorted(grown)]
+
+
+class _Mailbox:
+    """What the engine's thread has for one caller; made on the caller's loop."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.is_done = False  # the caller has the last output or the error
+        self._arrived = asyncio.Event()
+        self._lock = threading.Lock()
+        self._deltas: list[StreamDelta] = []
+        self._end: RequestOutput | BaseException | None = None
+        self._trace: TracebackType | None = None
+
+    def put(
+        self, deltas: list[StreamDelta], end: RequestOutput | BaseException | None = None
+    ) -> bool:
+        """Add to what was not taken yet. True when the caller does not know that there is news."""
+        with self._lock:
+            was_empty = not self._deltas and self._end is None
+            self._deltas = merge_deltas([*self._deltas, *deltas])
+            self._end = end
+            self._trace = end.__traceback__ if isinstance(end, BaseException) else None
+            return was_empty
+
+    def wake(self) -> None:
+        """On the caller's loop: there is news."""
+        self._arrived.set()
+
+    async def take(self) -> tuple[list[StreamDelta], RequestOutput | None]:
+        """What is new, at most one delta a completion, and the last output when the request ended.
+
+        Raises what the request or the engine failed with.
+        """
+        while True:
+            with self._lock:
+                deltas, self._deltas = self._deltas, []
+                end = self._end
+            self.is_done = end is not None
+            if isinstance(end, BaseException):
+                raise end.with_traceback(self._trace)  # less what other callers added to it
+            if deltas or end is not None:
+                return deltas, end
+            await self._arrived.wait()
+            self._arrived.clear()
+
+
+class _EngineThread:
+    """The thread that owns the LLM. Other threads call `post`, `leave` and `stop` only."""
+
+    def __init__(self, model: str | Path, settings: dict[str, Any]) -> None:
+        self._changed = threading.Condition()  # guards the next three
+        self._posted: list[tuple[Callable[[LLM], Any], Future[Any]]] = []
+        self._is_closed = False
+        self._cause: BaseException | None = None
+        self._open: dict[_Mailbox, tuple[int | str, DeltaStream]] = {}
+        self._by_id: dict[int | str, _Mailbox] = {}
+        ready: Future[Any] = Future()
+        # A daemon, since Python waits for other threads before it lets anyone say that it ends.
+        self._thread = threading.Thread(
+            target=self._run, args=(model, settings, ready), name="nanoengine", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.plan = ready.result()
+        except BaseException:
+            self._refuse(None)
+            if ready.done():  # else we were interrupted: it ends when it has loaded
+                self._thread.join()
+            raise
+
+    # -- for every thread
+
+    def post(self, function: Callable[[LLM], Answer]) -> Future[Answer]:
+        """Have the engine's thread call `function` with the LLM, before its next step."""
+        done: Future[Answer] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise self._refusal()
+            self._posted.append((function, done))
+            self._changed.notify()
+        return done
+
+    def leave(self, mailbox: _Mailbox) -> None:
+        """The caller of a request is gone: end it."""
+        with self._changed:
+            if not self._is_closed:
+                self._posted.append((lambda _: self._forget(mailbox), Future()))
+                self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread and wait for that."""
+        self._refuse(None)
+        if threading.current_thread() is not self._thread:  # where garbage may be collected
+            self._thread.join()
+
+    def _refuse(self, cause: BaseException | None) -> None:
+        with self._changed:
+            self._cause = self._cause or cause
+            self._is_closed = True
+            self._changed.notify()
+
+    def _refusal(self) -> EngineClosedError:
+        if self._cause is None:
+            return EngineClosedError("the engine was closed; make a new AsyncLLM")
+        refusal = EngineClosedError(f"the engine failed and was closed: {self._cause!r}")
+        refusal.__cause__ = self._cause
+        return refusal
+
+    # -- in the engine's thread, by `post`
+
+    def begin(
+        self,
+        mailbox: _Mailbox,
+        open_stream: Callable[[LLM], DeltaStream],
+        request_id: str | None,
+        llm: LLM,
+    ) -> RequestOutput:
+        """Queue a request; returns its output before the first token."""
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a text or None, got {request_id!r}")
+        if request_id in self._by_id:
+            raise RequestError(f"request_id {request_id!r} is in use by an open request")
+        stream = open_stream(llm)
+        shown = stream.request.request_id if request_id is None else request_id
+        self._open[mailbox] = shown, stream
+        self._by_id[shown] = mailbox
+        return RequestOutput(
+            shown, stream.request.prompt, stream.request.prompt_token_ids, [], finished=False
+        )
+
+    def abort(self, request_id: int | str, llm: LLM) -> None:
+        """End a request and tell its caller."""
+        mailbox = self._by_id.get(request_id)
+        if mailbox is not None:
+            _, stream = self._open[mailbox]
+            for output in llm.llm_engine.abort(stream.request.request_id):
+                self._wake([mailbox] if self._deliver(mailbox, output) else [])
+
+    def _forget(self, mailbox: _Mailbox) -> None:
+        """Nobody waits for this request any more."""
+        if mailbox in self._open:
+            shown, stream = self._open.pop(mailbox)
+            del self._by_id[shown]
+            stream.close()
+
+    # -- the thread itself
+
+    def _run(self, model: str | Path, settings: dict[str, Any], ready: Future[Any]) -> None:
+        try:
+            llm = LLM(model, **settings)
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(llm.plan)
+        try:
+            self._serve(llm)
+        except BaseException as error:
+            self._refuse(error)
+        self._end_all()
+        llm.close()
+
+    def _serve(self, llm: LLM) -> None:
+        """Run what was posted and step, until closed; with nothing to do, wait."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._posted or self._open or self._is_closed)
+                if self._is_closed:
+                    return
+                posted, self._posted = self._posted, []
+            for function, done in posted:
+                if not done.set_running_or_notify_cancel():
+                    continue
+                try:
+                    done.set_result(function(llm))
+                except BaseException as error:
+                    done.set_exception(error)
+            if self._open:
+                self._step(llm)
+
+    def _step(self, llm: LLM) -> None:
+        for mailbox in list(self._open):
+            if mailbox.loop.is_closed():  # under its caller, who can end nothing any more
+                self._forget(mailbox)
+        ended = {output.request_id: output for output in llm.llm_engine.step()}
+        self._wake(
+            [
+                mailbox
+                for mailbox, (_, stream) in list(self._open.items())
+                if self._deliver(mailbox, ended.get(stream.request.request_id))
+            ]
+        )
+
+    def _deliver(self, mailbox: _Mailbox, output: RequestOutput | None) -> bool:
+        """Put what is new of a request, and its end, into the mailbox; True if that must wake the
+        caller.
+        """
+        shown, stream = self._open[mailbox]
+        deltas = stream.request.take()
+        if output is None:
+            return bool(deltas) and mailbox.put(deltas)
+        self._forget(mailbox)
+        return mailbox.put(deltas, output.error or replace(output, request_id=shown))
+
+    def _wake(self, mailboxes: Iterable[_Mailbox]) -> None:
+        """One call for each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
+        for mailbox in mailboxes:
+            by_loop.setdefault(mailbox.loop, []).append(mailbox)
+        for loop, group in by_loop.items():
+            with suppress(RuntimeError):  # the loop was closed just now
+                loop.call_soon_threadsafe(_wake_all, group)
+
+    def _end_all(self) -> None:
+        """After the last step: everyone who still waits is told why."""
+        with self._changed:
+            posted, self._posted = self._posted, []
+        for _, done in posted:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(self._refusal())
+        waiting = [box for box in self._open if box.put([], self._cause or self._refusal())]
+        self._wake(waiting)
+
+
+def _wake_all(mailboxes: list[_Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()

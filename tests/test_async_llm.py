@@ -1,0 +1,422 @@
+"""AsyncLLM: many callers, on loops of several threads, get LLM.generate's outputs, and leave
+nothing behind however they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import assert_all_free, fail_copies, host_gib
+
+from nanoengine import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    InvalidParamsError,
+    InvalidPromptError,
+    PromptTooLongError,
+    RequestOutput,
+    SamplingParams,
+)
+from nanoengine.errors import EngineClosedError, ModelNotFoundError, RequestError, TransferError
+
+BLOCK = 4
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "kvcache_block_size": BLOCK,
+    "num_gpu_blocks": 400,
+    "num_threads": 1,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """Engines set torch's thread count; here to one."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny: Callable[[str], Path]) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(tiny("llama"), **SETTINGS)
+    yield llm
+    llm.close()
+    assert_no_thread()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(tiny("llama"), **SETTINGS) as llm:
+        yield llm
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    async def in_time() -> Any:
+        return await asyncio.wait_for(work, 60)
+
+    return asyncio.run(in_time())
+
+
+def engine_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "nanoengine"]
+
+
+def assert_no_thread(known: int = 0) -> None:
+    assert len(engine_threads()) == known
+
+
+async def collect(llm: AsyncLLM, prompt: Any, params: Any = GREEDY, **more: Any) -> Any:
+    """All outputs of one request; each must go on from the one before."""
+    outputs: list[RequestOutput] = []
+    async for output in llm.generate(prompt, params, **more):
+        assert not (outputs and outputs[-1].finished)
+        if outputs:
+            old, new = outputs[-1].outputs[0], output.outputs[0]
+            assert new.text.startswith(old.text) and len(new.text) >= len(old.text)
+            assert new.token_ids[: len(old.token_ids)] == old.token_ids
+        outputs.append(output)
+    assert outputs[-1].finished
+    return outputs
+
+
+async def last(llm: AsyncLLM, prompt: Any, params: Any = GREEDY, **more: Any) -> RequestOutput:
+    outputs = await collect(llm, prompt, params, **more)
+    return outputs[-1]
+
+
+async def assert_idle(llm: AsyncLLM) -> None:
+    """Nothing is left of any request."""
+
+    def check(inner: LLM) -> None:
+        assert not inner.llm_engine.has_unfinished_requests
+        assert_all_free(inner.llm_engine)
+
+    await llm._call(check)
+    assert not llm._engine._open and not llm._engine._by_id
+
+
+def same(found: RequestOutput, expected: RequestOutput) -> None:
+    assert found.outputs == expected.outputs
+    assert (found.prompt, found.prompt_token_ids) == (expected.prompt, expected.prompt_token_ids)
+    assert found.finished and found.error is None
+
+
+def test_fifty_callers_get_what_generate_gives(shared: AsyncLLM, plain: LLM) -> None:
+    text = plain.generate("x0", LONG, use_tqdm=False)[0]["text"]
+    prompts: list[Any] = [f"x{i}" for i in range(50)]
+    prompts[7] = plain.tokenizer.encode("seven")
+    prompts[8] = {"prompt": "eight", "cache_salt": "me"}
+    each = [
+        SamplingParams(temperature=i % 3, seed=i, max_tokens=5 + i, stop=["zz", text[20:22]])
+        for i in range(50)
+    ]
+
+    async def work() -> list[RequestOutput]:
+        found = await asyncio.gather(
+            *(last(shared, prompts[i], each[i], request_id=f"r{i}") for i in range(50))
+        )
+        await assert_idle(shared)
+        return found
+
+    found = run(work())
+    for i, (output, expected) in enumerate(
+        zip(found, plain.generate(prompts, each, use_tqdm=False), strict=True)
+    ):
+        same(output, expected)
+        assert output.request_id == f"r{i}" and output.metrics is not None
+    assert {output.outputs[0].finish_reason for output in found} == {"length", "stop"}
+
+
+def test_outputs_come_as_tokens_come(shared: AsyncLLM) -> None:
+    async def work() -> list[RequestOutput]:
+        return await collect(shared, "slowly", LONG)
+
+    outputs = run(work())
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    assert len(counts) > 30 and counts[-1] == 300  # a busy machine may merge some
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert len({output.request_id for output in outputs}) == 1
+
+
+def test_chat(shared: AsyncLLM, plain: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+
+    async def work() -> None:
+        async for output in shared.chat(messages, GREEDY):
+            final = output
+        same(final, plain.chat(messages, GREEDY, use_tqdm=False)[0])
+        assert (await shared.get_tokenizer()).encode("a") == plain.tokenizer.encode("a")
+
+    run(work())
+
+
+def test_abort_ends_one_request_with_an_output(shared: AsyncLLM, plain: LLM) -> None:
+    async def aborting() -> RequestOutput:
+        async for output in shared.generate("left", LONG, request_id="mine"):
+            if not output.finished and len(output.outputs[0].token_ids) < 5:
+                continue
+            await shared.abort("mine")
+        return output
+
+    async def work() -> tuple[RequestOutput, RequestOutput]:
+        await shared.abort("nobody")
+        aborted, other = await asyncio.gather(aborting(), last(shared, "other", LONG))
+        await assert_idle(shared)
+        return aborted, other
+
+    aborted, other = run(work())
+    full = plain.generate("left", LONG, use_tqdm=False)[0].outputs[0]
+    end = aborted.outputs[0]
+    assert aborted.finished and end.finish_reason == "abort" and aborted.request_id == "mine"
+    assert 5 <= len(end.token_ids) < 300
+    assert end.token_ids == full.token_ids[: len(end.token_ids)]
+    same(other, plain.generate("other", LONG, use_tqdm=False)[0])
+
+
+async def cancelled(llm: AsyncLLM) -> None:
+    started = asyncio.Event()
+
+    async def reading() -> None:
+        async for _ in llm.generate("gone", LONG):
+            started.set()
+
+    task = asyncio.create_task(reading())
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def cancelled_at_once(llm: AsyncLLM) -> None:
+    task = asyncio.create_task(collect(llm, "gone", LONG))
+    await asyncio.sleep(0)  # the request is posted, the engine has not answered
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def closed(llm: AsyncLLM) -> None:
+    outputs = llm.generate("gone", LONG)
+    await anext(outputs)
+    await outputs.aclose()
+
+
+async def broken_off(llm: AsyncLLM) -> None:
+    async for _ in llm.generate("gone", LONG):
+        break
+    gc.collect()
+    await asyncio.sleep(0.01)  # the loop closes the generator in a task of its own
+
+
+async def timed_out(llm: AsyncLLM) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await collect(llm, "gone", LONG)
+
+
+@pytest.mark.parametrize("leave", [cancelled, cancelled_at_once, closed, broken_off, timed_out])
+def test_a_caller_that_leaves_ends_its_request(
+    shared: AsyncLLM, plain: LLM, leave: Callable[[AsyncLLM], Coroutine[Any, Any, None]]
+) -> None:
+    async def work() -> RequestOutput:
+        other = asyncio.create_task(last(shared, "other"))
+        await leave(shared)
+        found = await other
+        await assert_idle(shared)
+        return found
+
+    same(run(work()), plain.generate("other", GREEDY, use_tqdm=False)[0])
+
+
+def test_a_caller_that_lags_gets_the_newest_and_holds_up_nobody(
+    shared: AsyncLLM, plain: LLM
+) -> None:
+    async def work() -> tuple[list[RequestOutput], RequestOutput]:
+        lagging = shared.generate("slow", LONG)
+        found = [await anext(lagging)]
+        (mailbox,) = shared._engine._open
+        other = await last(shared, "quick", LONG)
+        assert len(mailbox._deltas) == 1
+        found += [output async for output in lagging]
+        return found, other
+
+    found, other = run(work())
+    same(found[-1], plain.generate("slow", LONG, use_tqdm=False)[0])
+    same(other, plain.generate("quick", LONG, use_tqdm=False)[0])
+    assert len(found) < 100  # of 300 tokens
+
+
+def test_loops_of_two_threads_at_once(shared: AsyncLLM, plain: LLM) -> None:
+    found: dict[str, RequestOutput] = {}
+
+    async def several(name: str) -> None:
+        for output in await asyncio.gather(*(last(shared, f"{name}{i}") for i in range(4))):
+            found[str(output.prompt)] = output
+
+    threads = [threading.Thread(target=lambda n=name: run(several(n))) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 8
+    for prompt, output in found.items():
+        same(output, plain.generate(prompt, GREEDY, use_tqdm=False)[0])
+    run(assert_idle(shared))
+
+
+def test_a_loop_that_is_closed_under_its_caller_ends_the_request(
+    shared: AsyncLLM, plain: LLM
+) -> None:
+    loop = asyncio.new_event_loop()
+    outputs = shared.generate("gone", LONG)
+    loop.run_until_complete(anext(outputs))
+    loop.close()
+    same(run(last(shared, "other")), plain.generate("other", GREEDY, use_tqdm=False)[0])
+    run(assert_idle(shared))
+
+
+def test_bad_requests_raise_what_generate_raises(shared: AsyncLLM) -> None:
+    cases: list[tuple[Any, Any, type[Exception], str]] = [
+        ("", GREEDY, InvalidPromptError, "empty"),
+        ([5] * 600, GREEDY, PromptTooLongError, "600 tokens"),
+        (["a", "b"], GREEDY, InvalidPromptError, "one prompt"),
+        (3, GREEDY, InvalidPromptError, "prompts must be"),
+        ("a", "greedy", InvalidParamsError, "SamplingParams"),
+    ]
+
+    async def work() -> None:
+        for prompt, params, error, words in cases:
+            with pytest.raises(error, match=words):
+                await collect(shared, prompt, params)
+        first = shared.generate("a", LONG, request_id="same")
+        await anext(first)
+        with pytest.raises(RequestError, match="'same' is in use"):
+            await collect(shared, "b", request_id="same")
+        await first.aclose()
+        await last(shared, "b", request_id="same")
+        with pytest.raises(RequestError, match="a text or None"):
+            await collect(shared, "b", request_id=3)
+        await assert_idle(shared)
+
+    run(work())
+
+
+def test_an_idle_engine_sleeps(shared: AsyncLLM) -> None:
+    async def work() -> float:
+        before = await shared._call(lambda _: time.thread_time())
+        await asyncio.sleep(0.5)
+        return await shared._call(lambda _: time.thread_time()) - before
+
+    assert run(work()) < 0.05
+
+
+def test_over_two_tiers(tiny: Callable[[str], Path], plain: LLM) -> None:
+    prompts = [[(7 * i + n) % 250 + 4 for i in range(n)] for n in (30, 41, 52)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    settings = {"num_gpu_blocks": 6, "enable_cpu_offload": True, "offload_mode": "stream"}
+    host = host_gib(tiny("llama"), 80, BLOCK)
+
+    async def work() -> list[RequestOutput]:
+        async with AsyncLLM(tiny("llama"), **SETTINGS | settings, kv_offload_gib=host) as llm:
+            assert llm.plan.kv.num_host_blocks
+            found = await asyncio.gather(*(last(llm, p, params) for p in prompts))
+            await assert_idle(llm)
+            # From here on no copy arrives.
+            await llm._call(
+                lambda inner: fail_copies(inner.llm_engine.device.h2d, set(range(10_000)))
+            )
+            with pytest.raises(TransferError):
+                await last(llm, prompts[2], params)
+            await last(llm, "hi")
+            return found
+
+    for output, expected in zip(
+        run(work()), plain.generate(prompts, params, use_tqdm=False), strict=True
+    ):
+        same(output, expected)
+
+
+def test_an_engine_that_fails_tells_everyone(tiny: Callable[[str], Path]) -> None:
+    known = len(engine_threads())
+    llm = AsyncLLM(tiny("llama"), **SETTINGS)
+
+    def break_engine(inner: LLM) -> None:
+        def broken(*_: Any) -> None:
+            raise RuntimeError("device lost")
+
+        inner.llm_engine._runner.launch = broken
+
+    async def work() -> None:
+        tasks = [asyncio.create_task(collect(llm, f"p{i}", LONG)) for i in range(5)]
+        while len(llm._engine._open) < 5:
+            await asyncio.sleep(0)
+        await llm._call(break_engine)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(result, RuntimeError) and str(result) == "device lost"
+        for call in (lambda: collect(llm, "late"), lambda: llm.abort("x"), llm.get_tokenizer):
+            with pytest.raises(EngineClosedError, match="device lost") as caught:
+                await call()
+            assert isinstance(caught.value.__cause__, RuntimeError)
+        await llm.aclose()
+
+    run(work())
+    assert_no_thread(known)
+
+
+@pytest.mark.parametrize("from_thread", [False, True])
+def test_closing_ends_open_requests(tiny: Callable[[str], Path], from_thread: bool) -> None:
+    known = len(engine_threads())
+    llm = AsyncLLM(tiny("llama"), **SETTINGS)
+
+    async def work() -> None:
+        outputs = llm.generate("open", LONG)
+        await anext(outputs)
+        waiting = asyncio.create_task(collect(llm, "waits", LONG))
+        await asyncio.sleep(0)
+        if from_thread:
+            await llm.aclose()
+        else:
+            llm.close()
+        with pytest.raises(EngineClosedError, match="closed"):
+            async for _ in outputs:
+                pass
+        with pytest.raises(EngineClosedError, match="closed"):
+            await waiting
+        with pytest.raises(EngineClosedError, match="closed"):
+            await collect(llm, "late")
+        llm.close()
+
+    run(work())
+    assert_no_thread(known)
+
+
+def test_a_start_that_fails_raises_and_leaves_no_thread(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    known = len(engine_threads())
+    with pytest.raises(ConfigError, match="no_such_setting"):
+        AsyncLLM(tiny("llama"), no_such_setting=1)
+    with pytest.raises(ModelNotFoundError):
+        AsyncLLM(tmp_path / "none")
+    assert_no_thread(known)
+
+
+def test_one_that_is_dropped_ends_its_thread(tiny: Callable[[str], Path]) -> None:
+    known = len(engine_threads())
+    llm = AsyncLLM(tiny("llama"), **SETTINGS)
+    run(last(llm, "a"))
+    assert len(engine_threads()) == known + 1
+    del llm
+    gc.collect()
+    assert_no_thread(known)
