@@ -184,6 +184,7 @@ def _summary(records: Sequence[dict[str, Any]], elapsed: float) -> dict[str, Any
         return round(statistics.median(values), 4) if values else None
 
     num_out = sum(len(r["token_ids"]) for r in records)
+    num_accepted = sum(r["metrics"].get("num_accepted", 0) for r in records)
     return {
         "score": round(100 * statistics.fmean(r["score"] for r in records), 2),
         "num_correct": sum(r["correct"] for r in records),
@@ -193,6 +194,7 @@ def _summary(records: Sequence[dict[str, Any]], elapsed: float) -> dict[str, Any
         "median_prefill_s": median("first_token_s", since="first_scheduled_s"),
         "median_decode_tokens_per_s": median("decode_tokens_per_s"),
         "output_tokens_per_s": round(num_out / elapsed, 2),
+        "tokens_per_pass": round(num_out / max(1, num_out - num_accepted), 3),
     }
 
 
@@ -241,7 +243,8 @@ def print_report(report: dict[str, Any], verbose: bool, quiet: bool) -> None:
         f"TTFT median {_figure(report['median_ttft_s'])} s, "
         f"{_figure(report['median_prefill_s'])} s of it since it was first scheduled; decode "
         f"median {_figure(report['median_decode_tokens_per_s'])} tok/s a request; in all "
-        f"{report['elapsed_s']:.1f} s, {report['output_tokens_per_s']:.1f} output tok/s\n"
+        f"{report['elapsed_s']:.1f} s, {report['output_tokens_per_s']:.1f} output tok/s, "
+        f"{report['tokens_per_pass']:.2f} tokens a pass\n"
         f"moved {transfers['h2d_bytes'] / mib:.1f} MiB host to device, "
         f"{transfers['d2h_bytes'] / mib:.1f} MiB back; {transfers['num_stalls']} stalls, "
         f"{transfers['num_prefetch_hits']} prefetch hits; up to {transfers['peak_streamed']} "
@@ -317,7 +320,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 ENGINE_SETTINGS = (
     *("dtype", "num_gpu_blocks", "kvcache_block_size", "max_model_len", "max_num_seqs"),
-    *("offload_mode", "kv_offload_gib"),
+    *("offload_mode", "kv_offload_gib", "speculative"),
 )
 
 
@@ -372,6 +375,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kvcache-block-size", _positive, "tokens of a block")
     add("--max-model-len", _positive, "most tokens of a request")
     add("--max-num-seqs", _positive, "requests running at once")
+    add("--speculative", str, "ngram:K guesses up to K tokens a step, with the same result")
     add = _adder(parser.add_argument_group("result"))
     add("--min-score", float, "exit 0 only from this score on", 100.0)
     add("--baseline", Path, "--json file of another run, to compare texts with", metavar="FILE")
