@@ -110,7 +110,8 @@ class Sampler:
             logits = logits.masked_fill(logits < floor, -torch.inf)
         cumulative = torch.softmax(logits, dim=1, dtype=torch.float64).cumsum(dim=1)
         u = column(numbers) * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, u, right=True).squeeze(1)
+        tokens = torch.searchsorted(cumulative, u, right=True).squeeze(1)
+        return tokens.clamp_(max=logits.shape[1] - 1)  # a row of NaN, too, gives a token
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:

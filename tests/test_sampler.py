@@ -110,3 +110,9 @@ def test_low_precision_rows_are_sampled_in_full_precision() -> None:
     tokens = choose(logits, [sequence(SamplingParams(), seed) for seed in range(DRAWS)])
     late = sum(token >= vocab // 2 for token in tokens) / DRAWS
     assert abs(late - 0.5) < 5 * math.sqrt(0.25 / DRAWS)
+
+
+def test_a_row_of_nan_gives_a_token() -> None:
+    """Not an index past the vocabulary, on which the next step would fail for everybody."""
+    tokens = choose(torch.full((2, 6), torch.nan), [sequence(SamplingParams(), 1)] * 2)
+    assert all(0 <= token < 6 for token in tokens)

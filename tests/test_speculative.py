@@ -92,6 +92,7 @@ def expected_ids(path: Path) -> list[list[int]]:
 SYMBOLS = [5, 16, 27]
 STOPS = ["--8", '8"8']  # the symbols are ", - and 8
 LENGTHS = [30, 26, 31, 12, 40, 25, 33]
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "allowed_token_ids": [5, 16, 27]}
 PERIODS = [(3, 1), (17, 3), (24, 5), (31, 8), (1, 1), (40, 40), (20, 2)]
 
 
@@ -169,6 +170,30 @@ def test_a_streamed_request_crosses_the_link_less_often(tiny: Callable[[str], Pa
     num_steps = 60 - output.metrics.num_accepted
     assert output.metrics.num_accepted > 20
     assert moved[1] < moved[0] * (num_steps + 20) / 60
+
+
+@pytest.mark.parametrize("mode", ["stream", "in_place"])
+def test_what_was_guessed_wrong_does_not_count(tiny: Callable[[str], Path], mode: str) -> None:
+    """Blocks hold what was computed and is so, and nothing else goes to the host; although each
+    step somebody is preempted.
+    """
+    path = tiny("llama")
+    engine = make_engine(path, speculative="ngram:5", **OFFLOAD | {"offload_mode": mode})
+    ids = [
+        engine.add_request(prompt, SamplingParams(max_tokens=n, **GREEDY))
+        for prompt, n in zip(repetitive_prompts(), LENGTHS, strict=True)
+    ]
+    found = {}
+    while engine.has_unfinished_requests:
+        found.update({output.request_id: output for output in engine.step()})
+        if engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+        for table in engine.kv._tables.values():
+            held = sum(block.num_tokens for block in table.blocks)
+            assert held == max(table.seq.num_computed, table.num_shared_tokens)
+        engine.kv.check()
+    assert [found[i].outputs[0].token_ids for i in ids] == expected_ids(path)
+    engine.close()
 
 
 def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
