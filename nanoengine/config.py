@@ -112,7 +112,8 @@ NOT_YET = {
 class EngineConfig:
     """Every setting of the engine; None means "planned at start-up".
 
-    model: a Hugging Face folder, a .gguf file, or "smollm2-135m". tokenizer: another folder for it.
+    model: a Hugging Face folder, a .gguf file, a hub id ("organisation/model") or "smollm2-135m".
+    tokenizer: another folder for it.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda", "cuda:N".
     max_model_len: most tokens of one request, prompt and output.
     max_num_seqs: most requests running at once.

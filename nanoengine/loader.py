@@ -33,6 +33,7 @@ from nanoengine.errors import (
     WeightMismatchError,
 )
 from nanoengine.gguf_convert import CONVERTER_VERSION, convert_gguf
+from nanoengine.hub import hub_folder, is_hub_id
 from nanoengine.layers import LayerOps
 from nanoengine.models import ARCHITECTURES, Architecture, Decoder, TensorSource, weight_shapes
 from nanoengine.rope_json import read_rope
@@ -50,9 +51,11 @@ REMAP_BYTES = 64 << 20
 
 
 def resolve_model(name: str | Path) -> Path:
-    """The Hugging Face folder of a model: `name` is such a folder, a .gguf file or "smollm2-135m".
+    """The Hugging Face folder of a model: `name` is such a folder, a .gguf file, "smollm2-135m" or
+    the id of a model of the hub ("organisation/model").
 
-    A GGUF is converted once, into the user's cache (see `model_cache.py`); this takes seconds.
+    A GGUF is converted once, into the user's cache (see `model_cache.py`); this takes seconds. A
+    model of the hub is downloaded once, into the hub's cache.
     Raises ModelNotFoundError for a name that leads nowhere, other ModelLoadErrors for a bad GGUF.
     """
     path = Path(name).expanduser()
@@ -62,6 +65,8 @@ def resolve_model(name: str | Path) -> Path:
         return _convert_once(path)
     if str(name) == BUNDLED_MODEL:
         return _convert_once(_bundled_gguf())
+    if is_hub_id(str(name)):
+        return hub_folder(str(name))
     _raise_not_found(str(name))
 
 
@@ -104,14 +109,9 @@ def _raise_not_found(name: str) -> NoReturn:
     close = difflib.get_close_matches(name.lower(), [BUNDLED_MODEL], cutoff=0.6)
     if close:
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {BUNDLED_MODEL!r}?")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
-        raise ModelNotFoundError(
-            f"{name!r} is no local folder, and hub ids are not resolved yet; "
-            "download the model and give its folder"
-        )
     raise ModelNotFoundError(
-        f"there is no model at {name!r}; give a Hugging Face folder, a .gguf file "
-        f"or the name {BUNDLED_MODEL!r}"
+        f"there is no model at {name!r}; give a Hugging Face folder, a .gguf file, the id of a "
+        f"model of the hub or the name {BUNDLED_MODEL!r}"
     )
 
 
@@ -469,7 +469,8 @@ def find_model(name: str, load_format: str) -> Path:
     Raises ModelLoadError, and ConfigError for a format that it is not in.
     """
     folder = resolve_model(name)
-    found = "safetensors" if folder == Path(name).expanduser() else "gguf"
+    is_given = folder == Path(name).expanduser() or model_cache.description(folder) is None
+    found = "safetensors" if is_given else "gguf"
     if load_format in ("safetensors", "gguf") and load_format != found:
         is_what = {"safetensors": "a folder; give the .gguf file", "gguf": "GGUF; give a folder"}
         raise ConfigError(f"load_format={load_format!r}, but {name} is {is_what[found]}")

@@ -267,6 +267,10 @@ def test_the_configuration_of_newer_architectures_comes_back(
     for field in original.__dataclass_fields__.keys() - {"eos_token_ids"}:
         expected = different.get(field, getattr(original, field))
         assert getattr(converted, field) == expected, field
+    theirs = json.loads((tiny(name) / "config.json").read_text())["rope_parameters"]
+    ours = json.loads((out / "config.json").read_text())["rope_scaling"] or {}
+    for key in ("long_factor", "short_factor"):
+        assert ours.get(key) == theirs.get(key)
 
 
 def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
