@@ -40,10 +40,10 @@ def read_rope(
     kind = values.get("rope_type", values.get("type", "default"))
     if kind in ("su", "yarn") and "short_factor" in values:
         kind = "longrope"  # its names in Phi-3's first checkpoints
-    if kind not in ROPE_KINDS:
+    if kind not in ROPE_KINDS or any(isinstance(value, dict) for value in values.values()):
         raise UnsupportedModelError(
             f"{content.path}: RoPE {kind!r} {values} is not supported; supported: "
-            f"{', '.join(ROPE_KINDS)}"
+            f"{', '.join(ROPE_KINDS)}, the same in all layers"
         )
     theta = values.get("rope_theta")
     theta = content.real("rope_theta", 10000.0) if theta is None else scaling.real("rope_theta")

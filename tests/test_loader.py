@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import TINY
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nanoengine import loader, model_cache
+from nanoengine import gguf_convert, loader, model_cache
 from nanoengine.config import ModelConfig, RopeConfig
 from nanoengine.errors import (
     CorruptModelError,
@@ -37,6 +38,8 @@ from nanoengine.loader import (
     read_model_config,
     resolve_model,
 )
+from nanoengine.models import ARCHITECTURES
+from nanoengine.rope import ROPE_KINDS
 
 Tiny = Callable[[str], Path]
 ROOT = Path(__file__).parent.parent
@@ -335,6 +338,21 @@ def test_without_locks_the_faster_process_wins(fresh_cache: Path) -> None:
     assert model_cache.description(folder) == "inner" and visible(fresh_cache) == ["model-key"]
 
 
+# -- what is supported ------------------------------------------------------------------------------
+
+
+def test_readme_lists_what_is_supported() -> None:
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    kinds = {"Models": ARCHITECTURES, "RoPE": ROPE_KINDS, "GGUF": gguf_convert.ARCHITECTURES}
+    lists = (f"{what}: {', '.join(sorted(names))}" for what, names in kinds.items())
+    assert f"- {'; '.join(lists)}. " in words
+
+
+def test_every_architecture_has_a_tiny_checkpoint() -> None:
+    """All tests of exactness run on TINY."""
+    assert {model.model_class.__name__ for model in TINY.values()} == set(ARCHITECTURES)
+
+
 # -- config.json -----------------------------------------------------------------------------------
 
 PLAIN: dict[str, Any] = {
@@ -452,6 +470,7 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
         ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),  # 4096 if it names none
         ({"rope_scaling": {"rope_type": "proportional", "factor": 4}}, "'proportional'"),
         ({"rope_scaling": {"type": ["yarn"], "factor": 4}}, "'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "multiple of KV heads"),
         ({"head_dim": 15}, "even"),
