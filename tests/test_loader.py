@@ -338,7 +338,7 @@ def test_without_locks_the_faster_process_wins(fresh_cache: Path) -> None:
     assert model_cache.description(folder) == "inner" and visible(fresh_cache) == ["model-key"]
 
 
-# -- what is supported ------------------------------------------------------------------------------
+# -- what is supported -----------------------------------------------------------------------------
 
 
 def test_readme_lists_what_is_supported() -> None:

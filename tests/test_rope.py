@@ -152,6 +152,7 @@ def test_pairs_of_a_part_come_half_a_head_apart() -> None:
         YARN | {"attention_factor": float("nan")},
         {"rope_type": "dynamic"},
         {"rope_type": "dynamic", "factor": 0.5},
+        {"rope_type": "dynamic", "factor": 2, "partial_rotary_factor": 0.0625},
         LONG | {"long_factor": [1.0] * 15},
         LONG | {"short_factor": None},
         LONG | {"short_factor": [1.0] * 15 + [0]},
