@@ -185,7 +185,7 @@ def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
 
 
 def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
-    """SmolLM3's spelling: 0 for a layer without RoPE, in a list or at every so manieth layer."""
+    """Layers without RoPE, as SmolLM3 spells them: zeros in a list, or the last of each interval."""
     listed = content.get("no_rope_layers")
     if listed is None:
         interval = content.size("no_rope_layer_interval", 4)
@@ -228,8 +228,10 @@ def _brings_code(content: CheckedJson, own_code: str) -> bool:
     """A checkpoint that brings its own model class may compute something else under a known
     name."""
     auto_map = content.get("auto_map")
-    return isinstance(auto_map, dict) and any(
-        str(key).startswith("AutoModel") and value != own_code for key, value in auto_map.items()
+    classes = auto_map.items() if isinstance(auto_map, dict) else ()
+    return any(
+        str(key).startswith("AutoModel") and not (own_code and value == own_code)
+        for key, value in classes
     )
 
 

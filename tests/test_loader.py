@@ -465,6 +465,7 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"auto_map": {"AutoModelForCausalLM": "m.py--M"}}, "never run"),
+        ({"auto_map": {"AutoModel": ""}}, "never run"),
         ({"auto_map": {"AutoModel": "modeling_phi3.Phi3ForCausalLM"}}, "never run"),
         ({"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModel": "m.M"}}, "never run"),
         ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),  # 4096 if it names none
