@@ -185,7 +185,7 @@ def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
 
 
 def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
-    """Layers without RoPE, as SmolLM3 spells them: zeros in a list, or the last of each interval."""
+    """Layers without RoPE as SmolLM3 spells them: zeros in a list, or the last of each interval."""
     listed = content.get("no_rope_layers")
     if listed is None:
         interval = content.size("no_rope_layer_interval", 4)
