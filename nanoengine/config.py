@@ -19,7 +19,12 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: `kind` is "default", "linear" or "llama3" (transformers' `rope_type`)."""
+    """Rotary embedding. `kind` is transformers' `rope_type`; rope.py says what each reads.
+
+    original_max_position: positions of the training, before scaling.
+    attention_factor: multiplies cos and sin. divisors: one for each turned pair of a head.
+    length: most tokens that a request may have. turned: the part of a head that is turned.
+    """
 
     theta: float
     kind: str = "default"
@@ -27,12 +32,19 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+    length: int = 0
+    turned: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder, read from config.json. `architecture` is a key of
-    models.ARCHITECTURES.
+    models.ARCHITECTURES. no_rope_layers: those that see no positions (arXiv 2501.18795).
     """
 
     architecture: str
@@ -49,6 +61,7 @@ class ModelConfig:
     rope: RopeConfig
     attention_bias: bool = False
     mlp_bias: bool = False
+    no_rope_layers: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
 
     def kv_bytes_per_token(self, element_size: int) -> int:
@@ -102,7 +115,8 @@ NOT_YET = {
 class EngineConfig:
     """Every setting of the engine; None means "planned at start-up".
 
-    model: a Hugging Face folder, a .gguf file, or "smollm2-135m". tokenizer: another folder for it.
+    model: a Hugging Face folder, a .gguf file, a hub id ("organisation/model") or "smollm2-135m".
+    tokenizer: another folder for it.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda", "cuda:N".
     max_model_len: most tokens of one request, prompt and output.
     max_num_seqs: most requests running at once.

@@ -23,24 +23,34 @@ import torch
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.gguf_structure import MAX_COUNT, check_structure
+from nanoengine.rope import yarn_attention_factor
 from nanoengine.tokenizer import build_byte_level_bpe
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # Mistral, too
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
 # Row order of q and k in a GGUF of these is llama.cpp's (pairs side by side), not Hugging Face's
 # (halves).
-PERMUTED = frozenset({"llama"})
+PERMUTED = frozenset({"llama", "smollm3"})
+# What no key of a GGUF says: llama.cpp has it in its code.
+FIXED_SETTINGS: dict[str, dict[str, Any]] = {"smollm3": {"no_rope_layer_interval": 4}}
 # Settings that change the arithmetic and that no Hugging Face config of these architectures can
 # say.
 REFUSED_KEYS = (
     "expert_count",
-    "attention.sliding_window",
     "attention.scale",
     "logit_scale",
     "embedding_scale",
     "residual_scale",
 )
+# The same of a RoPE scaling.
+REFUSED_ROPE_KEYS = ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor")
 # Texts that end a generation whatever `eos_token_id` says, as in llama.cpp.
 END_TEXTS = frozenset(
     {
@@ -77,9 +87,12 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_PHI3_NAMES = _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _VERBATIM = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
 _ROPE_FREQS = "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_ROPE_TENSORS = frozenset({_ROPE_FREQS, _LONG_FACTORS, _SHORT_FACTORS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +186,9 @@ def convert_gguf(source: Path, target: Path) -> str:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     _check_types(source, stored)
     config = _model_config(metadata, stored)
-    tensors = [_named(metadata, config, t) for name, t in stored.items() if name != _ROPE_FREQS]
+    tensors = [
+        _named(metadata, config, t) for name, t in stored.items() if name not in _ROPE_TENSORS
+    ]
     eos_ids = _write_tokenizer(metadata, target, config["vocab_size"])
     _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
@@ -215,6 +230,10 @@ def _check_supported(metadata: _Metadata) -> None:
         kind = float if key.endswith("scale") else int
         if metadata.has(full_key) and metadata.get(full_key, kind):
             raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
+    key = f"{architecture}.attention.sliding_window"
+    # One that no text is longer than is none; 0 says that there is none.
+    if metadata.has(key) and 0 < metadata.get(key, int) < metadata.number("context_length"):
+        raise UnsupportedModelError(f"{metadata.path}: {key!r} is set and not supported")
 
 
 def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
@@ -238,8 +257,12 @@ def _model_config(metadata: _Metadata, stored: Mapping[str, Any]) -> dict[str, A
     num_heads = metadata.number("attention.head_count")
     hidden_size = metadata.number("embedding_length")
     head_dim = metadata.number("attention.key_length", max(hidden_size // num_heads, 1))
+    turned = metadata.number("rope.dimension_count", head_dim)
     for key in ("attention.value_length", "rope.dimension_count"):
-        if metadata.number(key, head_dim) != head_dim:
+        may_differ = (
+            metadata.architecture == "phi3" and key.startswith("rope") and turned < head_dim
+        )
+        if metadata.number(key, head_dim) != head_dim and not may_differ:
             raise UnsupportedModelError(
                 f"{metadata.path}: {key} is {metadata.number(key)}, the head size {head_dim}; "
                 "only equal sizes are supported"
@@ -247,7 +270,10 @@ def _model_config(metadata: _Metadata, stored: Mapping[str, Any]) -> dict[str, A
     if "token_embd.weight" not in stored:
         raise CorruptModelError(f"{metadata.path} has no tensor 'token_embd.weight'")
     theta = metadata.real("rope.freq_base", 10000.0)
-    return {
+    settings = FIXED_SETTINGS.get(metadata.architecture, {})
+    if metadata.architecture == "phi3":
+        settings = _phi3_settings(metadata, turned, head_dim)
+    return settings | {
         "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": metadata.architecture,
         "vocab_size": int(stored["token_embd.weight"].shape[-1]),
@@ -261,28 +287,76 @@ def _model_config(metadata: _Metadata, stored: Mapping[str, Any]) -> dict[str, A
         "max_position_embeddings": metadata.number("context_length"),
         "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
         "rope_theta": theta,
-        "rope_scaling": _rope_scaling(metadata, stored.get(_ROPE_FREQS), theta, head_dim),
-        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "rope_scaling": _rope_scaling(metadata, stored, theta, head_dim),
+        "attention_bias": "blk.0.attn_output.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
         "torch_dtype": "bfloat16",
     }
 
 
+def _phi3_settings(metadata: _Metadata, turned: int, head_dim: int) -> dict[str, Any]:
+    part = turned / head_dim
+    if int(head_dim * part) != turned:  # the quotient was rounded down
+        part = math.nextafter(part, 1.0)
+    return {
+        "partial_rotary_factor": part,
+        "original_max_position_embeddings": _original_length(metadata),
+    }
+
+
+def _original_length(metadata: _Metadata) -> int:
+    length = metadata.number("context_length")
+    return metadata.number("rope.scaling.original_context_length", length)
+
+
 def _rope_scaling(
-    metadata: _Metadata, freqs: Any, theta: float, head_dim: int
+    metadata: _Metadata, stored: Mapping[str, Any], theta: float, head_dim: int
 ) -> dict[str, Any] | None:
-    key = f"{metadata.architecture}.rope.scaling.type"
-    kind = metadata.get(key, str, "none")
-    if freqs is not None:
-        return _llama3_scaling(metadata.path, freqs, theta, head_dim)
-    if kind == "none":
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": metadata.real("rope.scaling.factor")}
+    kind = metadata.get(f"{metadata.architecture}.rope.scaling.type", str, "none")
+    attention_factor = metadata.real("rope.scaling.attn_factor", 1.0)
+    for key in REFUSED_ROPE_KEYS:
+        if metadata.has(f"{metadata.architecture}.{key}"):
+            raise UnsupportedModelError(f"{metadata.path}: {key!r} is set and not supported")
+    given = stored.keys() & _ROPE_TENSORS
+    if kind in ("none", "longrope") and given == {_LONG_FACTORS, _SHORT_FACTORS}:
+        return {
+            "rope_type": "longrope",
+            "long_factor": _factors(stored[_LONG_FACTORS]),
+            "short_factor": _factors(stored[_SHORT_FACTORS]),
+            "attention_factor": attention_factor,
+            "original_max_position_embeddings": _original_length(metadata),
+        }
+    if kind == "yarn" and not given:
+        return _yarn_scaling(metadata, attention_factor)
+    if attention_factor == 1.0:
+        if kind == "none" and given == {_ROPE_FREQS}:
+            return _llama3_scaling(metadata.path, stored[_ROPE_FREQS], theta, head_dim)
+        if kind == "none" and not given:
+            return None
+        if kind == "linear" and not given:
+            return {"rope_type": "linear", "factor": metadata.real("rope.scaling.factor")}
     raise UnsupportedModelError(
-        f"{metadata.path}: RoPE scaling {kind!r} is not supported; supported: none, linear, llama3"
+        f"{metadata.path}: RoPE scaling {kind!r} with attention factor {attention_factor} and "
+        f"tensors {sorted(given)} is not supported; supported: none, linear, llama3, yarn, longrope"
     )
+
+
+def _factors(stored: Any) -> list[float]:
+    return [float(str(value)) for value in np.array(stored.data, dtype=np.float32).reshape(-1)]
+
+
+def _yarn_scaling(metadata: _Metadata, attention_factor: float) -> dict[str, Any]:
+    """llama.cpp multiplies YaRN's own attention factor with the one in the file."""
+    factor = metadata.real("rope.scaling.factor")
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": _original_length(metadata),
+        "attention_factor": yarn_attention_factor(factor) * attention_factor,
+        "beta_fast": metadata.real("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": metadata.real("rope.scaling.yarn_beta_slow", 1.0),
+    }
 
 
 def _llama3_scaling(path: Path, freqs: Any, theta: float, head_dim: int) -> dict[str, Any]:
@@ -310,8 +384,9 @@ def _named(metadata: _Metadata, config: Mapping[str, Any], stored: Any) -> _Tens
     match = _LAYER_TENSOR.fullmatch(stored.name)
     name = _GLOBAL_NAMES.get(stored.name)
     rows = None
-    if match and match[2] in _LAYER_NAMES:
-        name = f"model.layers.{int(match[1])}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    names = _PHI3_NAMES if metadata.architecture == "phi3" else _LAYER_NAMES
+    if match and match[2] in names:
+        name = f"model.layers.{int(match[1])}.{names[match[2]]}.{match[3]}"
         if metadata.architecture in PERMUTED and match[2] in ("attn_q", "attn_k"):
             is_query = match[2] == "attn_q"
             num_heads = config["num_attention_heads" if is_query else "num_key_value_heads"]

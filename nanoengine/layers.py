@@ -7,7 +7,6 @@ Activations are [tokens, features]: the tokens of all sequences laid end to end.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.config import RopeConfig
 from nanoengine.context import ForwardContext, KVTarget, StepInputs
 from nanoengine.cpu_kernels import CpuKernels
 from nanoengine.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
@@ -373,48 +371,10 @@ class GpuOps(KernelOps):
         return run
 
 
-class Rotary:
-    """Rotary position embedding (arXiv 2104.09864) on half-split heads, with transformers'
-    scalings.
-    """
-
-    def __init__(self, rope: RopeConfig, head_dim: int, device: torch.device) -> None:
-        self._inv_freq = _inverse_frequencies(rope, head_dim).to(device)
-
-    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, fp32 [tokens, 1, head_dim / 2]; computed once a step for all layers."""
-        angles = positions.float().unsqueeze(1) * self._inv_freq
-        return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)
-
-
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    inv_freq = 1.0 / (rope.theta**exponents)
-    if rope.kind == "linear":
-        return inv_freq / rope.factor
-    if rope.kind == "llama3":
-        return _llama3_frequencies(inv_freq, rope)
-    return inv_freq
-
-
-def _llama3_frequencies(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, a ramp in
-    between.
-    """
-    wavelength = 2 * math.pi / inv_freq
-    longest = rope.original_max_position / rope.low_freq_factor
-    shortest = rope.original_max_position / rope.high_freq_factor
-    ramp = rope.original_max_position / wavelength - rope.low_freq_factor
-    smooth = ramp / (rope.high_freq_factor - rope.low_freq_factor)
-    blended = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
-    stretched = torch.where(wavelength > longest, inv_freq / rope.factor, blended)
-    return torch.where(wavelength < shortest, inv_freq, stretched)
 
 
 class Attention:

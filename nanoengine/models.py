@@ -6,31 +6,56 @@ A new architecture is a row in ARCHITECTURES; a new class only when the block gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanoengine.config import ModelConfig
 from nanoengine.context import ForwardContext, StepInputs
-from nanoengine.layers import Attention, GateUp, LayerOps, Norm, Product, Rotary
+from nanoengine.layers import Attention, GateUp, LayerOps, Norm, Product
+from nanoengine.rope import Rotary, head_order
 
 TensorSource = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What differs between decoders. qk_norm: RMSNorm over each head of q and k before the
-    rotation.
+    """What differs between decoders.
+
+    qk_norm: RMSNorm over each head of q and k before the rotation.
+    qkv_bias: q, k and v have a bias though config.json names none.
+    is_fused: q, k, v are one tensor of the checkpoint, gate and up another.
+    may_skip_rope: reads no_rope_layers. may_turn_a_part: reads partial_rotary_factor.
+    defaults: what transformers takes for keys that config.json lacks, where Llama's differ.
+    own_code: the class that checkpoints bring though transformers has the same.
     """
 
     qk_norm: bool = False
+    qkv_bias: bool = False
+    is_fused: bool = False
+    may_skip_rope: bool = False
+    may_turn_a_part: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    own_code: str = ""
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "MistralForCausalLM": Architecture(defaults={"sliding_window": 4096}),
+    "Phi3ForCausalLM": Architecture(
+        is_fused=True,
+        may_turn_a_part=True,
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        own_code="modeling_phi3.Phi3ForCausalLM",
+    ),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults={"use_sliding_window": False}),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True, defaults={"head_dim": 128}),
+    "SmolLM3ForCausalLM": Architecture(
+        may_skip_rope=True, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
+    ),
 }
 
 
@@ -48,28 +73,33 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    architecture = ARCHITECTURES[config.architecture]
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield f"{prefix}input_layernorm.weight", (hidden,)
     yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-    if ARCHITECTURES[config.architecture].qk_norm:
+    if architecture.qk_norm:
         yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
         yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
-    attention = {
-        "q": (heads, hidden),
-        "k": (kv_heads, hidden),
-        "v": (kv_heads, hidden),
-        "o": (hidden, heads),
-    }
-    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-    for part, table, has_bias in (
-        ("self_attn", attention, config.attention_bias),
-        ("mlp", mlp, config.mlp_bias),
+    if architecture.is_fused:
+        qkv, gate_up = {"qkv": heads + 2 * kv_heads}, {"gate_up": 2 * inner}
+    else:
+        qkv = {"q": heads, "k": kv_heads, "v": kv_heads}
+        gate_up = {"gate": inner, "up": inner}
+    for part, rows, columns, has_bias in (
+        ("self_attn", qkv, hidden, _has_qkv_bias(config)),
+        ("self_attn", {"o": hidden}, heads, config.attention_bias),
+        ("mlp", gate_up, hidden, config.mlp_bias),
+        ("mlp", {"down": hidden}, inner, config.mlp_bias),
     ):
-        for name, shape in table.items():
-            yield f"{prefix}{part}.{name}_proj.weight", shape
+        for name, num_rows in rows.items():
+            yield f"{prefix}{part}.{name}_proj.weight", (num_rows, columns)
             if has_bias:
-                yield f"{prefix}{part}.{name}_proj.bias", shape[:1]
+                yield f"{prefix}{part}.{name}_proj.bias", (num_rows,)
+
+
+def _has_qkv_bias(config: ModelConfig) -> bool:
+    return config.attention_bias or ARCHITECTURES[config.architecture].qkv_bias
 
 
 class Decoder:
@@ -87,10 +117,11 @@ class Decoder:
         qkvs = [part.qkv for part in parts]
         self._qkv = qkvs[0]
         self._layers = [
-            (part.attention, ops.bridge(part.out, part.gate_up, part.down, following))
+            (part.attention, ops.bridge(part.out, part.gate_up, part.down, following), part.rope)
             for part, following in zip(parts, [*qkvs[1:], None], strict=True)
         ]
-        self._rotary = Rotary(config.rope, config.head_dim, device)
+        ropes = (config.rope, None) if config.no_rope_layers else (config.rope,)
+        self._rotary = Rotary(ropes, config.head_dim, device)
         self._ops = ops
 
     def forward(self, ctx: ForwardContext) -> Tensor:
@@ -108,8 +139,9 @@ class Decoder:
 
     def _run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         qkv = self._qkv(x)
-        for attention, bridge in self._layers:
-            qkv = bridge(x, attention(qkv, cos, sin, ctx))
+        angles = list(zip(cos.unbind(), sin.unbind(), strict=True))
+        for attention, bridge, rope in self._layers:
+            qkv = bridge(x, attention(qkv, *angles[rope], ctx))
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -119,20 +151,28 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """A pre-norm layer: qkv, attention, out; gate and up, down."""
+    """A pre-norm layer: qkv, attention, out; gate and up, down. rope: which of the Rotary's
+    kinds.
+    """
 
     qkv: Product
     attention: Attention
+    rope: int
     out: Product
     gate_up: GateUp
     down: Product
 
 
 class _Builder:
-    """Takes tensors from the source by name and fuses q, k, v and gate, up."""
+    """Takes tensors from the source by name and fuses q, k, v and gate, up.
+
+    Heads of q and k are put into the order that the rotation wants.
+    """
 
     def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
         self._config = config
+        self._architecture = ARCHITECTURES[config.architecture]
+        self._head_order = head_order(config.rope, config.head_dim)
         self._ops = ops
         self._source = source
 
@@ -150,24 +190,44 @@ class _Builder:
         return _LayerParts(
             self._qkv(prefix + "self_attn.", self._norm(prefix + "input_layernorm")),
             self._attention(index, prefix + "self_attn."),
+            int(index in config.no_rope_layers),
             self._linear(prefix + "self_attn.", "o", config.attention_bias),
             self._gate_up(prefix + "mlp.", self._norm(prefix + "post_attention_layernorm")),
             self._linear(prefix + "mlp.", "down", config.mlp_bias),
         )
 
     def _qkv(self, prefix: str, norm: Norm) -> Product:
-        weights, biases = self._weights(prefix, ("q", "k", "v"), self._config.attention_bias)
-        return self._ops.linear(torch.cat(weights), torch.cat(biases) if biases else None, norm)
+        names = ("qkv",) if self._architecture.is_fused else ("q", "k", "v")
+        weights, biases = self._weights(prefix, names, _has_qkv_bias(self._config))
+        weight = self._in_order(torch.cat(weights))
+        return self._ops.linear(weight, self._in_order(torch.cat(biases)) if biases else None, norm)
+
+    def _in_order(self, qkv: Tensor) -> Tensor:
+        """[(heads + 2 kv_heads) x head_dim, ...] with the heads of q and k in `head_order`."""
+        if self._head_order is None:
+            return qkv
+        config = self._config
+        heads = qkv.view(-1, config.head_dim, *qkv.shape[1:])
+        q_and_k, v = heads.tensor_split((config.num_heads + config.num_kv_heads,))
+        return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], v)).flatten(0, 1)
 
     def _attention(self, index: int, prefix: str) -> Attention:
         head_norms = None
-        if ARCHITECTURES[self._config.architecture].qk_norm:
+        if self._architecture.qk_norm:
+            assert self._head_order is None
             head_norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
         heads = self._config.num_heads, self._config.num_kv_heads
         return Attention(self._ops, index, *heads, head_norms)
 
     def _gate_up(self, prefix: str, norm: Norm) -> GateUp:
-        (gate, up), biases = self._weights(prefix, ("gate", "up"), self._config.mlp_bias)
+        names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")
+        weights, biases = self._weights(prefix, names, self._config.mlp_bias)
+        if self._architecture.is_fused:
+            weights, biases = (
+                [half for tensor in stored for half in tensor.chunk(2)]
+                for stored in (weights, biases)
+            )
+        gate, up = weights
         return self._ops.gate_up(gate, up, (biases[0], biases[1]) if biases else None, norm)
 
     def _linear(self, prefix: str, name: str, has_bias: bool) -> Product:

@@ -23,10 +23,18 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 torch.set_num_threads(2)
@@ -62,6 +70,13 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 2.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +121,35 @@ TINY: dict[str, TinyModel] = {
         seed=5,
         adds_bos=False,
         template_in_own_file=True,
+    ),
+    "qwen2": TinyModel(
+        Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN_ROPE}, seed=6, adds_bos=False
+    ),
+    "mistral": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": None}, seed=7),
+    # The middle layer sees no positions; keys that it lacks have other defaults than Llama's.
+    "smollm3": TinyModel(
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {"no_rope_layer_interval": 2, "pad_token_id": None},
+        seed=8,
+    ),
+    # 12 of 16 dimensions of a head are turned, and cos and sin are 1.2 times themselves.
+    "phi3": TinyModel(
+        Phi3Config,
+        Phi3ForCausalLM,
+        {
+            "original_max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "attention_factor": 1.2,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+            },
+            "pad_token_id": None,
+        },
+        seed=9,
     ),
 }
 

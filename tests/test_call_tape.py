@@ -55,7 +55,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @needs_compiler
 @needs_bf16_cpu
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3"])
 def test_decoding_from_the_tape_moves_no_bit(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, replays: list[int], name: str
 ) -> None:

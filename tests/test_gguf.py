@@ -15,16 +15,20 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from driver import Driver, assert_logits_are_transformers
 from gguf import GGMLQuantizationType as QuantType
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from nanoengine import loader
+from nanoengine import gguf_convert, loader
+from nanoengine.config import RopeConfig
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.gguf_convert import convert_gguf
 from nanoengine.gguf_structure import check_structure
+from nanoengine.llm_engine import LLMEngine
 from nanoengine.loader import CheckpointReader, read_model_config
+from nanoengine.rope import turned_pairs
 from nanoengine.tokenizer import Tokenizer
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -44,6 +48,16 @@ ORIGINAL_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
 }
 Write = Callable[..., Path]
 
@@ -72,9 +86,7 @@ class GGUFModel:
 
     def __init__(self, folder: Path) -> None:
         self.config = json.loads((folder / "config.json").read_text())
-        self.arch = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}[
-            self.config["architectures"][0]
-        ]
+        self.arch = ARCHITECTURES[self.config["architectures"][0]]
         self.types: dict[str, QuantType] = {}
         self.tensors = self._tensors(folder)
         self.settings = self._settings()
@@ -89,7 +101,7 @@ class GGUFModel:
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
-                if self.arch == "llama" and (".q_proj." in name or ".k_proj." in name):
+                if self.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
                     heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
                     values = interleaved(values, self.config[heads])
                 tensors[gguf_name(name)] = values
@@ -97,6 +109,8 @@ class GGUFModel:
 
     def _settings(self) -> dict[str, Any]:
         config, arch = self.config, self.arch
+        rope = config["rope_parameters"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return {
             f"{arch}.embedding_length": config["hidden_size"],
             f"{arch}.feed_forward_length": config["intermediate_size"],
@@ -104,10 +118,10 @@ class GGUFModel:
             f"{arch}.context_length": config["max_position_embeddings"],
             f"{arch}.attention.head_count": config["num_attention_heads"],
             f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
-            f"{arch}.attention.key_length": config["head_dim"],
-            f"{arch}.attention.value_length": config["head_dim"],
-            f"{arch}.rope.dimension_count": config["head_dim"],
-            f"{arch}.rope.freq_base": 10000.0,
+            f"{arch}.attention.key_length": head_dim,
+            f"{arch}.attention.value_length": head_dim,
+            f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
+            f"{arch}.rope.freq_base": float(rope["rope_theta"]),
             f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "qwen2",
@@ -180,7 +194,13 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-bias", "llama-sharded", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "llama-tied", "llama-bias", "llama-sharded"),
+        *("mistral", "phi3", "qwen2", "qwen3", "smollm3"),
+    ],
+)
 def test_a_float_model_comes_back_bit_for_bit(
     tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
 ) -> None:
@@ -216,6 +236,113 @@ def test_the_configuration_comes_back(
         assert converted.rope.original_max_position == 8192
     else:
         assert converted.rope == original.rope
+
+
+# name: what llama.cpp's converter writes for the model's RoPE.
+SCALINGS: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "phi3": {"original_context_length": 512, "attn_factor": 1.2},
+    "qwen2": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 64,
+        "yarn_beta_fast": 2.0,
+    },
+    "smollm3": {},
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_the_configuration_of_newer_architectures_comes_back(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
+) -> None:
+    original = read_model_config(tiny(name))
+    convert_gguf(with_scaling(GGUFModel(tiny(name)), name).write(tmp_path / "m.gguf"), out)
+    converted = read_model_config(out)
+    # llama.cpp calls Mistral a Llama, and knows no other place of SmolLM3's layers without RoPE.
+    different = {
+        "mistral": {"architecture": "LlamaForCausalLM"},
+        "smollm3": {"no_rope_layers": ()},
+    }.get(name, {})
+    for field in original.__dataclass_fields__.keys() - {"eos_token_ids"}:
+        expected = different.get(field, getattr(original, field))
+        assert getattr(converted, field) == expected, field
+    theirs = json.loads((tiny(name) / "config.json").read_text())["rope_parameters"]
+    ours = json.loads((out / "config.json").read_text())["rope_scaling"] or {}
+    for key in ("long_factor", "short_factor"):
+        assert ours.get(key) == theirs.get(key)
+
+
+def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
+    rope = model.config["rope_parameters"]
+    for which in ("long", "short"):
+        if f"{which}_factor" in rope:
+            factors = np.array(rope[f"{which}_factor"], dtype=np.float32)
+            model.tensors[f"rope_factors_{which}.weight"] = factors
+    for key, value in SCALINGS[name].items():
+        model.settings[f"{model.arch}.rope.scaling.{key}"] = value
+    return model
+
+
+def test_a_converted_phi3_answers_as_transformers_does(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path
+) -> None:
+    """Fused tensors, heads turned in part, LongRoPE: read back by transformers and by us."""
+    convert_gguf(with_scaling(GGUFModel(tiny("phi3")), "phi3").write(tmp_path / "m.gguf"), out)
+    config = json.loads((out / "config.json").read_text())
+    # transformers' default is a padding token that so small a vocabulary lacks.
+    (out / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
+    driver = Driver(LLMEngine(out, dtype="float32", device="cpu", num_gpu_blocks=4))
+    outputs = driver.run([[7 * i % 256 for i in range(50)]])
+    assert_logits_are_transformers(driver, out, outputs)
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 98, 128, 192])
+def test_every_part_of_a_head_survives_as_a_quotient(head_dim: int) -> None:
+    fields = {"general.architecture": Value("phi3"), "phi3.context_length": Value(512)}
+    metadata = gguf_convert._Metadata(Path("m.gguf"), fields)
+    for turned in range(2, head_dim + 1, 2):
+        settings = gguf_convert._phi3_settings(metadata, turned, head_dim)
+        part = settings["partial_rotary_factor"]
+        assert turned_pairs(RopeConfig(1e4, turned=part), head_dim) == turned // 2
+
+
+class Value:
+    """A metadata field."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.types = value, [None]
+
+    def contents(self) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors"),
+    [
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, ()),
+        ({"llama.rope.scaling.yarn_ext_factor": 1.0}, ()),
+        ({"llama.rope.scaling.attn_factor": 1.2}, ()),
+        ({"llama.rope.scaling.type": "longrope"}, ()),
+        ({}, ("rope_factors_long.weight",)),
+        ({"llama.rope.scaling.type": "yarn"}, ("rope_freqs.weight",)),
+    ],
+)
+def test_scalings_that_are_not_whole_are_refused(
+    llama: GGUFModel, tmp_path: Path, out: Path, settings: dict[str, Any], tensors: tuple[str, ...]
+) -> None:
+    llama.settings |= settings
+    llama.tensors |= {name: np.ones(8, np.float32) for name in tensors}
+    with pytest.raises(UnsupportedModelError, match=r"scaling|Llama 3's rule"):
+        convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+
+
+def test_a_window_as_long_as_the_context_is_none(
+    llama: GGUFModel, tmp_path: Path, out: Path
+) -> None:
+    llama.settings["llama.attention.sliding_window"] = llama.config["max_position_embeddings"]
+    convert_gguf(llama.write(tmp_path / "m.gguf"), out)
+    assert read_model_config(out).num_layers == 3
 
 
 def llama3_divisors(factor: float, head_dim: int) -> npt.NDArray[np.float32]:
@@ -363,10 +490,10 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
     ("key", "value", "match"),
     [
         ("llama.expert_count", 8, "expert_count"),
-        ("llama.attention.sliding_window", 4096, "sliding_window"),
+        ("llama.attention.sliding_window", 511, "sliding_window"),
         ("llama.attention.scale", 0.5, "scale"),
         ("llama.logit_scale", 0.5, "logit_scale"),
-        ("llama.rope.scaling.type", "yarn", "'yarn'"),
+        ("llama.rope.scaling.type", "ntk", "'ntk'"),
         ("llama.rope.dimension_count", 8, "dimension_count"),
         ("llama.attention.value_length", 8, "value_length"),
         ("llama.attention.head_count_kv", [1, 2, 2], "differs between layers"),
@@ -405,7 +532,7 @@ def test_impossible_settings_are_refused(
 
 def test_unknown_architectures_are_refused(llama: GGUFModel, tmp_path: Path, out: Path) -> None:
     llama.arch = "mamba"
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, qwen3"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, phi3, qwen2"):
         convert_gguf(llama.write(tmp_path / "m.gguf"), out)
 
 

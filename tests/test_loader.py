@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import TINY
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nanoengine import loader, model_cache
+from nanoengine import gguf_convert, loader, model_cache
 from nanoengine.config import ModelConfig, RopeConfig
 from nanoengine.errors import (
     CorruptModelError,
@@ -37,6 +38,8 @@ from nanoengine.loader import (
     read_model_config,
     resolve_model,
 )
+from nanoengine.models import ARCHITECTURES
+from nanoengine.rope import ROPE_KINDS
 
 Tiny = Callable[[str], Path]
 ROOT = Path(__file__).parent.parent
@@ -57,7 +60,8 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     [
         ("smollm2-135M", "did you mean 'smollm2-135m'"),
         ("smolm2-135m", "did you mean 'smollm2-135m'"),
-        ("meta-llama/Llama-3.2-1B", "hub ids are not resolved yet"),
+        ("meta-llama/Llama-3.2-1B", "not in the cache .*HF_HUB_OFFLINE is set"),
+        ("no/such/folder", "there is no model at"),
         ("./no/folder", "there is no model at './no/folder'"),
         ("/no/such/file.gguf", "there is no model at"),
         ("", "is a|there is no model"),
@@ -334,6 +338,21 @@ def test_without_locks_the_faster_process_wins(fresh_cache: Path) -> None:
     assert model_cache.description(folder) == "inner" and visible(fresh_cache) == ["model-key"]
 
 
+# -- what is supported -----------------------------------------------------------------------------
+
+
+def test_readme_lists_what_is_supported() -> None:
+    words = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    kinds = {"Models": ARCHITECTURES, "RoPE": ROPE_KINDS, "GGUF": gguf_convert.ARCHITECTURES}
+    lists = (f"{what}: {', '.join(sorted(names))}" for what, names in kinds.items())
+    assert f"- {'; '.join(lists)}. " in words
+
+
+def test_every_architecture_has_a_tiny_checkpoint() -> None:
+    """All tests of exactness run on TINY."""
+    assert {model.model_class.__name__ for model in TINY.values()} == set(ARCHITECTURES)
+
+
 # -- config.json -----------------------------------------------------------------------------------
 
 PLAIN: dict[str, Any] = {
@@ -366,7 +385,11 @@ def config_of(folder: Path, changes: dict[str, Any], **files: Any) -> ModelConfi
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-tied", "llama-bias", "llama-rope-llama3", "llama-rope-linear", "qwen3"]
+    "name",
+    [
+        *("llama", "llama-tied", "llama-bias", "llama-rope-llama3", "llama-rope-linear"),
+        *("mistral", "phi3", "qwen2", "qwen3", "smollm3"),
+    ],
 )
 def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
     ours, theirs = read_model_config(tiny(name)), AutoConfig.from_pretrained(tiny(name))
@@ -382,13 +405,16 @@ def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
         ("rms_norm_eps", "rms_norm_eps"),
         ("max_position", "max_position_embeddings"),
         ("tie_word_embeddings", "tie_word_embeddings"),
-        ("attention_bias", "attention_bias"),
     ):
         assert getattr(ours, our_name) == getattr(theirs, their_name), our_name
-    assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
+    for flag in ("attention_bias", "mlp_bias"):
+        assert getattr(ours, flag) == getattr(theirs, flag, False), flag
+    no_rope = [i for i, has in enumerate(getattr(theirs, "no_rope_layers", ())) if not has]
+    assert ours.no_rope_layers == tuple(no_rope)
     rope = theirs.rope_parameters
     assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     assert ours.rope.factor == rope.get("factor", 1.0)
+    assert ours.rope.turned == rope.get("partial_rotary_factor", 1.0)
     assert ours.eos_token_ids == (1, 3)
 
 
@@ -431,7 +457,7 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, Qwen3"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, Mistral"),
         ({"architectures": []}, "not supported"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
         ({"sliding_window": 4096}, "sliding_window"),
@@ -439,9 +465,13 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"auto_map": {"AutoModelForCausalLM": "m.py--M"}}, "never run"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "'yarn'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic'"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "'longrope'"),
+        ({"auto_map": {"AutoModel": ""}}, "never run"),
+        ({"auto_map": {"AutoModel": "modeling_phi3.Phi3ForCausalLM"}}, "never run"),
+        ({"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModel": "m.M"}}, "never run"),
+        ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),  # 4096 if it names none
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4}}, "'proportional'"),
+        ({"rope_scaling": {"type": ["yarn"], "factor": 4}}, "'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "multiple of KV heads"),
         ({"head_dim": 15}, "even"),
@@ -502,6 +532,47 @@ def test_defaults_of_old_checkpoints(tmp_path: Path) -> None:
     assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
     qwen = config_of(tmp_path, {"architectures": ["Qwen3ForCausalLM"]})
     assert qwen.head_dim == 128  # transformers' default, whatever hidden_size says
+    smollm3 = config_of(tmp_path, {"architectures": ["SmolLM3ForCausalLM"]})
+    assert smollm3.tie_word_embeddings and smollm3.rope.theta == 2e6
+    phi3 = config_of(
+        tmp_path,
+        {"architectures": ["Phi3ForCausalLM"], "rms_norm_eps": None}
+        | {"auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}},
+    )
+    assert phi3.rms_norm_eps == 1e-5
+    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096}
+    assert config_of(tmp_path, qwen2).architecture == "Qwen2ForCausalLM"  # the window is not used
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (3, 7)),
+        ({"no_rope_layer_interval": 3}, (2, 5)),
+        ({"no_rope_layers": [1, 0, 1, 1, 1, 1, 0, 1, 0, 0]}, (1, 6)),
+    ],
+)
+def test_layers_without_rope(
+    tmp_path: Path, settings: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    changes = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8} | settings
+    assert config_of(tmp_path, changes).no_rope_layers == expected
+    assert config_of(tmp_path, changes | PLAIN).no_rope_layers == ()  # Llama does not read it
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"no_rope_layers": [1, 0]},
+        {"no_rope_layers": [1, 2, 0]},
+        {"no_rope_layers": 4},
+        {"no_rope_layer_interval": 0},
+    ],
+)
+def test_wrong_layers_without_rope_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    changes = {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 3} | settings
+    with pytest.raises(CorruptModelError, match="no_rope_layer"):
+        config_of(tmp_path, changes)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": ' * 100_000, "\xff"])

@@ -271,8 +271,11 @@ STREAM = {
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="gpu-check does it there")
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("llama", {"num_gpu_blocks": 50}), ("qwen3", {"num_gpu_blocks": 50}), ("llama", STREAM)],
-    ids=("llama, padded", "qwen3, padded", "llama, streamed"),
+    [
+        *((name, {"num_gpu_blocks": 50}) for name in ("llama", "qwen3", "smollm3")),
+        ("llama", STREAM),
+    ],
+    ids=("llama, padded", "qwen3, padded", "smollm3, padded", "llama, streamed"),
 )
 def test_greedy_ids_are_those_of_transformers(
     gpu_engine: Callable[..., LLMEngine],
