@@ -44,7 +44,7 @@ ROWS = (
     ("llm_engine", "llm"),
     (
         *("benchmark_limits", "peers", "benchmark_compare", "benchmark_tiers"),
-        *("benchmark_scaling", "benchmark"),
+        *("benchmark_scaling", "benchmark_quant", "benchmark"),
         *("niah", "ruler", "server", "cli", "__init__", "__main__"),
     ),
 )
@@ -72,7 +72,11 @@ ARROWS = {
     "llm": {"llm_engine"},
     "benchmark_compare": {"benchmark_limits", "peers"},
     "benchmark_scaling": {"benchmark_limits"},
-    "benchmark": {"__init__", "benchmark_tiers", "benchmark_scaling", "benchmark_compare"},
+    "benchmark_quant": {"benchmark_limits"},
+    "benchmark": {
+        *("__init__", "benchmark_tiers", "benchmark_scaling", "benchmark_compare"),
+        "benchmark_quant",
+    },
     "ruler": {"__init__", "niah"},
     "cli": {"server", "benchmark", "ruler"},
     "__main__": {"cli"},
