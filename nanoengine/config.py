@@ -68,7 +68,7 @@ DTYPES = {
 }
 OFFLOAD_MODES = ("auto", "stream", "in_place")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "gguf")
 
 # Settings that users of other engines bring, and what they are called here.
 ELSEWHERE = {
@@ -114,8 +114,9 @@ class EngineConfig:
     enforce_eager: on a GPU, launch every kernel of a decode step by itself, not as a CUDA graph.
     load_format: "auto", "safetensors", "gguf" or "dummy" (random weights of the right shapes).
     quantization: None, or lossy: "int8" (a scale for each output) or "int4" (a scale and a zero for
-    128 inputs, 64 or 32 where 128 does not divide them) weights of all layers; embeddings, output
-    head and norms stay as they are.
+    128 inputs, 64 or 32 where 128 does not divide them) weights of all layers; "gguf" keeps the
+    4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay as they
+    are.
     seed: the seed of requests that bring none. num_threads: CPU threads (None: all usable cores).
     max_num_partial_prefills: most prompts that may be half computed after a step.
     max_long_partial_prefills: most of them that are long.
@@ -271,9 +272,9 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 def _bad_quantization(value: object) -> str:
     near = difflib.get_close_matches(str(value).lower(), QUANTIZATIONS, n=1, cutoff=0.3)
-    return f"quantization must be None, {' or '.join(map(repr, QUANTIZATIONS))}, got {value!r}" + (
-        f"; did you mean {near[0]!r}?" if near else ""
-    )
+    allowed = ", ".join(QUANTIZATIONS)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"quantization must be None or one of {allowed}, got {value!r}{hint}"
 
 
 def _count(name: str, value: object, low: int) -> None:

@@ -99,7 +99,7 @@ class LLMEngine:
             dtype,
             why,
             loaded.source,
-            loaded.weight_bytes - (quantizer.saved_bytes if quantizer else 0),
+            loaded.weight_bytes - (quantizer.saved_bytes() if quantizer else 0),
             attention.name,
             self._profiled_bytes(loaded, attention, ops, dtype),
             str(quantizer or ""),

@@ -1,4 +1,5 @@
-"""Weight-only quantisation: fewer bits for a weight, products by PyTorch's packed operators. Lossy.
+"""Weight-only quantisation: fewer bits for a weight, products by PyTorch's packed operators. Lossy,
+but for the 4-bit codes that a GGUF stored, which "gguf" finds again.
 
 Owns the two schemes and the packed weights. Knows no layer and no model: it is given one weight at
 a time, while a model loads, and counts what it did.
@@ -6,7 +7,7 @@ a time, while a model loads, and counts what it did.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,6 +23,10 @@ FEW_TOKENS_INT8, FEW_TOKENS_INT4 = 16, 64
 INT8_INPUTS = 32
 INT4_OUTPUTS = 16
 _CUDA_TILE = 16  # inputs of a tile of the packed int4 layout on CUDA, which takes 2, 4 or 8 at once
+STORED_GROUP = 32  # weights of a block in Q4_0 and Q4_1
+# How far, in steps, a weight may lie from a step and still have been stored there: roundings, of
+# weights to the model's dtype and of scales and zeros, were 0.1 at most.
+STORED_SLACK = 0.25
 # Elements unpacked at a time, and quantised at a time (in float32).
 _PIECE = 1 << 22
 _TRIAL_SHAPE = (128, 128)
@@ -34,8 +39,7 @@ def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     before the codes are chosen.
     """
     wide = weight.float()
-    scales = (wide.abs().amax(1) / 127).to(weight.dtype)
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    scales = _positive(wide.abs().amax(1) / 127, weight.dtype)
     codes = (wide / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
     return codes.to(torch.int8), scales
 
@@ -48,13 +52,52 @@ def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scale, and by the rounding of a zero that is hundreds of scales away.
     """
     wide = weight.float().reshape(len(weight), -1, group)
+    scales, zeros = _spanning(wide, weight.dtype)
+    codes, _ = _coded(wide, scales, zeros)
+    return codes, torch.stack((scales.T, zeros.T), dim=2).contiguous()
+
+
+def stored_int4(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What quantise_int4 gives, of a weight that a GGUF held in Q4_1 or Q4_0 blocks: with the codes
+    that it held. None if it did not.
+
+    Of a Q4_1 block, min + scale * code, both ends are taken; of a Q4_0 block, scale * (code - 8)
+    with a signed scale, the farthest weight has code 0. So each block tells its scale.
+    """
+    wide = weight.float().reshape(len(weight), -1, STORED_GROUP)
+    scales, zeros = _spanning(wide, weight.dtype)
     low, high = wide.aminmax(dim=2)
-    scales = ((high - low) / 15).to(weight.dtype)
-    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    zeros = (low + 8 * scales.float()).to(weight.dtype)
+    symmetric = _positive(torch.maximum(-low, high) / 8, weight.dtype)
+    shifts = torch.where(high > -low, symmetric, torch.zeros_like(symmetric))
+    fits = _coded(wide, symmetric, shifts)[1] < _coded(wide, scales, zeros)[1]
+    scales, zeros = torch.where(fits, symmetric, scales), torch.where(fits, shifts, zeros)
+    codes, off = _coded(wide, scales, zeros)
+    if off.max() > STORED_SLACK:
+        return None
+    return codes, torch.stack((scales.T, zeros.T), dim=2).contiguous()
+
+
+def _spanning(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scales and zeros of groups [outputs, groups, n] from the least to the largest."""
+    low, high = wide.aminmax(dim=2)
+    scales = _positive((high - low) / 15, dtype)
+    return scales, (low + 8 * scales.float()).to(dtype)
+
+
+def _coded(wide: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes, uint8 [outputs, inputs], and how far the farthest of each group is off, in
+    steps.
+    """
     steps = (wide - zeros.float().unsqueeze(2)) / scales.float().unsqueeze(2)
-    codes = steps.round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    return codes.flatten(1), torch.stack((scales.T, zeros.T), dim=2).contiguous()
+    codes = steps.round().clamp_(-8, 7)
+    off = (steps - codes).abs_().amax(2)
+    return codes.add_(8).to(torch.uint8).flatten(1), off
+
+
+def _positive(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded; 1 where all weights are 0."""
+    rounded = scales.to(dtype)
+    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
 
 
 class Int8Weight:
@@ -85,16 +128,20 @@ class Int8Weight:
 class Int4Weight:
     """x @ weight.T of an int4 weight with a scale and a zero for each group of inputs."""
 
-    def __init__(self, weight: Tensor, block: int) -> None:
-        """weight: [outputs, inputs]; float32 or bfloat16 on a CPU, bfloat16 on CUDA. block: rows
-        of a block of the packed layout, 0 where it is unknown (see `packed_block`).
+    def __init__(self, pieces: Iterable[tuple[Tensor, Tensor]], block: int) -> None:
+        """pieces: what `quantise_int4` gives of the weight, some outputs at a time; scales float32
+        or bfloat16 on a CPU, bfloat16 on CUDA. block: outputs of a block of the packed layout, 0
+        where it is unknown (see `packed_block`).
         """
-        self._outputs, self._inputs = weight.shape
-        self.group = next(group for group in GROUPS if self._inputs % group == 0)
-        pieces = [quantise_int4(piece, self.group) for piece in _pieces(weight)]
-        self._packed = torch.cat([pack_int4(codes) for codes, _ in pieces])
-        self._scales_zeros = torch.cat([both for _, both in pieces], dim=1)
-        self._block = block if block and self._outputs % block == 0 else 0
+        packed, both = [], []
+        for codes, scales_zeros in pieces:
+            packed.append(pack_int4(codes))
+            both.append(scales_zeros)
+        self._inputs = codes.shape[1]
+        self._packed, self._scales_zeros = torch.cat(packed), torch.cat(both, dim=1)
+        num_groups, outputs, _ = self._scales_zeros.shape
+        self.group = self._inputs // num_groups
+        self._block = block if block and outputs % block == 0 else 0
         self.num_bytes = self._packed.nbytes + self._scales_zeros.nbytes
 
     @staticmethod
@@ -164,18 +211,18 @@ class Quantizer:
     """Quantises the weights of one model as they are loaded, and counts them."""
 
     def __init__(self, method: str, device: torch.device, dtype: torch.dtype) -> None:
-        """method: "int8" or "int4". Raises ConfigError where its operator does not work."""
+        """method: see EngineConfig. Raises ConfigError where its operator does not work."""
         self._method = method
         self._dtype = dtype
-        if method == "int4" and device.type != "cpu" and dtype is not torch.bfloat16:
+        if method != "int8" and device.type != "cpu" and dtype is not torch.bfloat16:
             raise ConfigError(
-                f'quantization="int4" computes in bfloat16 on {device.type}, got {dtype}; '
+                f'quantization="{method}" computes in bfloat16 on {device.type}, got {dtype}; '
                 'set dtype="bfloat16" or quantization="int8"'
             )
-        self._block = packed_block() if method == "int4" and device.type == "cpu" else 0
+        self._block = packed_block() if method != "int8" and device.type == "cpu" else 0
         self._groups: set[int] = set()
         self._num_quantised = self._num_left = 0
-        self.saved_bytes = 0
+        self._saved_bytes = 0
         self._try(device)
 
     def product(self, weight: Tensor) -> Int8Weight | Int4Weight | None:
@@ -185,33 +232,53 @@ class Quantizer:
             self._num_left += 1
             return None
         self._num_quantised += 1
-        self.saved_bytes += weight.nbytes - packed.num_bytes
+        self._saved_bytes += weight.nbytes - packed.num_bytes
         if isinstance(packed, Int4Weight):
             self._groups.add(packed.group)
         return packed
 
+    def saved_bytes(self) -> int:
+        """By all weights so far. Raises ConfigError if none was quantised."""
+        if not self._num_quantised:
+            why = (
+                "came from Q4_0 or Q4_1 blocks" if self._method == "gguf" else "has a shape for it"
+            )
+            raise ConfigError(
+                f"quantization={self._method!r}: no weight of the layers {why}; leave it out"
+            )
+        return self._saved_bytes
+
     def __str__(self) -> str:
         """For the plan."""
         dtype = str(self._dtype).removeprefix("torch.")
-        scheme = "a scale for each output"
-        if self._method == "int4":
-            groups = " or ".join(map(str, sorted(self._groups))) or "no"
+        label, scheme, others = "lossy", "a scale for each output", "of other shapes"
+        if self._method != "int8":
+            groups = " or ".join(map(str, sorted(self._groups)))
             scheme = f"a scale and a zero for {groups} inputs"
-        left = f"; {self._num_left} of other shapes left in {dtype}" if self._num_left else ""
+        if self._method == "gguf":
+            label, others = f"4-bit codes as stored, scales in {dtype}", "stored otherwise"
+        left = f"; {self._num_left} {others} left in {dtype}" if self._num_left else ""
         return (
-            f"{self._method} (lossy): {self._num_quantised} weights, {scheme}{left}; embeddings, "
+            f"{self._method} ({label}): {self._num_quantised} weights, {scheme}{left}; embeddings, "
             f"output head and norms in {dtype}"
         )
 
     def _pack(self, weight: Tensor) -> Int8Weight | Int4Weight | None:
         if self._method == "int8":
             return Int8Weight(weight) if Int8Weight.takes(weight) else None
-        return Int4Weight(weight, self._block) if Int4Weight.takes(weight) else None
+        if not Int4Weight.takes(weight):
+            return None
+        if self._method == "gguf":
+            stored = [stored_int4(piece) for piece in _pieces(weight)]
+            found = [piece for piece in stored if piece is not None]
+            return Int4Weight(found, self._block) if len(found) == len(stored) else None
+        group = next(group for group in GROUPS if weight.shape[1] % group == 0)
+        return Int4Weight((quantise_int4(p, group) for p in _pieces(weight)), self._block)
 
     def _try(self, device: torch.device) -> None:
-        """A product of the identity is the weight itself, up to its steps."""
+        """A product of the identity is the weight itself, which has 16 steps."""
         outputs, inputs = _TRIAL_SHAPE
-        row = torch.linspace(-1, 1, inputs, device=device)
+        row = torch.arange(inputs, device=device) % 16 / 8 - 1
         weight = row.expand(outputs, inputs).to(self._dtype)
         try:
             packed = self._pack(weight)
@@ -220,7 +287,7 @@ class Quantizer:
             reason = "its product is wrong"
         except (RuntimeError, AttributeError) as error:
             found, reason = torch.zeros(outputs, 8), str(error).splitlines()[0]
-        if not torch.allclose(found.float().cpu(), weight[:, :8].float().cpu(), atol=0.1):
+        if not torch.allclose(found.float().cpu(), weight[:, :8].float().cpu(), atol=0.01):
             raise ConfigError(
                 f"quantization={self._method!r} does not work with PyTorch {torch.__version__} on "
                 f"{device.type} in {self._dtype}: {reason}; leave it out"

@@ -135,7 +135,7 @@ def test_perplexity_is_transformers(tiny: Tiny) -> None:
 
 @pytest.mark.slow
 def test_perplexity_of_the_real_model() -> None:
-    """Beside transformers' in fp32; bf16 and int8 within 1 % of it, int4 worse by a lot."""
+    """Beside transformers' in fp32; bf16, int8 and gguf within 1 % of it, int4 worse by a lot."""
     model = AutoModelForCausalLM.from_pretrained(
         _bundled_gguf().parent, gguf_file=_bundled_gguf().name, dtype=torch.float32
     )
@@ -146,6 +146,7 @@ def test_perplexity_of_the_real_model() -> None:
     for dtype, method in (
         *(("float32", None), ("bfloat16", None)),
         *(("bfloat16", "int8"), ("float32", "int8"), ("bfloat16", "int4"), ("float32", "int4")),
+        *(("bfloat16", "gguf"), ("float32", "gguf")),
     ):
         settings = {"dtype": dtype, "quantization": method, "kv_cache_gib": 0.2}
         with LLM(MODEL, max_num_seqs=4, **settings) as llm:
@@ -158,4 +159,5 @@ def test_perplexity_of_the_real_model() -> None:
     for dtype in ("float32", "bfloat16"):
         assert found["bfloat16", None] == pytest.approx(plain, rel=0.01)
         assert found[dtype, "int8"] == pytest.approx(plain, rel=0.01)
+        assert found[dtype, "gguf"] == pytest.approx(plain, rel=0.01)
         assert 1.2 * plain < found[dtype, "int4"] < 2 * plain

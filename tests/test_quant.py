@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.loader import CheckpointReader, read_model_config
 from nanoengine.models import weight_shapes
-from nanoengine.quant import Int4Weight, Quantizer, quantise_int4, quantise_int8
+from nanoengine.quant import Quantizer, quantise_int4, quantise_int8, stored_int4
 
 Tiny = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -152,7 +153,9 @@ def test_packed_codes_can_be_unpacked(outputs: int) -> None:
 
 def test_without_a_known_layout_the_operator_serves_all(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = some_weight(64, 64, torch.float32), torch.randn(100, 64)
-    packed = Int4Weight(weight, 0)
+    monkeypatch.setattr(quant, "packed_block", lambda: 0)
+    packed = Quantizer("int4", CPU, torch.float32).product(weight)
+    assert packed is not None
     monkeypatch.setattr(quant, "unpack_int4", None)
     exact = x.double() @ dequantised(weight, "int4").T
     torch.testing.assert_close(packed(x).double(), exact, atol=1e-5, rtol=1e-4)
@@ -192,11 +195,12 @@ def test_shapes_that_no_operator_takes_are_left_and_counted() -> None:
     for method, bad in (("int8", (64, 48)), ("int4", (64, 48)), ("int4", (40, 64))):
         quantizer = Quantizer(method, CPU, torch.float32)
         assert quantizer.product(torch.ones(bad)) is None
-        assert quantizer.product(torch.ones(64, 64)) is not None
+        with pytest.raises(ConfigError, match=f"{method}.*no weight of the layers has a shape"):
+            quantizer.saved_bytes()
+        packed = quantizer.product(torch.ones(64, 64))
+        assert packed is not None
         assert "1 weights" in str(quantizer) and "1 of other shapes left" in str(quantizer)
-        assert (
-            quantizer.saved_bytes == 64 * 64 * 4 - quantizer.product(torch.ones(64, 64)).num_bytes
-        )
+        assert quantizer.saved_bytes() == 64 * 64 * 4 - packed.num_bytes
 
 
 def test_int4_on_a_gpu_wants_bfloat16() -> None:
@@ -350,6 +354,50 @@ def test_weights_are_held_whole_one_layer_at_a_time(
     engine = make_engine(tiny("llama"), method)
     assert len(most) == 3 * 7 and max(most) <= 3 and not alive
     engine.close()
+
+
+# -- what a GGUF stored
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
+def test_the_codes_of_a_gguf_are_found_again(kind: str, dtype: torch.dtype) -> None:
+    """Blocks by the package gguf, rounded to bfloat16 as the converter does."""
+    rows = (np.random.default_rng(0).standard_normal((48, 96)) * 0.05).astype(np.float32)
+    rows[0] = 0
+    rows[1, :32] += 0.3
+    blocks = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[kind])
+    exact = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
+    header = 2 if kind == "Q4_0" else 4
+    raw = torch.from_numpy(blocks.reshape(48, 3, -1).copy())
+    codes = torch.cat((raw[:, :, header:] & 15, raw[:, :, header:] >> 4), dim=2)
+    if kind == "Q4_0":  # a negative scale turns them round
+        codes = codes.where(raw[:, :, :2].contiguous().view(torch.float16) > 0, 15 - codes)
+    found = stored_int4(exact.bfloat16().to(dtype))
+    assert found is not None
+    ours = found[0].view(48, 3, 32)
+    scales, zeros = (each.T.double().unsqueeze(2) for each in found[1].unbind(2))
+    back = (ours.double() - 8) * scales + zeros
+    assert ((back - exact.double().view(48, 3, 32)).abs() <= 0.15 * scales)[1:].all()
+    assert not back[0].any() and torch.equal(ours[1:], codes[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", None])
+def test_what_was_stored_otherwise_is_left(kind: str | None, dtype: torch.dtype) -> None:
+    rows = (np.random.default_rng(0).standard_normal((64, 96)) * 0.05).astype(np.float32)
+    if kind is not None:
+        known = gguf.GGMLQuantizationType[kind]
+        rows = gguf.quants.dequantize(gguf.quants.quantize(rows, known), known)
+    quantizer = Quantizer("gguf", CPU, dtype)
+    assert quantizer.product(torch.from_numpy(rows).to(dtype)) is None
+    with pytest.raises(ConfigError, match=r"gguf.*no weight of the layers came from Q4_0"):
+        quantizer.saved_bytes()
+
+
+def test_a_folder_without_stored_codes_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match="Q4_0 or Q4_1"):
+        make_engine(tiny("llama"), "gguf")
 
 
 # -- off, it is not there
