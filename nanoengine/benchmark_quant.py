@@ -58,9 +58,9 @@ def perplexity(llm: LLM, token_ids: list[int]) -> float:
     assert runner is not None
     seq = replace(probe_sequence(PROBE_ID, len(token_ids)), token_ids=token_ids)
     kv.start_step()
-    if kv.admit(seq) is not Admission.ADMITTED:
-        raise ValueError(f"a text of {len(token_ids)} tokens does not fit the KV cache")
     try:
+        if kv.admit(seq) is not Admission.ADMITTED:
+            raise ValueError(f"a text of {len(token_ids)} tokens does not fit the KV cache")
         batch = ScheduledBatch((ScheduledSequence(seq, len(token_ids)),))
         with torch.inference_mode():
             step = kv.begin(batch)

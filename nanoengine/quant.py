@@ -66,7 +66,7 @@ def stored_int4(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     wide = weight.float().reshape(len(weight), -1, STORED_GROUP)
     scales, zeros = _spanning(wide, weight.dtype)
-    low, high = wide.aminmax(dim=2)
+    low, high = wide.amin(2), wide.amax(2)
     symmetric = _positive(torch.maximum(-low, high) / 8, weight.dtype)
     shifts = torch.where(high > -low, symmetric, torch.zeros_like(symmetric))
     fits = _coded(wide, symmetric, shifts)[1] < _coded(wide, scales, zeros)[1]
@@ -79,7 +79,7 @@ def stored_int4(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _spanning(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scales and zeros of groups [outputs, groups, n] from the least to the largest."""
-    low, high = wide.aminmax(dim=2)
+    low, high = wide.amin(2), wide.amax(2)
     scales = _positive((high - low) / 15, dtype)
     return scales, (low + 8 * scales.float()).to(dtype)
 
