@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import nanoengine
-from nanoengine import benchmark_compare, benchmark_scaling, benchmark_tiers
+from nanoengine import benchmark_compare, benchmark_quant, benchmark_scaling, benchmark_tiers
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -244,7 +244,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         add_arguments(sub)
         _common_arguments(sub)
-    for module in (benchmark_tiers, benchmark_scaling):
+    for module in (benchmark_tiers, benchmark_scaling, benchmark_quant):
         for sub, measure in module.add_commands(commands):
             _common_arguments(sub)
             sub.set_defaults(run=functools.partial(_with_settings, measure))

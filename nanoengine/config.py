@@ -83,6 +83,7 @@ DTYPES = {
 OFFLOAD_MODES = ("auto", "stream", "in_place")
 MAX_GUESSES = 64
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+QUANTIZATIONS = ("int8", "int4", "gguf")
 
 # Settings that users of other engines bring, and what they are called here.
 ELSEWHERE = {
@@ -103,10 +104,11 @@ ELSEWHERE = {
     "use_cudagraph": "enforce_eager",
     "enable_chunked_prefill": "nothing: prefill is always chunked",
     "use_warmup": "nothing: the budget is always planned",
+    "load_in_8bit": 'quantization="int8"',
+    "load_in_4bit": 'quantization="int4"',
     "trust_remote_code": "nothing: code from a checkpoint is never run",
 }
 NOT_YET = {
-    "quantization": "weight quantisation",
     "cuda_graph_sizes": "a choice of graph sizes",
 }
 
@@ -128,6 +130,10 @@ class EngineConfig:
     enable_prefix_caching: reuse the KV of equal prompt beginnings.
     enforce_eager: on a GPU, launch every kernel of a decode step by itself, not as a CUDA graph.
     load_format: "auto", "safetensors", "gguf" or "dummy" (random weights of the right shapes).
+    quantization: None, or lossy: "int8" (a scale for each output) or "int4" (a scale and a zero for
+    128 inputs, 64 or 32 where 128 does not divide them) weights of all layers; "gguf" keeps the
+    4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay as they
+    are.
     seed: the seed of requests that bring none. num_threads: CPU threads (None: all usable cores).
     max_num_partial_prefills: most prompts that may be half computed after a step.
     max_long_partial_prefills: most of them that are long.
@@ -165,6 +171,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     load_format: str = "auto"
+    quantization: str | None = None
     seed: int = 0
     num_threads: int | None = None
     tensor_parallel_size: int = 1
@@ -192,6 +199,8 @@ class EngineConfig:
             raise ConfigError(
                 f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}"
             )
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ConfigError(_bad_quantization(self.quantization))
         if self.offload_mode not in OFFLOAD_MODES:
             raise ConfigError(
                 f"offload_mode must be one of {', '.join(OFFLOAD_MODES)}, got {self.offload_mode!r}"
@@ -290,6 +299,13 @@ def _unknown(name: str, known: Iterable[str]) -> str:
         return f"unknown setting {name!r}; here it is {ELSEWHERE[name]}"
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _bad_quantization(value: object) -> str:
+    near = difflib.get_close_matches(str(value).lower(), QUANTIZATIONS, n=1, cutoff=0.3)
+    allowed = ", ".join(QUANTIZATIONS)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"quantization must be None or one of {allowed}, got {value!r}{hint}"
 
 
 def _count(name: str, value: object, low: int) -> None:

@@ -17,8 +17,10 @@ from torch.nn import functional
 from nanoengine.context import ForwardContext, KVTarget, StepInputs
 from nanoengine.cpu_kernels import CpuKernels
 from nanoengine.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
+from nanoengine.quant import Quantizer
 
 Norm = tuple[Tensor, float]  # weight and epsilon of an RMSNorm
+Multiply = Callable[[Tensor], Tensor]  # x -> x @ weight.T
 GateUp = Callable[[Tensor], Tensor]  # x -> silu(gate(norm(x))) * up(norm(x))
 # (residual, attended) -> following(residual); the residual stream, added to, where nothing follows.
 Bridge = Callable[[Tensor, Tensor], Tensor]
@@ -51,8 +53,12 @@ class LayerOps(Protocol):
         """x -> silu(gate(x)) * up(x), both of norm(x), in one product."""
         ...
 
+    def head(self, weight: Tensor, norm: Norm) -> Product:
+        """The product that gives the logits; its weight is never quantised."""
+        ...
+
     def tied(self, weight: Tensor, norm: Norm) -> tuple[Callable[[Tensor], Tensor], Product]:
-        """Token ids -> rows of the weight, and the product with the same weight, held once."""
+        """Token ids -> rows of the weight, and the head with the same weight, held once."""
         ...
 
     def bridge(
@@ -105,9 +111,14 @@ class Linear:
         weight: Tensor,
         bias: Tensor | None = None,
         norm: Callable[[Tensor], Tensor] | None = None,
+        quantized: Multiply | None = None,
     ) -> None:
+        """quantized: the product with the weight, quantised, which takes its place."""
         self._bias = bias
         self._norm = norm
+        self._quantized = quantized
+        if quantized is not None:
+            return
         self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -117,6 +128,9 @@ class Linear:
         """See Product."""
         if self._norm is not None:
             x = self._norm(x)
+        if self._quantized is not None:
+            product = self._quantized(x)
+            return product if self._bias is None else product.add_(self._bias)
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self._bias, "none", [], ""
@@ -132,14 +146,28 @@ class Linear:
 class TorchOps:
     """Plain PyTorch: runs anywhere."""
 
+    def __init__(self, quantizer: Quantizer | None = None) -> None:
+        """quantizer: what the weights of the layers are given to; None: they stay as they are."""
+        self._quantizer = quantizer
+
     def linear(
         self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
         """See LayerOps."""
+        quantized = None if self._quantizer is None else self._quantizer.product(weight)
+        return self._linear(weight, bias, norm, quantized)
+
+    def head(self, weight: Tensor, norm: Norm) -> Product:
+        """See LayerOps."""
+        return self._linear(weight, None, norm, None)
+
+    def _linear(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Multiply | None
+    ) -> Product:
         if norm is None:
-            return Linear(weight, bias)
+            return Linear(weight, bias, None, quantized)
         norm_weight, eps = norm
-        return Linear(weight, bias, lambda x: self.rms_norm(x, norm_weight, eps))
+        return Linear(weight, bias, lambda x: self.rms_norm(x, norm_weight, eps), quantized)
 
     def gate_up(
         self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
@@ -152,7 +180,7 @@ class TorchOps:
 
     def tied(self, weight: Tensor, norm: Norm) -> tuple[Callable[[Tensor], Tensor], Product]:
         """See LayerOps. A weight that oneDNN reorders is kept twice."""
-        return functools.partial(torch.embedding, weight), self.linear(weight, None, norm)
+        return functools.partial(torch.embedding, weight), self.head(weight, norm)
 
     def bridge(
         self, out: Product, gate_up: GateUp, down: Product, following: Product | None
@@ -215,8 +243,11 @@ class Kernels(Protocol):
 class KernelOps(TorchOps):
     """The fused kernels: one call each instead of five to eight small PyTorch operators."""
 
-    def __init__(self, kernels: Kernels, tape: Tape | None) -> None:
+    def __init__(
+        self, kernels: Kernels, tape: Tape | None, quantizer: Quantizer | None = None
+    ) -> None:
         """tape: what does a step again; None: every step is done anew."""
+        super().__init__(quantizer)
         self._kernels = kernels
         self._tape = tape
 
@@ -249,22 +280,30 @@ class KernelOps(TorchOps):
 
 
 class PackedOps(KernelOps):
-    """bfloat16 products by our own kernel, with norm, silu and residual sum fused onto them."""
+    """bfloat16 products by our own kernel, with norm, silu and residual sum fused onto them.
 
-    def __init__(self, kernels: CpuKernels, products: CpuLinear) -> None:
-        super().__init__(kernels, kernels.tape)
+    With a quantizer these are the head and what it leaves.
+    """
+
+    def __init__(
+        self, kernels: CpuKernels, products: CpuLinear, quantizer: Quantizer | None = None
+    ) -> None:
+        super().__init__(kernels, kernels.tape, quantizer)
         self._products = products
 
-    def linear(
-        self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+    def _linear(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Multiply | None
     ) -> Product:
-        """See LayerOps."""
+        if quantized is not None:
+            return super()._linear(weight, bias, norm, quantized)
         return self._products.pack(weight, bias, norm)
 
     def gate_up(
         self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
     ) -> GateUp:
         """See LayerOps."""
+        if self._quantizer is not None:
+            return super().gate_up(gate, up, biases, norm)
         return self._products.pack_gate_up(gate, up, biases, norm)
 
     def tied(self, weight: Tensor, norm: Norm) -> tuple[Callable[[Tensor], Tensor], Product]:
@@ -276,6 +315,8 @@ class PackedOps(KernelOps):
         self, out: Product, gate_up: GateUp, down: Product, following: Product | None
     ) -> Bridge:
         """See LayerOps."""
+        if self._quantizer is not None:
+            return super().bridge(out, gate_up, down, following)
         assert isinstance(out, PackedLinear) and isinstance(down, PackedLinear)
         assert isinstance(gate_up, PackedGateUp)
         assert following is None or isinstance(following, PackedLinear)
@@ -296,9 +337,14 @@ class GpuLinear(Linear):
     """A product by PyTorch whose norm stands apart, so that a residual sum can be fused with it."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, kernels: GpuKernels
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm: Norm | None,
+        kernels: GpuKernels,
+        quantized: Multiply | None = None,
     ) -> None:
-        super().__init__(weight, bias)
+        super().__init__(weight, bias, None, quantized)
         self._before = norm
         self._kernels = kernels
 
@@ -341,21 +387,24 @@ class GpuOps(KernelOps):
 
     _kernels: GpuKernels
 
-    def __init__(self, kernels: GpuKernels, tape: Tape | None) -> None:
-        super().__init__(kernels, tape)
+    def __init__(
+        self, kernels: GpuKernels, tape: Tape | None, quantizer: Quantizer | None = None
+    ) -> None:
+        super().__init__(kernels, tape, quantizer)
 
-    def linear(
-        self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+    def _linear(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Multiply | None
     ) -> GpuLinear:
-        """See LayerOps."""
-        return GpuLinear(weight, bias, norm, self._kernels)
+        return GpuLinear(weight, bias, norm, self._kernels, quantized)
 
     def gate_up(
         self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
     ) -> GpuGateUp:
         """See LayerOps."""
         bias = None if biases is None else torch.cat(biases)
-        return GpuGateUp(self.linear(torch.cat((gate, up)), bias, norm), self.silu_mul)
+        both = self.linear(torch.cat((gate, up)), bias, norm)
+        assert isinstance(both, GpuLinear)
+        return GpuGateUp(both, self.silu_mul)
 
     def bridge(
         self, out: Product, gate_up: GateUp, down: Product, following: Product | None

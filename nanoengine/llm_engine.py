@@ -51,6 +51,7 @@ from nanoengine.probe import (
     profile_step,
     stream_budget,
 )
+from nanoengine.quant import Quantizer
 from nanoengine.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
@@ -81,7 +82,7 @@ class LLMEngine:
         self.device: Device = self._make_device()
         dtype, why = self._dtype()
         kernels, no_kernels = self._kernels()
-        ops = self._layer_ops(kernels, dtype)
+        ops = self._layer_ops(kernels, dtype, quantizer := self._quantizer(dtype))
         folder = find_model(self.config.model, self.config.load_format)
         with ThreadPoolExecutor(1) as thread:  # the vocabulary is parsed while weights are packed
             tokenizer = thread.submit(self._load_tokenizer, folder)
@@ -111,9 +112,10 @@ class LLMEngine:
             dtype,
             why,
             loaded.source,
-            loaded.weight_bytes,
+            loaded.weight_bytes - (quantizer.saved_bytes() if quantizer else 0),
             attention.name,
             self._profiled_bytes(loaded, attention, ops, dtype),
+            str(quantizer or ""),
         )
         self.kv = HybridKVCacheManager(
             self.plan.kv,
@@ -357,24 +359,31 @@ class LLMEngine:
         except KernelBuildError as error:
             return None, str(error)
 
-    def _layer_ops(self, kernels: CpuKernels | None, dtype: torch.dtype) -> LayerOps:
-        if self.device.name != "cpu":
-            return self._gpu_ops()
-        if kernels is None:
-            return TorchOps()
-        if dtype is not torch.bfloat16:
-            return KernelOps(kernels, kernels.tape)
-        try:
-            return PackedOps(kernels, CpuLinear.load(kernels.tape))
-        except KernelBuildError:
-            return KernelOps(kernels, kernels.tape)
+    def _quantizer(self, dtype: torch.dtype) -> Quantizer | None:
+        method = self.config.quantization
+        return None if method is None else Quantizer(method, self.device.torch_device, dtype)
 
-    def _gpu_ops(self) -> LayerOps:
+    def _layer_ops(
+        self, kernels: CpuKernels | None, dtype: torch.dtype, quantizer: Quantizer | None
+    ) -> LayerOps:
+        if self.device.name != "cpu":
+            return self._gpu_ops(quantizer)
+        if kernels is None:
+            return TorchOps(quantizer)
+        if dtype is not torch.bfloat16:
+            return KernelOps(kernels, kernels.tape, quantizer)
+        try:
+            return PackedOps(kernels, CpuLinear.load(kernels.tape), quantizer)
+        except KernelBuildError:
+            return KernelOps(kernels, kernels.tape, quantizer)
+
+    def _gpu_ops(self, quantizer: Quantizer | None) -> LayerOps:
         try:
             from nanoengine.triton_kernels import TritonKernels  # what PyTorch for a GPU brings
         except ImportError:
-            return TorchOps()
-        return GpuOps(TritonKernels(), None if self.config.enforce_eager else CudaGraphs())
+            return TorchOps(quantizer)
+        graphs = None if self.config.enforce_eager else CudaGraphs()
+        return GpuOps(TritonKernels(), graphs, quantizer)
 
     def _uses_graphs(self, ops: LayerOps, attention: AttentionBackend) -> bool:
         """Whether decode steps are replayed as CUDA graphs."""

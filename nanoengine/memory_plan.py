@@ -41,6 +41,7 @@ class MemoryPlan:
     copy_gb_per_s: float = 0.0
     stream_blocks_per_step: int | None = None
     decode_tokens_per_s: float = 0.0
+    quantization: str = ""
 
     def __str__(self) -> str:
         kv = self.kv
@@ -50,6 +51,7 @@ class MemoryPlan:
             f"device       {self.device}, {self.dtype}; attention: {self.attention}",
             f"weights      {_gib(self.weight_bytes)}, activations up to "
             f"{_gib(self.activation_bytes)}",
+            *([f"quantised    {self.quantization}"] if self.quantization else []),
             f"KV device    {_gib(kv.block_bytes * kv.num_blocks)} = {kv.num_blocks} blocks x "
             f"{kv.block_size} tokens = {kv.num_blocks * kv.block_size} tokens at "
             f"{bytes_per_token} bytes",
@@ -89,8 +91,10 @@ def plan_memory(
     weight_bytes: int,
     attention: str,
     profiled_bytes: int | None,
+    quantization: str = "",
 ) -> MemoryPlan:
     """Divide the memory. profiled_bytes: what a largest step held (None: computed from shapes).
+    quantization: what was done to the weights, in words.
 
     Raises OutOfMemoryError or ConfigError for what cannot be honoured.
     """
@@ -118,6 +122,7 @@ def plan_memory(
         max_model_len_bound=bound,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=tokens,
+        quantization=quantization,
     )
 
 

@@ -181,7 +181,7 @@ class _Builder:
         embedding, norm = self._source("model.embed_tokens.weight"), self._norm("model.norm")
         if self._config.tie_word_embeddings:
             return self._ops.tied(embedding, norm)
-        head = self._ops.linear(self._source("lm_head.weight"), None, norm)
+        head = self._ops.head(self._source("lm_head.weight"), norm)
         return functools.partial(torch.embedding, embedding), head
 
     def layer(self, index: int) -> _LayerParts:

@@ -47,7 +47,7 @@ ROWS = (
     ("llm_engine", "llm", "async_llm"),
     (
         *("benchmark_limits", "peers", "benchmark_compare", "benchmark_tiers"),
-        *("benchmark_scaling", "benchmark"),
+        *("benchmark_scaling", "benchmark_quant", "benchmark"),
         *("niah", "ruler", "server", "cli", "__init__", "__main__"),
     ),
 )
@@ -81,7 +81,11 @@ ARROWS = {
     "async_llm": {"llm"},
     "benchmark_compare": {"benchmark_limits", "peers"},
     "benchmark_scaling": {"benchmark_limits"},
-    "benchmark": {"__init__", "benchmark_tiers", "benchmark_scaling", "benchmark_compare"},
+    "benchmark_quant": {"benchmark_limits"},
+    "benchmark": {
+        *("__init__", "benchmark_tiers", "benchmark_scaling", "benchmark_compare"),
+        "benchmark_quant",
+    },
     "ruler": {"__init__", "niah"},
     "cli": {"server", "benchmark", "ruler"},
     "__main__": {"cli"},

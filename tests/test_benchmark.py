@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from checkpoints import reference, reference_logits
+from driver import assert_all_free
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
+from nanoengine import LLM
 from nanoengine.benchmark import main
+from nanoengine.benchmark_quant import TEXT, perplexity
+from nanoengine.loader import BUNDLED_MODEL as MODEL
+from nanoengine.loader import _bundled_gguf, resolve_model
+from nanoengine.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]
 
@@ -81,3 +94,80 @@ def test_fairness(bench: Callable[..., Any]) -> None:
     assert result["arrival during a prefill"]["num_steps"] <= 2
     assert result["arrival during a prefill"]["prefill_left"] > 0
     assert result["no budget"]["streamed_part"] == 1.0 >= result["budget"]["streamed_part"] > 0
+
+
+QUANT = ("quantization", "--input-len", "20", "--context", "9", "--max-text-tokens", "300")
+
+
+def test_quantization(
+    bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A process for each row; here each is a call."""
+
+    really_run = subprocess.run
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
+        if command[:3] != [sys.executable, "-m", "nanoengine.benchmark"]:
+            return really_run(command, **options)
+        capsys.readouterr()
+        main(command[3:])
+        return subprocess.CompletedProcess(command, 0, capsys.readouterr().out)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    none, int8 = bench(*QUANT, "--methods", "none", "int8")["rows"]
+    assert (none["method"], none["quantization"], int8["method"]) == ("none", "", "int8")
+    assert "int8 (lossy)" in int8["quantization"]
+    assert int8["weight_mib"] < none["weight_mib"] and int8["perplexity"] != none["perplexity"]
+    for row in (none, int8):
+        assert row["text_tokens"] == 300 and row["peak_mib"] > 0 < row["prefill_tokens_per_s"]
+        assert row["decode_tokens_per_s_1"] > 0 < row["decode_tokens_per_s_8"]
+
+
+def test_perplexity_is_transformers(tiny: Tiny) -> None:
+    path, ids = tiny("llama"), [i * i * 7 % 256 for i in range(200)]
+    losses = cross_entropy(reference_logits(reference(path), ids)[:-1], torch.tensor(ids[1:]))
+    with LLM(path, dtype="float32", kvcache_block_size=8, num_gpu_blocks=30) as llm:
+        for _ in range(2):  # and it leaves nothing behind
+            assert perplexity(llm, ids) == pytest.approx(math.exp(losses), rel=1e-4)
+            llm.llm_engine.kv.check()
+        with pytest.raises(ValueError, match="300 tokens does not fit"):
+            perplexity(llm, ids + ids[:100])
+        assert_all_free(llm.llm_engine)
+
+
+@pytest.fixture(scope="module")
+def real_perplexity() -> float:
+    """transformers' in fp32, its weights rounded to bfloat16 as ours are."""
+    path = _bundled_gguf()
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    ids = Tokenizer.from_folder(resolve_model(MODEL)).encode(TEXT.read_text(encoding="utf-8"))
+    losses = cross_entropy(reference_logits(model, ids)[:-1], torch.tensor(ids[1:]))
+    return math.exp(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "method", "least", "most"),
+    [
+        ("float32", None, 0.999, 1.001),
+        ("bfloat16", None, 0.99, 1.01),
+        ("float32", "int8", 0.99, 1.01),
+        ("bfloat16", "int8", 0.99, 1.01),
+        ("float32", "gguf", 0.99, 1.01),
+        ("bfloat16", "gguf", 0.99, 1.01),
+        ("bfloat16", "int4", 1.2, 2.0),
+    ],
+)
+def test_perplexity_of_the_real_model(
+    real_perplexity: float, dtype: str, method: str | None, least: float, most: float
+) -> None:
+    settings = {"dtype": dtype, "quantization": method, "kv_cache_gib": 0.2}
+    with LLM(MODEL, max_num_seqs=4, **settings) as llm:
+        found = perplexity(llm, llm.tokenizer.encode(TEXT.read_text(encoding="utf-8")))
+    print(f"{dtype} {method}: {found:.4f}, transformers fp32 {real_perplexity:.4f}")
+    assert least < found / real_perplexity < most

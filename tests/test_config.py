@@ -21,7 +21,8 @@ from nanoengine.sampling_params import SamplingParams
         ("cache_max_entry_count", "share of all memory"),
         ("trust_remote_code", "never run"),
         ("cpu_offload_gb", "weights"),
-        ("quantization", "not here yet"),
+        ("quantisation", "quantization"),
+        ("load_in_8bit", 'quantization="int8"'),
     ],
 )
 def test_an_unknown_setting_names_the_near_one(name: str, hint: str) -> None:
@@ -43,6 +44,9 @@ def test_an_unknown_setting_names_the_near_one(name: str, hint: str) -> None:
         {"kv_cache_gib": 1, "num_gpu_blocks": 4},
         {"enable_prefix_caching": 1},
         {"load_format": "pt"},
+        {"quantization": "fp8"},
+        {"quantization": 8},
+        {"quantization": False},
         {"tensor_parallel_size": 2},
         {"decode_reserve_blocks": -1},
     ],
@@ -50,6 +54,13 @@ def test_an_unknown_setting_names_the_near_one(name: str, hint: str) -> None:
 def test_a_bad_value_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(reversed(settings))):
         make_config("m", settings)
+
+
+def test_a_bad_quantization_names_the_allowed_and_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"None or one of int8, int4, gguf, got 'INT-4'.*mean 'int4'"
+    ):
+        make_config("m", {"quantization": "INT-4"})
 
 
 def test_dtype_has_its_usual_spellings() -> None:

@@ -1,0 +1,158 @@
+"""`bench.py quantization`: what quantised weights cost in quality and save in memory and time.
+
+Called by benchmark.py. A process for each row, so that its peak memory is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from nanoengine.benchmark_limits import rounded
+from nanoengine.config import GIB, QUANTIZATIONS
+from nanoengine.llm import LLM
+from nanoengine.loader import read_model_config, resolve_model
+from nanoengine.probe import PROBE_ID, probe_sequence, time_steps
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Admission, ScheduledBatch, ScheduledSequence
+
+Row = dict[str, Any]
+METHODS = ("none", *QUANTIZATIONS)
+BATCHES = (1, 8)
+TEXT = Path(__file__).parent.parent / "tests" / "data" / "alice.txt"
+HEAD_ROWS = 128
+COLUMNS = ("perplexity", "weight_mib", "peak_mib", "prefill_tokens_per_s")
+
+
+def quantization(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
+    """A row for each method; prints them as a table, too.
+
+    perplexity: exp of the mean negative log-likelihood of the text's tokens but the first.
+    peak_mib: of a process that loads the model, prefills and decodes. prefill: a prompt of
+    `--input-len` random tokens. decode: steps over KV of random numbers, `--context` tokens each.
+    """
+    if len(args.methods) == 1:
+        return {"rows": [_measure(args, make_llm, args.methods[0])]}
+    rows = [_in_own_process(args, method) for method in args.methods]
+    print(_table(rows))
+    return {"rows": rows}
+
+
+def perplexity(llm: LLM, token_ids: list[int]) -> float:
+    """Of a text that fits one step, each token given those before it."""
+    engine = llm.llm_engine
+    runner, kv = engine._runner, engine.kv
+    assert runner is not None
+    seq = replace(probe_sequence(PROBE_ID, len(token_ids)), token_ids=token_ids)
+    kv.start_step()
+    try:
+        if kv.admit(seq) is not Admission.ADMITTED:
+            raise ValueError(f"a text of {len(token_ids)} tokens does not fit the KV cache")
+        batch = ScheduledBatch((ScheduledSequence(seq, len(token_ids)),))
+        with torch.inference_mode():
+            step = kv.begin(batch)
+            try:
+                hidden = runner._model.forward(runner.context(batch, step, None)).clone()
+            finally:
+                step.end()
+            targets = torch.tensor(token_ids[1:], device=hidden.device)
+            pairs = hidden[:-1], targets
+            losses = [
+                functional.cross_entropy(runner._model.logits(x).double(), y, reduction="sum")
+                for x, y in zip(*(torch.split(each, HEAD_ROWS) for each in pairs), strict=True)
+            ]
+    finally:
+        kv.deallocate(seq)
+    return math.exp(float(sum(losses)) / len(targets))
+
+
+def _measure(args: argparse.Namespace, make_llm: Callable[..., LLM], method: str) -> Row:
+    config = read_model_config(resolve_model(args.model))
+    tokens = max(max(BATCHES) * (args.context + 256), args.input_len, args.max_text_tokens) + 512
+    settings = {
+        "quantization": None if method == "none" else method,
+        "kv_cache_gib": tokens * config.kv_bytes_per_token(4) / GIB,
+        "max_num_seqs": max(BATCHES),
+        "enable_prefix_caching": False,
+    }
+    with make_llm(args, **settings) as llm:
+        engine = llm.llm_engine
+        assert engine._runner is not None
+        row: Row = {"method": method, "prefill_tokens_per_s": _prefill(args, llm)}
+        for batch in BATCHES:
+            lengths = [args.context] * batch
+            times = time_steps(engine._runner, engine.kv, engine.device, lengths)
+            row[f"decode_tokens_per_s_{batch}"] = rounded(batch / statistics.median(times))
+        row["peak_mib"] = rounded(engine.device.peak_memory_mib())
+        row["weight_mib"] = rounded(engine.plan.weight_bytes / (1 << 20))
+        text = Path(args.text or TEXT).read_text(encoding="utf-8")
+        ids = llm.tokenizer.encode(text)[: args.max_text_tokens]
+        row["perplexity"] = rounded(perplexity(llm, ids))
+        return row | {"text_tokens": len(ids), "quantization": engine.plan.quantization}
+
+
+def _prefill(args: argparse.Namespace, llm: LLM) -> float:
+    """Tokens per second of the median of three prompts."""
+    rng = random.Random(args.seed)
+    vocab = llm.llm_engine.model_config.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=1)
+    times = []
+    for _ in range(4):
+        prompt = [rng.randrange(vocab) for _ in range(args.input_len)]
+        start = time.perf_counter()
+        llm.generate([prompt], params, use_tqdm=False)
+        times.append(time.perf_counter() - start)
+    return rounded(args.input_len / statistics.median(times[1:]))
+
+
+def _in_own_process(args: argparse.Namespace, method: str) -> Row:
+    """The same command for one method alone; its last line of output is its result."""
+    given = vars(args) | {"methods": method}
+    flags = [
+        part
+        for name, value in given.items()
+        if value is not None and name not in ("run", "json")
+        for part in ("--" + name.replace("_", "-"), str(value))
+    ]
+    command = [sys.executable, "-m", "nanoengine.benchmark", "quantization", *flags]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    row: Row = json.loads(done.stdout.splitlines()[-1])["rows"][0]
+    return row
+
+
+def _table(rows: list[Row]) -> str:
+    columns = ("method", *COLUMNS, *(f"decode_tokens_per_s_{batch}" for batch in BATCHES))
+    cells = [columns, *([str(row[column]) for column in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+
+
+def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Callable[..., Any]]]:
+    """The subcommand of this module, with its function."""
+    sub = commands.add_parser(
+        "quantization",
+        help="quantised weights (lossy): perplexity, memory, speed",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    sub.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="rows")
+    sub.add_argument("--text", help="a text file for the perplexity; default: one of the tests'")
+    sub.add_argument("--max-text-tokens", type=int, default=2000, help="most tokens of it")
+    sub.add_argument("--input-len", type=int, default=1024, help="tokens of a prefill")
+    sub.add_argument("--context", type=int, default=512, help="tokens of each decoding request")
+    yield sub, quantization

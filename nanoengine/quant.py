@@ -1,0 +1,303 @@
+"""Weight-only quantisation: fewer bits for a weight, products by PyTorch's packed operators. Lossy,
+but for the 4-bit codes that a GGUF stored, which "gguf" finds again.
+
+Owns the two schemes and the packed weights. Knows no layer and no model: it is given one weight at
+a time, while a model loads, and counts what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanoengine.errors import ConfigError
+
+GROUPS = (128, 64, 32)  # inputs that share a scale and a zero in int4, the largest that divides
+# Up to so many tokens the packed operators are faster, beyond them a product with the weight
+# unpacked for the moment (measured: one core, SmolLM2-135M's shapes).
+FEW_TOKENS_INT8, FEW_TOKENS_INT4 = 16, 64
+# A CPU's kernels read past rows that are no multiple of a vector.
+INT8_INPUTS = 32
+INT4_OUTPUTS = 16
+_CUDA_TILE = 16  # inputs of a tile of the packed int4 layout on CUDA, which takes 2, 4 or 8 at once
+STORED_GROUP = 32  # weights of a block in Q4_0 and Q4_1
+# How far, in steps, a weight may lie from a step and still have been stored there: roundings, of
+# weights to the model's dtype and of scales and zeros, were 0.1 at most.
+STORED_SLACK = 0.25
+# Elements unpacked at a time, and quantised at a time (in float32).
+_PIECE = 1 << 22
+_TRIAL_SHAPE = (128, 128)
+
+
+def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[outputs, inputs] -> int8 codes of that shape and scales [outputs] in the weight's dtype.
+
+    weight is about codes * scale, off by half a scale at most: scale = max|row| / 127, rounded
+    before the codes are chosen.
+    """
+    wide = weight.float()
+    scales = _positive(wide.abs().amax(1) / 127, weight.dtype)
+    codes = (wide / scales.float().unsqueeze(1)).round_().clamp_(-127, 127)
+    return codes.to(torch.int8), scales
+
+
+def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """[outputs, inputs] -> uint8 codes 0 to 15 of that shape, scales and zeros
+    [inputs / group, outputs, 2] in the weight's dtype.
+
+    weight is about (code - 8) * scale + zero; scale = (max - min) / 15 of the group. Off by half a
+    scale, and by the rounding of a zero that is hundreds of scales away.
+    """
+    wide = weight.float().reshape(len(weight), -1, group)
+    scales, zeros = _spanning(wide, weight.dtype)
+    codes, _ = _coded(wide, scales, zeros)
+    return codes, torch.stack((scales.T, zeros.T), dim=2).contiguous()
+
+
+def stored_int4(weight: Tensor) -> tuple[Tensor, Tensor] | None:
+    """What quantise_int4 gives, of a weight that a GGUF held in Q4_1 or Q4_0 blocks: with the codes
+    that it held. None if it did not.
+
+    Of a Q4_1 block, min + scale * code, both ends are taken; of a Q4_0 block, scale * (code - 8)
+    with a signed scale, the farthest weight has code 0. So each block tells its scale.
+    """
+    wide = weight.float().reshape(len(weight), -1, STORED_GROUP)
+    scales, zeros = _spanning(wide, weight.dtype)
+    low, high = wide.amin(2), wide.amax(2)
+    symmetric = _positive(torch.maximum(-low, high) / 8, weight.dtype)
+    shifts = torch.where(high > -low, symmetric, torch.zeros_like(symmetric))
+    fits = _coded(wide, symmetric, shifts)[1] < _coded(wide, scales, zeros)[1]
+    scales, zeros = torch.where(fits, symmetric, scales), torch.where(fits, shifts, zeros)
+    codes, off = _coded(wide, scales, zeros)
+    if off.max() > STORED_SLACK:
+        return None
+    return codes, torch.stack((scales.T, zeros.T), dim=2).contiguous()
+
+
+def _spanning(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scales and zeros of groups [outputs, groups, n] from the least to the largest."""
+    low, high = wide.amin(2), wide.amax(2)
+    scales = _positive((high - low) / 15, dtype)
+    return scales, (low + 8 * scales.float()).to(dtype)
+
+
+def _coded(wide: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes, uint8 [outputs, inputs], and how far the farthest of each group is off, in
+    steps.
+    """
+    steps = (wide - zeros.float().unsqueeze(2)) / scales.float().unsqueeze(2)
+    codes = steps.round().clamp_(-8, 7)
+    off = (steps - codes).abs_().amax(2)
+    return codes.add_(8).to(torch.uint8).flatten(1), off
+
+
+def _positive(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounded; 1 where all weights are 0."""
+    rounded = scales.to(dtype)
+    return torch.where(rounded == 0, torch.ones_like(rounded), rounded)
+
+
+class Int8Weight:
+    """x @ weight.T of an int8 weight with a scale for each output."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """weight: [outputs, inputs]; float32, bfloat16 or float16."""
+        pieces = [quantise_int8(piece) for piece in _pieces(weight)]
+        self._codes = torch.cat([codes for codes, _ in pieces])
+        self._scales = torch.cat([scales for _, scales in pieces])
+        self.num_bytes = self._codes.nbytes + self._scales.nbytes
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether the operator is right for this shape."""
+        return weight.shape[1] % INT8_INPUTS == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs], in the weight's dtype."""
+        x = x.contiguous()
+        if len(x) <= FEW_TOKENS_INT8:
+            return torch._weight_int8pack_mm(x, self._codes, self._scales)
+        # Codes are whole numbers up to 127: bfloat16 holds them.
+        parts = [functional.linear(x, codes.to(x.dtype)) for codes in _pieces(self._codes)]
+        return _joined(parts).mul_(self._scales)
+
+
+class Int4Weight:
+    """x @ weight.T of an int4 weight with a scale and a zero for each group of inputs."""
+
+    def __init__(self, pieces: Iterable[tuple[Tensor, Tensor]], block: int) -> None:
+        """pieces: what `quantise_int4` gives of the weight, some outputs at a time; scales float32
+        or bfloat16 on a CPU, bfloat16 on CUDA. block: outputs of a block of the packed layout, 0
+        where it is unknown (see `packed_block`).
+        """
+        packed, both = [], []
+        for codes, scales_zeros in pieces:
+            packed.append(pack_int4(codes))
+            both.append(scales_zeros)
+        self._inputs = codes.shape[1]
+        self._packed, self._scales_zeros = torch.cat(packed), torch.cat(both, dim=1)
+        num_groups, outputs, _ = self._scales_zeros.shape
+        self.group = self._inputs // num_groups
+        self._block = block if block and outputs % block == 0 else 0
+        self.num_bytes = self._packed.nbytes + self._scales_zeros.nbytes
+
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether the operator is right for this shape."""
+        outputs, inputs = weight.shape
+        return outputs % INT4_OUTPUTS == 0 and inputs % GROUPS[-1] == 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs], in the weight's dtype."""
+        x = x.contiguous()
+        if self._block and len(x) > FEW_TOKENS_INT4:
+            return _joined([x @ part for part in self._unpacked()])
+        if x.device.type == "cpu":
+            return torch._weight_int4pack_mm_for_cpu(
+                x, self._packed, self.group, self._scales_zeros
+            )
+        return torch._weight_int4pack_mm(x, self._packed, self.group, self._scales_zeros)
+
+    def _unpacked(self) -> Iterator[Tensor]:
+        """The weight as [inputs, some outputs] at a time, in its dtype."""
+        inputs, group, block = self._inputs, self.group, self._block
+        rows = max(1, _PIECE // inputs // block) * block
+        for packed, both in zip(
+            torch.split(self._packed, rows), torch.split(self._scales_zeros, rows, 1), strict=True
+        ):
+            codes = unpack_int4(packed, block).to(both.dtype)
+            grouped = codes.view(-1, inputs // group, group, block)
+            by_block = both.view(inputs // group, -1, 1, block, 2).permute(4, 1, 0, 2, 3)
+            scales, zeros = by_block.contiguous()
+            weight = torch.addcmul(zeros, grouped, scales)
+            yield weight.flatten(1, 2).transpose(0, 1).flatten(1)
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """uint8 codes [outputs, inputs] -> the layout that this device's operator reads."""
+    if codes.device.type == "cpu":
+        return torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    tiles = next(n for n in (8, 4, 2) if codes.shape[1] % (n * _CUDA_TILE) == 0)
+    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+    return torch._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+
+
+def unpack_int4(packed: Tensor, block: int) -> Tensor:
+    """A CPU's packed weight -> int8 codes less 8, [outputs / block, inputs, block].
+
+    A block of outputs lies together; for each input, the codes of its first half share bytes with
+    those of its second half.
+    """
+    halves = packed.view(-1, packed.shape[1] * 2, block // 2)
+    return torch.cat((halves & 15, halves >> 4), dim=2).view(torch.int8).sub_(8)
+
+
+def packed_block() -> int:
+    """Outputs of a block of the CPU's packed layout: 64 with AVX-512, 32 with AVX2; found by
+    trying, 0 if it is none that `unpack_int4` knows.
+    """
+    codes = torch.randint(0, 16, _TRIAL_SHAPE, generator=torch.Generator().manual_seed(0))
+    packed = pack_int4(codes)
+    for block in (64, 32):
+        if torch.equal(unpack_int4(packed, block).transpose(1, 2).flatten(0, 1) + 8, codes):
+            return block
+    return 0
+
+
+class Quantizer:
+    """Quantises the weights of one model as they are loaded, and counts them."""
+
+    def __init__(self, method: str, device: torch.device, dtype: torch.dtype) -> None:
+        """method: see EngineConfig. Raises ConfigError where its operator does not work."""
+        self._method = method
+        self._dtype = dtype
+        if method != "int8" and device.type != "cpu" and dtype is not torch.bfloat16:
+            raise ConfigError(
+                f'quantization="{method}" computes in bfloat16 on {device.type}, got {dtype}; '
+                'set dtype="bfloat16" or quantization="int8"'
+            )
+        self._block = packed_block() if method != "int8" and device.type == "cpu" else 0
+        self._groups: set[int] = set()
+        self._num_quantised = self._num_left = 0
+        self._saved_bytes = 0
+        self._try(device)
+
+    def product(self, weight: Tensor) -> Int8Weight | Int4Weight | None:
+        """x -> x @ weight.T with the weight quantised; None where no operator takes its shape."""
+        packed = self._pack(weight)
+        if packed is None:
+            self._num_left += 1
+            return None
+        self._num_quantised += 1
+        self._saved_bytes += weight.nbytes - packed.num_bytes
+        if isinstance(packed, Int4Weight):
+            self._groups.add(packed.group)
+        return packed
+
+    def saved_bytes(self) -> int:
+        """By all weights so far. Raises ConfigError if none was quantised."""
+        if not self._num_quantised:
+            why = (
+                "came from Q4_0 or Q4_1 blocks" if self._method == "gguf" else "has a shape for it"
+            )
+            raise ConfigError(
+                f"quantization={self._method!r}: no weight of the layers {why}; leave it out"
+            )
+        return self._saved_bytes
+
+    def __str__(self) -> str:
+        """For the plan."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        label, scheme, others = "lossy", "a scale for each output", "of other shapes"
+        if self._method != "int8":
+            groups = " or ".join(map(str, sorted(self._groups)))
+            scheme = f"a scale and a zero for {groups} inputs"
+        if self._method == "gguf":
+            label, others = f"4-bit codes as stored, scales in {dtype}", "stored otherwise"
+        left = f"; {self._num_left} {others} left in {dtype}" if self._num_left else ""
+        return (
+            f"{self._method} ({label}): {self._num_quantised} weights, {scheme}{left}; embeddings, "
+            f"output head and norms in {dtype}"
+        )
+
+    def _pack(self, weight: Tensor) -> Int8Weight | Int4Weight | None:
+        if self._method == "int8":
+            return Int8Weight(weight) if Int8Weight.takes(weight) else None
+        if not Int4Weight.takes(weight):
+            return None
+        if self._method == "gguf":
+            stored = [stored_int4(piece) for piece in _pieces(weight)]
+            found = [piece for piece in stored if piece is not None]
+            return Int4Weight(found, self._block) if len(found) == len(stored) else None
+        group = next(group for group in GROUPS if weight.shape[1] % group == 0)
+        return Int4Weight((quantise_int4(p, group) for p in _pieces(weight)), self._block)
+
+    def _try(self, device: torch.device) -> None:
+        """A product of the identity is the weight itself, which has 16 steps."""
+        outputs, inputs = _TRIAL_SHAPE
+        row = torch.arange(inputs, device=device) % 16 / 8 - 1
+        weight = row.expand(outputs, inputs).to(self._dtype)
+        try:
+            packed = self._pack(weight)
+            assert packed is not None
+            found = packed(torch.eye(inputs, dtype=self._dtype, device=device)[:8]).T
+            reason = "its product is wrong"
+        except (RuntimeError, AttributeError) as error:
+            found, reason = torch.zeros(outputs, 8), str(error).splitlines()[0]
+        if not torch.allclose(found.float().cpu(), weight[:, :8].float().cpu(), atol=0.01):
+            raise ConfigError(
+                f"quantization={self._method!r} does not work with PyTorch {torch.__version__} on "
+                f"{device.type} in {self._dtype}: {reason}; leave it out"
+            )
+
+
+def _pieces(weight: Tensor) -> tuple[Tensor, ...]:
+    """Rows of a weight, a few MiB at a time; a multiple of 64, as packed layouts want it."""
+    return torch.split(weight, max(64, _PIECE // weight.shape[1] // 64 * 64))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
