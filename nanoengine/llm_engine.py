@@ -83,20 +83,8 @@ class LLMEngine:
         dtype, why = self._dtype()
         kernels, no_kernels = self._kernels()
         ops = self._layer_ops(kernels, dtype, quantizer := self._quantizer(dtype))
-        folder = find_model(self.config.model, self.config.load_format)
-        with ThreadPoolExecutor(1) as thread:  # the vocabulary is parsed while weights are packed
-            tokenizer = thread.submit(self._load_tokenizer, folder)
-            loaded = load_model(
-                folder,
-                self.config.load_format,
-                self.device.torch_device,
-                dtype,
-                self.config.seed,
-                ops,
-                self.config.max_model_len,
-            )
+        loaded, self._tokenizer = self._load(ops, dtype)
         self.model_config: ModelConfig = loaded.config
-        self._tokenizer = tokenizer.result()
         attention = make_attention(
             kernels,
             no_kernels,
@@ -317,6 +305,22 @@ class LLMEngine:
     ) -> ModelRunner:
         sampler = Sampler(ops.argmax, self.device.tensor)
         return ModelRunner(loaded.decoder, attention, kv, sampler, self.device)
+
+    def _load(self, ops: LayerOps, dtype: torch.dtype) -> tuple[LoadedModel, Tokenizer | None]:
+        config = self.config
+        folder = find_model(config.model, config.load_format)
+        with ThreadPoolExecutor(1) as thread:  # the vocabulary is parsed while weights are packed
+            tokenizer = thread.submit(self._load_tokenizer, folder)
+            loaded = load_model(
+                folder,
+                config.load_format,
+                self.device.torch_device,
+                dtype,
+                config.seed,
+                ops,
+                config.max_model_len,
+            )
+        return loaded, tokenizer.result()
 
     def _profiled_bytes(
         self, loaded: LoadedModel, attention: AttentionBackend, ops: LayerOps, dtype: torch.dtype
