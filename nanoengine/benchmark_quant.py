@@ -14,26 +14,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch.nn import functional
 
 from nanoengine.benchmark_limits import rounded
 from nanoengine.config import GIB, QUANTIZATIONS
 from nanoengine.llm import LLM
 from nanoengine.loader import read_model_config, resolve_model
-from nanoengine.probe import PROBE_ID, probe_sequence, time_steps
+from nanoengine.probe import time_steps
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Admission, ScheduledBatch, ScheduledSequence
 
 Row = dict[str, Any]
 METHODS = ("none", *QUANTIZATIONS)
 BATCHES = (1, 8)
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "alice.txt"
-HEAD_ROWS = 128
 COLUMNS = ("perplexity", "weight_mib", "peak_mib", "prefill_tokens_per_s")
 
 
@@ -52,31 +46,14 @@ def quantization(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
 
 
 def perplexity(llm: LLM, token_ids: list[int]) -> float:
-    """Of a text that fits one step, each token given those before it."""
-    engine = llm.llm_engine
-    runner, kv = engine._runner, engine.kv
-    assert runner is not None
-    seq = replace(probe_sequence(PROBE_ID, len(token_ids)), token_ids=token_ids)
-    kv.start_step()
-    try:
-        if kv.admit(seq) is not Admission.ADMITTED:
-            raise ValueError(f"a text of {len(token_ids)} tokens does not fit the KV cache")
-        batch = ScheduledBatch((ScheduledSequence(seq, len(token_ids)),))
-        with torch.inference_mode():
-            step = kv.begin(batch)
-            try:
-                hidden = runner._model.forward(runner.context(batch, step, None)).clone()
-            finally:
-                step.end()
-            targets = torch.tensor(token_ids[1:], device=hidden.device)
-            pairs = hidden[:-1], targets
-            losses = [
-                functional.cross_entropy(runner._model.logits(x).double(), y, reduction="sum")
-                for x, y in zip(*(torch.split(each, HEAD_ROWS) for each in pairs), strict=True)
-            ]
-    finally:
-        kv.deallocate(seq)
-    return math.exp(float(sum(losses)) / len(targets))
+    """Of a text that fits the context, each token given those before it."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    (output,) = llm.generate([token_ids], params, use_tqdm=False)
+    if output.error is not None:
+        raise output.error
+    scored = zip(token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
+    logprobs = [entry[token_id].logprob for token_id, entry in scored if entry]
+    return math.exp(-statistics.fmean(logprobs))
 
 
 def _measure(args: argparse.Namespace, make_llm: Callable[..., LLM], method: str) -> Row:

@@ -17,7 +17,7 @@ from driver import assert_all_free
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from nanoengine import LLM
+from nanoengine import LLM, PromptTooLongError
 from nanoengine.benchmark import main
 from nanoengine.benchmark_quant import TEXT, perplexity
 from nanoengine.loader import BUNDLED_MODEL as MODEL
@@ -130,7 +130,7 @@ def test_perplexity_is_transformers(tiny: Tiny) -> None:
         for _ in range(2):  # and it leaves nothing behind
             assert perplexity(llm, ids) == pytest.approx(math.exp(losses), rel=1e-4)
             llm.llm_engine.kv.check()
-        with pytest.raises(ValueError, match="300 tokens does not fit"):
+        with pytest.raises(PromptTooLongError, match="300 tokens"):
             perplexity(llm, ids + ids[:100])
         assert_all_free(llm.llm_engine)
 
