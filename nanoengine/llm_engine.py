@@ -89,7 +89,7 @@ class LLMEngine:
             self.device.torch_device,
             dtype,
             self.config.kvcache_block_size,
-            loaded.config.head_dim,
+            loaded.config.attention,
         )
         self.plan: MemoryPlan = plan_memory(
             self.config,

@@ -34,7 +34,13 @@ from nanoengine.errors import (
 )
 from nanoengine.gguf_convert import CONVERTER_VERSION, convert_gguf
 from nanoengine.layers import LayerOps
-from nanoengine.models import ARCHITECTURES, Decoder, TensorSource, weight_shapes
+from nanoengine.models import (
+    ARCHITECTURES,
+    Decoder,
+    TensorSource,
+    layer_windows,
+    weight_shapes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -130,16 +136,17 @@ def read_model_config(
         raise ModelNotFoundError(f"{folder} has no config.json{_gguf_hint(folder)}")
     content = _Json(folder / "config.json")
     architecture = _architecture(content, supported)
-    _refuse_settings(content)
+    _refuse_settings(content, has_windows=bool(ARCHITECTURES[architecture].windows))
     num_heads = content.size("num_attention_heads")
     hidden_size = content.size("hidden_size")
     vocab_size = content.size("vocab_size")
+    num_layers = content.size("num_hidden_layers")
     config = ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=content.size("intermediate_size"),
-        num_layers=content.size("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=content.size("num_key_value_heads", num_heads),
         head_dim=content.size("head_dim", _default_head_dim(architecture, hidden_size, num_heads)),
@@ -150,6 +157,7 @@ def read_model_config(
         attention_bias=content.flag("attention_bias"),
         mlp_bias=content.flag("mlp_bias"),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
+        windows=layer_windows(architecture, content.values, num_layers, content.path),
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
@@ -236,13 +244,13 @@ def _architecture(content: _Json, supported: Collection[str]) -> str:
     )
 
 
-def _refuse_settings(content: _Json) -> None:
+def _refuse_settings(content: _Json, has_windows: bool) -> None:
     """What would change the arithmetic and that no model here computes."""
     refused = {
         "hidden_act": content.get("hidden_act") not in (None, "silu", "swish"),
         "quantization_config": content.get("quantization_config") is not None,
         "partial_rotary_factor": content.get("partial_rotary_factor") not in (None, 1, 1.0),
-        "sliding_window": _has_window(content),
+        "sliding_window": not has_windows and _has_window(content),
         "auto_map": _brings_code(content),
     }
     for key, is_refused in refused.items():

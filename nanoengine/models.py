@@ -6,32 +6,73 @@ A new architecture is a row in ARCHITECTURES; a new class only when the block gr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanoengine.config import ModelConfig
 from nanoengine.context import ForwardContext, StepInputs
+from nanoengine.errors import UnsupportedModelError
 from nanoengine.layers import Attention, GateUp, LayerOps, Norm, Product, Rotary
 
 TensorSource = Callable[[str], Tensor]
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """What differs between decoders. qk_norm: RMSNorm over each head of q and k before the
-    rotation.
+    rotation. windows: which layers may have a sliding window, by what config.json says:
+    "every layer" or "layer_types"; "": none, it is refused.
     """
 
     qk_norm: bool = False
+    windows: str = ""
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True),
+    "MistralForCausalLM": Architecture(windows="every layer"),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True, windows="layer_types"),
 }
+
+
+def layer_windows(
+    architecture: str, settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, () without any, as transformers' classes read config.json.
+
+    settings: of config.json, at `where`. Raises UnsupportedModelError for what they would not run.
+    """
+    rule = ARCHITECTURES[architecture].windows
+    if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
+        window, first = None, num_layers
+    else:
+        window, first = settings.get("sliding_window", 4096), 0
+    if rule == "layer_types" and window is not None:
+        first = settings.get("max_window_layers", 28)
+    if window is not None and (type(window) is not int or window < 1 or type(first) is not int):
+        raise UnsupportedModelError(f"{where}: a 'sliding_window' of {window!r} is not supported")
+    kinds: Any = [SLIDING if window and i >= first else FULL for i in range(num_layers)]
+    listed = settings.get("layer_types")
+    if listed is not None and listed != kinds:
+        if rule != "layer_types" or not window or not _are_layer_types(listed, num_layers):
+            raise UnsupportedModelError(
+                f"{where}: 'layer_types' {listed!r} with a 'sliding_window' of {window} is not "
+                "supported"
+            )
+        kinds = listed
+    windows = tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _are_layer_types(listed: object, num_layers: int) -> bool:
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        return False
+    return all(kind in (FULL, SLIDING) for kind in listed)
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

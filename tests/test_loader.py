@@ -366,7 +366,11 @@ def config_of(folder: Path, changes: dict[str, Any], **files: Any) -> ModelConfi
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-tied", "llama-bias", "llama-rope-llama3", "llama-rope-linear", "qwen3"]
+    "name",
+    [
+        *("llama", "llama-tied", "llama-bias", "llama-rope-llama3", "llama-rope-linear", "qwen3"),
+        *("mistral-window", "qwen3-window"),
+    ],
 )
 def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
     ours, theirs = read_model_config(tiny(name)), AutoConfig.from_pretrained(tiny(name))
@@ -382,9 +386,14 @@ def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
         ("rms_norm_eps", "rms_norm_eps"),
         ("max_position", "max_position_embeddings"),
         ("tie_word_embeddings", "tie_word_embeddings"),
-        ("attention_bias", "attention_bias"),
     ):
         assert getattr(ours, our_name) == getattr(theirs, their_name), our_name
+    kinds = getattr(theirs, "layer_types", None)  # of Mistral every layer has the window
+    kinds = kinds or ["sliding_attention"] * theirs.num_hidden_layers
+    window = getattr(theirs, "sliding_window", None)
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    assert ours.windows == (tuple(windows) if any(windows) else ())
+    assert ours.attention_bias == getattr(theirs, "attention_bias", False)
     assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
     rope = theirs.rope_parameters
     assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"])
@@ -431,7 +440,7 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, Qwen3"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*LlamaForCausalLM, .*Qwen3"),
         ({"architectures": []}, "not supported"),
         ({"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
         ({"sliding_window": 4096}, "sliding_window"),

@@ -1,0 +1,224 @@
+"""Sliding windows and softcaps: every backend against float64, and the law that neither chunks nor
+what lies before the window move a bit; which layers have one; and KV that every layer has left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from marks import needs_compiler
+from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
+from torch import Tensor
+
+from nanoengine.attention import CpuAttention, TorchAttention
+from nanoengine.config import AttentionConfig
+from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
+from nanoengine.cpu_kernels import CpuKernels
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.models import layer_windows
+
+CPU = torch.device("cpu")
+# Prompts whole and on top of earlier keys, decodes of one to four queries, one key, no key.
+Q_LENS = [1, 7, 70, 1, 3, 5, 1, 1]
+KV_LENS = [300, 300, 70, 65, 600, 5, 1, 0]
+# Smaller than a block, past a tile and past a segment by one, longer than the context.
+WINDOWS = [1, 5, 16, 65, 257, 1000]
+ISAS = {"native": (), "avx2": ("-mno-avx512f",), "generic": ("-march=x86-64",)}
+
+
+class Cache:
+    """The chunks of every layer."""
+
+    def __init__(self, chunks: list[KVChunk]) -> None:
+        self._chunks = [*chunks[:-1], replace(chunks[-1], is_last=True)]
+
+    def read(self, layer: int) -> Iterator[KVChunk]:
+        yield from self._chunks
+
+
+def run(backend: AttentionBackend, batch: Batch, chunks: list[KVChunk], layer: int = 0) -> Tensor:
+    nothing = torch.empty(0)
+    ctx = ForwardContext(
+        token_ids=nothing,
+        positions=nothing,
+        query_start=batch.query_start(),
+        kv_lens=int32(batch.kv_lens),
+        lengths=tuple(zip(batch.q_lens, batch.kv_lens, strict=True)),
+        logit_rows=nothing,
+        kv=Cache(chunks),
+        attention=backend,
+    )
+    for before in range(layer):
+        backend.run(before, batch.q, ctx)
+    return backend.run(layer, batch.q, ctx)
+
+
+def whole(batch: Batch) -> list[KVChunk]:
+    return [chunk_of(batch, {s: (0, len(t)) for s, t in enumerate(batch.tables)})]
+
+
+def split(batch: Batch, seed: int, begins: list[int] | None = None) -> list[KVChunk]:
+    """Some blocks of some sequences at a time, each chunk from a pool of its own. begins: the
+    first block of each sequence."""
+    rng, lengths = random.Random(seed), [len(table) for table in batch.tables]
+    at, chunks = [*(begins or [0] * len(lengths))], []
+    while any(begin < end for begin, end in zip(at, lengths, strict=True)):
+        spans = {}
+        for seq, (begin, end) in enumerate(zip(at, lengths, strict=True)):
+            if begin < end and rng.random() < 0.7:
+                at[seq] = min(end, begin + rng.randint(1, max(1, end // 2)))
+                spans[seq] = begin, at[seq]
+        if spans:
+            chunks.append(chunk_of(batch, spans, scatter=True))
+    return chunks
+
+
+def first_blocks(batch: Batch, window: int) -> list[int]:
+    """Of each sequence, the first block that its first query sees."""
+    lengths = zip(batch.q_lens, batch.kv_lens, strict=True)
+    return [max(0, kv - q + 1 - window) // batch.block_size for q, kv in lengths]
+
+
+def make_plain(config: AttentionConfig) -> AttentionBackend:
+    return TorchAttention(config)
+
+
+def make_triton(config: AttentionConfig) -> AttentionBackend:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from nanoengine.triton_attention import TritonAttention
+
+    return TritonAttention(config, torch.float32, CPU)
+
+
+@pytest.fixture(params=["C", "torch", "triton"])
+def make(
+    request: pytest.FixtureRequest, build_folder: Path
+) -> Callable[[AttentionConfig], AttentionBackend]:
+    if request.param == "C":
+        kernels = CpuKernels.load(build_folder)
+        return lambda config: CpuAttention(config, kernels)
+    return make_plain if request.param == "torch" else make_triton
+
+
+pytestmark = [pytest.mark.usefixtures("two_threads"), needs_compiler]
+
+
+def some_batch(block_size: int = 16, **settings: Any) -> Batch:
+    """The last sequence, which only pads, has no keys; its result is 0."""
+    settings = {"dtype": torch.float32, "head_dim": 24, "kv_heads": 1} | settings
+    return make_batch(Q_LENS, KV_LENS, block_size=block_size, **settings)
+
+
+def assert_right(got: Tensor, batch: Batch, limit: float, *what: Any) -> None:
+    assert relative_error(got[:-1], batch.reference(*what)[:-1]) < limit
+
+
+@pytest.mark.parametrize("window", [5, 16, 257, 1000])
+def test_backends_against_float64(
+    make: Callable[[AttentionConfig], AttentionBackend], window: int
+) -> None:
+    """The second layer of two that differ; and again in pieces, without the blocks that the
+    first query does not see: the same bits.
+    """
+    batch = some_batch()
+    for softcap in (None, 3.0):
+        config = AttentionConfig(24, softcap=softcap, windows=(3, window))
+        got = run(make(config), batch, whole(batch), layer=1)
+        assert_right(got, batch, 5e-6, window, softcap)
+    parts = split(batch, window, first_blocks(batch, window))
+    first = make(AttentionConfig(24, softcap=softcap, windows=(window,)))
+    assert torch.equal(run(first, batch, parts)[:-1], got[:-1])
+    assert torch.equal(run(first, batch, split(batch, window + 1))[:-1], got[:-1])
+
+
+def test_a_scale_of_its_own(make: Callable[[AttentionConfig], AttentionBackend]) -> None:
+    batch = some_batch()
+    got = run(make(AttentionConfig(24, scale=0.5)), batch, whole(batch))
+    scaled = replace(batch, q=batch.q * (0.5 * 24**0.5))
+    assert_right(got, scaled, 5e-6)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)], ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("block_size", [5, 300])
+def test_the_c_kernel(
+    build_folder: Path, isa: str, dtype: torch.dtype, limit: float, block_size: int
+) -> None:
+    """In every instruction set and mode: what lies in blocks before the window is not read."""
+    kernels = CpuKernels.load(build_folder, ISAS[isa])
+    for window in WINDOWS:
+        softcap = 2.0 if window % 2 else None
+        batch = some_batch(block_size, dtype=dtype, head_dim=40, seed=window)
+        config = AttentionConfig(40, softcap=softcap, windows=(window,))
+        got = run(CpuAttention(config, kernels), batch, whole(batch))
+        assert_right(got, batch, limit, window, softcap)
+        for table, first in zip(batch.tables, first_blocks(batch, window), strict=True):
+            for pool in (batch.k_pool, batch.v_pool):
+                pool[table[:first]] = torch.nan
+        for chunks in (whole(batch), split(batch, window)):
+            assert torch.equal(run(CpuAttention(config, kernels), batch, chunks), got)
+
+
+def test_a_prompt_in_pieces_moves_no_bit_of_the_c_kernel(build_folder: Path) -> None:
+    """Pieces of prompt length: a tile that a neighbour needs changes nothing for a row."""
+    kernels = CpuKernels.load(build_folder)
+    for window in (7, 64, 100):
+        backend = CpuAttention(AttentionConfig(24, windows=(window,)), kernels)
+        batch = make_batch([400], [400], dtype=torch.float32, head_dim=24)
+        got = run(backend, batch, whole(batch))
+        done = 0
+        for size in (130, 5, 65, 200):
+            rows = slice(done, done + size)
+            done += size
+            tables = [batch.tables[0][: -(-done // 16)]]
+            piece = replace(batch, q=batch.q[rows], q_lens=[size], kv_lens=[done], tables=tables)
+            assert torch.equal(run(backend, piece, split(piece, done)), got[rows])
+
+
+# -- which layers have a window
+
+
+def qwen3(**settings: Any) -> tuple[int | None, ...]:
+    return layer_windows("Qwen3ForCausalLM", settings, 3, "config.json")
+
+
+def mistral(**settings: Any) -> tuple[int | None, ...]:
+    return layer_windows("MistralForCausalLM", settings, 2, "config.json")
+
+
+def test_windows_are_read_as_transformers_does() -> None:
+    """Left out, a window is 4096 keys, and Qwen's begins at layer 28."""
+    assert mistral() == (4096, 4096)
+    assert mistral(sliding_window=None) == ()
+    assert mistral(sliding_window=7) == (7, 7)
+    assert qwen3(sliding_window=7) == ()
+    assert qwen3(sliding_window=7, use_sliding_window=False, max_window_layers=0) == ()
+    on = {"use_sliding_window": True}
+    assert qwen3(**on) == ()
+    assert qwen3(**on, max_window_layers=2) == (None, None, 4096)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert qwen3(**on, layer_types=kinds, sliding_window=9) == (9, None, 9)
+
+
+@pytest.mark.parametrize(
+    ("read", "settings"),
+    [
+        (qwen3, {"layer_types": ["sliding_attention"] * 3}),
+        (qwen3, {"use_sliding_window": True, "layer_types": ["sliding_attention"]}),
+        (qwen3, {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}),
+        (qwen3, {"use_sliding_window": True, "layer_types": 5}),
+        (qwen3, {"use_sliding_window": True, "sliding_window": 0}),
+        (qwen3, {"use_sliding_window": True, "max_window_layers": "1"}),
+        (mistral, {"layer_types": ["full_attention", "sliding_attention"]}),
+        (mistral, {"sliding_window": "all"}),
+    ],
+)
+def test_other_windows_are_refused(read: Callable[..., Any], settings: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: .*sliding_window"):
+        read(**settings)
