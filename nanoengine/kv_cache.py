@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -20,6 +20,7 @@ from nanoengine.block_manager import Block, BlockKey, BlockManager, block_key
 from nanoengine.block_table import BlockTable, StepBudget, Write
 from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError, PromptTooLongError
+from nanoengine.kv_spec import KVSpec
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
 from nanoengine.placement import Placement, StepTables, device_slot
 from nanoengine.sequence import (
@@ -30,48 +31,6 @@ from nanoengine.sequence import (
 )
 from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV
 from nanoengine.step_plan import DEVICE, HOST, Location, Part, plan_reads
-
-
-@dataclass(frozen=True, slots=True)
-class KVSpec:
-    """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
-
-    num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
-    slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
-    """
-
-    num_layers: int
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    num_host_blocks: int = 0
-    ring_slots: int = 0
-    slot_blocks: int = 0
-    spare_blocks: int = 0
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: K and V of all layers."""
-        per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return 2 * self.num_layers * per_layer
-
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of the ring, whose slots hold one layer each."""
-        return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
-
-    @property
-    def capacity_blocks(self) -> int:
-        """Blocks that unfinished requests can hold, on both tiers."""
-        spare = self.spare_blocks if self.num_host_blocks else 0
-        return self.num_blocks + self.num_host_blocks - spare
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that unfinished requests can hold, on both tiers."""
-        return self.capacity_blocks * self.block_size
 
 
 class HybridKVCacheManager:
@@ -130,7 +89,7 @@ class HybridKVCacheManager:
     def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
         spec, asked = self.spec, num_prompt_tokens + (max_tokens or 1)
-        if asked <= spec.num_tokens:
+        if spec.holds(asked):
             return
         tiers = f"{spec.num_blocks} blocks x {spec.block_size} tokens"
         settings = "kv_cache_gib or num_gpu_blocks"
@@ -166,15 +125,19 @@ class HybridKVCacheManager:
         held = table.blocks or self._lookup(table)
         if not table.blocks and self._is_in_flight(table, len(held)):
             return Admission.IN_FLIGHT
-        needed = self._blocks_for(seq.num_tokens) - len(held)
+        left = table.num_left
+        if not table.blocks:
+            left = self.spec.first_held(self._num_found(seq, held))
+        most = min(self._blocks_for(seq.num_tokens), left + self.spec.most_held)
+        needed = max(0, most - len(held))
         reserve = self._decode_reserve_blocks if active else 0
         reserve += max(0, self._budget.loads - self.spec.spare_blocks)
         # A reclaimed block may be one of the hits, so what is idle is counted anew each time.
-        while needed + _num_idle(held) + reserve > self._manager.num_available:
+        while needed + _num_idle(held[left:]) + reserve > self._manager.num_available:
             if active or not self._reclaim(besides=seq.seq_id):
                 return Admission.FULL
         if not table.blocks:
-            self._take(table, held)
+            self._take(table, held, left)
         table.is_parked = False
         table.blocks += [self._manager.allocate() for _ in range(needed)]
         self._promise(table)
@@ -197,6 +160,9 @@ class HybridKVCacheManager:
         """
         table = self._tables[seq.seq_id]
         num_computed = seq.num_computed + num_ahead
+        if self.spec.window:
+            room = (table.num_left + self.spec.most_held) * self.spec.block_size - num_computed
+            num_tokens = min(num_tokens, room)
         needed = self._blocks_for(num_computed + num_tokens) - len(table.blocks)
         while needed > self._manager.num_available:
             if not self._reclaim(besides=seq.seq_id):
@@ -231,13 +197,10 @@ class HybridKVCacheManager:
         for index in range(first, self._blocks_for(seq.num_computed)):
             block = table.blocks[index]
             block.num_tokens = max(block.num_tokens, min(size, seq.num_computed - index * size))
-        if not self._enable_prefix_caching:
-            return
-        keys = self._keys(table, seq.num_computed // size)
-        for index in range(len(table.published), len(keys)):
-            parent = table.published[-1] if table.published else None
-            table.published.append(self._manager.publish(table.blocks[index], parent, keys[index]))
-            self._manager.withdraw(keys[index], seq.seq_id)
+        if self._enable_prefix_caching:
+            self._publish(table, seq.num_computed // size)
+        for block in reversed(table.leave(self.spec.first_held(seq.num_computed))):
+            self._release(block)
 
     def preempt(self, seq: Sequence) -> None:
         """The sequence leaves the running set and keeps its KV; `reserve` and `admit` of others may
@@ -270,7 +233,7 @@ class HybridKVCacheManager:
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
             self._withdraw(table)
-            for block in reversed(table.blocks):  # a prefix outlives what follows it in the LRU
+            for block in reversed(table.held):  # a prefix outlives what follows it in the LRU
                 self._release(block)
         seq.num_computed = 0
 
@@ -288,8 +251,9 @@ class HybridKVCacheManager:
         pool = self._pool
         values = torch.randn(shape, dtype=torch.float32, device=pool.device)
         slots = self._manager.host if on_host else self._manager.device
-        seq.num_computed = seq.num_tokens - 1
-        for index, block in enumerate(self._tables[seq.seq_id].blocks):
+        seq.num_computed, table = seq.num_tokens - 1, self._tables[seq.seq_id]
+        table.skip(self._blocks_for(seq.num_tokens) - len(table.blocks))
+        for index, block in enumerate(table.held, table.num_left):
             num_tokens = seq.num_computed - index * self.spec.block_size
             block.num_tokens = max(0, min(self.spec.block_size, num_tokens))
             if not block.num_tokens:
@@ -353,9 +317,10 @@ class HybridKVCacheManager:
         """
         references: dict[Block, int] = {}
         for table in self._tables.values():
-            for block in table.blocks:
+            for block in table.held:
                 references[block] = references.get(block, 0) + 1
-            held = sum(block.num_tokens for block in table.blocks)
+            held = sum(block.num_tokens for block in table.held)
+            held += table.num_left * self.spec.block_size
             assert held >= table.seq.num_computed, "computed tokens without KV"
         self._manager.check(references)
 
@@ -366,7 +331,10 @@ class HybridKVCacheManager:
         writes = self._plan_writes(batch)
         tables = self._step_tables(batch)
         stops = [item.start + item.num_tokens for item in batch.items]
-        active = [t[: self._blocks_for(n)] for t, n in zip(tables.active, stops, strict=True)]
+        step = [self._tables[item.seq.seq_id] for item in batch.items]
+        active = [
+            t.blocks[t.num_left : self._blocks_for(n)] for t, n in zip(step, stops, strict=True)
+        ]
         placement = Placement(self._manager, tables)
         written = list(dict.fromkeys(write.block for write in writes))
         placement.place(written)
@@ -375,6 +343,7 @@ class HybridKVCacheManager:
         parts = plan_reads(
             [[self._location(block) for block in blocks] for blocks in active],
             self.spec.slot_blocks,
+            [table.num_left for table in step],
         )
         streamed = {span.index for part in parts if part.tier != DEVICE for span in part.spans}
         self.peak_streamed = max(self.peak_streamed, len(streamed))
@@ -463,9 +432,9 @@ class HybridKVCacheManager:
         step = [self._tables[item.seq.seq_id] for item in batch.items]
         others = [table for table in self._tables.values() if table not in step]
         return StepTables(
-            [table.blocks for table in step],
-            [table.blocks for table in others if not table.is_parked],
-            [table.blocks for table in others if table.is_parked],
+            [table.held for table in step],
+            [table.held for table in others if not table.is_parked],
+            [table.held for table in others if table.is_parked],
         )
 
     def _location(self, block: Block) -> Location:
@@ -490,6 +459,14 @@ class HybridKVCacheManager:
             keys.append(block_key(keys[-1] if keys else None, tokens, seq.cache_salt))
         return keys[:num_blocks]
 
+    def _publish(self, table: BlockTable, num_blocks: int) -> None:
+        """Make the first `num_blocks` blocks findable, which are full."""
+        keys = self._keys(table, num_blocks)
+        for index in range(len(table.published), num_blocks):
+            parent = table.published[-1] if table.published else None
+            table.published.append(self._manager.publish(table.blocks[index], parent, keys[index]))
+            self._manager.withdraw(keys[index], table.seq.seq_id)
+
     def _lookup(self, table: BlockTable) -> list[Block]:
         """The cached blocks with which the sequence begins."""
         hits: list[Block] = []
@@ -506,13 +483,17 @@ class HybridKVCacheManager:
         key = table.keys[num_hits] if num_hits < len(table.keys) else None
         return key is not None and self._manager.is_in_flight(key)
 
-    def _take(self, table: BlockTable, hits: list[Block]) -> None:
+    def _num_found(self, seq: Sequence, hits: list[Block]) -> int:
+        """Tokens that need not be computed; the last one always is, for what follows it."""
+        return min(len(hits) * self.spec.block_size, seq.num_tokens - 1)
+
+    def _take(self, table: BlockTable, hits: list[Block], num_left: int) -> None:
         seq, size = table.seq, self.spec.block_size
-        for block in hits:
+        for block in hits[num_left:]:
             self._manager.acquire(block)
-        table.blocks, table.published = list(hits), list(hits)
+        table.take(hits, num_left)
         table.num_shared_tokens = len(hits) * size
-        seq.num_computed = min(table.num_shared_tokens, seq.num_tokens - 1)
+        seq.num_computed = self._num_found(seq, hits)
         if seq.metrics.first_scheduled_time is None:
             seq.num_cached = seq.num_computed
             seq.num_cached_on_host = sum(
@@ -554,11 +535,8 @@ class HybridKVCacheManager:
         table = max(parked, key=lambda t: t.seq.seq_id, default=None)
         if table is None:
             return False
-        self._release(table.blocks.pop())
-        kept = len(table.blocks) * self.spec.block_size
-        del table.published[len(table.blocks) :]
-        table.num_shared_tokens = min(table.num_shared_tokens, kept)
-        table.seq.num_computed = min(table.seq.num_computed, kept)
+        for block in table.forget(len(table.blocks) - 1, self.spec.block_size):
+            self._release(block)
         return True
 
     def _release(self, block: Block) -> None:

@@ -13,7 +13,7 @@ import torch
 from nanoengine.config import GIB, EngineConfig, ModelConfig
 from nanoengine.device import Device
 from nanoengine.errors import ConfigError, OutOfMemoryError
-from nanoengine.kv_cache import KVSpec
+from nanoengine.kv_spec import KVSpec
 
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_HOST_KV_BYTES = 4 * GIB
@@ -154,6 +154,8 @@ def _kv_spec(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
+        window=model.attention.longest_window or 0,
+        step_tokens=config.max_num_batched_tokens,
     )
     ring_slots, slot_blocks = 0, 0
     if streams(config, device.name):
@@ -225,14 +227,14 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> tu
             f"max_model_len={asked} is above the model's {positions} positions; lower it, or set "
             "rope_parameters in config.json to a scaling that the model was trained for"
         )
-    if asked is not None and asked > spec.num_tokens:
+    if asked is not None and not spec.holds(asked):
         raise OutOfMemoryError(
             f"max_model_len={asked} needs {-(-asked // spec.block_size)} KV blocks of "
             f"{spec.block_size} tokens, but there are {spec.capacity_blocks}; raise {settings}"
         )
     if asked is not None:
         return asked, "max_model_len"
-    if spec.num_tokens < positions:
+    if not spec.holds(positions):
         return spec.num_tokens, f"KV blocks x block size; raise {settings}"
     return positions, "the model's positions"
 

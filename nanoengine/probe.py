@@ -19,7 +19,8 @@ import torch
 from nanoengine.config import EngineConfig, ModelConfig
 from nanoengine.context import KVChunk, KVTarget
 from nanoengine.device import Device
-from nanoengine.kv_cache import HybridKVCacheManager, KVSpec
+from nanoengine.kv_cache import HybridKVCacheManager
+from nanoengine.kv_spec import KVSpec
 from nanoengine.model_runner import ModelRunner, StepCaches
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import (

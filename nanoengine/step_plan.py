@@ -62,21 +62,27 @@ class Part:
     fill: tuple[int, ...] = ()
 
 
-def plan_reads(tables: Sequence[Sequence[Location]], slot_blocks: int) -> list[Part]:
+def plan_reads(
+    tables: Sequence[Sequence[Location]], slot_blocks: int, firsts: Sequence[int] = ()
+) -> list[Part]:
     """The parts in which the blocks of each sequence are read, every sequence in logical order.
 
     tables: the location of each block of each sequence of the batch.
     slot_blocks: blocks that a ring slot holds; 0 reads host blocks where they are.
+    firsts: the logical index of the first block of each table; () where all begin with 0.
     """
-    done = [0] * len(tables)
+    done, firsts = [0] * len(tables), firsts or [0] * len(tables)
     parts: list[Part] = []
     while tiers := {t[at][0] for at, t in zip(done, tables, strict=True) if at < len(t)}:
         for tier in sorted(tiers):
             runs = [_run(table, at, tier) for at, table in zip(done, tables, strict=True)]
             if tier != DEVICE and slot_blocks:
-                parts += _fills(runs, done, slot_blocks)
+                begins = [at + first for at, first in zip(done, firsts, strict=True)]
+                parts += _fills(runs, begins, slot_blocks)
             else:
-                spans = (SequenceSpan(i, done[i], run) for i, run in enumerate(runs) if run)
+                spans = (
+                    SequenceSpan(i, firsts[i] + done[i], run) for i, run in enumerate(runs) if run
+                )
                 parts.append(Part(tier, tuple(spans)))
             done = [at + len(run) for at, run in zip(done, runs, strict=True)]
     return parts

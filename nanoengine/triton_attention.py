@@ -98,7 +98,7 @@ def _fold(
         k = tl.load(keys + at[:, None] + d[None, :])
         v = tl.load(values + at[:, None] + d[None, :])
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SOFTCAP:
+    if SOFTCAP > 0.0:
         scores = _capped(scores, SOFTCAP) * LOG2E
     if IS_MASKED or TILE != TILE_PAD:
         sees = (start + n)[None, :] <= position[:, None]

@@ -127,7 +127,8 @@ class Audit:
         for item in batch.items:
             num_blocks = -(-(item.seq.num_computed + item.num_tokens) // spec.block_size)
             blocks = self._kv._tables[item.seq.seq_id].blocks[:num_blocks]
-            reads.append({block for block in blocks if block.device_slot is None})
+            on_host = (block for block in blocks if block.host_slot is not None)
+            reads.append({block for block in on_host if block.device_slot is None})
         self.peak_streamed = max(self.peak_streamed, sum(map(bool, reads)))
         if spec.slot_blocks:
             self.h2d_bytes += len(set().union(*reads)) * spec.block_bytes

@@ -12,15 +12,21 @@ from typing import Any
 
 import pytest
 import torch
+from driver import Driver, assert_logits_are_transformers, expected, host_gib, token_ids
 from marks import needs_compiler
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
+from nanoengine import PromptTooLongError, SamplingParams
 from nanoengine.attention import CpuAttention, TorchAttention
+from nanoengine.block_manager import Block
+from nanoengine.block_table import BlockTable
 from nanoengine.config import AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
 from nanoengine.cpu_kernels import CpuKernels
 from nanoengine.errors import UnsupportedModelError
+from nanoengine.kv_spec import KVSpec
+from nanoengine.llm_engine import LLMEngine
 from nanoengine.models import layer_windows
 
 CPU = torch.device("cpu")
@@ -222,3 +228,106 @@ def test_windows_are_read_as_transformers_does() -> None:
 def test_other_windows_are_refused(read: Callable[..., Any], settings: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match=r"config\.json: .*sliding_window"):
         read(**settings)
+
+
+# -- KV that every layer has left
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def some_ids(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def make_driver(path: Path, **settings: Any) -> Driver:
+    """Freed and undelivered KV is NaN; a window of 21 lies in 4 blocks of 8 at most."""
+    defaults: dict[str, Any] = {
+        "kvcache_block_size": 8,
+        "dtype": "float32",
+        "device": "cpu",
+        "debug_kv": True,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 6,
+        "decode_reserve_blocks": 0,
+    }
+    if settings.get("enable_cpu_offload"):
+        defaults["kv_offload_gib"] = host_gib(path, 4, 8)
+        defaults |= {"slot_tokens": 16, "ring_slots": 2, "stream_mib_per_step": 1e6}
+    return Driver(LLMEngine(path, **(defaults | settings)))
+
+
+TIERS: dict[str, dict[str, Any]] = {
+    "resident": {"num_gpu_blocks": 6},
+    "in place": {"num_gpu_blocks": 3, "enable_cpu_offload": True, "offload_mode": "in_place"},
+    "stream": {"num_gpu_blocks": 3, "enable_cpu_offload": True, "offload_mode": "stream"},
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_request_longer_than_the_kv(tiny: Callable[[str], Path], tier: str) -> None:
+    """Beside others, whose KV comes and goes."""
+    path = tiny("mistral-window")
+    driver = make_driver(path, **TIERS[tier])
+    assert driver.engine.plan.max_model_len == 512 > 130 > 2 * driver.engine.kv.spec.num_tokens
+    prompts = [some_ids(1, 130), some_ids(2, 5), some_ids(3, 30)]
+    outputs = driver.run(prompts, greedy(5))
+    assert token_ids(outputs) == [expected(path, prompt, 5) for prompt in prompts]
+    assert_logits_are_transformers(driver, path, outputs)
+    driver.engine.close()
+
+
+def test_preempted_beyond_the_window(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers outgrow the pool; who lost a block, having left others, begins anew."""
+    path, left, forget = tiny("mistral-window"), [], BlockTable.forget
+
+    def recorded(table: BlockTable, num_kept: int, size: int) -> list[Block]:
+        left.append(table.num_left)
+        return forget(table, num_kept, size)
+
+    monkeypatch.setattr(BlockTable, "forget", recorded)
+    for prefix_cache in (True, False):
+        driver = make_driver(path, num_gpu_blocks=7, enable_prefix_caching=prefix_cache)
+        prompts = [some_ids(seed, length) for seed, length in enumerate((5, 6, 40))]
+        outputs = driver.run(prompts, greedy(24))
+        assert token_ids(outputs) == [expected(path, prompt, 24) for prompt in prompts]
+        driver.engine.close()
+    assert any(left)
+
+
+def test_prefixes_are_found_and_only_their_end_is_held(tiny: Callable[[str], Path]) -> None:
+    path = tiny("mistral-window")
+    driver = make_driver(path, num_gpu_blocks=30)
+    prompt = some_ids(4, 96)
+    driver.run([prompt], greedy(1))
+    long = [*prompt, *some_ids(5, 3)]
+    driver.engine.add_request(long, greedy(2))
+    driver.step()
+    (table,) = driver.engine.kv._tables.values()
+    assert len(table.held) == 4  # of 21 keys and the new ones
+    driver.drain()
+    follow_ups = [[*prompt, i, 2 * i] for i in range(2)]
+    outputs = driver.run([*follow_ups, prompt], greedy(4))
+    assert [output.num_cached_tokens for output in outputs] == [96] * 2 + [95]
+    assert token_ids(outputs) == [expected(path, p, 4) for p in [*follow_ups, prompt]]
+    driver.engine.close()
+
+
+def test_mixed_layers_keep_everything(tiny: Callable[[str], Path]) -> None:
+    driver = make_driver(tiny("qwen3-window"), num_gpu_blocks=6)
+    with pytest.raises(PromptTooLongError, match="48"):
+        driver.engine.add_request(some_ids(1, 60), greedy(2))
+    driver.engine.close()
+
+
+def test_a_window_needs_room_for_itself() -> None:
+    """21 keys lie in 4 blocks of 8 where they begin with the last key of one."""
+    spec = KVSpec(1, 4, 8, 1, 1, torch.float32, window=21, step_tokens=16)
+    assert spec.holds(1000) and spec.most_held == 4
+    assert not KVSpec(1, 3, 8, 1, 1, torch.float32, window=21).holds(1000)
+    assert KVSpec(1, 9, 8, 1, 1, torch.float32, window=21, step_tokens=16).most_held == 6
+    assert [spec.first_held(done) for done in (0, 27, 28, 36)] == [0, 0, 1, 2]

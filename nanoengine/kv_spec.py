@@ -1,0 +1,73 @@
+"""KVSpec: the shape of the KV cache, and what of it one sequence may hold. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
+
+    num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
+    slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
+    window: keys that a query sees in the layer that sees most (0: all), step_tokens: tokens that a
+    sequence may have in a step: together what it holds at once, where there is a window.
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    num_host_blocks: int = 0
+    ring_slots: int = 0
+    slot_blocks: int = 0
+    spare_blocks: int = 0
+    window: int = 0
+    step_tokens: int = 1
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: K and V of all layers."""
+        per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * per_layer
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring, whose slots hold one layer each."""
+        return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that unfinished requests can hold, on both tiers."""
+        spare = self.spare_blocks if self.num_host_blocks else 0
+        return self.num_blocks + self.num_host_blocks - spare
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that unfinished requests can hold, on both tiers."""
+        return self.capacity_blocks * self.block_size
+
+    @property
+    def most_held(self) -> int:
+        """Blocks that a sequence may hold at once; those that its window left are given back."""
+        if not self.window:
+            return self.capacity_blocks
+        return min(self.capacity_blocks, self._blocks_of(self.window - 1 + self.step_tokens))
+
+    def first_held(self, num_computed: int) -> int:
+        """The first block that a sequence with so many computed tokens needs."""
+        return max(0, num_computed + 1 - self.window) // self.block_size if self.window else 0
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens can finish alone."""
+        goes_on = self.window and self._blocks_of(self.window) <= self.capacity_blocks
+        return num_tokens <= self.num_tokens or bool(goes_on)
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        """Blocks that so many tokens in a row lie in at most, wherever they begin."""
+        return (num_tokens - 2) // self.block_size + 2
