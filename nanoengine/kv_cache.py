@@ -30,7 +30,15 @@ from nanoengine.sequence import (
     Sequence,
 )
 from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV
-from nanoengine.step_plan import DEVICE, HOST, Location, Part, plan_reads
+from nanoengine.step_plan import (
+    DEVICE,
+    HOST,
+    Location,
+    Part,
+    fills_of_layers,
+    plan_reads,
+    unseen_parts,
+)
 
 
 class HybridKVCacheManager:
@@ -349,10 +357,13 @@ class HybridKVCacheManager:
         self.peak_streamed = max(self.peak_streamed, len(streamed))
         for item, blocks in zip(batch.items, active, strict=True):
             self._count_transfers(item.seq.metrics, blocks, placement)
+        starts = [item.start for item in batch.items]
+        unseen = unseen_parts(parts, starts, self.spec.block_size, self.spec.windows)
         transfers = StepTransfers(
             stores=tuple(placement.stores.values()),
             loads=tuple(placement.loads.values()),
             fills=tuple(part.fill for part in parts if part.fill),
+            fills_of=fills_of_layers(parts, unseen),
             write_slots=tuple(device_slot(block) for block in written),
             owners=self._owners([*placement.stores], *active),
             is_decode=batch.num_tokens == len(batch.items),
@@ -380,6 +391,7 @@ class HybridKVCacheManager:
             placement=placement,
             streamed=[batch.items[index].seq.metrics for index in streamed],
             counted=counted,
+            unseen=unseen,
         )
 
     def _owners(self, *tables: list[Block]) -> dict[int, Block]:

@@ -14,7 +14,8 @@ class KVSpec:
     num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
     slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
     window: keys that a query sees in the layer that sees most (0: all), step_tokens: tokens that a
-    sequence may have in a step: together what it holds at once, where there is a window.
+    sequence may have in a step: together what it holds at once, where there is a window. windows:
+    of each layer (None: all keys), () without any.
     """
 
     num_layers: int
@@ -29,6 +30,7 @@ class KVSpec:
     spare_blocks: int = 0
     window: int = 0
     step_tokens: int = 1
+    windows: tuple[int | None, ...] = ()
 
     @property
     def block_bytes(self) -> int:

@@ -156,6 +156,7 @@ def _kv_spec(
         dtype=dtype,
         window=model.attention.longest_window or 0,
         step_tokens=config.max_num_batched_tokens,
+        windows=model.windows,
     )
     ring_slots, slot_blocks = 0, 0
     if streams(config, device.name):

@@ -127,6 +127,46 @@ def _fills(runs: list[tuple[int, ...]], firsts: list[int], slot_blocks: int) -> 
     return parts
 
 
+def unseen_parts(
+    parts: Sequence[Part],
+    starts: Sequence[int],
+    block_size: int,
+    windows: Sequence[int | None],
+) -> tuple[frozenset[int], ...]:
+    """For each layer with its window, which parts none of its queries sees anything of.
+
+    starts: position of the first query of each sequence. The last part is never among them: it
+    ends with the newest key of a sequence.
+    """
+
+    def unseen(window: int | None) -> frozenset[int]:
+        if window is None:
+            return frozenset()
+        firsts = [start + 1 - window for start in starts]  # keys that the first queries see
+        return frozenset(
+            number
+            for number, part in enumerate(parts)
+            if all((s.first + len(s.slots)) * block_size <= firsts[s.index] for s in part.spans)
+        )
+
+    found = {window: unseen(window) for window in set(windows)}
+    return tuple(found[window] for window in windows)
+
+
+def fills_of_layers(
+    parts: Sequence[Part], unseen: Sequence[frozenset[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """For each layer the numbers of the fills that it reads; () if all read all."""
+    numbers = [number for number, part in enumerate(parts) if part.fill]
+    if not any(hidden.intersection(numbers) for hidden in unseen):
+        return ()
+    each = (enumerate(numbers) for _ in unseen)
+    return tuple(
+        tuple(fill for fill, number in fills if number not in hidden)
+        for fills, hidden in zip(each, unseen, strict=True)
+    )
+
+
 def slot_runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
     """Consecutive slots as (position in `slots`, first slot, count): each is one copy."""
     runs: list[tuple[int, int, int]] = []

@@ -324,6 +324,31 @@ def test_mixed_layers_keep_everything(tiny: Callable[[str], Path]) -> None:
     driver.engine.close()
 
 
+def test_windowed_layers_do_not_stream(tiny: Callable[[str], Path]) -> None:
+    """Of three layers one sees all keys: what streams is for it, as the windows of the others lie
+    on the device; in place nothing changes. The same bits resident, in place and streamed.
+    """
+    path = tiny("qwen3-window")
+    prompts = [some_ids(6, 150), some_ids(7, 11)]
+    found: list[list[Tensor]] = []
+    for tier, settings in TIERS.items():
+        blocks = {"num_gpu_blocks": 40 if tier == "resident" else 8}
+        settings = settings | blocks | {"slot_tokens": 8}
+        if tier != "resident":
+            settings["kv_offload_gib"] = host_gib(path, 30, 8)
+        driver = make_driver(path, **settings)
+        outputs = driver.run(prompts, greedy(6))
+        assert token_ids(outputs) == [expected(path, prompt, 6) for prompt in prompts]
+        found.append([torch.stack(driver.logits[output.request_id]) for output in outputs])
+        moved, audit = driver.engine.kv.counters.h2d_bytes, driver.audit
+        if tier == "stream":
+            assert moved == audit.h2d_bytes - audit.spared_bytes
+            assert 3 * moved < 1.2 * audit.h2d_bytes
+        driver.engine.close()
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
 def test_a_window_needs_room_for_itself() -> None:
     """21 keys lie in 4 blocks of 8 where they begin with the last key of one."""
     spec = KVSpec(1, 4, 8, 1, 1, torch.float32, window=21, step_tokens=16)
