@@ -25,8 +25,10 @@ from nanoengine.config import AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
 from nanoengine.cpu_kernels import CpuKernels
 from nanoengine.errors import UnsupportedModelError
+from nanoengine.flash_attention import make_flash
 from nanoengine.kv_spec import KVSpec
 from nanoengine.llm_engine import LLMEngine
+from nanoengine.loader import read_model_config
 from nanoengine.models import layer_windows
 
 CPU = torch.device("cpu")
@@ -185,6 +187,24 @@ def test_a_prompt_in_pieces_moves_no_bit_of_the_c_kernel(build_folder: Path) -> 
             tables = [batch.tables[0][: -(-done // 16)]]
             piece = replace(batch, q=batch.q[rows], q_lens=[size], kv_lens=[done], tables=tables)
             assert torch.equal(run(backend, piece, split(piece, done)), got[rows])
+
+
+def test_flash_kernels_leave_them_to_others() -> None:
+    for config, need in (
+        (AttentionConfig(64, windows=(None, 9)), "this model has a sliding window"),
+        (AttentionConfig(64, softcap=30.0), "without a softcap, not 30.0"),
+    ):
+        taken, why = make_flash(CPU, torch.bfloat16, 256, config)
+        assert taken is None and why.startswith("flash kernels need") and need in why
+
+
+def test_the_scale_of_a_model_that_names_one(tiny: Callable[[str], Path]) -> None:
+    config = replace(read_model_config(tiny("llama")), query_pre_attn_scalar=64.0)
+    assert config.attention.score_scale == 0.125
+    assert config.attention.longest_window is None
+    assert read_model_config(tiny("llama")).attention.score_scale == 0.25
+    assert read_model_config(tiny("mistral-window")).attention.longest_window == 21
+    assert read_model_config(tiny("qwen3-window")).attention.longest_window is None
 
 
 # -- which layers have a window
