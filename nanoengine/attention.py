@@ -15,6 +15,7 @@ from itertools import accumulate, count
 import torch
 from torch import Tensor
 
+from nanoengine.config import AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
 from nanoengine.cpu_kernels import CpuKernels, Workspace
 from nanoengine.flash_attention import make_flash
@@ -54,10 +55,11 @@ class TorchAttention:
 
     follows_tensors = False
 
-    def __init__(self, head_dim: int, reason: str = "") -> None:
+    def __init__(self, config: AttentionConfig, reason: str = "") -> None:
         """reason: why this backend was taken, for the plan."""
         self.name = f"torch ({reason})" if reason else "torch"
-        self._scale = head_dim**-0.5
+        self._config = config
+        self._scale = config.score_scale
         self._state: SoftmaxState | None = None
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
@@ -66,12 +68,18 @@ class TorchAttention:
             self._state = SoftmaxState.on(q.device)
         state = self._state
         state.start(q)
+        window = self._config.window(layer)
         for chunk in ctx.kv.read(layer):
-            self._attend(q, chunk, ctx.lengths, state)
+            self._attend(q, chunk, ctx.lengths, state, window)
         return (state.acc / state.row_sum.unsqueeze(-1)).to(q.dtype)
 
     def _attend(
-        self, q: Tensor, chunk: KVChunk, lengths: tuple[tuple[int, int], ...], state: SoftmaxState
+        self,
+        q: Tensor,
+        chunk: KVChunk,
+        lengths: tuple[tuple[int, int], ...],
+        state: SoftmaxState,
+        window: int | None,
     ) -> None:
         block_size = chunk.k.shape[1]
         stops = list(accumulate(num_queries for num_queries, _ in lengths))
@@ -79,27 +87,44 @@ class TorchAttention:
             (num_queries, kv_len), stop = lengths[index], stops[index]
             for position, block in zip(count(first * block_size, block_size), blocks, strict=False):
                 num_keys = min(block_size, kv_len - position)
-                if num_keys > 0:
-                    # Rows before the first key of this block see nothing of it.
-                    skip = max(0, position - (kv_len - num_queries))
-                    rows = slice(stop - num_queries + skip, stop)
+                # Rows before the first key of this block see nothing of it, nor do those whose
+                # window begins after its last.
+                first = max(position, kv_len - num_queries)
+                last = kv_len
+                if window is not None:
+                    last = min(last, position + num_keys - 1 + window)
+                if num_keys > 0 and first < last:
+                    rows = slice(stop - kv_len + first, stop - kv_len + last)
                     k, v = chunk.k[block, :num_keys], chunk.v[block, :num_keys]
-                    self._fold(q[rows], k, v, kv_len - position, rows, state)
+                    self._fold(q[rows], k, v, last - position, rows, state, window)
 
     def _fold(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: int, rows: slice, state: SoftmaxState
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: int,
+        rows: slice,
+        state: SoftmaxState,
+        window: int | None,
     ) -> None:
-        """Fold one block into `rows`; the last row sees `visible` keys from the block's first
-        on.
+        """Fold one block into `rows`; the last row is `visible` - 1 keys after the block's first,
+        and sees those up to itself, the last `window` of them.
         """
         num_rows, heads, head_dim = q.shape
         num_keys, kv_heads = k.shape[:2]
         grouped = q.float().view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = (grouped * self._scale) @ k.float().permute(1, 2, 0).unsqueeze(1)
-        if visible - num_rows + 1 < num_keys:
+        if self._config.softcap is not None:
+            scores = self._config.softcap * torch.tanh(scores / self._config.softcap)
+        hides = window is not None and visible > window
+        if visible - num_rows + 1 < num_keys or hides:
             limit = torch.arange(visible - num_rows, visible, device=q.device).unsqueeze(1)
             keys = torch.arange(num_keys, device=q.device)
-            scores = scores.masked_fill(keys > limit, -torch.inf)
+            unseen = keys > limit
+            if window is not None:
+                unseen |= keys <= limit - window
+            scores = scores.masked_fill(unseen, -torch.inf)
         scores = scores.reshape(heads, num_rows, num_keys)
         old_max = state.row_max[rows]
         new_max = torch.maximum(old_max, scores.amax(-1).T)
@@ -118,9 +143,9 @@ class CpuAttention:
 
     follows_tensors = True
 
-    def __init__(self, head_dim: int, kernels: CpuKernels) -> None:
+    def __init__(self, config: AttentionConfig, kernels: CpuKernels) -> None:
         self.name = f"C kernel ({kernels.isa})"
-        self._scale = head_dim**-0.5
+        self._config = config
         self._kernels = kernels
         self._workspace = Workspace()
 
@@ -140,9 +165,11 @@ class CpuAttention:
                 ctx.query_start,
                 ctx.kv_lens,
                 *state,
-                self._scale,
+                self._config.score_scale,
                 number == 0,
                 out if chunk.is_last else None,
+                self._config.window(layer),
+                self._config.softcap,
             )
         return out
 
@@ -153,23 +180,23 @@ def make_attention(
     device: torch.device,
     dtype: torch.dtype,
     block_size: int,
-    head_dim: int,
+    config: AttentionConfig,
 ) -> AttentionBackend:
     """The C kernel where there is one; on a GPU a flash kernel if one serves, else Triton's, else
-    PyTorch.
+    PyTorch. All but the flash kernels do windows and softcaps.
 
     The name of the backend says what was taken and, of what would be faster, why not.
     no_kernels: why there is no C kernel. block_size: tokens of a KV block.
     """
     if kernels is not None:
-        return CpuAttention(head_dim, kernels)
+        return CpuAttention(config, kernels)
     if device.type != "cuda":
-        return TorchAttention(head_dim, no_kernels)
-    flash, no_flash = make_flash(device, dtype, block_size, head_dim)
+        return TorchAttention(config, no_kernels)
+    flash, no_flash = make_flash(device, dtype, block_size, config)
     if flash is not None:
         return flash
     try:
         from nanoengine.triton_attention import TritonAttention  # what PyTorch for a GPU brings
     except ImportError as error:
-        return TorchAttention(head_dim, f"{no_flash}; Triton: {error}")
-    return TritonAttention(head_dim, dtype, device, no_flash)
+        return TorchAttention(config, f"{no_flash}; Triton: {error}")
+    return TritonAttention(config, dtype, device, no_flash)

@@ -126,6 +126,20 @@ class BlockManager:
         """The least recently used unreferenced block that has a device slot."""
         return next(iter(self._cached_on_device), None)
 
+    def idle_device_slot(self) -> int | None:
+        """Take a device slot that is free, or that of a cached block whose copy is on the host or
+        which has nowhere to go.
+        """
+        cached = self.oldest_on_device
+        if cached is None or self.device.num_free:
+            return self.device.take()
+        if cached.is_on_host:
+            return self.drop_device(cached)
+        if self.host.num_slots:
+            return None
+        self.evict(cached)
+        return self.device.take()
+
     def allocate(self) -> Block:
         """A new empty block with one reference and no slot; at most `num_available` of them."""
         self._num_referenced += 1

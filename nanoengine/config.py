@@ -42,9 +42,42 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Which keys a query sees and how its scores come about, the same for every backend.
+
+    scale: of the products q k; None: head_dim**-0.5. softcap: scores s become
+    softcap * tanh(s / softcap) (arXiv 2408.00118); None: they stay. windows: for each layer, how
+    many keys a query sees, its own the last of them; None: all; no entries: all in every layer.
+    """
+
+    head_dim: int
+    scale: float | None = None
+    softcap: float | None = None
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def score_scale(self) -> float:
+        """What the products q k are multiplied by."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def longest_window(self) -> int | None:
+        """The longest of all layers; None if a layer sees all keys."""
+        found = [window for window in self.windows if window is not None]
+        return max(found) if found and len(found) == len(self.windows) else None
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of this layer sees, at most; None: all before it."""
+        return self.windows[layer] if self.windows else None
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder, read from config.json. `architecture` is a key of
-    models.ARCHITECTURES. no_rope_layers: those that see no positions (arXiv 2501.18795).
+    models.ARCHITECTURES.
+
+    no_rope_layers: those that see no positions (arXiv 2501.18795). windows, attn_logit_softcap: as
+    in AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
     """
 
     architecture: str
@@ -63,6 +96,16 @@ class ModelConfig:
     mlp_bias: bool = False
     no_rope_layers: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    attn_logit_softcap: float | None = None
+    query_pre_attn_scalar: float | None = None
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """What an attention backend is told."""
+        scalar = self.query_pre_attn_scalar
+        scale = None if scalar is None else scalar**-0.5
+        return AttentionConfig(self.head_dim, scale, self.attn_logit_softcap, self.windows)
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V of one token over all layers."""

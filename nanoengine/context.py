@@ -7,7 +7,7 @@ attention backend knows neither schedulers nor sequences, only lengths and block
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,7 +73,7 @@ class StepInputs:
     """
 
     tensors: tuple[Tensor, ...]
-    layout: tuple[int, ...]
+    layout: tuple[Hashable, ...]
 
 
 class KVCache(Protocol):

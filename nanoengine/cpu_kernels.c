@@ -12,6 +12,9 @@
  *   prefill  a piece is a tile of TILE keys, folded straight into the state; query tiles in parallel.
  *            Lanes run along rows (query, head of the group), so a softmax needs no sum across lanes.
  *
+ * Of a windowed layer, segments and tiles that begin before the first query's window are skipped whole
+ * where they also end before it: which these are depends on positions alone.
+ *
  * A tile may also be computed for a row that sees none of its keys (a neighbour does): this must not
  * change the row. So alpha = 2^0 is exactly 1, p of a masked key is exactly +0, denormals are flushed
  * throughout, and prefill stores no -0 (-0 + 0 * v is +0).
@@ -43,7 +46,8 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     void *out; /* NULL, or where the rows go once this chunk, the last, is folded in */
     int64_t entries, table_stride, q_token_stride, q_head_stride, k_block_stride, v_block_stride;
     int64_t tokens, heads, kv_heads, head_dim, block_size, is_bf16, is_first, threads;
-    double scale;
+    int64_t window; /* keys that a query sees, its own the last of them; INT32_MAX: all */
+    double scale, softcap; /* softcap 0: none */
 } attend_args;
 
 static int mode_of(const attend_args *a) {
@@ -52,7 +56,7 @@ static int mode_of(const attend_args *a) {
 }
 
 typedef struct { /* what one row of the chunk is about; positions are absolute */
-    int64_t query_start, q_len, first_pos, key_begin, key_end;
+    int64_t query_start, q_len, first_pos, key_begin, key_end, seen_begin; /* seen by any query */
     const int32_t *blocks;
 } entry_t;
 
@@ -65,6 +69,7 @@ static entry_t entry_at(const attend_args *a, int64_t e) {
     x.key_end = x.key_begin + a->num_blocks[e] * a->block_size;
     if (x.key_end > kv_len) x.key_end = kv_len;
     if (x.key_end < x.key_begin) x.key_end = x.key_begin;
+    x.seen_begin = min64(max64(x.key_begin, x.first_pos + 1 - a->window), x.key_end);
     return x;
 }
 
@@ -124,6 +129,12 @@ INLINE void decode_scores(const char *k, int64_t k_stride, int n, const char *q,
             each[i] = dot_row(k + min64(c + i, n - 1) * k_stride, q, dim, mode);
         store(out + c, sum_each(each));
     }
+}
+
+/* softcap * tanh(scale * s / softcap) of `vecs` vectors of scores, in place. */
+static void cap_scores(float *scores, int64_t vecs, double scale, double softcap) {
+    for (int64_t i = 0; i < vecs; i++, scores += LANES)
+        store(scores, tanhv(load(scores) * (float)(scale / softcap)) * (float)softcap);
 }
 
 #define SCORES(mode, dim) decode_scores(k, k_stride, n, q, soon, share, out, dim, mode)
@@ -267,7 +278,8 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
         }
     }
     if (cold && whole) prefetch(span.k, TILE * key_stride);
-    for (int64_t t = 0; t < span.count; t += TILE) {
+    const int64_t skipped = max64(0, e.seen_begin - span.pos) / TILE * TILE;
+    for (int64_t t = skipped; t < span.count; t += TILE) {
         const int n = min64(TILE, span.count - t);
         const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
         const char *next = !whole ? v : t + TILE < span.count ? k + TILE * key_stride : after;
@@ -275,8 +287,11 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
             const int64_t last = e.first_pos + i % rows / group;
             tile_row_scores(k + (head0 + i / rows) * width, key_stride, n, scratch + i * q_bytes,
                             v + i * share * (TILE / LANES), share, probs + i * TILE, dim, mode);
-            alpha[i] = decode_softmax(probs + i * TILE, n, min64(n, last + 1 - span.pos - t), a->scale,
-                                      state[i] + stride - 16, mode);
+            if (a->softcap) cap_scores(probs + i * TILE, ceil_div(n, LANES), a->scale, a->softcap);
+            for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
+                probs[i * TILE + j - 1] = -INFINITY; /* before the window */
+            alpha[i] = decode_softmax(probs + i * TILE, n, min64(n, last + 1 - span.pos - t),
+                                      a->softcap ? 1.0f : a->scale, state[i] + stride - 16, mode);
         }
         for (int64_t h = head0; h < head1; h++) { /* while V is read, the next K */
             const char *vh = v + h * width, *soon = next + (h - head0) * TILE * width;
@@ -360,7 +375,7 @@ INLINE void tile_scores(const char *k, int64_t k_stride, int n, const float *q, 
 }
 
 /* Softmax down the keys for every row of the group, in place: p, or pairs of it, replace the scores. */
-INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, float scale,
+INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, int window, float scale,
                          const int32_t *pos, float *top, float *sum, vf *alpha, const int vecs,
                          int mode) {
     const int rounded = ceil_div(n, 4) * 4, step = vecs * LANES;
@@ -371,7 +386,7 @@ INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, floa
             vi at;
             memcpy(&at, pos, sizeof at);
             for (int i = 0; i < n; i++) {
-                const vi seen = at >= splat_i(key_pos + i);
+                const vi back = at - splat_i(key_pos + i), seen = (back >= 0) & (back < window);
                 store(scores + i * step, pick(seen, load(scores + i * step), best[0]));
             }
         }
@@ -416,22 +431,28 @@ INLINE void tile_values(const float *v, int64_t v_stride, int n, const float *pr
         UNROLL for (int r = 0; r < vecs; r++) store(acc + (j * vecs + r) * LANES, a[j][r]);
 }
 
-typedef struct { /* one tile of keys; strides in bytes and in words */
+typedef struct { /* one tile of keys; strides in bytes and in words; window and scores: attend_args */
     const char *k;
     const float *v;
     int64_t k_stride, v_stride, pos;
-    int count;
+    int count, window;
+    float scale, softcap;
 } tile_t;
 
-INLINE void attend_group(const tile_t *t, const workspace *w, int64_t row, int n, int64_t dim,
-                         float scale, const int vecs, int mode) {
+typedef struct { int64_t row, vecs, first_pos, last_pos; } group_t; /* up to RVECS vectors of rows */
+
+INLINE void attend_group(const tile_t *t, const workspace *w, const group_t *g, int n, int64_t dim,
+                         const int vecs, int mode) {
+    const int64_t row = g->row;
+    const int masked = g->first_pos < t->pos + n - 1 || g->last_pos >= t->pos + t->window;
     const int pairs = mode == BF16_PAIRS, steps = pairs ? (n + 1) / 2 : n;
     float *acc = w->acc + row * w->padded, *p = w->scores;
     const float *q = w->q + row * w->padded;
     vf alpha[RVECS];
     tile_scores(t->k, t->k_stride, n, q, pairs ? dim / 2 : dim, p, vecs, mode);
-    tile_softmax(p, n, t->pos, w->pos[row] < t->pos + n - 1, scale, w->pos + row, w->top + row,
-                 w->sum + row, alpha, vecs, mode);
+    if (t->softcap) cap_scores(p, ceil_div(n, KEYS) * KEYS * vecs, t->scale, t->softcap);
+    tile_softmax(p, n, t->pos, masked, t->window, t->softcap ? 1.0f : t->scale, w->pos + row,
+                 w->top + row, w->sum + row, alpha, vecs, mode);
     int64_t d = 0;
     for (; d + DIMS <= dim; d += DIMS, acc += DIMS * vecs * LANES)
         tile_values(t->v + d, t->v_stride, steps, p, alpha, acc, DIMS, vecs, mode);
@@ -439,27 +460,25 @@ INLINE void attend_group(const tile_t *t, const workspace *w, int64_t row, int n
         tile_values(t->v + d, t->v_stride, steps, p, alpha, acc, 1, vecs, mode);
 }
 
-typedef struct { int64_t row, vecs, last_pos; } group_t; /* up to RVECS vectors of rows */
-
 #define ATTEND_TILE(name, mode)                                                                     \
-    static void name(const tile_t *t, const workspace *w, const group_t *g, int64_t dim,            \
-                     float scale) {                                                                 \
+    static void name(const tile_t *t, const workspace *w, const group_t *g, int64_t dim) {          \
         const int n = min64(t->count, g->last_pos + 1 - t->pos);                                    \
-        if (n <= 0) return;                                                                         \
+        if (n <= 0 || g->first_pos + 1 - t->window >= t->pos + t->count) return;                    \
         switch (g->vecs) {                                                                          \
-        case 1: attend_group(t, w, g->row, n, dim, scale, 1, mode); break;                          \
-        case 2: attend_group(t, w, g->row, n, dim, scale, 2, mode); break;                          \
-        default: attend_group(t, w, g->row, n, dim, scale, 3, mode);                                \
+        case 1: attend_group(t, w, g, n, dim, 1, mode); break;                                      \
+        case 2: attend_group(t, w, g, n, dim, 2, mode); break;                                      \
+        default: attend_group(t, w, g, n, dim, 3, mode);                                            \
         }                                                                                           \
     }
 ATTEND_TILE(tile_in_floats, F32) /* also for bf16, once widened */
 ATTEND_TILE(tile_in_pairs, BF16_PAIRS)
 
 /* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. */
-static tile_t prepare_tile(const workspace *w, const char *k, const char *v, int64_t stride,
-                           int64_t dim, int count, int64_t pos, int mode) {
+static tile_t prepare_tile(const attend_args *a, const workspace *w, const char *k, const char *v,
+                           int64_t stride, int count, int64_t pos, int mode) {
+    const int64_t dim = a->head_dim;
     tile_t t = {.k = k, .v = (const float *)v, .k_stride = stride, .v_stride = stride / 4, .pos = pos,
-                .count = count};
+                .count = count, .window = a->window, .scale = a->scale, .softcap = a->softcap};
     if (mode == F32) return t;
     const int64_t padded = w->padded;
     t.v = w->values, t.v_stride = padded;
@@ -537,7 +556,7 @@ static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, c
             rows_to_lanes(q, words, w->q + to, width, mode == BF16_WIDE ? BF16_WIDE : F32);
             rows_to_lanes(acc, dim, w->acc + to, width, F32);
         }
-        groups[count++] = (group_t){row, vecs, w->pos[row + width - 1]};
+        groups[count++] = (group_t){row, vecs, w->pos[row], w->pos[row + width - 1]};
     }
     return count;
 }
@@ -567,18 +586,22 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
     const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2, stride = a->kv_heads * dim * size;
     const int64_t group = a->heads / a->kv_heads;
     const int64_t end = min64(e.key_end, e.first_pos + (it->row + it->rows - 1) / group + 1);
+    const int64_t begin = max64(e.key_begin, e.first_pos + it->row / group + 1 - a->window);
     group_t groups[GROUPS];
-    if (end <= e.key_begin) return;
+    if (end <= begin) return;
     const int count = load_rows(a, &e, it, &w, groups, mode);
-    for (int64_t start = e.key_begin, b = 0; start < end; start += a->block_size, b++) {
+    const int64_t first = (begin - e.key_begin) / a->block_size;
+    for (int64_t b = first, start = e.key_begin + b * a->block_size; start < end;
+         start += a->block_size, b++) {
         const char *k = a->k + size * (e.blocks[b] * a->k_block_stride + it->kv_head * dim);
         const char *v = a->v + size * (e.blocks[b] * a->v_block_stride + it->kv_head * dim);
-        for (int64_t off = 0; off < a->block_size && start + off < end; off += TILE) {
+        const int64_t skipped = max64(0, begin - start) / TILE * TILE;
+        for (int64_t off = skipped; off < a->block_size && start + off < end; off += TILE) {
             const int n = min64(min64(TILE, a->block_size - off), end - start - off);
-            const tile_t t = prepare_tile(&w, k + off * stride, v + off * stride, stride, dim, n,
+            const tile_t t = prepare_tile(a, &w, k + off * stride, v + off * stride, stride, n,
                                           start + off, mode);
             for (int g = 0; g < count; g++)
-                (mode == BF16_PAIRS ? tile_in_pairs : tile_in_floats)(&t, &w, &groups[g], dim, a->scale);
+                (mode == BF16_PAIRS ? tile_in_pairs : tile_in_floats)(&t, &w, &groups[g], dim);
         }
     }
     store_rows(a, &e, it, &w);
@@ -609,10 +632,19 @@ static const char *keys_of(const attend_args *a, const plan_t *p, int64_t i) {
     return span_of(a, &e, p->segments[i].index).k;
 }
 
+/* Segments among the first `keys` keys of an entry: all, or those that are whole. */
+static int64_t segments_of(const attend_args *a, int64_t keys, int whole) {
+    const int64_t per_block = ceil_div(a->block_size, SEG), rest = keys % a->block_size;
+    return keys / a->block_size * per_block + (whole ? rest / SEG : ceil_div(rest, SEG));
+}
+
+/* The first one that a query sees, and how many there are from it on. */
+static int64_t first_segment(const attend_args *a, const entry_t *e) {
+    return segments_of(a, e->seen_begin - e->key_begin, 1);
+}
 static int64_t count_segments(const attend_args *a, const entry_t *e) {
-    const int64_t keys = e->key_end - e->key_begin, per_block = ceil_div(a->block_size, SEG);
-    if (e->q_len == 0) return 0;
-    return keys / a->block_size * per_block + ceil_div(keys % a->block_size, SEG);
+    if (e->q_len == 0 || e->seen_begin == e->key_end) return 0;
+    return segments_of(a, e->key_end - e->key_begin, 0) - first_segment(a, e);
 }
 
 static int by_cost(const void *x, const void *y) { /* dearest first */
@@ -626,7 +658,7 @@ static void count_work(const attend_args *a, plan_t *p) {
     int64_t rows = 0, entries = 0, products = 0;
     for (int64_t i = 0; i < a->entries; i++) {
         const entry_t e = entry_at(a, i);
-        products += e.q_len * a->heads * (e.key_end - e.key_begin) * a->head_dim;
+        products += e.q_len * a->heads * (e.key_end - e.seen_begin) * a->head_dim;
         if (e.q_len <= DECODE_MAX) {
             p->num_segments += count_segments(a, &e);
             if (e.q_len * a->heads > p->max_rows) p->max_rows = e.q_len * a->heads;
@@ -650,7 +682,7 @@ static void fill_segments(const attend_args *a, plan_t *p) {
             const entry_t e = entry_at(a, i);
             if (e.q_len > DECODE_MAX || index >= count_segments(a, &e)) continue;
             *(last[i] < 0 ? &p->first_segment[i] : &p->segments[last[i]].next) = n;
-            p->segments[last[i] = n++] = (segment_t){i, index, -1};
+            p->segments[last[i] = n++] = (segment_t){i, first_segment(a, &e) + index, -1};
         }
 }
 
@@ -665,7 +697,8 @@ static void fill_plan(const attend_args *a, plan_t *p) {
             for (int64_t h = 0; h < a->kv_heads; h++) {
                 const int64_t rows = min64(p->rows_per_item, e.q_len * group - r);
                 const int64_t seen = e.first_pos + (r + rows - 1) / group + 1;
-                const int64_t keys = min64(e.key_end, seen) - e.key_begin;
+                const int64_t begin = e.first_pos + r / group + 1 - a->window;
+                const int64_t keys = min64(e.key_end, seen) - max64(e.key_begin, begin);
                 if (keys > 0) *it++ = (item_t){i, h, r, rows, rows * keys};
             }
     }

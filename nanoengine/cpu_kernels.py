@@ -39,9 +39,10 @@ CFLAGS = (
 _BUILD_TIMEOUT_S = 120
 _SEAL_BYTES = 16
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
-_ATTEND_ARGS = struct.Struct("=13Q14qd")
+_ATTEND_ARGS = struct.Struct("=13Q15q2d")
 _NORM_ARGS = struct.Struct("=3Q9qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
+_ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -207,6 +208,8 @@ class CpuKernels:
         scale: float,
         is_first: bool = False,
         out: Tensor | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> None:
         """Fold one chunk into the softmax state of the batch, in place.
 
@@ -218,6 +221,7 @@ class CpuKernels:
         is_first          write those values first, over whatever the state holds
         out               if given, it becomes acc / row_sum afterwards: of q's shape and dtype,
                           contiguous; rows without keys give 0
+        window, softcap   as in config.AttentionConfig, of this layer
         """
         k, v = chunk.k, chunk.v
         tokens, heads, head_dim = q.shape
@@ -250,7 +254,9 @@ class CpuKernels:
             is_bf16,
             is_first,
             torch.get_num_threads(),
+            min(window or _ALL_KEYS, _ALL_KEYS),
             scale,
+            softcap or 0.0,
         )
         self.tape.call(self._attend, (packed,), pointed_to, out)
 

@@ -20,6 +20,7 @@ enum { F32, BF16_WIDE, BF16_PAIRS };
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define LANES 16
@@ -133,6 +134,17 @@ INLINE vf exp2v(vf t, int degree) {
     p = p * f + 1.0f;
     return (vf)((vu)p + ((vu)shifted << 23));
 }
+/* tanh: near 0 the odd polynomial of Cephes' tanhf, else by 2^t; NaN stays NaN. */
+INLINE vf tanhv(vf x) {
+    const vf size = pick(x < 0.0f, -x, x), z = x * x;
+    vf p = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = (p * z - 3.33332819422e-1f) * z * x + x;
+    const vf e = exp2v(size * (-2.0f * LOG2E), 5), far = (1.0f - e) / (1.0f + e);
+    return pick(size < 0.625f, p, pick(x < 0.0f, -far, far));
+}
+
 /* A maximum as a power of 2. Finite, because -inf - -inf is NaN; and the comparison keeps the compiler
  * from fusing the product into a subtraction, which would make 2^(x - x) something else than 1. */
 INLINE vf base_of(vf top) { return vmax(splat(-1e30f), top * LOG2E); }

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, Spans
 from nanoengine.device import to_device
 
@@ -140,11 +141,11 @@ class FlashAttention:
     follows_tensors = False
 
     def __init__(
-        self, head_dim: int, kernel: FlashKernel, device: torch.device, besides: str = ""
+        self, scale: float, kernel: FlashKernel, device: torch.device, besides: str = ""
     ) -> None:
         """besides: what the plan should say of kernels that were not taken."""
         self.name = f"flash ({kernel.name}{'; ' if besides else ''}{besides})"
-        self._scale = head_dim**-0.5
+        self._scale = scale
         self._kernel = kernel
         self._state = MergedState.on(device)
         self._plans: list[_ChunkPlan] = []
@@ -325,10 +326,11 @@ def _rows(asks: Sequence[_Ask], device: torch.device) -> slice | Tensor:
 
 
 def make_flash(
-    device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
+    device: torch.device, dtype: torch.dtype, block_size: int, config: AttentionConfig
 ) -> tuple[FlashAttention | None, str]:
     """The first kernel that passes a trial on the device, or None and why none was taken."""
-    if unmet := _unmet(dtype, block_size, head_dim):
+    head_dim = config.head_dim
+    if unmet := _unmet(dtype, block_size, config):
         return None, f"flash kernels need {unmet}"
     refusals: list[str] = []
     for find in (_flash_attn_kernels, _varlen_kernels):
@@ -337,13 +339,23 @@ def make_flash(
         for kernel in kernels:
             refusal = try_kernel(kernel, device, dtype, block_size, head_dim)
             if not refusal:
-                return FlashAttention(head_dim, kernel, device, "; ".join(refusals)), ""
+                backend = FlashAttention(config.score_scale, kernel, device, "; ".join(refusals))
+                return backend, ""
             refusals.append(f"{kernel.name}: {refusal}")
     return None, "; ".join(refusals)
 
 
-def _unmet(dtype: torch.dtype, block_size: int, head_dim: int) -> str:
-    """The first limit of the kernels that is not kept, and by what."""
+def _unmet(dtype: torch.dtype, block_size: int, config: AttentionConfig) -> str:
+    """The first limit of the kernels that is not kept, and by what.
+
+    A window of theirs is measured from the end of a call's keys, so a call that merges with others
+    would need one of its own for each sequence; varlen_attn has no softcap.
+    """
+    head_dim = config.head_dim
+    if any(config.windows):
+        return "layers that see all keys, and this model has a sliding window"
+    if config.softcap is not None:
+        return f"scores without a softcap, not {config.softcap}"
     if dtype not in DTYPES:
         return f"float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.block_manager import Block, BlockKey, BlockManager, block_key
+from nanoengine.block_manager import Block, BlockManager
 from nanoengine.block_table import BlockTable, StepBudget, Write
 from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError
@@ -30,7 +30,15 @@ from nanoengine.sequence import (
     Sequence,
 )
 from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV
-from nanoengine.step_plan import DEVICE, HOST, Location, Part, plan_reads
+from nanoengine.step_plan import (
+    DEVICE,
+    HOST,
+    Location,
+    Part,
+    fills_of_layers,
+    plan_reads,
+    unseen_parts,
+)
 
 
 class HybridKVCacheManager:
@@ -110,15 +118,19 @@ class HybridKVCacheManager:
         held = table.blocks or (source.blocks[:num_full] if source else self._lookup(table))
         if not (table.blocks or source) and self._is_in_flight(table, len(held)):
             return Admission.IN_FLIGHT
-        needed = self._blocks_for(seq.num_tokens) - len(held)
+        left = table.num_left
+        if not table.blocks:
+            left = self.spec.first_held(self._num_found(seq, held))
+        most = min(self._blocks_for(seq.num_tokens), left + self.spec.most_held)
+        needed = max(0, most - len(held))
         reserve = self._decode_reserve_blocks if active else 0
         reserve += max(0, self._budget.loads - self.spec.spare_blocks)
         # A reclaimed block may be one of the hits, so what is idle is counted anew each time.
-        while needed + _num_idle(held) + reserve > self._manager.num_available:
+        while needed + _num_idle(held[left:]) + reserve > self._manager.num_available:
             if active or not self._reclaim(besides=seq.seq_id):
                 return Admission.FULL
         if not table.blocks:
-            self._take(table, held)
+            self._take(table, held, left)
         table.is_parked = False
         table.blocks += [self._manager.allocate() for _ in range(needed)]
         if source is not None:
@@ -143,6 +155,9 @@ class HybridKVCacheManager:
         """
         table = self._tables[seq.seq_id]
         num_computed = seq.num_computed + num_ahead
+        if self.spec.window:
+            room = (table.num_left + self.spec.most_held) * self.spec.block_size - num_computed
+            num_tokens = min(num_tokens, room)
         needed = self._blocks_for(num_computed + num_tokens) - len(table.blocks)
         while needed > self._manager.num_available:
             if not self._reclaim(besides=seq.seq_id):
@@ -179,18 +194,11 @@ class HybridKVCacheManager:
         table, size = self._tables[seq.seq_id], self.spec.block_size
         first = seq.num_computed // size
         seq.num_computed += num_tokens
-        for index in range(first, self._blocks_for(seq.num_computed)):
-            block = table.blocks[index]
-            block.num_tokens = max(block.num_tokens, min(size, seq.num_computed - index * size))
-        for index in range(*self._touched(seq.num_computed, num_rejected)):
-            table.blocks[index].num_tokens = max(0, seq.num_computed - index * size)
-        if not self._enable_prefix_caching:
-            return
-        keys = self._keys(table, seq.num_computed // size)
-        for index in range(len(table.published), len(keys)):
-            parent = table.published[-1] if table.published else None
-            table.published.append(self._manager.publish(table.blocks[index], parent, keys[index]))
-            self._manager.withdraw(keys[index], seq.seq_id)
+        table.count(first, size, num_rejected)
+        if self._enable_prefix_caching:
+            self._publish(table, seq.num_computed // size)
+        for block in reversed(table.leave(self.spec.first_held(seq.num_computed))):
+            self._release(block)
 
     def preempt(self, seq: Sequence) -> None:
         """The sequence leaves the running set and keeps its KV; `reserve` and `admit` of others may
@@ -223,7 +231,7 @@ class HybridKVCacheManager:
         table = self._tables.pop(seq.seq_id, None)
         if table is not None:
             self._withdraw(table)
-            for block in reversed(table.blocks):  # a prefix outlives what follows it in the LRU
+            for block in reversed(table.held):  # a prefix outlives what follows it in the LRU
                 self._release(block)
         seq.num_computed = 0
 
@@ -241,8 +249,9 @@ class HybridKVCacheManager:
         pool = self._pool
         values = torch.randn(shape, dtype=torch.float32, device=pool.device)
         slots = self._manager.host if on_host else self._manager.device
-        seq.num_computed = seq.num_tokens - 1
-        for index, block in enumerate(self._tables[seq.seq_id].blocks):
+        seq.num_computed, table = seq.num_tokens - 1, self._tables[seq.seq_id]
+        table.skip(self._blocks_for(seq.num_tokens) - len(table.blocks))
+        for index, block in enumerate(table.held, table.num_left):
             num_tokens = seq.num_computed - index * self.spec.block_size
             block.num_tokens = max(0, min(self.spec.block_size, num_tokens))
             if not block.num_tokens:
@@ -306,9 +315,10 @@ class HybridKVCacheManager:
         """
         references: dict[Block, int] = {}
         for table in self._tables.values():
-            for block in table.blocks:
+            for block in table.held:
                 references[block] = references.get(block, 0) + 1
-            held = sum(block.num_tokens for block in table.blocks)
+            held = sum(block.num_tokens for block in table.held)
+            held += table.num_left * self.spec.block_size
             assert held >= table.seq.num_computed, "computed tokens without KV"
         self._manager.check(references)
 
@@ -319,7 +329,10 @@ class HybridKVCacheManager:
         writes = self._plan_writes(batch)
         tables = self._step_tables(batch)
         stops = [item.start + item.num_tokens for item in batch.items]
-        active = [t[: self._blocks_for(n)] for t, n in zip(tables.active, stops, strict=True)]
+        step = [self._tables[item.seq.seq_id] for item in batch.items]
+        active = [
+            t.blocks[t.num_left : self._blocks_for(n)] for t, n in zip(step, stops, strict=True)
+        ]
         placement = Placement(self._manager, tables)
         written = list(dict.fromkeys(write.block for write in writes))
         placement.place(written)
@@ -328,15 +341,19 @@ class HybridKVCacheManager:
         parts = plan_reads(
             [[self._location(block) for block in blocks] for blocks in active],
             self.spec.slot_blocks,
+            [table.num_left for table in step],
         )
         streamed = {span.index for part in parts if part.tier != DEVICE for span in part.spans}
         self.peak_streamed = max(self.peak_streamed, len(streamed))
         for item, blocks in zip(batch.items, active, strict=True):
             self._count_transfers(item.seq.metrics, blocks, placement)
+        starts = [item.start for item in batch.items]
+        unseen = unseen_parts(parts, starts, self.spec.block_size, self.spec.windows)
         transfers = StepTransfers(
             stores=tuple(placement.stores.values()),
             loads=tuple(placement.loads.values()),
             fills=tuple(part.fill for part in parts if part.fill),
+            fills_of=fills_of_layers(parts, unseen),
             write_slots=tuple(device_slot(block) for block in written),
             owners=self._owners([*placement.stores], *active),
             is_decode=batch.is_decode,
@@ -364,6 +381,7 @@ class HybridKVCacheManager:
             placement=placement,
             streamed=[batch.items[index].seq.metrics for index in streamed],
             counted=counted,
+            unseen=unseen,
         )
 
     def _owners(self, *tables: list[Block]) -> dict[int, Block]:
@@ -417,9 +435,9 @@ class HybridKVCacheManager:
         step = [self._tables[item.seq.seq_id] for item in batch.items]
         others = [table for table in self._tables.values() if table not in step]
         return StepTables(
-            [table.blocks for table in step],
-            [table.blocks for table in others if not table.is_parked],
-            [table.blocks for table in others if table.is_parked],
+            [table.held for table in step],
+            [table.held for table in others if not table.is_parked],
+            [table.held for table in others if table.is_parked],
         )
 
     def _location(self, block: Block) -> Location:
@@ -436,13 +454,13 @@ class HybridKVCacheManager:
         """Blocks with KV that lies on the host only."""
         return {block for block in table.blocks if block.num_tokens and block.device_slot is None}
 
-    def _keys(self, table: BlockTable, num_blocks: int) -> list[BlockKey]:
-        """The keys of the first `num_blocks` blocks, which are full."""
-        seq, size, keys = table.seq, self.spec.block_size, table.keys
-        for index in range(len(keys), num_blocks):
-            tokens = seq.token_ids[index * size : (index + 1) * size]
-            keys.append(block_key(keys[-1] if keys else None, tokens, seq.cache_salt))
-        return keys[:num_blocks]
+    def _publish(self, table: BlockTable, num_blocks: int) -> None:
+        """Make the first `num_blocks` blocks findable, which are full."""
+        keys = table.first_keys(num_blocks, self.spec.block_size)
+        for index in range(len(table.published), num_blocks):
+            parent = table.published[-1] if table.published else None
+            table.published.append(self._manager.publish(table.blocks[index], parent, keys[index]))
+            self._manager.withdraw(keys[index], table.seq.seq_id)
 
     def _lookup(self, table: BlockTable) -> list[Block]:
         """The cached blocks with which the sequence begins; none where its prompt is scored, as
@@ -450,7 +468,9 @@ class HybridKVCacheManager:
         """
         hits: list[Block] = []
         if self._enable_prefix_caching and table.seq.params.prompt_logprobs is None:
-            for key in self._keys(table, table.seq.num_tokens // self.spec.block_size):
+            for key in table.first_keys(
+                table.seq.num_tokens // self.spec.block_size, self.spec.block_size
+            ):
                 block = self._manager.find(hits[-1] if hits else None, key)
                 if block is None:
                     break
@@ -462,13 +482,17 @@ class HybridKVCacheManager:
         key = table.keys[num_hits] if num_hits < len(table.keys) else None
         return key is not None and self._manager.is_in_flight(key)
 
-    def _take(self, table: BlockTable, hits: list[Block]) -> None:
+    def _num_found(self, seq: Sequence, hits: list[Block]) -> int:
+        """Tokens that need not be computed; the last one always is, for what follows it."""
+        return min(len(hits) * self.spec.block_size, seq.num_tokens - 1)
+
+    def _take(self, table: BlockTable, hits: list[Block], num_left: int) -> None:
         seq, size = table.seq, self.spec.block_size
-        for block in hits:
+        for block in hits[num_left:]:
             self._manager.acquire(block)
-        table.blocks, table.published = list(hits), list(hits)
+        table.take(hits, num_left)
         table.num_shared_tokens = len(hits) * size
-        seq.num_computed = min(table.num_shared_tokens, seq.num_tokens - 1)
+        seq.num_computed = self._num_found(seq, hits)
         if seq.metrics.first_scheduled_time is None:
             seq.num_cached = seq.num_computed
             seq.num_cached_on_host = sum(
@@ -478,13 +502,16 @@ class HybridKVCacheManager:
             )
 
     def _source(self, table: BlockTable) -> BlockTable | None:
-        """The table whose prompt this one, which holds nothing, shares; None when that has ended
-        or has not begun.
+        """The table whose prompt this one, which holds nothing, shares; None when that has ended,
+        has not begun, or has given back what is needed.
         """
         source = table.seq.source
         if source is None or table.blocks or source.is_finished:
             return None
-        return self._tables.get(source.seq_id)
+        found = self._tables.get(source.seq_id)
+        num_full = source.num_prompt_tokens // self.spec.block_size
+        needed = self.spec.first_held(num_full * self.spec.block_size)
+        return None if found is None or found.num_left > needed else found
 
     def _copy_tail(self, table: BlockTable, source: BlockTable) -> None:
         """The part of a block with which the shared prompt ends, as the block is written to from
@@ -494,7 +521,7 @@ class HybridKVCacheManager:
         index, num_tokens = divmod(seq.num_prompt_tokens, size)
         table.published, table.keys = source.published[:index], source.keys[:index]
         block = source.blocks[index] if num_tokens else None
-        slot = self._idle_device_slot() if block and block.device_slot is not None else None
+        slot = self._manager.idle_device_slot() if block and block.device_slot is not None else None
         if block is None or slot is None:
             return
         tail = table.blocks[index]
@@ -503,24 +530,12 @@ class HybridKVCacheManager:
         table.num_shared_tokens = seq.num_prompt_tokens
         seq.num_computed = min(seq.num_prompt_tokens, seq.num_tokens - 1)
 
-    def _idle_device_slot(self) -> int | None:
-        """A device slot that is free, or that of a cached block, whose copy is on the host or which
-        has nowhere to go.
-        """
-        cached = self._manager.oldest_on_device
-        if self._manager.device.num_free or cached is None:
-            return self._manager.device.take()
-        if cached.is_on_host:
-            return self._manager.drop_device(cached)
-        if self.spec.num_host_blocks:
-            return None
-        self._evict(cached)
-        return self._manager.device.take()
-
     def _promise(self, table: BlockTable) -> None:
         """Others that need the same prefix may wait for what this sequence is going to compute."""
         if self._enable_prefix_caching:
-            keys = self._keys(table, table.seq.num_tokens // self.spec.block_size)
+            keys = table.first_keys(
+                table.seq.num_tokens // self.spec.block_size, self.spec.block_size
+            )
             table.num_promised = len(keys)
             for key in keys[len(table.published) :]:
                 self._manager.promise(key, table.seq.seq_id)
@@ -550,11 +565,8 @@ class HybridKVCacheManager:
         table = max(parked, key=lambda t: t.seq.seq_id, default=None)
         if table is None:
             return False
-        self._release(table.blocks.pop())
-        kept = len(table.blocks) * self.spec.block_size
-        del table.published[len(table.blocks) :]
-        table.num_shared_tokens = min(table.num_shared_tokens, kept)
-        table.seq.num_computed = min(table.seq.num_computed, kept)
+        for block in table.forget(len(table.blocks) - 1, self.spec.block_size):
+            self._release(block)
         return True
 
     def _release(self, block: Block) -> None:
@@ -571,11 +583,6 @@ class HybridKVCacheManager:
         if self._debug and block.device_slot is None and block.host_slot is None:
             device, host = ([] if slot is None else [slot] for slot in slots)
             self._offload.poison(device, host)
-
-    def _touched(self, start: int, num_tokens: int) -> tuple[int, int]:
-        """First and last, not included, of the blocks that hold so many tokens from `start` on."""
-        first = start // self.spec.block_size
-        return first, self._blocks_for(start + num_tokens) if num_tokens else first
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.spec.block_size)

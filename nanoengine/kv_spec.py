@@ -1,4 +1,4 @@
-"""KVSpec: the shape of the KV cache, and whether a request fits it."""
+"""KVSpec: the shape of the KV cache, and what of it one sequence may hold. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ class KVSpec:
 
     num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
     slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
+    window: keys that a query sees in the layer that sees most (0: all), step_tokens: tokens that a
+    sequence may have in a step: together what it holds at once, where there is a window. windows:
+    of each layer (None: all keys), () without any.
     """
 
     num_layers: int
@@ -27,6 +30,9 @@ class KVSpec:
     ring_slots: int = 0
     slot_blocks: int = 0
     spare_blocks: int = 0
+    window: int = 0
+    step_tokens: int = 1
+    windows: tuple[int | None, ...] = ()
 
     @property
     def block_bytes(self) -> int:
@@ -50,10 +56,26 @@ class KVSpec:
         """Tokens that unfinished requests can hold, on both tiers."""
         return self.capacity_blocks * self.block_size
 
+    @property
+    def most_held(self) -> int:
+        """Blocks that a sequence may hold at once; those that its window left are given back."""
+        if not self.window:
+            return self.capacity_blocks
+        return min(self.capacity_blocks, self._blocks_of(self.window - 1 + self.step_tokens))
+
+    def first_held(self, num_computed: int) -> int:
+        """The first block that a sequence with so many computed tokens needs."""
+        return max(0, num_computed + 1 - self.window) // self.block_size if self.window else 0
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens can finish alone."""
+        goes_on = self.window and self._blocks_of(self.window) <= self.capacity_blocks
+        return num_tokens <= self.num_tokens or bool(goes_on)
+
     def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
         """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
         asked = num_prompt_tokens + (max_tokens or 1)
-        if asked <= self.num_tokens:
+        if self.holds(asked):
             return
         tiers = f"{self.num_blocks} blocks x {self.block_size} tokens"
         settings = "kv_cache_gib or num_gpu_blocks"
@@ -69,3 +91,7 @@ class KVSpec:
             f"{settings}, "
             "or ask for less"
         )
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        """Blocks that so many tokens in a row lie in at most, wherever they begin."""
+        return (num_tokens - 2) // self.block_size + 2

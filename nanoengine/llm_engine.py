@@ -91,7 +91,7 @@ class LLMEngine:
             self.device.torch_device,
             dtype,
             self.config.kvcache_block_size,
-            loaded.config.head_dim,
+            loaded.config.attention,
         )
         self.plan: MemoryPlan = plan_memory(
             self.config,
@@ -288,7 +288,7 @@ class LLMEngine:
         """The plan with what start-up measured."""
         assert self._runner is not None
         spec = self.plan.kv
-        num_blocks = -(-self.plan.max_model_len // spec.block_size)
+        num_blocks = min(spec.most_held, -(-self.plan.max_model_len // spec.block_size))
         costs = measure_decode(self._runner, self.kv, self.device, num_blocks)
         self.decode_costs = costs
         copy_gb_per_s = measure_copy(self.device, self.kv)

@@ -35,7 +35,14 @@ from nanoengine.errors import (
 from nanoengine.gguf_convert import CONVERTER_VERSION, convert_gguf
 from nanoengine.hub import hub_folder, is_hub_id
 from nanoengine.layers import LayerOps
-from nanoengine.models import ARCHITECTURES, Architecture, Decoder, TensorSource, weight_shapes
+from nanoengine.models import (
+    ARCHITECTURES,
+    Architecture,
+    Decoder,
+    TensorSource,
+    layer_windows,
+    weight_shapes,
+)
 from nanoengine.rope_json import read_rope
 
 logger = logging.getLogger(__name__)
@@ -157,6 +164,7 @@ def read_model_config(
         mlp_bias=content.flag("mlp_bias"),
         no_rope_layers=_no_rope_layers(content, num_layers) if architecture.may_skip_rope else (),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
+        windows=layer_windows(name, content.values, num_layers, content.path),
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
@@ -204,7 +212,7 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     refused = {
         "hidden_act": content.get("hidden_act") not in (None, "silu", "swish"),
         "quantization_config": content.get("quantization_config") is not None,
-        "sliding_window": _has_window(content),
+        "sliding_window": not architecture.windows and _has_window(content),
         "auto_map": _brings_code(content, architecture.own_code),
     }
     for key, is_refused in refused.items():

@@ -159,6 +159,9 @@ def _kv_spec(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
+        window=model.attention.longest_window or 0,
+        step_tokens=config.max_num_batched_tokens,
+        windows=model.windows,
     )
     ring_slots, slot_blocks = 0, 0
     if streams(config, device.name):
@@ -230,14 +233,14 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> tu
             f"max_model_len={asked} is above the model's {positions} positions; lower it, or set "
             "rope_parameters in config.json to a scaling that the model was trained for"
         )
-    if asked is not None and asked > spec.num_tokens:
+    if asked is not None and not spec.holds(asked):
         raise OutOfMemoryError(
             f"max_model_len={asked} needs {-(-asked // spec.block_size)} KV blocks of "
             f"{spec.block_size} tokens, but there are {spec.capacity_blocks}; raise {settings}"
         )
     if asked is not None:
         return asked, "max_model_len"
-    if spec.num_tokens < positions:
+    if not spec.holds(positions):
         return spec.num_tokens, f"KV blocks x block size; raise {settings}"
     return positions, "the model's positions"
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from nanoengine.config import ModelConfig
 from nanoengine.context import ForwardContext, StepInputs
+from nanoengine.errors import UnsupportedModelError
 from nanoengine.layers import Attention, GateUp, LayerOps, Norm, Product
 from nanoengine.rope import Rotary, head_order
 
 TensorSource = Callable[[str], Tensor]
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class Architecture:
     qkv_bias: q, k and v have a bias though config.json names none.
     is_fused: q, k, v are one tensor of the checkpoint, gate and up another.
     may_skip_rope: reads no_rope_layers. may_turn_a_part: reads partial_rotary_factor.
+    windows: which layers may have a sliding window, by what config.json says: "every layer" or
+    "layer_types"; "": none, it is refused.
     defaults: what transformers takes for keys that config.json lacks, where Llama's differ.
     own_code: the class that checkpoints bring though transformers has the same.
     """
@@ -38,25 +42,70 @@ class Architecture:
     is_fused: bool = False
     may_skip_rope: bool = False
     may_turn_a_part: bool = False
+    windows: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own_code: str = ""
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(defaults={"sliding_window": 4096}),
+    "MistralForCausalLM": Architecture(windows="every layer", defaults={"sliding_window": 4096}),
     "Phi3ForCausalLM": Architecture(
         is_fused=True,
         may_turn_a_part=True,
-        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        windows="every layer",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": None,
+        },
         own_code="modeling_phi3.Phi3ForCausalLM",
     ),
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True, defaults={"use_sliding_window": False}),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True, defaults={"head_dim": 128}),
+    "Qwen2ForCausalLM": Architecture(
+        qkv_bias=True, windows="layer_types", defaults={"use_sliding_window": False}
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        qk_norm=True, windows="layer_types", defaults={"head_dim": 128}
+    ),
     "SmolLM3ForCausalLM": Architecture(
         may_skip_rope=True, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
     ),
 }
+
+
+def layer_windows(
+    architecture: str, settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, () without any, as transformers' classes read config.json.
+
+    settings: of config.json, at `where`. Raises UnsupportedModelError for what they would not run.
+    """
+    rule = ARCHITECTURES[architecture].windows
+    if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
+        window, first = None, num_layers
+    else:
+        window, first = settings.get("sliding_window", 4096), 0
+    if rule == "layer_types" and window is not None:
+        first = settings.get("max_window_layers", 28)
+    if window is not None and (type(window) is not int or window < 1 or type(first) is not int):
+        raise UnsupportedModelError(f"{where}: a 'sliding_window' of {window!r} is not supported")
+    kinds: Any = [SLIDING if window and i >= first else FULL for i in range(num_layers)]
+    listed = settings.get("layer_types")
+    if listed is not None and listed != kinds:
+        if rule != "layer_types" or not window or not _are_layer_types(listed, num_layers):
+            raise UnsupportedModelError(
+                f"{where}: 'layer_types' {listed!r} with a 'sliding_window' of {window} is not "
+                "supported"
+            )
+        kinds = listed
+    windows = tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _are_layer_types(listed: object, num_layers: int) -> bool:
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        return False
+    return all(kind in (FULL, SLIDING) for kind in listed)
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -15,8 +15,10 @@ ahead and across layers. Nobody waits for anything but events:
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -38,7 +40,8 @@ class TransferCounters:
 
 @dataclass(frozen=True, slots=True)
 class StepTransfers:
-    """What one step moves. fills: host slots of each ring fill, the same for every layer.
+    """What one step moves. fills: host slots of each ring fill. fills_of: for each layer the
+    numbers of those that it reads, in order; () if every layer reads all.
 
     write_slots: device slots that this step's K and V are written to. owners: whose the content of
     a host slot is, to be told when a copy of it fails. is_decode: one token a sequence, so that
@@ -51,6 +54,7 @@ class StepTransfers:
     write_slots: tuple[int, ...] = ()
     owners: Mapping[int, object] = field(default_factory=dict)
     is_decode: bool = False
+    fills_of: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +326,10 @@ class TransferRun:
     def __init__(self, engine: OffloadEngine, transfers: StepTransfers) -> None:
         self._engine = engine
         self._transfers = transfers
-        self._num_layers = engine.host.num_layers
+        all_fills = [range(len(transfers.fills))] * engine.host.num_layers
+        self._fills_of: Sequence[Sequence[int]] = transfers.fills_of or all_fills
+        # Fills are numbered through all layers: these of layer i begin with _begins[i].
+        self._begins = [*accumulate(map(len, self._fills_of), initial=0)]
         self._loaded: list[Event] = []
         self._filled: dict[int, Event] = {}  # number of the fill -> event, until it is consumed
         self._next_fill = 0
@@ -374,7 +381,7 @@ class TransferRun:
 
         Valid until `drained` is called for it.
         """
-        number = layer * len(self._transfers.fills) + index
+        number = self._number(layer, index)
         self._engine.await_event(self._filled[number])
         ring_slot = number % len(self._engine.ring)
         device = self._engine.device
@@ -383,7 +390,7 @@ class TransferRun:
 
     def drained(self, layer: int, index: int) -> None:
         """Compute has read the fill; its ring slot takes the next one."""
-        number = layer * len(self._transfers.fills) + index
+        number = self._number(layer, index)
         del self._filled[number]
         self._engine.drain(number % len(self._engine.ring))
         self._issue()
@@ -394,7 +401,7 @@ class TransferRun:
         """
         compute = self._engine.device.compute
         self._engine.device.share_cores(with_copies=False)
-        complete = self._next_fill == self._num_layers * len(self._transfers.fills)
+        complete = self._next_fill == self._begins[-1]
         complete &= not self._filled
         for event in [*self._filled.values(), *self._loaded]:
             compute.wait(event)
@@ -403,18 +410,21 @@ class TransferRun:
         self._filled.clear()
         return complete
 
+    def _number(self, layer: int, index: int) -> int:
+        return self._begins[layer] + bisect_left(self._fills_of[layer], index)
+
     def _issue(self) -> None:
         """Queue loads and fills in the order of their use, as far as the ring has room."""
-        fills, loads = self._transfers.fills, self._transfers.loads
+        loads, num_layers = self._transfers.loads, len(self._fills_of)
         while True:
-            layer = self._next_fill // len(fills) if fills else self._num_layers
-            while loads and len(self._loaded) < min(layer + 1, self._num_layers):
+            layer = bisect_right(self._begins, self._next_fill) - 1  # num_layers: no fill is left
+            while loads and len(self._loaded) < min(layer + 1, num_layers):
                 event = self._engine.queue_loads(len(self._loaded), self._transfers)
                 self._loaded.append(event)
-            if layer == self._num_layers or len(self._filled) == len(self._engine.ring):
+            if layer == num_layers or len(self._filled) == len(self._engine.ring):
                 return
             ring_slot = self._next_fill % len(self._engine.ring)
-            index = self._next_fill % len(fills)
+            index = self._fills_of[layer][self._next_fill - self._begins[layer]]
             event = self._engine.queue_fill(layer, self._transfers, index, ring_slot)
             self._filled[self._next_fill] = event
             self._next_fill += 1

@@ -95,6 +95,7 @@ class StepKV:
     num_rows: sequences that the step is laid out for, those past the real ones without KV. writes:
     where their tokens go.
     pools: of each layer. k_slots, v_slots, stored: as in KVTarget, for `rows` of such a pool.
+    unseen: for each layer, which of `reads` lie before its window; () if no layer has one.
     """
 
     num_rows: int
@@ -109,6 +110,7 @@ class StepKV:
     placement: Placement
     streamed: list[RequestMetrics]
     counted: TransferCounters
+    unseen: tuple[frozenset[int], ...] = ()
 
     def target(self, layer: int) -> KVTarget:
         """See context.KVCache."""
@@ -122,12 +124,15 @@ class StepKV:
             return None
         return StepInputs(
             (self.k_slots, self.v_slots, *(tensor for t in self.reads for tensor in t.tensors)),
-            tuple(table.part.tier for table in self.reads),
+            (*(table.part.tier for table in self.reads), self.unseen),
         )
 
     def read(self, layer: int) -> Iterator[KVChunk]:
-        """All blocks of all sequences, each sequence's in logical order."""
-        for table in self.reads:
+        """The blocks of all sequences that the layer sees, each sequence's in logical order."""
+        unseen = self.unseen[layer] if self.unseen else ()
+        for number, table in enumerate(self.reads):
+            if number in unseen:
+                continue
             is_last = table is self.reads[-1]
             if table.part.tier == DEVICE:
                 self.run.read_device(layer, table.slots)

@@ -62,21 +62,27 @@ class Part:
     fill: tuple[int, ...] = ()
 
 
-def plan_reads(tables: Sequence[Sequence[Location]], slot_blocks: int) -> list[Part]:
+def plan_reads(
+    tables: Sequence[Sequence[Location]], slot_blocks: int, firsts: Sequence[int] = ()
+) -> list[Part]:
     """The parts in which the blocks of each sequence are read, every sequence in logical order.
 
     tables: the location of each block of each sequence of the batch.
     slot_blocks: blocks that a ring slot holds; 0 reads host blocks where they are.
+    firsts: the logical index of the first block of each table; () where all begin with 0.
     """
-    done = [0] * len(tables)
+    done, firsts = [0] * len(tables), firsts or [0] * len(tables)
     parts: list[Part] = []
     while tiers := {t[at][0] for at, t in zip(done, tables, strict=True) if at < len(t)}:
         for tier in sorted(tiers):
             runs = [_run(table, at, tier) for at, table in zip(done, tables, strict=True)]
             if tier != DEVICE and slot_blocks:
-                parts += _fills(runs, done, slot_blocks)
+                begins = [at + first for at, first in zip(done, firsts, strict=True)]
+                parts += _fills(runs, begins, slot_blocks)
             else:
-                spans = (SequenceSpan(i, done[i], run) for i, run in enumerate(runs) if run)
+                spans = (
+                    SequenceSpan(i, firsts[i] + done[i], run) for i, run in enumerate(runs) if run
+                )
                 parts.append(Part(tier, tuple(spans)))
             done = [at + len(run) for at, run in zip(done, runs, strict=True)]
     return parts
@@ -119,6 +125,46 @@ def _fills(runs: list[tuple[int, ...]], firsts: list[int], slot_blocks: int) -> 
             fill.append(slot)
     flush()
     return parts
+
+
+def unseen_parts(
+    parts: Sequence[Part],
+    starts: Sequence[int],
+    block_size: int,
+    windows: Sequence[int | None],
+) -> tuple[frozenset[int], ...]:
+    """For each layer with its window, which parts none of its queries sees anything of.
+
+    starts: position of the first query of each sequence. The last part is never among them: it
+    ends with the newest key of a sequence.
+    """
+
+    def unseen(window: int | None) -> frozenset[int]:
+        if window is None:
+            return frozenset()
+        firsts = [start + 1 - window for start in starts]  # keys that the first queries see
+        return frozenset(
+            number
+            for number, part in enumerate(parts)
+            if all((s.first + len(s.slots)) * block_size <= firsts[s.index] for s in part.spans)
+        )
+
+    found = {window: unseen(window) for window in set(windows)}
+    return tuple(found[window] for window in windows)
+
+
+def fills_of_layers(
+    parts: Sequence[Part], unseen: Sequence[frozenset[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """For each layer the numbers of the fills that it reads; () if all read all."""
+    numbers = [number for number, part in enumerate(parts) if part.fill]
+    if not any(hidden.intersection(numbers) for hidden in unseen):
+        return ()
+    each = (enumerate(numbers) for _ in unseen)
+    return tuple(
+        tuple(fill for fill, number in fills if number not in hidden)
+        for fills, hidden in zip(each, unseen, strict=True)
+    )
 
 
 def slot_runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:

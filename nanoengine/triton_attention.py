@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoengine.context import ForwardContext, KVChunk
+from nanoengine.config import AttentionConfig
+from nanoengine.context import ForwardContext, KVChunk, Spans
 from nanoengine.device import to_device
 
 PARTITION = 512
@@ -30,9 +31,32 @@ TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
 MIN_DOT = 16  # the least of any side of a matrix product
 # Below every score, and finite: a row that has seen no key is no inf - inf.
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 Lengths = tuple[tuple[int, int], ...]
 States = tuple[Tensor, Tensor, Tensor]  # row maximum and sum, fp32 [rows, heads]; accumulator
+
+
+@triton.jit
+def _capped(scores, softcap):
+    """softcap * tanh(scores / softcap), near 0 by the odd polynomial of Cephes' tanhf."""
+    x = scores / softcap
+    z = x * x
+    near = z * -5.70498872745e-3 + 2.06390887954e-2
+    near = near * z - 5.37397155531e-2
+    near = near * z + 1.33314422036e-1
+    near = (near * z - 3.33332819422e-1) * z * x + x
+    e = tl.exp(tl.abs(x) * -2.0)
+    far = (1.0 - e) / (1.0 + e)
+    return softcap * tl.where(tl.abs(x) < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _first_seen(position, WINDOW: tl.constexpr):
+    """The first key that a query at this position sees."""
+    if WINDOW:
+        return tl.maximum(position + 1 - WINDOW, 0)
+    return position * 0
 
 
 @triton.jit
@@ -45,6 +69,7 @@ def _fold(
     kv_row,
     first_row,
     scale,
+    hidden,
     position,
     start,
     row_max,
@@ -54,10 +79,13 @@ def _fold(
     DIM: tl.constexpr,
     TILE: tl.constexpr,
     TILE_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Fold one tile of keys, rows [first_row, first_row + TILE) of a page; `position` is the last
-    key that each row sees, `start` the position of the tile's first.
+    key that each row sees here, `start` the position of the tile's first; where there is a window,
+    `hidden` is the last key before that of each row.
     """
     n, d = tl.arange(0, TILE_PAD), tl.arange(0, DIM)
     at = page.to(tl.int64) * kv_block + (first_row + n) * kv_row
@@ -70,8 +98,12 @@ def _fold(
         k = tl.load(keys + at[:, None] + d[None, :])
         v = tl.load(values + at[:, None] + d[None, :])
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP > 0.0:
+        scores = _capped(scores, SOFTCAP) * LOG2E
     if IS_MASKED or TILE != TILE_PAD:
         sees = (start + n)[None, :] <= position[:, None]
+        if WINDOW:
+            sees = sees & ((start + n)[None, :] > hidden[:, None])
         scores = tl.where(sees & (n < TILE)[None, :], scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
@@ -111,6 +143,8 @@ def _prefill(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     TILE_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """Rows are the heads of a group, query by query; the longest tile of queries runs first."""
@@ -134,8 +168,10 @@ def _prefill(
     at = token * q_token + head * q_head
     queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
 
+    first_position = kv_len - num_queries + first_query
+    first_seen = _first_seen(kv_len - num_queries, WINDOW) // BLOCK * BLOCK
     at = token * HEADS + head
-    is_carried = is_row & (r < tl.where(first_key > 0, ROWS, 0))
+    is_carried = is_row & (r < tl.where(first_key > first_seen, ROWS, 0))
     row_max = tl.load(state_max + at, mask=is_carried, other=NOTHING)
     row_sum = tl.load(state_sum + at, mask=is_carried, other=0.0)
     at_value = at[:, None] * HEAD_DIM + d[None, :]
@@ -144,20 +180,23 @@ def _prefill(
 
     keys, values = k + kv_head * HEAD_DIM, v + kv_head * HEAD_DIM
     pages = table + span * table_row
-    first_position = kv_len - num_queries + first_query
+    hidden = position - WINDOW
+    begin = tl.maximum(first_key, _first_seen(first_position, WINDOW) // TILE * TILE)
     all_see = tl.minimum(end_key, first_position + 1) // TILE * TILE
-    all_see = tl.maximum(all_see, first_key)
-    for start in range(first_key, all_see, TILE):
+    all_see = tl.maximum(all_see, begin)
+    if WINDOW:
+        all_see = begin  # the first tiles may hide keys from the last rows
+    for start in range(begin, all_see, TILE):
         page = tl.load(pages + (start - first_key) // BLOCK)
         row_max, row_sum, acc = _fold(
-            queries, keys, values, page, kv_block, kv_row, start % BLOCK, scale, position, start,
-            row_max, row_sum, acc, HEAD_DIM, DIM, TILE, TILE_PAD, False,
+            queries, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position,
+            start, row_max, row_sum, acc, HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, False,
         )  # fmt: skip
     for start in range(all_see, tl.minimum(end_key, tl.max(position) + 1), TILE):
         page = tl.load(pages + (start - first_key) // BLOCK)
         row_max, row_sum, acc = _fold(
-            queries, keys, values, page, kv_block, kv_row, start % BLOCK, scale, position, start,
-            row_max, row_sum, acc, HEAD_DIM, DIM, TILE, TILE_PAD, True,
+            queries, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position,
+            start, row_max, row_sum, acc, HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
         )  # fmt: skip
 
     if end_key == kv_len:
@@ -198,8 +237,11 @@ def _decode(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     TILE_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):
     """One query of one sequence, the heads of one group, every n-th partition of the chunk."""
     span, kv_head = tl.program_id(0), tl.program_id(1)
@@ -219,16 +261,19 @@ def _decode(
     queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
     keys, values = k + kv_head * HEAD_DIM, v + kv_head * HEAD_DIM
     pages = table + span * table_row
-    slots = tl.load(part_start + seq).to(tl.int64)
+    slots = tl.load(part_start + seq).to(tl.int64) - _first_seen(kv_len - 1, LONGEST) // PARTITION
 
-    first = first_key // PARTITION + tl.program_id(2)
+    hidden = tl.zeros([ROWS], tl.int32) + (kv_len - 1 - WINDOW)
+    first_seen = _first_seen(kv_len - 1, WINDOW) // TILE * TILE
+    first = tl.maximum(first_key, first_seen) // PARTITION + tl.program_id(2)
     for part in range(first, tl.cdiv(end_key, PARTITION), tl.num_programs(2)):
-        begin = tl.maximum(part * PARTITION, first_key)
+        part_begin = tl.maximum(part * PARTITION, first_seen)
+        begin = tl.maximum(part_begin, first_key)
         end = tl.minimum((part + 1) * PARTITION, end_key)
         last_seen = tl.zeros([ROWS], tl.int32) + (end - 1)
         at = (slots + part) * HEADS + head
         at_value = at[:, None] * HEAD_DIM + d[None, :]
-        is_carried = is_row & (r < tl.where(begin > part * PARTITION, ROWS, 0))
+        is_carried = is_row & (r < tl.where(begin > part_begin, ROWS, 0))
         row_max = tl.load(part_max + at, mask=is_carried, other=NOTHING)
         row_sum = tl.load(part_sum + at, mask=is_carried, other=0.0)
         carried = is_carried[:, None] & (d < HEAD_DIM)[None, :]
@@ -236,8 +281,9 @@ def _decode(
         for start in range(begin, end, TILE):
             page = tl.load(pages + (start - first_key) // BLOCK)
             row_max, row_sum, acc = _fold(
-                queries, keys, values, page, kv_block, kv_row, start % BLOCK, scale, last_seen,
-                start, row_max, row_sum, acc, HEAD_DIM, DIM, TILE, TILE_PAD, True,
+                queries, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden,
+                last_seen, start, row_max, row_sum, acc,
+                HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
             )  # fmt: skip
         tl.store(part_max + at, row_max, mask=is_row)
         tl.store(part_sum + at, row_sum, mask=is_row)
@@ -258,20 +304,23 @@ def _merge(
     DIM: tl.constexpr,
     PARTITION: tl.constexpr,
     AT_ONCE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):
     """One head of one decoding query: its partitions, a few at a time, in logical order."""
     seq, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start + seq)
     if tl.load(query_start + seq + 1) != token + 1:
         return
-    num_parts = tl.cdiv(tl.load(kv_lens + seq), PARTITION)
-    slots = tl.load(part_start + seq).to(tl.int64)
+    kv_len = tl.load(kv_lens + seq)
+    num_parts = tl.cdiv(kv_len, PARTITION)
+    slots = tl.load(part_start + seq).to(tl.int64) - _first_seen(kv_len - 1, LONGEST) // PARTITION
     n, d = tl.arange(0, AT_ONCE), tl.arange(0, DIM)
     is_dim = d < HEAD_DIM
     row_max = tl.zeros([1], tl.float32) + NOTHING
     row_sum = tl.zeros([1], tl.float32)
     acc = tl.zeros([DIM], tl.float32)
-    for first in range(0, num_parts, AT_ONCE):
+    for first in range(_first_seen(kv_len - 1, WINDOW) // PARTITION, num_parts, AT_ONCE):
         there = first + n < num_parts
         at = (slots + first + n) * HEADS + head
         maxima = tl.load(part_max + at, mask=there, other=NOTHING)
@@ -293,8 +342,8 @@ def _merge(
 class _Partitions:
     """Softmax states of the step's decoding queries, one for each partition of their context.
 
-    start: int32 [n], where the partitions of sequence i begin; row_max and row_sum: fp32
-    [partitions, heads]; acc: fp32 [partitions, heads, head_dim].
+    start: int32 [n], where the partitions of sequence i begin, from the first that any layer sees
+    on; row_max and row_sum: fp32 [partitions, heads]; acc: fp32 [partitions, heads, head_dim].
     """
 
     start: Tensor
@@ -309,32 +358,35 @@ class TritonAttention:
     follows_tensors = True
 
     def __init__(
-        self, head_dim: int, dtype: torch.dtype, device: torch.device, reason: str = ""
+        self, config: AttentionConfig, dtype: torch.dtype, device: torch.device, reason: str = ""
     ) -> None:
         """reason: why this backend was taken, for the plan."""
+        self._config = config
         self.name = f"Triton {triton.__version__}" + (f" ({reason})" if reason else "")
-        self._scale = head_dim**-0.5 * 1.4426950408889634  # powers of two, not of e
-        self._dim = max(MIN_DOT, triton.next_power_of_2(head_dim))
+        # Powers of two, not of e, from where no softcap comes between.
+        self._scale = config.score_scale * (1 if config.softcap else LOG2E.value)
+        self._dim = max(MIN_DOT, triton.next_power_of_2(config.head_dim))
         key_bytes = 2 * self._dim * dtype.itemsize
         room = _shared_memory(device) // (TILES_IN_SHARED_MEMORY * key_bytes)
         self._most_keys = min(MAX_TILE, 1 << (room.bit_length() - 1))
-        self._tiles: dict[int, Tensor | None] = {}
+        self._tiles: dict[int, tuple[Spans, Tensor | None]] = {}
         self._parts: _Partitions | None = None
         self._states: States | None = None
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """See context.AttentionBackend."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        window = self._config.window(layer) or 0
         for number, chunk in enumerate(ctx.kv.read(layer)):
             if not layer and not number:
                 self._begin(q, chunk, ctx)
-            tiles = self._tiles_of(number, chunk, ctx.lengths, q)
+            tiles = self._tiles_of(chunk, ctx.lengths, q)
             if tiles is not None:
-                self._run_prefill(q, chunk, ctx, tiles, out)
+                self._run_prefill(q, chunk, ctx, tiles, out, window)
             if self._parts is not None:
-                self._run_decode(q, chunk, ctx, self._parts)
+                self._run_decode(q, chunk, ctx, self._parts, window)
         if self._parts is not None:
-            self._run_merge(ctx, self._parts, out)
+            self._run_merge(ctx, self._parts, out, window)
         return out
 
     def _begin(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> None:
@@ -342,6 +394,8 @@ class TritonAttention:
         self._tiles, self._parts, self._states = {}, None, None
         if any(num_queries == 1 for num_queries, _ in ctx.lengths):
             counts = (ctx.kv_lens + (PARTITION - 1)) // PARTITION
+            if longest := self._config.longest_window:
+                counts -= (ctx.kv_lens - longest).clamp(min=0) // PARTITION
             start = (counts.cumsum(0) - counts).to(torch.int32)
             num = self._most_partitions(chunk, ctx)
             self._parts = _Partitions(start, *_states(q, num))
@@ -352,25 +406,39 @@ class TritonAttention:
         """Partitions of all sequences. For a step of one chunk, those that its table has room for:
         such a step may be done again on longer contexts.
         """
+        most = sum(-(-kv_len // PARTITION) for _, kv_len in ctx.lengths)
         if chunk.is_last:
             width = chunk.block_table.shape[1] * chunk.k.shape[1]
-            return len(ctx.lengths) * -(-width // PARTITION)
-        return sum(-(-kv_len // PARTITION) for _, kv_len in ctx.lengths)
+            each = -(-width // PARTITION)
+            if self._config.longest_window is not None:
+                each += 1  # the first key in the table may lie anywhere in a partition
+            return max(most, len(ctx.lengths) * each)
+        return most
 
-    def _tiles_of(self, number: int, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
-        """(span, first query) of each tile of queries for chunk `number` of this step; None: no
-        prompt has any there.
+    def _tiles_of(self, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
+        """(span, first query) of each tile of queries for this chunk of the step; None: no prompt
+        has any there.
         """
-        if number not in self._tiles:
+        key = id(chunk.spans)  # kept beside the tiles, so that no other object gets this id
+        if key not in self._tiles:
             group = q.shape[1] // chunk.k.shape[2]
             found = query_tiles(chunk, lengths, max(1, PREFILL_ROWS // group))
-            self._tiles[number] = to_device(found, torch.int32, q.device) if found else None
-        return self._tiles[number]
+            tiles = to_device(found, torch.int32, q.device) if found else None
+            self._tiles[key] = chunk.spans, tiles
+        return self._tiles[key][1]
 
     def _run_prefill(
-        self, q: Tensor, chunk: KVChunk, ctx: ForwardContext, tiles: Tensor, out: Tensor
+        self,
+        q: Tensor,
+        chunk: KVChunk,
+        ctx: ForwardContext,
+        tiles: Tensor,
+        out: Tensor,
+        window: int,
     ) -> None:
         assert self._states is not None
+        if not chunk.is_last and not len(self._states[0]):  # the first layer read fewer chunks
+            self._states = _states(q, len(q))
         group = q.shape[1] // chunk.k.shape[2]
         shape = self._shape(q, chunk, max(PREFILL_ROWS, triton.next_power_of_2(group)))
         _prefill[(len(tiles), chunk.k.shape[2])](
@@ -378,12 +446,12 @@ class TritonAttention:
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
             *self._states, out,
-            self._scale, *_strides(q, chunk), **shape,
+            self._scale, *_strides(q, chunk), **shape, WINDOW=window,
             num_warps=PREFILL_WARPS, num_stages=_stages(q),
         )  # fmt: skip
 
     def _run_decode(
-        self, q: Tensor, chunk: KVChunk, ctx: ForwardContext, parts: _Partitions
+        self, q: Tensor, chunk: KVChunk, ctx: ForwardContext, parts: _Partitions, window: int
     ) -> None:
         num_spans, kv_heads = len(chunk.seq_index), chunk.k.shape[2]
         width = triton.cdiv(chunk.block_table.shape[1] * chunk.k.shape[1], PARTITION) + 1
@@ -395,16 +463,17 @@ class TritonAttention:
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
             parts.start, parts.row_max, parts.row_sum, parts.acc,
-            self._scale, *_strides(q, chunk), **shape, PARTITION=PARTITION,
-            num_warps=DECODE_WARPS, num_stages=_stages(q),
+            self._scale, *_strides(q, chunk), **shape, WINDOW=window, PARTITION=PARTITION,
+            LONGEST=self._config.longest_window or 0, num_warps=DECODE_WARPS, num_stages=_stages(q),
         )  # fmt: skip
 
-    def _run_merge(self, ctx: ForwardContext, parts: _Partitions, out: Tensor) -> None:
+    def _run_merge(self, ctx: ForwardContext, parts: _Partitions, out: Tensor, window: int) -> None:
         _, heads, head_dim = out.shape
         _merge[(len(ctx.lengths), heads)](
             ctx.query_start, ctx.kv_lens,
             parts.start, parts.row_max, parts.row_sum, parts.acc, out,
-            heads, head_dim, self._dim, PARTITION, MERGED_AT_ONCE, num_warps=2,
+            heads, head_dim, self._dim, PARTITION, MERGED_AT_ONCE, window,
+            self._config.longest_window or 0, num_warps=2,
         )  # fmt: skip
 
     def _shape(self, q: Tensor, chunk: KVChunk, rows: int) -> dict[str, Any]:
@@ -421,6 +490,7 @@ class TritonAttention:
             "TILE": tile,
             "TILE_PAD": max(MIN_DOT, tile),
             "ROWS": rows,
+            "SOFTCAP": self._config.softcap or 0.0,
         }
 
 

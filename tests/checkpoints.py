@@ -151,6 +151,14 @@ TINY: dict[str, TinyModel] = {
         },
         seed=9,
     ),
+    # A window that ends inside a block of 8 as of 16; and one for some of the layers.
+    "mistral-window": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": 21}, seed=6),
+    "qwen3-window": TinyModel(
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+        seed=7,
+    ),
 }
 
 

@@ -96,11 +96,12 @@ class Audit:
     schedule: for each step (request id, tokens) of its batch. h2d_bytes: blocks that a step reads
     and that are not on the device, whole, plus the tokens of blocks that were brought back to it.
     d2h_bytes: growth of host copies that are still there (a lower bound under host pressure).
+    spared_bytes: of h2d_bytes, what windowed layers see nothing of: fills without it are left out.
     """
 
     def __init__(self, kv: HybridKVCacheManager) -> None:
         self.schedule: list[tuple[tuple[int, int], ...]] = []
-        self.h2d_bytes = self.d2h_bytes = self.peak_streamed = 0
+        self.h2d_bytes = self.d2h_bytes = self.peak_streamed = self.spared_bytes = 0
         self._kv = kv
         self._begin = kv.begin
         kv.begin = self._audited
@@ -127,10 +128,14 @@ class Audit:
         for item in batch.items:
             num_blocks = -(-(item.seq.num_computed + item.num_tokens) // spec.block_size)
             blocks = self._kv._tables[item.seq.seq_id].blocks[:num_blocks]
-            reads.append({block for block in blocks if block.device_slot is None})
+            on_host = (block for block in blocks if block.host_slot is not None)
+            reads.append({block for block in on_host if block.device_slot is None})
         self.peak_streamed = max(self.peak_streamed, sum(map(bool, reads)))
         if spec.slot_blocks:
             self.h2d_bytes += len(set().union(*reads)) * spec.block_bytes
+            for window in spec.windows:
+                spared = len(set().union(*reads)) - len(self._seen(batch, reads, window))
+                self.spared_bytes += spared * spec.block_bytes // spec.num_layers
         for block, num_tokens in self._computed().items():
             if block.device_slot is not None and not before[block].on_device:
                 self.h2d_bytes += num_tokens * token_bytes
@@ -139,6 +144,17 @@ class Audit:
             if block.host_slot is not None:
                 kept = old.host_len if block.host_slot == old.host_slot else 0
                 self.d2h_bytes += (block.host_len - kept) * token_bytes
+
+    def _seen(
+        self, batch: ScheduledBatch, reads: list[set[Block]], window: int | None
+    ) -> set[Block]:
+        """Those of the blocks that a layer with this window sees."""
+        seen: set[Block] = set()
+        for item, read in zip(batch.items, reads, strict=True):
+            first = 0 if window is None else max(0, item.start + 1 - window)
+            blocks = self._kv._tables[item.seq.seq_id].blocks[first // self._kv.spec.block_size :]
+            seen |= read.intersection(blocks)
+        return seen
 
     def _computed(self) -> dict[Block, int]:
         """Tokens with KV in each block, by the lengths of the sequences that hold it."""

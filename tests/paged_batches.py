@@ -35,7 +35,7 @@ class Batch:
     def query_start(self) -> Tensor:
         return int32([0, *torch.tensor(self.q_lens).cumsum(0).tolist()])
 
-    def reference(self) -> Tensor:
+    def reference(self, window: int | None = None, softcap: float | None = None) -> Tensor:
         """Causal attention in float64 over the same inputs."""
         outs = []
         for q, k, v in zip(self.q.split(self.q_lens), self.keys, self.values, strict=True):
@@ -43,7 +43,11 @@ class Batch:
             k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.scale
             limit = torch.arange(len(k) - len(q), len(k))[:, None]
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
             scores.masked_fill_(torch.arange(len(k)) > limit, -torch.inf)
+            if window is not None:
+                scores.masked_fill_(torch.arange(len(k)) <= limit - window, -torch.inf)
             outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
         return torch.cat(outs)
 
@@ -71,7 +75,7 @@ def make_batch(
     for k, v, count in zip(keys, values, counts, strict=True):
         tables.append([ids.pop() for _ in range(count)])
         for pool, rows in zip(pools, (k, v), strict=True):
-            for block, part in zip(tables[-1], rows.split(block_size), strict=True):
+            for block, part in zip(tables[-1], rows.split(block_size), strict=False):
                 pool[block, : len(part)] = part
     q = fused[:, :heads]
     return Batch(q, keys, values, list(q_lens), list(kv_lens), block_size, *pools, tables)
@@ -89,7 +93,9 @@ def chunk_of(batch: Batch, spans: dict[int, tuple[int, int]], scatter: bool = Fa
     for i, row in enumerate(rows):
         table[i, : len(row)] = int32(row)
     firsts, counts = int32(f for f, _ in spans.values()), int32(len(row) for row in rows)
-    return KVChunk(k, v, int32(spans), firsts, counts, table)
+    each = zip(spans.items(), rows, strict=True)
+    seen = tuple((s, first, tuple(row)) for (s, (first, _)), row in each)
+    return KVChunk(k, v, int32(spans), firsts, counts, table, seen)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

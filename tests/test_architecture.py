@@ -22,7 +22,7 @@ ROWS = (
     ("sequence", "context", "device", "outputs", "stream_check", "streaming"),
     (
         *("block_manager", "block_table", "step_plan", "placement", "host_pool", "offload"),
-        *("step_kv", "kv_spec", "kv_cache"),
+        *("kv_spec", "step_kv", "kv_cache"),
     ),
     (
         *(
@@ -60,8 +60,8 @@ ARROWS = {
     "offload": {"host_pool", "step_plan"},
     "step_kv": {"block_table", "step_plan", "placement", "offload"},
     "kv_cache": {
-        *("block_manager", "block_table", "step_plan", "placement", "offload"),
-        *("step_kv", "kv_spec"),
+        *("block_manager", "block_table", "step_plan", "placement", "offload", "kv_spec"),
+        "step_kv",
     },
     "attention": {"kernels", "cpu_kernels", "flash_attention", "triton_attention"},
     "cpu_kernels": {"call_tape"},

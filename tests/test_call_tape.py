@@ -55,7 +55,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @needs_compiler
 @needs_bf16_cpu
-@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral-window", "qwen3-window"])
 def test_decoding_from_the_tape_moves_no_bit(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, replays: list[int], name: str
 ) -> None:
@@ -79,21 +79,25 @@ def test_with_pytorch_s_products_nothing_is_made_again(
 
 @needs_compiler
 @needs_bf16_cpu
-@pytest.mark.parametrize("mode", ["in_place", "stream"])
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("in_place", "llama"), ("stream", "llama"), ("in_place", "qwen3-window")],
+)
 def test_steps_that_move_kv_are_not_made_again(
     tiny: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     replays: list[int],
     mode: str,
+    name: str,
 ) -> None:
     """In place, most steps store and load nothing; streamed, those of few sequences that fit."""
     options = {"enable_cpu_offload": True, "offload_mode": mode, "num_gpu_blocks": 5}
     if mode == "stream":
         options["ring_slots"] = 2  # fewer than there are layers: the last fill waits for a reader
-    taped = logits_of(tiny("llama"), **options)
+    taped = logits_of(tiny(name), **options)
     assert len(replays) > 10
     monkeypatch.setattr(CallTape, "run", lambda self, inputs, forward: forward())
-    for mine, plain in zip(taped, logits_of(tiny("llama"), **options), strict=True):
+    for mine, plain in zip(taped, logits_of(tiny(name), **options), strict=True):
         assert torch.equal(mine, plain)
 
 

@@ -56,14 +56,21 @@ def prompt_of(length: int) -> list[int]:
     return [(i * 37 + length) % 256 for i in range(length)]
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *(("llama", settings) for settings in SETTINGS.values()),
+        *(("mistral-window", SETTINGS[kind]) for kind in ("resident", "chunked", "streamed")),
+    ],
+    ids=[*SETTINGS, "windows", "windows, chunked", "windows, streamed"],
+)
 def test_completions_are_those_of_single_requests(
-    tiny: Callable[[str], Path], settings: dict[str, Any]
+    tiny: Callable[[str], Path], name: str, settings: dict[str, Any]
 ) -> None:
     """Prompts that end inside a block, at its border, in the first one; twice over one cache."""
-    lengths = (19, 24, 1, 3)
+    lengths = (19, 24, 1, 3, 43)
     params = {"max_tokens": 11, "ignore_eos": True, "temperature": 1.5}
-    single = make_engine(tiny("llama"), num_gpu_blocks=64)
+    single = make_engine(tiny(name), num_gpu_blocks=64)
     expected = []
     for length in lengths:
         each = [SamplingParams(**params, seed=100 + length + i) for i in range(NUM)]
@@ -72,7 +79,7 @@ def test_completions_are_those_of_single_requests(
         expected.append([found[i].outputs[0].token_ids for i in ids])
     single.close()
     assert len({tuple(ids) for each in expected for ids in each}) == NUM * len(lengths)
-    engine = make_engine(tiny("llama"), **settings)
+    engine = make_engine(tiny(name), **settings)
     for _ in range(2):
         ids = [
             engine.add_request(

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanoengine import SamplingParams, attention, flash_attention, llm_engine
 from nanoengine.attention import TorchAttention, make_attention
+from nanoengine.config import AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
 from nanoengine.flash_attention import (
     FlashAttention,
@@ -36,6 +37,7 @@ from nanoengine.flash_attention import (
 from nanoengine.llm_engine import LLMEngine
 
 BLOCK, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 8
+PLAIN = AttentionConfig(64)
 CPU = torch.device("cpu")
 Lengths = tuple[tuple[int, int], ...]
 
@@ -232,7 +234,11 @@ def make_batch(
 
 
 def flash(kernel: Any = None) -> FlashAttention:
-    return FlashAttention(HEAD_DIM, kernel or ReferenceKernel(), CPU)
+    return FlashAttention(HEAD_DIM**-0.5, kernel or ReferenceKernel(), CPU)
+
+
+def _flash_of(config: AttentionConfig) -> FlashAttention:
+    return FlashAttention(config.score_scale, ReferenceKernel(), CPU)
 
 
 def run(batch: Batch, longest: int, backend: AttentionBackend | None = None) -> Tensor:
@@ -270,7 +276,7 @@ def test_equals_the_plain_backend_on_shared_prefixes() -> None:
     kernel = ReferenceKernel()
     got = run(batch, 100, flash(kernel))
     torch.testing.assert_close(got, batch.dense().float(), atol=2e-6, rtol=0)
-    plain = run(make_batch(lengths, 3, shared=4), 100, TorchAttention(HEAD_DIM))
+    plain = run(make_batch(lengths, 3, shared=4), 100, TorchAttention(AttentionConfig(HEAD_DIM)))
     torch.testing.assert_close(got, plain, atol=2e-6, rtol=0)
     together = [call for call in kernel.calls if len(call.num_keys) > 1]
     assert any((call.block_table[0, 0] == call.block_table[1, 0]).item() for call in together)
@@ -443,7 +449,9 @@ def _storages(backend: FlashAttention | TorchAttention) -> list[int]:
     return [t.untyped_storage().data_ptr() for t in (state.row_max, state.row_sum, state.acc)]
 
 
-@pytest.mark.parametrize("make", [flash, lambda: TorchAttention(HEAD_DIM)], ids=["flash", "torch"])
+@pytest.mark.parametrize(
+    "make", [flash, lambda: TorchAttention(AttentionConfig(HEAD_DIM))], ids=["flash", "torch"]
+)
 def test_buffers_stay_after_the_largest_step(
     make: Callable[[], FlashAttention | TorchAttention],
 ) -> None:
@@ -486,9 +494,7 @@ def test_an_engine_that_streams_equals_transformers(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks across blocks, shared prefixes, mixed batches; NaN in undelivered memory, delays."""
-    monkeypatch.setattr(
-        llm_engine, "make_attention", lambda *args: FlashAttention(args[-1], ReferenceKernel(), CPU)
-    )
+    monkeypatch.setattr(llm_engine, "make_attention", lambda *args: _flash_of(args[-1]))
     path = tiny("llama")
     rng = random.Random(5)
     long = [rng.randrange(256) for _ in range(60)]
@@ -613,7 +619,7 @@ def _install(
 
 def choose(dtype: torch.dtype = torch.bfloat16, block: int = 256, dim: int = 64) -> str:
     """The name of what is taken, or why nothing is."""
-    taken, why = make_flash(CPU, dtype, block, dim)
+    taken, why = make_flash(CPU, dtype, block, AttentionConfig(dim))
     assert (taken is None) == bool(why)
     return taken.name if taken else f"none: {why}"
 
@@ -730,22 +736,22 @@ def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch)
         return None, "the reason"
 
     monkeypatch.setattr(attention, "make_flash", finder)
-    assert make_attention(None, "no compiler", CPU, torch.bfloat16, 256, 64).name == (
+    assert make_attention(None, "no compiler", CPU, torch.bfloat16, 256, PLAIN).name == (
         "torch (no compiler)"
     )
     assert asked == []
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "nanoengine.triton_attention", None)
-        name = make_attention(None, "", cuda, torch.float16, 256, 64).name
+        name = make_attention(None, "", cuda, torch.float16, 256, PLAIN).name
     assert name.startswith("torch (the reason; Triton: ")
-    assert asked == [(cuda, torch.float16, 256, 64)]
+    assert asked == [(cuda, torch.float16, 256, PLAIN)]
     triton_attention = pytest.importorskip("nanoengine.triton_attention")
     monkeypatch.setattr(triton_attention, "_shared_memory", lambda device: 99 << 10)
-    name = make_attention(None, "", cuda, torch.float16, 256, 64).name
+    name = make_attention(None, "", cuda, torch.float16, 256, PLAIN).name
     assert name.startswith("Triton ") and name.endswith("(the reason)")
     taken = flash()
     monkeypatch.setattr(attention, "make_flash", lambda *args: (taken, ""))
-    assert make_attention(None, "", cuda, torch.float16, 256, 64) is taken
+    assert make_attention(None, "", cuda, torch.float16, 256, PLAIN) is taken
 
 
 def test_torchs_own_function_takes_what_we_give_it() -> None:
@@ -792,7 +798,7 @@ def test_num_splits_is_passed_only_if_set() -> None:
 def test_a_real_kernel_on_a_gpu(dtype: torch.dtype) -> None:
     """Blocks of 256 over two pools: decodes, prefills and boundaries inside spans."""
     device = torch.device("cuda")
-    backend, why = make_flash(device, dtype, 256, 64)
+    backend, why = make_flash(device, dtype, 256, PLAIN)
     if backend is None:
         pytest.skip(why)
     lengths = ((1, 1500), (300, 1300), (1, 256), (513, 513), (1, 257))
@@ -816,5 +822,5 @@ def test_a_real_kernel_on_a_gpu(dtype: torch.dtype) -> None:
         chunks.append(replace(chunk, block_table=chunk.block_table.clamp(min=0).to(device)))
         rest = [left[size:] for left in rest]
     ctx = context(lengths, chunks, backend)
-    plain = TorchAttention(64).run(0, q, ctx)
+    plain = TorchAttention(PLAIN).run(0, q, ctx)
     torch.testing.assert_close(backend.run(0, q, ctx), plain, atol=2e-2, rtol=0)

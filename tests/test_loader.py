@@ -388,7 +388,7 @@ def config_of(folder: Path, changes: dict[str, Any], **files: Any) -> ModelConfi
     "name",
     [
         *("llama", "llama-tied", "llama-bias", "llama-rope-llama3", "llama-rope-linear"),
-        *("mistral", "phi3", "qwen2", "qwen3", "smollm3"),
+        *("mistral", "phi3", "qwen2", "qwen3", "smollm3", "mistral-window", "qwen3-window"),
     ],
 )
 def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
@@ -407,6 +407,11 @@ def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
         ("tie_word_embeddings", "tie_word_embeddings"),
     ):
         assert getattr(ours, our_name) == getattr(theirs, their_name), our_name
+    kinds = getattr(theirs, "layer_types", None)  # of Mistral every layer has the window
+    kinds = kinds or ["sliding_attention"] * theirs.num_hidden_layers
+    window = getattr(theirs, "sliding_window", None)
+    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    assert ours.windows == (tuple(windows) if any(windows) else ())
     for flag in ("attention_bias", "mlp_bias"):
         assert getattr(ours, flag) == getattr(theirs, flag, False), flag
     no_rope = [i for i, has in enumerate(getattr(theirs, "no_rope_layers", ())) if not has]
@@ -468,7 +473,6 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
         ({"auto_map": {"AutoModel": ""}}, "never run"),
         ({"auto_map": {"AutoModel": "modeling_phi3.Phi3ForCausalLM"}}, "never run"),
         ({"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModel": "m.M"}}, "never run"),
-        ({"architectures": ["MistralForCausalLM"]}, "sliding_window"),  # 4096 if it names none
         ({"rope_scaling": {"rope_type": "proportional", "factor": 4}}, "'proportional'"),
         ({"rope_scaling": {"type": ["yarn"], "factor": 4}}, "'yarn'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),

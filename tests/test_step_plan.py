@@ -7,7 +7,17 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.step_plan import DEVICE, HOST, Location, Part, SequenceSpan, plan_reads, slot_runs
+from nanoengine.step_plan import (
+    DEVICE,
+    HOST,
+    Location,
+    Part,
+    SequenceSpan,
+    fills_of_layers,
+    plan_reads,
+    slot_runs,
+    unseen_parts,
+)
 
 Tables = list[list[Location]]
 
@@ -106,3 +116,18 @@ def test_slot_runs_are_the_slots_in_as_few_copies_as_possible(slots: list[int]) 
     ]
     breaks = sum(b != a + 1 for a, b in pairwise(slots))
     assert len(runs) == (breaks + 1 if slots else 0)
+
+
+def test_windowed_layers_leave_out_what_lies_before_their_window() -> None:
+    """Blocks of 4; sequence 0 asks from position 17 on, sequence 1, without its first two blocks,
+    from position 13 on.
+    """
+    host = [(HOST, slot) for slot in range(4)]
+    parts = plan_reads([[*host, (DEVICE, 0)], [(HOST, 1), (DEVICE, 5)]], 1, [0, 2])
+    assert parts[0].spans == (SequenceSpan(0, 0, (0,)),)
+    assert parts[1].spans == (SequenceSpan(0, 1, (0,)), SequenceSpan(1, 2, (0,)))
+    windows = (None, 9, 2, 14)  # the first keys seen: 0 and 0; 9 and 5; 16 and 12; 4 and 0
+    unseen = unseen_parts(parts, [17, 13], 4, windows)
+    assert unseen == (frozenset(), {0}, {0, 1, 2, 3}, {0})
+    assert fills_of_layers(parts, unseen) == ((0, 1, 2, 3), (1, 2, 3), (), (1, 2, 3))
+    assert fills_of_layers(parts, [frozenset()] * 2) == fills_of_layers(parts, ()) == ()

@@ -22,6 +22,7 @@ from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
 from nanoengine import SamplingParams
+from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
 from nanoengine.layers import GpuOps, TorchOps
 from nanoengine.llm_engine import LLMEngine
@@ -114,7 +115,7 @@ TENSORS = ("k", "v", "seq_index", "first_block", "num_blocks", "block_table")
 
 def attend(batch: Batch, chunks: list[KVChunk]) -> Tensor:
     head_dim = batch.q.shape[-1]
-    backend = TritonAttention(head_dim, batch.q.dtype, DEVICE)
+    backend = TritonAttention(AttentionConfig(head_dim), batch.q.dtype, DEVICE)
     return backend.run(0, batch.q.to(DEVICE), context(batch, chunks)).cpu()
 
 
@@ -238,8 +239,8 @@ def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLMEngine]:
         )
         monkeypatch.setattr(
             "nanoengine.llm_engine.make_attention",
-            lambda kernels, why, device, dtype, block_size, head_dim: TritonAttention(
-                head_dim, dtype, device
+            lambda kernels, why, device, dtype, block_size, config: TritonAttention(
+                config, dtype, device
             ),
         )
         monkeypatch.setattr(LLMEngine, "_uses_graphs", lambda *_: True)
@@ -330,18 +331,24 @@ SLOTS = {"k_slots": "*i64", "v_slots": "*i64"}
 NUMBERS = {"scale": "fp32", "eps": "fp32"}
 TYPES = INDEX | STATE | VALUES | SLOTS | NUMBERS
 SHAPE = dict(HEADS=32, GROUP=4, HEAD_DIM=128, DIM=128, BLOCK=256, TILE=128, TILE_PAD=128)
+SHAPE |= dict(WINDOW=0, SOFTCAP=0.0)
+CAPPED = SHAPE | dict(WINDOW=1000, SOFTCAP=50.0)
+MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, AT_ONCE=8, WINDOW=0, LONGEST=0)
 for function, constants, options in (
     (triton_attention._prefill, SHAPE | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
+    (triton_attention._prefill, CAPPED | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
     (
         triton_attention._decode,
-        SHAPE | {"ROWS": 16, "PARTITION": 512},
+        SHAPE | {"ROWS": 16, "PARTITION": 512, "LONGEST": 0},
         {"num_warps": 4, "num_stages": 2},
     ),
     (
-        triton_attention._merge,
-        {"HEADS": 32, "HEAD_DIM": 128, "DIM": 128, "PARTITION": 512, "AT_ONCE": 8},
-        {"num_warps": 2},
+        triton_attention._decode,
+        CAPPED | {"ROWS": 16, "PARTITION": 512, "LONGEST": 2000},
+        {"num_warps": 4, "num_stages": 2},
     ),
+    (triton_attention._merge, MERGE, {"num_warps": 2}),
+    (triton_attention._merge, MERGE | {"WINDOW": 1000, "LONGEST": 2000}, {"num_warps": 2}),
     (triton_kernels._rms_norm, dict(HEADS=1, SIZE=4096, SIZE_PAD=4096, ADDS=True), {}),
     (
         triton_kernels._rope_store,
@@ -373,5 +380,5 @@ def test_all_compile_for_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 6
+    assert len(found) == 9
     assert all(shared <= 227 << 10 and has_code for _, shared, has_code in found), found

@@ -1,0 +1,378 @@
+"""Sliding windows and softcaps: every backend against float64, and the law that neither chunks nor
+what lies before the window move a bit; which layers have one; and KV that every layer has left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver, assert_logits_are_transformers, expected, host_gib, token_ids
+from marks import needs_compiler
+from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
+from torch import Tensor
+
+from nanoengine import PromptTooLongError, SamplingParams
+from nanoengine.attention import CpuAttention, TorchAttention
+from nanoengine.block_manager import Block
+from nanoengine.block_table import BlockTable
+from nanoengine.config import AttentionConfig
+from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
+from nanoengine.cpu_kernels import CpuKernels
+from nanoengine.errors import UnsupportedModelError
+from nanoengine.flash_attention import make_flash
+from nanoengine.kv_spec import KVSpec
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.loader import read_model_config
+from nanoengine.models import layer_windows
+
+CPU = torch.device("cpu")
+# Prompts whole and on top of earlier keys, decodes of one to four queries, one key, no key.
+Q_LENS = [1, 7, 70, 1, 3, 5, 1, 1]
+KV_LENS = [300, 300, 70, 65, 600, 5, 1, 0]
+# Smaller than a block, past a tile and past a segment by one, longer than the context.
+WINDOWS = [1, 5, 16, 65, 257, 1000]
+ISAS = {"native": (), "avx2": ("-mno-avx512f",), "generic": ("-march=x86-64",)}
+
+
+class Cache:
+    """The chunks of every layer."""
+
+    def __init__(self, chunks: list[KVChunk]) -> None:
+        self._chunks = [*chunks[:-1], replace(chunks[-1], is_last=True)]
+
+    def read(self, layer: int) -> Iterator[KVChunk]:
+        yield from self._chunks
+
+
+def run(backend: AttentionBackend, batch: Batch, chunks: list[KVChunk], layer: int = 0) -> Tensor:
+    nothing = torch.empty(0)
+    ctx = ForwardContext(
+        token_ids=nothing,
+        positions=nothing,
+        query_start=batch.query_start(),
+        kv_lens=int32(batch.kv_lens),
+        lengths=tuple(zip(batch.q_lens, batch.kv_lens, strict=True)),
+        logit_rows=nothing,
+        kv=Cache(chunks),
+        attention=backend,
+    )
+    for before in range(layer):
+        backend.run(before, batch.q, ctx)
+    return backend.run(layer, batch.q, ctx)
+
+
+def whole(batch: Batch) -> list[KVChunk]:
+    return [chunk_of(batch, {s: (0, len(t)) for s, t in enumerate(batch.tables)})]
+
+
+def split(batch: Batch, seed: int, begins: list[int] | None = None) -> list[KVChunk]:
+    """Some blocks of some sequences at a time, each chunk from a pool of its own. begins: the
+    first block of each sequence."""
+    rng, lengths = random.Random(seed), [len(table) for table in batch.tables]
+    at, chunks = [*(begins or [0] * len(lengths))], []
+    while any(begin < end for begin, end in zip(at, lengths, strict=True)):
+        spans = {}
+        for seq, (begin, end) in enumerate(zip(at, lengths, strict=True)):
+            if begin < end and rng.random() < 0.7:
+                at[seq] = min(end, begin + rng.randint(1, max(1, end // 2)))
+                spans[seq] = begin, at[seq]
+        if spans:
+            chunks.append(chunk_of(batch, spans, scatter=True))
+    return chunks
+
+
+def first_blocks(batch: Batch, window: int) -> list[int]:
+    """Of each sequence, the first block that its first query sees."""
+    lengths = zip(batch.q_lens, batch.kv_lens, strict=True)
+    return [max(0, kv - q + 1 - window) // batch.block_size for q, kv in lengths]
+
+
+def make_plain(config: AttentionConfig) -> AttentionBackend:
+    return TorchAttention(config)
+
+
+def make_triton(config: AttentionConfig) -> AttentionBackend:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from nanoengine.triton_attention import TritonAttention
+
+    return TritonAttention(config, torch.float32, CPU)
+
+
+@pytest.fixture(params=["C", "torch", "triton"])
+def make(
+    request: pytest.FixtureRequest, build_folder: Path
+) -> Callable[[AttentionConfig], AttentionBackend]:
+    if request.param == "C":
+        kernels = CpuKernels.load(build_folder)
+        return lambda config: CpuAttention(config, kernels)
+    return make_plain if request.param == "torch" else make_triton
+
+
+pytestmark = [pytest.mark.usefixtures("two_threads"), needs_compiler]
+
+
+def some_batch(block_size: int = 16, **settings: Any) -> Batch:
+    """The last sequence, which only pads, has no keys; its result is 0."""
+    settings = {"dtype": torch.float32, "head_dim": 24, "kv_heads": 1} | settings
+    return make_batch(Q_LENS, KV_LENS, block_size=block_size, **settings)
+
+
+def assert_right(got: Tensor, batch: Batch, limit: float, *what: Any) -> None:
+    assert relative_error(got[:-1], batch.reference(*what)[:-1]) < limit
+
+
+@pytest.mark.parametrize("window", [5, 16, 257, 1000])
+def test_backends_against_float64(
+    make: Callable[[AttentionConfig], AttentionBackend], window: int
+) -> None:
+    """The second layer of two that differ; and again in pieces, without the blocks that the
+    first query does not see: the same bits.
+    """
+    batch = some_batch()
+    for softcap in (None, 3.0):
+        config = AttentionConfig(24, softcap=softcap, windows=(3, window))
+        got = run(make(config), batch, whole(batch), layer=1)
+        assert_right(got, batch, 5e-6, window, softcap)
+    parts = split(batch, window, first_blocks(batch, window))
+    first = make(AttentionConfig(24, softcap=softcap, windows=(window,)))
+    assert torch.equal(run(first, batch, parts)[:-1], got[:-1])
+    assert torch.equal(run(first, batch, split(batch, window + 1))[:-1], got[:-1])
+
+
+def test_a_scale_of_its_own(make: Callable[[AttentionConfig], AttentionBackend]) -> None:
+    batch = some_batch()
+    got = run(make(AttentionConfig(24, scale=0.5)), batch, whole(batch))
+    scaled = replace(batch, q=batch.q * (0.5 * 24**0.5))
+    assert_right(got, scaled, 5e-6)
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)], ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("block_size", [5, 300])
+def test_the_c_kernel(
+    build_folder: Path, isa: str, dtype: torch.dtype, limit: float, block_size: int
+) -> None:
+    """In every instruction set and mode: what lies in blocks before the window is not read."""
+    kernels = CpuKernels.load(build_folder, ISAS[isa])
+    for window in WINDOWS:
+        softcap = 2.0 if window % 2 else None
+        batch = some_batch(block_size, dtype=dtype, head_dim=40, seed=window)
+        config = AttentionConfig(40, softcap=softcap, windows=(window,))
+        got = run(CpuAttention(config, kernels), batch, whole(batch))
+        assert_right(got, batch, limit, window, softcap)
+        for table, first in zip(batch.tables, first_blocks(batch, window), strict=True):
+            for pool in (batch.k_pool, batch.v_pool):
+                pool[table[:first]] = torch.nan
+        for chunks in (whole(batch), split(batch, window)):
+            assert torch.equal(run(CpuAttention(config, kernels), batch, chunks), got)
+
+
+def test_a_prompt_in_pieces_moves_no_bit_of_the_c_kernel(build_folder: Path) -> None:
+    """Pieces of prompt length: a tile that a neighbour needs changes nothing for a row."""
+    kernels = CpuKernels.load(build_folder)
+    for window in (7, 64, 100):
+        backend = CpuAttention(AttentionConfig(24, windows=(window,)), kernels)
+        batch = make_batch([400], [400], dtype=torch.float32, head_dim=24)
+        got = run(backend, batch, whole(batch))
+        done = 0
+        for size in (130, 5, 65, 200):
+            rows = slice(done, done + size)
+            done += size
+            tables = [batch.tables[0][: -(-done // 16)]]
+            piece = replace(batch, q=batch.q[rows], q_lens=[size], kv_lens=[done], tables=tables)
+            assert torch.equal(run(backend, piece, split(piece, done)), got[rows])
+
+
+def test_flash_kernels_leave_them_to_others() -> None:
+    for config, need in (
+        (AttentionConfig(64, windows=(None, 9)), "this model has a sliding window"),
+        (AttentionConfig(64, softcap=30.0), "without a softcap, not 30.0"),
+    ):
+        taken, why = make_flash(CPU, torch.bfloat16, 256, config)
+        assert taken is None and why.startswith("flash kernels need") and need in why
+
+
+def test_the_scale_of_a_model_that_names_one(tiny: Callable[[str], Path]) -> None:
+    config = replace(read_model_config(tiny("llama")), query_pre_attn_scalar=64.0)
+    assert config.attention.score_scale == 0.125
+    assert config.attention.longest_window is None
+    assert read_model_config(tiny("llama")).attention.score_scale == 0.25
+    assert read_model_config(tiny("mistral-window")).attention.longest_window == 21
+    assert read_model_config(tiny("qwen3-window")).attention.longest_window is None
+
+
+# -- which layers have a window
+
+
+def qwen3(**settings: Any) -> tuple[int | None, ...]:
+    return layer_windows("Qwen3ForCausalLM", settings, 3, "config.json")
+
+
+def mistral(**settings: Any) -> tuple[int | None, ...]:
+    return layer_windows("MistralForCausalLM", settings, 2, "config.json")
+
+
+def test_windows_are_read_as_transformers_does() -> None:
+    """Left out, a window is 4096 keys, and Qwen's begins at layer 28."""
+    assert mistral() == (4096, 4096)
+    assert mistral(sliding_window=None) == ()
+    assert mistral(sliding_window=7) == (7, 7)
+    assert qwen3(sliding_window=7) == ()
+    assert qwen3(sliding_window=7, use_sliding_window=False, max_window_layers=0) == ()
+    on = {"use_sliding_window": True}
+    assert qwen3(**on) == ()
+    assert qwen3(**on, max_window_layers=2) == (None, None, 4096)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert qwen3(**on, layer_types=kinds, sliding_window=9) == (9, None, 9)
+
+
+@pytest.mark.parametrize(
+    ("read", "settings"),
+    [
+        (qwen3, {"layer_types": ["sliding_attention"] * 3}),
+        (qwen3, {"use_sliding_window": True, "layer_types": ["sliding_attention"]}),
+        (qwen3, {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}),
+        (qwen3, {"use_sliding_window": True, "layer_types": 5}),
+        (qwen3, {"use_sliding_window": True, "sliding_window": 0}),
+        (qwen3, {"use_sliding_window": True, "max_window_layers": "1"}),
+        (mistral, {"layer_types": ["full_attention", "sliding_attention"]}),
+        (mistral, {"sliding_window": "all"}),
+    ],
+)
+def test_other_windows_are_refused(read: Callable[..., Any], settings: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: .*sliding_window"):
+        read(**settings)
+
+
+# -- KV that every layer has left
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def some_ids(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def make_driver(path: Path, **settings: Any) -> Driver:
+    """Freed and undelivered KV is NaN; a window of 21 lies in 4 blocks of 8 at most."""
+    defaults: dict[str, Any] = {
+        "kvcache_block_size": 8,
+        "dtype": "float32",
+        "device": "cpu",
+        "debug_kv": True,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 6,
+        "decode_reserve_blocks": 0,
+    }
+    if settings.get("enable_cpu_offload"):
+        defaults["kv_offload_gib"] = host_gib(path, 4, 8)
+        defaults |= {"slot_tokens": 16, "ring_slots": 2, "stream_mib_per_step": 1e6}
+    return Driver(LLMEngine(path, **(defaults | settings)))
+
+
+TIERS: dict[str, dict[str, Any]] = {
+    "resident": {"num_gpu_blocks": 6},
+    "in place": {"num_gpu_blocks": 3, "enable_cpu_offload": True, "offload_mode": "in_place"},
+    "stream": {"num_gpu_blocks": 3, "enable_cpu_offload": True, "offload_mode": "stream"},
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_request_longer_than_the_kv(tiny: Callable[[str], Path], tier: str) -> None:
+    """Beside others, whose KV comes and goes."""
+    path = tiny("mistral-window")
+    driver = make_driver(path, **TIERS[tier])
+    assert driver.engine.plan.max_model_len == 512 > 130 > 2 * driver.engine.kv.spec.num_tokens
+    prompts = [some_ids(1, 130), some_ids(2, 5), some_ids(3, 30)]
+    outputs = driver.run(prompts, greedy(5))
+    assert token_ids(outputs) == [expected(path, prompt, 5) for prompt in prompts]
+    assert_logits_are_transformers(driver, path, outputs)
+    driver.engine.close()
+
+
+def test_preempted_beyond_the_window(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers outgrow the pool; who lost a block, having left others, begins anew."""
+    path, left, forget = tiny("mistral-window"), [], BlockTable.forget
+
+    def recorded(table: BlockTable, num_kept: int, size: int) -> list[Block]:
+        left.append(table.num_left)
+        return forget(table, num_kept, size)
+
+    monkeypatch.setattr(BlockTable, "forget", recorded)
+    for prefix_cache in (True, False):
+        driver = make_driver(path, num_gpu_blocks=7, enable_prefix_caching=prefix_cache)
+        prompts = [some_ids(seed, length) for seed, length in enumerate((5, 6, 40))]
+        outputs = driver.run(prompts, greedy(24))
+        assert token_ids(outputs) == [expected(path, prompt, 24) for prompt in prompts]
+        driver.engine.close()
+    assert any(left)
+
+
+def test_prefixes_are_found_and_only_their_end_is_held(tiny: Callable[[str], Path]) -> None:
+    path = tiny("mistral-window")
+    driver = make_driver(path, num_gpu_blocks=30)
+    prompt = some_ids(4, 96)
+    driver.run([prompt], greedy(1))
+    long = [*prompt, *some_ids(5, 3)]
+    driver.engine.add_request(long, greedy(2))
+    driver.step()
+    (table,) = driver.engine.kv._tables.values()
+    assert len(table.held) == 4  # of 21 keys and the new ones
+    driver.drain()
+    follow_ups = [[*prompt, i, 2 * i] for i in range(2)]
+    outputs = driver.run([*follow_ups, prompt], greedy(4))
+    assert [output.num_cached_tokens for output in outputs] == [96] * 2 + [95]
+    assert token_ids(outputs) == [expected(path, p, 4) for p in [*follow_ups, prompt]]
+    driver.engine.close()
+
+
+def test_mixed_layers_keep_everything(tiny: Callable[[str], Path]) -> None:
+    driver = make_driver(tiny("qwen3-window"), num_gpu_blocks=6)
+    with pytest.raises(PromptTooLongError, match="48"):
+        driver.engine.add_request(some_ids(1, 60), greedy(2))
+    driver.engine.close()
+
+
+def test_windowed_layers_do_not_stream(tiny: Callable[[str], Path]) -> None:
+    """Of three layers one sees all keys: what streams is for it, as the windows of the others lie
+    on the device; in place nothing changes. The same bits resident, in place and streamed.
+    """
+    path = tiny("qwen3-window")
+    prompts = [some_ids(6, 150), some_ids(7, 11)]
+    found: list[list[Tensor]] = []
+    for tier, settings in TIERS.items():
+        blocks = {"num_gpu_blocks": 40 if tier == "resident" else 8}
+        settings = settings | blocks | {"slot_tokens": 8}
+        if tier != "resident":
+            settings["kv_offload_gib"] = host_gib(path, 30, 8)
+        driver = make_driver(path, **settings)
+        outputs = driver.run(prompts, greedy(6))
+        assert token_ids(outputs) == [expected(path, prompt, 6) for prompt in prompts]
+        found.append([torch.stack(driver.logits[output.request_id]) for output in outputs])
+        moved, audit = driver.engine.kv.counters.h2d_bytes, driver.audit
+        if tier == "stream":
+            assert moved == audit.h2d_bytes - audit.spared_bytes
+            assert 3 * moved < 1.2 * audit.h2d_bytes
+        driver.engine.close()
+    for other in found[1:]:
+        assert all(map(torch.equal, other, found[0]))
+
+
+def test_a_window_needs_room_for_itself() -> None:
+    """21 keys lie in 4 blocks of 8 where they begin with the last key of one."""
+    spec = KVSpec(1, 4, 8, 1, 1, torch.float32, window=21, step_tokens=16)
+    assert spec.holds(1000) and spec.most_held == 4
+    assert not KVSpec(1, 3, 8, 1, 1, torch.float32, window=21).holds(1000)
+    assert KVSpec(1, 9, 8, 1, 1, torch.float32, window=21, step_tokens=16).most_held == 6
+    assert [spec.first_held(done) for done in (0, 27, 28, 36)] == [0, 0, 1, 2]
