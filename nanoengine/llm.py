@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from nanoengine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.errors import (
     EngineClosedError,
     EngineError,
@@ -29,8 +30,8 @@ from nanoengine.errors import (
     RequestError,
 )
 from nanoengine.llm_engine import LLMEngine, refused
-from nanoengine.outputs import RequestOutput
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.outputs import BeamSearchOutput, RequestOutput
+from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.streaming import DeltaStream, RequestStream, StreamDelta
 from nanoengine.tokenizer import Tokenizer
 
@@ -43,6 +44,12 @@ class _Request:
     text: str | None = None
     cache_salt: Any = None
     error: RequestError | None = None
+
+    def checked(self) -> tuple[Any, str | None, Any]:
+        """Prompt, text and cache salt. Raises `error`."""
+        if self.error is not None:
+            raise self.error
+        return self.prompt, self.text, self.cache_salt
 
 
 Prompt = str | list[int] | dict[str, Any]
@@ -107,6 +114,46 @@ class LLM:
         conversations: list[Any] = list(messages) if many else [messages]
         requests = [self._chat_request(c, add_generation_prompt) for c in conversations]
         return self._answer(requests, sampling_params, not many, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: BeamSearchParams | None = None,
+        use_tqdm: bool = True,
+        **settings: Any,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest texts after one prompt or each of a list, by beam search:
+        `llm.beam_search(prompts, beam_width=4, max_tokens=64)`.
+
+        prompts: as for generate(). params: a BeamSearchParams, or its fields as keywords.
+        Finds what transformers' `generate(num_beams=W, num_return_sequences=W, do_sample=False)`
+        finds, in the same order. Errors and Ctrl-C are as in generate(), but that a refused prompt
+        in a list has no sequences.
+        """
+        params = beam_params(params, settings)
+        single = _is_single(prompts)
+        requests = [_request(p) for p in ([prompts] if single else prompts)]
+        searches: list[BeamSearch | BeamSearchOutput] = []
+        with (
+            self._turn(),
+            _InterruptBetweenSteps() as interrupt,
+            BeamSearches(self.llm_engine, params) as running,
+            tqdm(total=len(requests), desc="searches", disable=not use_tqdm) as bar,
+        ):
+            for request in requests:
+                try:
+                    searches.append(running.add(*request.checked()))
+                except RequestError as error:
+                    if single:
+                        raise
+                    shown = refused(request.text, request.prompt, error)
+                    ids = shown.prompt_token_ids
+                    searches.append(BeamSearchOutput(shown.prompt, ids, [], error))
+                    bar.update()
+            while not running.is_finished:
+                interrupt.check()
+                bar.update(running.step())
+        return [s.output if isinstance(s, BeamSearch) else s for s in searches]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
         """Complete one prompt, text as it comes: `for delta in llm.stream("The sea is"): ...`

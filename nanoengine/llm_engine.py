@@ -194,6 +194,29 @@ class LLMEngine:
             self.scheduler.add(seq)
         return seqs
 
+    def add_beam(
+        self,
+        prompt: str | list[int],
+        num_candidates: int,
+        max_tokens: int,
+        prompt_text: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Sequence:
+        """Queue a prompt as the first beam of a search, which resumes, forks and ends it by
+        scheduler.resume, Sequence.fork and scheduler.abort.
+
+        Raises as add_request.
+        """
+        params = SamplingParams(0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        (seq,) = self._queue(prompt, params, prompt_text, cache_salt)
+        del self._requests[seq.seq_id]  # the search gives the answer
+        seq.num_candidates, seq.guesser = num_candidates, None
+        return seq
+
+    def fork(self, seq: Sequence, token_id: int) -> Sequence:
+        """A beam with another last token, not queued yet."""
+        return seq.fork(next(self._ids), token_id)
+
     def _sequence(
         self,
         prompt: _Prompt,
@@ -475,7 +498,8 @@ class LLMEngine:
 
     def _outputs(self, ended: Iterable[Sequence]) -> list[RequestOutput]:
         """Of the requests whose last completion is among the ended sequences."""
-        owners = dict.fromkeys((seq.source or seq).seq_id for seq in ended)
+        requests = (seq for seq in ended if not seq.num_candidates)
+        owners = dict.fromkeys((seq.source or seq).seq_id for seq in requests)
         done = [i for i in owners if all(seq.is_finished for seq in self._requests[i])]
         return [self._output(self._requests.pop(i)) for i in done]
 
@@ -520,6 +544,10 @@ class LLMEngine:
         if seq.finish_reason == "stop" and not seq.params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the token that ended the text is not part of it
         return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special ones left out; "" where there is no tokenizer."""
+        return self._tokenizer.decode(token_ids) if self._tokenizer else ""
 
     def _logprobs(self, score: TokenScore) -> TokenLogprobs:
         """The likeliest tokens of a position and the one that stands there."""

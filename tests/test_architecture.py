@@ -41,7 +41,7 @@ ROWS = (
     ),
     ("model_cache", "gguf_structure", "gguf_convert", "chat_template", "tokenizer", "loader"),
     ("memory_plan", "scheduler", "model_runner", "probe"),
-    ("llm_engine", "llm", "async_llm"),
+    ("llm_engine", "beam_search", "llm", "async_llm"),
     (
         *("benchmark_limits", "peers", "benchmark_compare", "benchmark_tiers"),
         *("benchmark_scaling", "benchmark"),
@@ -73,7 +73,8 @@ ARROWS = {
     "gguf_convert": {"tokenizer", "gguf_structure"},
     "loader": {"model_cache", "gguf_convert", "tokenizer"},
     "probe": {"model_runner"},
-    "llm": {"llm_engine"},
+    "beam_search": {"llm_engine"},
+    "llm": {"llm_engine", "beam_search"},
     "async_llm": {"llm"},
     "benchmark_compare": {"benchmark_limits", "peers"},
     "benchmark_scaling": {"benchmark_limits"},
