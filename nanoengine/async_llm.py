@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from nanoengine.errors import EngineClosedError, RequestError
-from nanoengine.llm import LLM, Messages, Prompt
+from nanoengine.llm import LLM, Messages, Prompt, TemplateKwargs
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.streaming import DeltaStream, StreamDelta, merge_deltas
@@ -72,10 +72,13 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: TemplateKwargs = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see generate() and LLM.chat."""
         return self._outputs(
-            lambda llm: llm.stream_chat(messages, sampling_params, add_generation_prompt),
+            lambda llm: llm.stream_chat(
+                messages, sampling_params, add_generation_prompt, chat_template_kwargs
+            ),
             request_id,
         )
 

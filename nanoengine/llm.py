@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -55,6 +55,7 @@ class _Request:
 Prompt = str | list[int] | dict[str, Any]
 Params = SamplingParams | Seq[SamplingParams] | None
 Messages = list[dict[str, str]]
+TemplateKwargs = Mapping[str, Any] | None
 
 
 class LLM:
@@ -89,7 +90,9 @@ class LLM:
         """Complete one prompt or a list of them, in order.
 
         prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A
-        dict may bring a "cache_salt": only prompts with the same one share cached KV.
+        dict may bring a "cache_salt": only prompts with the same one share cached KV. Text is
+        encoded as transformers and vLLM do it: where the tokenizer adds a beginning-of-sequence
+        token it does so also before a text that brings its own; for that give token ids.
         sampling_params: one for all, or one each.
         Raises RequestError for a single bad prompt; in a list, that output's `error` is set and its
         finish_reason is "error" while the others are answered. Ctrl-C frees the requests and is
@@ -105,14 +108,20 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: TemplateKwargs = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them: lists of {"role": ..., "content": ...}.
 
-        Raises InvalidPromptError when the model has no chat template or it refuses the messages.
+        chat_template_kwargs: variables of the model's chat template, for all conversations alike:
+        {"enable_thinking": False} of Qwen3, "tools", "documents". The template alone writes special
+        tokens: none is put before what it renders.
+        Raises InvalidPromptError when the model has no chat template or it refuses the messages,
+        InvalidParamsError for what is no template variable.
         """
         many = bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = list(messages) if many else [messages]
-        requests = [self._chat_request(c, add_generation_prompt) for c in conversations]
+        variables = chat_template_kwargs
+        requests = [self._chat_request(c, add_generation_prompt, variables) for c in conversations]
         return self._answer(requests, sampling_params, not many, use_tqdm)
 
     def beam_search(
@@ -174,9 +183,11 @@ class LLM:
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: TemplateKwargs = None,
     ) -> DeltaStream:
         """Answer one conversation, text as it comes; see stream() and chat()."""
-        return self._stream(self._chat_request(messages, add_generation_prompt), sampling_params)
+        request = self._chat_request(messages, add_generation_prompt, chat_template_kwargs)
+        return self._stream(request, sampling_params)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -206,9 +217,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _chat_request(self, messages: Any, add_generation_prompt: bool) -> _Request:
+    def _chat_request(
+        self, messages: Any, add_generation_prompt: bool, kwargs: TemplateKwargs
+    ) -> _Request:
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+            variables = _template_variables(add_generation_prompt, kwargs)
+            text = self.tokenizer.apply_chat_template(messages, **variables)
         except RequestError as error:
             return _Request(None, error=error)
         # The template has written the special tokens, a beginning-of-sequence token included.
@@ -373,6 +387,18 @@ def _request(prompt: Any) -> _Request:
     keys = sorted(map(str, prompt))
     error = f'a prompt dict needs "prompt" or "prompt_token_ids", got the keys {keys}'
     return _Request(None, error=InvalidPromptError(error))
+
+
+def _template_variables(add_generation_prompt: bool, kwargs: TemplateKwargs) -> dict[str, Any]:
+    """What chat_template_kwargs names goes before the argument of that name, as in vLLM."""
+    given = {} if kwargs is None else kwargs
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidParamsError(
+            f"chat_template_kwargs must be a dict of the template's variables, got {kwargs!r}"
+        )
+    if taken := {"messages", "self"} & given.keys():
+        raise InvalidParamsError(f"chat_template_kwargs may not hold {min(taken)!r}")
+    return {"add_generation_prompt": add_generation_prompt, **given}
 
 
 def _params_for(params: Params, count: int) -> list[SamplingParams | None]:
