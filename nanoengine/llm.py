@@ -198,6 +198,15 @@ class LLM:
         """The model's tokenizer (vLLM's name)."""
         return self.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How the model's generation_config.json wants it sampled (temperature, top_k, top_p,
+        min_p, repetition_penalty); `dataclasses.replace` changes the rest. With the setting
+        generation_config="auto", requests without parameters use it.
+
+        Raises CorruptModelError for values out of range.
+        """
+        return self.llm_engine.model_sampling_params()
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV that no running request uses."""
         self.llm_engine.kv.reset_prefix_cache()

@@ -38,6 +38,7 @@ from nanoengine.errors import (
     PromptTooLongError,
     RequestError,
 )
+from nanoengine.generation_config import read_sampling_params
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.loader import LoadedModel, find_model, load_model
@@ -82,11 +83,11 @@ class LLMEngine:
         dtype, why = self._dtype()
         kernels, no_kernels = self._kernels()
         ops = self._layer_ops(kernels, dtype)
-        folder = find_model(self.config.model, self.config.load_format)
+        self._folder, self._default_params = self._find_model()
         with ThreadPoolExecutor(1) as thread:  # the vocabulary is parsed while weights are packed
-            tokenizer = thread.submit(self._load_tokenizer, folder)
+            tokenizer = thread.submit(self._load_tokenizer, self._folder)
             loaded = load_model(
-                folder,
+                self._folder,
                 self.config.load_format,
                 self.device.torch_device,
                 dtype,
@@ -176,7 +177,7 @@ class LLMEngine:
     ) -> list[Sequence]:
         """Queue a request's completions."""
         self._alive()
-        params = params or SamplingParams()
+        params = params or self._default_params
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError(f"expected SamplingParams, got {type(params).__name__}")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
@@ -300,6 +301,10 @@ class LLMEngine:
             raise InvalidPromptError("the model came without a tokenizer; give token ids")
         return self._tokenizer
 
+    def model_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json says. Raises CorruptModelError."""
+        return read_sampling_params(self._folder)
+
     def check_open(self) -> None:
         """Raises EngineClosedError after close()."""
         self._live_runner()
@@ -410,6 +415,12 @@ class LLMEngine:
             delay = config.debug_copy_delay_ms / 1000
             device = make_device("cpu", config.num_threads, copy_workers=True, max_delay_s=delay)
         return CheckedDevice(device) if config.debug_kv else device
+
+    def _find_model(self) -> tuple[Path, SamplingParams]:
+        """The model's folder, and the parameters of requests that bring none."""
+        folder = find_model(self.config.model, self.config.load_format)
+        is_asked = self.config.generation_config == "auto"
+        return folder, read_sampling_params(folder) if is_asked else SamplingParams()
 
     def _load_tokenizer(self, model_folder: Path) -> Tokenizer | None:
         folder = Path(self.config.tokenizer) if self.config.tokenizer else model_folder

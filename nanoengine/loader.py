@@ -164,7 +164,7 @@ class _Json:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.values = _read_json(path)
+        self.values = read_json(path)
 
     def get(self, key: str) -> Any:
         return self.values.get(key)
@@ -206,7 +206,7 @@ def _positive(path: Path, key: str, value: Any) -> float:
     return float(value)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CorruptModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
     try:
@@ -308,7 +308,7 @@ def _rope(content: _Json) -> RopeConfig:
 def _eos_token_ids(folder: Path, content: _Json, vocab_size: int) -> tuple[int, ...]:
     """generation_config.json's ids, else config.json's, and the tokenizer's end token."""
     path = folder / "generation_config.json"
-    listed = _read_json(path).get("eos_token_id") if path.is_file() else None
+    listed = read_json(path).get("eos_token_id") if path.is_file() else None
     if listed is None:
         listed = content.get("eos_token_id")
     ids = listed if isinstance(listed, list) else [listed]
@@ -323,7 +323,7 @@ def _eos_token_ids(folder: Path, content: _Json, vocab_size: int) -> tuple[int, 
 
 def _tokenizer_eos_id(folder: Path) -> int | None:
     path = folder / "tokenizer_config.json"
-    config = _read_json(path) if path.is_file() else {}
+    config = read_json(path) if path.is_file() else {}
     token = config.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     if not isinstance(text, str):
@@ -332,7 +332,7 @@ def _tokenizer_eos_id(folder: Path) -> int | None:
     entries = [{"id": k} | v for k, v in added.items()] if isinstance(added, dict) else []
     path = folder / "tokenizer.json"
     if not entries and path.is_file():
-        entries = _read_json(path).get("added_tokens") or []
+        entries = read_json(path).get("added_tokens") or []
     return next((int(entry["id"]) for entry in entries if entry.get("content") == text), None)
 
 
@@ -495,7 +495,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         return {}
-    weight_map = _read_json(path).get("weight_map")
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptModelError(f"{path} has no 'weight_map'")
     for name, file_name in weight_map.items():
