@@ -151,6 +151,14 @@ def _grown(
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
+        if delta.logprobs is not None:
+            own = zip(delta.token_ids, delta.logprobs, strict=True)
+            new = sum(scores[token_id].logprob for token_id, scores in own)
+            grown[delta.index] = replace(
+                grown[delta.index],
+                logprobs=[*(old.logprobs or ()), *delta.logprobs],
+                cumulative_logprob=(old.cumulative_logprob or 0.0) + new,
+            )
     return [grown[index] for index in sorted(grown)]
 
 

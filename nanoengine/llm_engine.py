@@ -165,7 +165,7 @@ class LLMEngine:
     ) -> RequestStream:
         """add_request for who wants the text as it comes: take its deltas after steps."""
         seqs = self._queue(prompt, params, prompt_text, cache_salt, is_streamed=True)
-        return RequestStream(seqs, self._completion)
+        return RequestStream(seqs, self._completion, self._logprobs)
 
     def _queue(
         self,
