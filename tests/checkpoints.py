@@ -179,7 +179,7 @@ TINY: dict[str, TinyModel] = {
         Gemma3TextConfig,
         Gemma3ForCausalLM,
         {
-            "head_dim": 256,
+            "hidden_size": 32,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "sliding_window": 20,

@@ -6,13 +6,14 @@ Logits and ids in fp32, on every tier, are tested with the other architectures' 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import reference, reference_logits
+from checkpoints import TINY, reference, reference_logits
 from driver import Driver, host_gib
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
@@ -37,13 +38,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(folder: Path, **settings: Any) -> tuple[Driver, list[list[int]], list[Tensor]]:
-    """The driver, and each prompt's ids, prompt and output, and logits, in bfloat16."""
+def run(
+    folder: Path, dtype: str = "bfloat16", **settings: Any
+) -> tuple[Driver, list[list[int]], list[Tensor]]:
+    """The driver, and of each prompt the ids, prompt and output, and the logits."""
     if "enable_cpu_offload" in settings:
         settings["kv_offload_gib"] = host_gib(folder, 200, BLOCK)
     engine = LLMEngine(
         folder,
-        dtype="bfloat16",
+        dtype=dtype,
         kvcache_block_size=BLOCK,
         max_num_batched_tokens=24,
         max_num_seqs=4,
@@ -80,7 +83,13 @@ def test_bfloat16_on_every_tier_has_the_same_bits_and_nothing_is_made_again(
 ) -> None:
     """The call tape notices that PyTorch computes between the calls."""
     replays: list[int] = []
-    monkeypatch.setattr(_Pass, "again", lambda *args: replays.append(1))
+    again = _Pass.again
+
+    def counted(this: _Pass, inputs: Sequence[Tensor]) -> Tensor:
+        replays.append(1)
+        return again(this, inputs)
+
+    monkeypatch.setattr(_Pass, "again", counted)
     runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
     resident, ids, logits = runs["resident"]
     for layout, (driver, their_ids, their_logits) in runs.items():
@@ -89,6 +98,16 @@ def test_bfloat16_on_every_tier_has_the_same_bits_and_nothing_is_made_again(
         assert all(map(torch.equal, their_logits, logits)), layout
         assert (driver.engine.kv.counters.h2d_bytes > 0) == (layout == "stream")
     assert not replays
+
+
+def test_heads_of_256_as_every_published_gemma_has(tmp_path: Path) -> None:
+    settings = TINY["gemma3"].settings | {"head_dim": 256, "query_pre_attn_scalar": 256}
+    replace(TINY["gemma3"], settings=settings)(tmp_path)
+    _, ids, logits = run(tmp_path, "float32", **LAYOUTS["stream"])
+    for prompt, tokens, ours in zip(PROMPTS, ids, logits, strict=True):
+        wanted = reference_logits(reference(tmp_path), tokens)[len(prompt) - 1 : -1]
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
+        assert tokens[len(prompt) :] == wanted.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
