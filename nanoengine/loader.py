@@ -216,10 +216,10 @@ def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
 
 def _gemma_settings(content: CheckedJson) -> dict[str, float | None]:
     """What ModelConfig has for keys that only Gemma reads."""
-    softcap = content.get("final_logit_softcapping")
+    key = "final_logit_softcapping"
     return {
         "query_pre_attn_scalar": content.real("query_pre_attn_scalar"),
-        "final_logit_softcap": softcap and content.real("final_logit_softcapping"),
+        "final_logit_softcap": None if content.get(key) is None else content.real(key),
     }
 
 

@@ -220,6 +220,7 @@ def test_what_is_not_computed_is_refused(
         {"rope_local_base_freq": -1},
         {"query_pre_attn_scalar": 0},
         {"final_logit_softcapping": "30"},
+        {"final_logit_softcapping": 0},
     ],
 )
 def test_wrong_values_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
