@@ -78,6 +78,8 @@ class ModelConfig:
 
     no_rope_layers: those that see no positions (arXiv 2501.18795). windows, attn_logit_softcap: as
     in AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
+    local_rope: of the layers with a window (None: as in the others). final_logit_softcap: as the
+    one of scores, for the logits.
     """
 
     architecture: str
@@ -99,6 +101,8 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     attn_logit_softcap: float | None = None
     query_pre_attn_scalar: float | None = None
+    local_rope: RopeConfig | None = None
+    final_logit_softcap: float | None = None
 
     @property
     def attention(self) -> AttentionConfig:
