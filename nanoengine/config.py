@@ -128,6 +128,7 @@ DTYPES = {
     "half": "float16",
 }
 OFFLOAD_MODES = ("auto", "stream", "in_place")
+OFFLOAD_DTYPES = ("int8",)
 MAX_GUESSES = 64
 GENERATION_CONFIGS = ("auto", "vllm", None)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -143,6 +144,7 @@ ELSEWHERE = {
     "cache_max_entry_count": "gpu_memory_utilization (a share of all memory, not of the free part)",
     "kv_cache_memory_bytes": "kv_cache_gib",
     "num_cpu_blocks": "kv_offload_gib",
+    "kv_cache_dtype": "kv_offload_dtype, of KV on the host only",
     "swap_space": "kv_offload_gib",
     "num_kv_buffers": "ring_slots",
     "preemption_mode": "nothing: preempted KV is kept where there is room",
@@ -193,7 +195,10 @@ class EngineConfig:
     offload_mode: "stream" copies host blocks through a ring on the device, "in_place" (CPU only)
     reads them where they are; "auto": in_place on a CPU, stream on a GPU.
     kv_offload_gib: host memory for KV (None: 4 GiB, or a quarter of what is available if that is
-    less). ring_slots: buffers of the ring, at least 2.
+    less). kv_offload_dtype: None, or lossy: "int8" keeps host KV in 8 bits with a scale for each
+    token and KV head, which halves what 16 bits take of host memory and link; KV that stays on the
+    device is exact, so which tokens are touched depends on what else runs. Needs "stream".
+    ring_slots: buffers of the ring, at least 2.
     slot_tokens: tokens of one layer that a ring slot holds (None: 4096, on a GPU 16384).
     stream_mib_per_step: host KV that may be streamed a step, on average, beside requests that
     decode from the device (None: what takes 0.6 of a short step, measured at start-up).
@@ -232,6 +237,7 @@ class EngineConfig:
     enable_cpu_offload: bool = False
     offload_mode: str = "auto"
     kv_offload_gib: float | None = None
+    kv_offload_dtype: str | None = None
     ring_slots: int = 4
     slot_tokens: int | None = None
     stream_mib_per_step: float | None = None
@@ -312,6 +318,21 @@ class EngineConfig:
                 f"({self.max_num_seqs}): every running request computes a token in a step"
             )
 
+    def _check_offload_dtype(self) -> None:
+        dtype = self.kv_offload_dtype
+        if dtype is None:
+            return
+        if dtype not in OFFLOAD_DTYPES:
+            allowed = ", ".join(OFFLOAD_DTYPES)
+            raise ConfigError(f"kv_offload_dtype must be None or one of {allowed}, got {dtype!r}")
+        if not self.enable_cpu_offload:
+            raise ConfigError(f"kv_offload_dtype={dtype!r} needs enable_cpu_offload=True")
+        if self.offload_mode == "in_place":
+            raise ConfigError(
+                f'kv_offload_dtype={dtype!r} cannot be read in place; take offload_mode="stream", '
+                "or leave kv_offload_dtype out"
+            )
+
     def _check_memory(self) -> None:
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
@@ -325,6 +346,7 @@ class EngineConfig:
             raise ConfigError(f"stream_mib_per_step must be a positive number of MiB, got {mib!r}")
         if self.kv_offload_gib is not None and not self.enable_cpu_offload:
             raise ConfigError("kv_offload_gib needs enable_cpu_offload=True")
+        self._check_offload_dtype()
         delay = self.debug_copy_delay_ms
         if not isinstance(delay, int | float) or not 0 <= delay <= 1000:
             raise ConfigError(f"debug_copy_delay_ms must be between 0 and 1000, got {delay!r}")

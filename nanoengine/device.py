@@ -27,6 +27,8 @@ from torch import Tensor
 
 from nanoengine.errors import ConfigError
 
+Convert = Callable[[Tensor, Tensor], None]
+
 
 class Event(Protocol):
     """A point in a stream's work."""
@@ -41,8 +43,11 @@ class Stream(Protocol):
 
     name: str
 
-    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
-        """Copy contiguous `src` to contiguous `dst`, of the same bytes.
+    def copy(
+        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
+    ) -> None:
+        """Copy contiguous `src` to contiguous `dst`, of the same bytes or, given a function that
+        does convert(dst, src), as that makes them.
 
         A copy that fails stops nothing; `take_failed` tells its owner.
         """
@@ -81,11 +86,10 @@ class Copies:
     def __init__(self) -> None:
         self._failed: deque[FailedCopy] = deque()
 
-    def make(self, dst: Tensor, src: Tensor, owner: object) -> None:
-        """Copy the bytes of `src` to `dst`, both contiguous in host memory."""
+    def make(self, dst: Tensor, src: Tensor, owner: object, convert: Convert | None) -> None:
+        """Copy `src` to `dst`, both contiguous in host memory: its bytes, or as `convert` does."""
         try:
-            # numpy's copy is a plain memcpy: it releases the GIL and starts no team of threads.
-            np.copyto(_as_bytes(dst), _as_bytes(src))
+            (convert or _copy_bytes)(dst, src)
         except Exception as error:  # told to whoever asks for the owner's copies
             self._failed.append(FailedCopy(owner, error))
 
@@ -114,9 +118,11 @@ class InlineStream:
         self._copies = Copies()
         self.take_failed = self._copies.take_failed
 
-    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
+    def copy(
+        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
+    ) -> None:
         """See Stream."""
-        self._copies.make(dst, src, owner)
+        self._copies.make(dst, src, owner, convert)
 
     def fill(self, dst: Tensor, value: float) -> None:
         """See Stream."""
@@ -157,9 +163,11 @@ class WorkerStream:
         self._thread = threading.Thread(target=self._run, name=f"nanoengine-{name}", daemon=True)
         self._thread.start()
 
-    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
+    def copy(
+        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
+    ) -> None:
         """See Stream."""
-        self._work.put(lambda: self._copies.make(dst, src, owner))
+        self._work.put(lambda: self._copies.make(dst, src, owner, convert))
 
     def fill(self, dst: Tensor, value: float) -> None:
         """See Stream."""
@@ -189,6 +197,11 @@ class WorkerStream:
             if self._max_delay_s:
                 time.sleep(self._random.uniform(0, self._max_delay_s))
             work()
+
+
+def _copy_bytes(dst: Tensor, src: Tensor) -> None:
+    """numpy's copy is a plain memcpy: it releases the GIL and starts no team of threads."""
+    np.copyto(_as_bytes(dst), _as_bytes(src))
 
 
 def _as_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
@@ -374,11 +387,19 @@ class CudaStream:
         self._stream = stream
         self._failed: list[FailedCopy] = []
 
-    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
-        """See Stream. What fails on the GPU itself ends the process's use of it, not one copy."""
+    def copy(
+        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
+    ) -> None:
+        """See Stream. What fails on the GPU itself ends the process's use of it, not one copy.
+
+        Memory that `convert` takes and gives back is used again on this stream only: in order.
+        """
         try:
             with torch.cuda.stream(self._stream):
-                dst.copy_(src, non_blocking=True)
+                if convert is None:
+                    dst.copy_(src, non_blocking=True)
+                else:
+                    convert(dst, src)
         except RuntimeError as error:
             self._failed.append(FailedCopy(owner, error))
 

@@ -77,9 +77,11 @@ class HybridKVCacheManager:
                 spec.ring_slots,
                 spec.slot_blocks,
                 debug,
+                spec.host_codec,
             )
         except (RuntimeError, MemoryError) as error:
-            gib = spec.block_bytes * (spec.num_blocks + spec.num_host_blocks) / (1 << 30)
+            num_bytes = spec.block_bytes * spec.num_blocks
+            gib = (num_bytes + spec.host_block_bytes * spec.num_host_blocks) / (1 << 30)
             raise OutOfMemoryError(
                 f"{spec.num_blocks} device and {spec.num_host_blocks} host KV blocks need "
                 f"{gib:.2f} "
@@ -248,6 +250,8 @@ class HybridKVCacheManager:
         shape = self._pool.shape[2:]
         pool = self._pool
         values = torch.randn(shape, dtype=torch.float32, device=pool.device)
+        if on_host:
+            values = self._offload.as_stored(values)
         slots = self._manager.host if on_host else self._manager.device
         seq.num_computed, table = seq.num_tokens - 1, self._tables[seq.seq_id]
         table.skip(self._blocks_for(seq.num_tokens) - len(table.blocks))
@@ -279,16 +283,12 @@ class HybridKVCacheManager:
                     free.give(slot)
 
     def ring_pieces(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of (part of the ring, host blocks) to time copies with."""
-        width = self.spec.slot_blocks
-        if not width:
-            return []
-        ring, host = self._offload.ring, self._offload.host.piece(0, 0)
-        num_blocks = min(num_blocks, len(host))
-        width = min(width, num_blocks)
-        host[:num_blocks] = 0  # memory never written reads faster than real KV
-        starts = range(0, num_blocks - width + 1, width)
-        return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
+        """Pairs of (part of the ring, host blocks) to time `fetch` with; none without a ring."""
+        return self._offload.ring_pieces(num_blocks) if self.spec.slot_blocks else []
+
+    def fetch(self, dst: Tensor, src: Tensor) -> None:
+        """Queue one of these copies."""
+        self._offload.fetch(dst, src)
 
     def end_probe(self) -> None:
         """With nothing held, cached or under way: NaN everywhere again (debug only), and the rest
@@ -394,10 +394,10 @@ class HybridKVCacheManager:
     def _count_transfers(
         self, metrics: RequestMetrics, blocks: list[Block], placement: Placement
     ) -> None:
-        token_bytes = self.spec.block_bytes // self.spec.block_size
+        token_bytes = self.spec.host_block_bytes // self.spec.block_size
         if self.spec.slot_blocks:
             on_host = sum(block.device_slot is None for block in blocks)
-            metrics.h2d_bytes += on_host * self.spec.block_bytes
+            metrics.h2d_bytes += on_host * self.spec.host_block_bytes
         if not (placement.loads or placement.stores):
             return
         for block in blocks:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanoengine.errors import PromptTooLongError
+from nanoengine.kv_codec import Int8Codec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,8 @@ class KVSpec:
     slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
     window: keys that a query sees in the layer that sees most (0: all), step_tokens: tokens that a
     sequence may have in a step: together what it holds at once, where there is a window. windows:
-    of each layer (None: all keys), () without any.
+    of each layer (None: all keys), () without any. host_codec: of host blocks (None: as on the
+    device).
     """
 
     num_layers: int
@@ -33,12 +35,21 @@ class KVSpec:
     window: int = 0
     step_tokens: int = 1
     windows: tuple[int | None, ...] = ()
+    host_codec: Int8Codec | None = None
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: K and V of all layers."""
         per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return 2 * self.num_layers * per_layer
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of one block on the host, which are those that cross the link for it."""
+        if self.host_codec is None:
+            return self.block_bytes
+        row = self.host_codec.row_size(self.head_dim) * self.host_codec.dtype.itemsize
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * row
 
     @property
     def ring_bytes(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from nanoengine.config import GIB, EngineConfig, ModelConfig
 from nanoengine.device import Device
 from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.kv_codec import Int8Codec
 from nanoengine.kv_spec import KVSpec
 
 DEFAULT_CPU_KV_BYTES = 4 * GIB
@@ -57,9 +58,13 @@ class MemoryPlan:
             f"{bytes_per_token} bytes",
         ]
         if kv.num_host_blocks:
+            host_bytes = kv.host_block_bytes
+            stored = ""
+            if kv.host_codec is not None:
+                stored = f" at {host_bytes // kv.block_size} bytes, int8 (lossy)"
             lines.append(
-                f"KV host      {_gib(kv.block_bytes * kv.num_host_blocks)} = {kv.num_host_blocks} "
-                f"blocks = {kv.num_host_blocks * kv.block_size} tokens; {self.offload}"
+                f"KV host      {_gib(host_bytes * kv.num_host_blocks)} = {kv.num_host_blocks} "
+                f"blocks = {kv.num_host_blocks * kv.block_size} tokens{stored}; {self.offload}"
             )
         if self.decode_tokens_per_s:
             copies = f"copies at {self.copy_gb_per_s:.1f} GB/s; " if self.copy_gb_per_s else ""
@@ -68,7 +73,7 @@ class MemoryPlan:
                 f"{self.decode_tokens_per_s:.1f} tok/s"
             )
         if self.stream_blocks_per_step is not None:
-            mib = self.stream_blocks_per_step * kv.block_bytes / (1 << 20)
+            mib = self.stream_blocks_per_step * kv.host_block_bytes / (1 << 20)
             lines.append(
                 f"fairness     beside resident decodes {self.stream_blocks_per_step} blocks "
                 f"({mib:.0f} MiB) stream a step"
@@ -145,7 +150,8 @@ def streams(config: EngineConfig, device_name: str) -> bool:
     """True when host blocks are copied through the ring, not read in place."""
     if config.offload_mode == "in_place" and device_name != "cpu":
         raise ConfigError('offload_mode="in_place" reads host memory and works on a CPU only')
-    in_place = device_name == "cpu" and config.offload_mode != "stream"
+    reads_in_place = config.offload_mode != "stream" and config.kv_offload_dtype is None
+    in_place = device_name == "cpu" and reads_in_place
     return config.enable_cpu_offload and not in_place
 
 
@@ -162,6 +168,7 @@ def _kv_spec(
         window=model.attention.longest_window or 0,
         step_tokens=config.max_num_batched_tokens,
         windows=model.windows,
+        host_codec=Int8Codec() if config.kv_offload_dtype == "int8" else None,
     )
     ring_slots, slot_blocks = 0, 0
     if streams(config, device.name):
@@ -174,10 +181,11 @@ def _kv_spec(
     if not config.enable_cpu_offload:
         return spec
     host_bytes = _host_bytes(config, device)
-    num_host_blocks = host_bytes // spec.block_bytes
+    num_host_blocks = host_bytes // spec.host_block_bytes
     if not num_host_blocks:
         raise OutOfMemoryError(
-            f"kv_offload_gib gives {_gib(host_bytes)}, but one block needs {_gib(spec.block_bytes)}"
+            f"kv_offload_gib gives {_gib(host_bytes)}, but one block needs "
+            f"{_gib(spec.host_block_bytes)}"
         )
     spare = max(1, config.decode_reserve_blocks)
     return replace(spec, num_host_blocks=num_host_blocks, spare_blocks=spare)

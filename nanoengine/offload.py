@@ -11,6 +11,8 @@ ahead and across layers. Nobody waits for anything but events:
     a store waits for the compute that wrote the block, and a new writer of the slot for the store;
     a load or fill waits for the store that wrote its host slot;
     compute waits for a fill before it reads it ("filled"), the next fill for that read ("drained").
+
+With a codec host blocks are as it encodes them: each store encodes, each load and fill decodes.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanoengine.device import Device, Event, Stream
+from nanoengine.device import Convert, Device, Event, Stream
 from nanoengine.host_pool import HostPool
+from nanoengine.kv_codec import Int8Codec
 from nanoengine.step_plan import Load, Store
 
 
@@ -87,15 +90,24 @@ class OffloadEngine:
         ring_slots: int,
         slot_blocks: int,
         debug: bool = False,
+        codec: Int8Codec | None = None,
     ) -> None:
         """device_pool: [layers, device_blocks, 2, block_size, kv_heads, head_dim].
 
-        slot_blocks 0 makes no ring: host blocks are read where they are.
+        slot_blocks 0 makes no ring: host blocks are read where they are. codec: how they are on the
+        host (None: as on the device); it needs a ring.
         """
         layers, _, *block = device_pool.shape
         self._device = device
         self._pool = device_pool
-        self.host = HostPool(device, (layers, num_host_blocks, block), device_pool.dtype)
+        self._codec = codec
+        self._encode: Convert | None = codec.encode if codec else None
+        self._decode: Convert | None = codec.decode if codec else None
+        host_block = [*block[:-1], codec.row_size(block[-1])] if codec else block
+        host_dtype = codec.dtype if codec else device_pool.dtype
+        self._block_bytes = torch.Size(host_block).numel() * host_dtype.itemsize  # of one layer
+        self._host_poison = codec.poison if codec else torch.nan
+        self.host = HostPool(device, (layers, num_host_blocks, host_block), host_dtype)
         self.ring = device_pool.new_empty((ring_slots, slot_blocks, *block))
         self.slot_blocks = slot_blocks
         self.counters = TransferCounters()
@@ -113,7 +125,7 @@ class OffloadEngine:
         if self._debug:
             for pool in (self._pool, self.ring):
                 pool.fill_(torch.nan)
-            self.host.fill(torch.nan)
+            self.host.fill(self._host_poison)
 
     def poison(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """Fill freed slots with NaN (debug only), once nothing reads them any more."""
@@ -127,7 +139,7 @@ class OffloadEngine:
         for slot in host_slots:
             for layer in range(self.host.num_layers):
                 self._device.declare(d2h, writes=_keys("host", layer, (slot,)))
-                d2h.fill(self.host.block(layer, slot), torch.nan)
+                d2h.fill(self.host.block(layer, slot), self._host_poison)
             self._stored.host[slot] = [d2h.record()] * self.host.num_layers
 
     def wait_stored(
@@ -190,6 +202,28 @@ class OffloadEngine:
             )
             pool[target, :, :num_tokens] = pool[source, :, :num_tokens]
 
+    def as_stored(self, block: Tensor) -> Tensor:
+        """One layer of a block, [2, block_size, kv_heads, head_dim], as the host pool holds it."""
+        if self._codec is None:
+            return block
+        shape = *block.shape[:-1], self._codec.row_size(block.shape[-1])
+        stored = torch.empty(shape, dtype=self._codec.dtype)
+        self._codec.encode(stored, block.cpu())
+        return stored
+
+    def ring_pieces(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of (part of the ring, host blocks) to time `fetch` with."""
+        ring, host = self.ring, self.host.piece(0, 0)
+        num_blocks = min(num_blocks, len(host))
+        width = min(self.slot_blocks, num_blocks)
+        host[:num_blocks] = 0  # memory never written reads faster than real KV
+        starts = range(0, num_blocks - width + 1, width)
+        return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
+
+    def fetch(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
+        """Queue a copy of host blocks of a layer to device memory."""
+        self._device.h2d.copy(dst, src, owner, self._decode)
+
     # -- used by TransferRun
     # -------------------------------------------------------------------------
 
@@ -230,11 +264,12 @@ class OffloadEngine:
                 self.host.block(layer, first.host_slot),
                 self._pool[layer, device_slots[0]],
             )
-            self._copy(d2h, host, block, (first.start, first.stop), owners)
+            self._copy(d2h, host, block, (first.start, first.stop), owners, self._encode)
             return
         for at, host in self.host.runs(layer, host_slots):
             start, stop = device_slots[0] + at, device_slots[0] + at + len(host)
-            d2h.copy(host, self._pool[layer, start:stop], owners[at : at + len(host)])
+            blocks = self._pool[layer, start:stop]
+            d2h.copy(host, blocks, owners[at : at + len(host)], self._encode)
 
     def queue_loads(self, layer: int, transfers: StepTransfers) -> Event:
         """Bring blocks of one layer back into device slots."""
@@ -249,7 +284,7 @@ class OffloadEngine:
             source = self.host.block(layer, load.host_slot)
             owner = (transfers.owners.get(load.host_slot),)
             target = self._pool[layer, load.device_slot]
-            self._copy(h2d, target, source, (0, load.num_tokens), owner)
+            self._copy(h2d, target, source, (0, load.num_tokens), owner, self._decode)
             self.counters.h2d_bytes += self._token_bytes * load.num_tokens
         return h2d.record()
 
@@ -272,7 +307,7 @@ class OffloadEngine:
         for at, blocks in self.host.runs(layer, host_slots):
             stop = at + len(blocks)
             owners = tuple(transfers.owners.get(slot) for slot in host_slots[at:stop])
-            h2d.copy(target[at:stop], blocks, owners)
+            self.fetch(target[at:stop], blocks, owners)
         self.counters.h2d_bytes += len(host_slots) * self._block_bytes
         return h2d.record()
 
@@ -298,26 +333,27 @@ class OffloadEngine:
         return self._device
 
     @property
-    def _block_bytes(self) -> int:
-        """K and V of one block of one layer."""
-        return self._pool[0, 0].nbytes
-
-    @property
     def _token_bytes(self) -> int:
         return self._block_bytes // self._pool.shape[3]
 
     def _copy(
-        self, stream: Stream, dst: Tensor, src: Tensor, tokens: tuple[int, int], owner: object
+        self,
+        stream: Stream,
+        dst: Tensor,
+        src: Tensor,
+        tokens: tuple[int, int],
+        owner: object,
+        convert: Convert | None,
     ) -> None:
         """Tokens [start, stop) of a block [2, block_size, ...]: one copy when it is whole, else
         two.
         """
         start, stop = tokens
         if stop - start == dst.shape[1]:
-            stream.copy(dst, src, owner)
+            stream.copy(dst, src, owner, convert)
             return
         for part in range(2):
-            stream.copy(dst[part, start:stop], src[part, start:stop], owner)
+            stream.copy(dst[part, start:stop], src[part, start:stop], owner, convert)
 
 
 class TransferRun:

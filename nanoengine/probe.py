@@ -214,7 +214,7 @@ def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts) -> int
     if not spec.slot_blocks:
         return None
     if config.stream_mib_per_step is not None:
-        return max(1, int(config.stream_mib_per_step * (1 << 20)) // spec.block_bytes)
+        return max(1, int(config.stream_mib_per_step * (1 << 20)) // spec.host_block_bytes)
     if not costs.host_block_s:
         return spec.num_host_blocks
     return max(1, int(0.6 * costs.step_s / costs.host_block_s))
@@ -229,8 +229,8 @@ def measure_copy(device: Device, kv: HybridKVCacheManager) -> float:
     for _ in range(NUM_STEPS):
         start = time.perf_counter()
         for dst, src in pieces:
-            device.h2d.copy(dst, src)
+            kv.fetch(dst, src)
         device.compute.wait(device.h2d.record())
         device.synchronize()
         best = min(best, time.perf_counter() - start)
-    return sum(dst.nbytes for dst, _ in pieces) / best / 1e9
+    return sum(src.nbytes for _, src in pieces) / best / 1e9

@@ -205,7 +205,7 @@ def _engine_figures(llm: LLM) -> dict[str, Any]:
         "kv": {
             "device_bytes": kv.block_bytes * kv.num_blocks,
             "ring_bytes": kv.ring_bytes,
-            "host_bytes": kv.block_bytes * kv.num_host_blocks,
+            "host_bytes": kv.host_block_bytes * kv.num_host_blocks,
         },
         "peak_memory_mib": round(engine.device.peak_memory_mib(), 1),
         "plan": str(llm.plan),
@@ -320,7 +320,7 @@ def _check_outputs(args: argparse.Namespace) -> None:
 
 ENGINE_SETTINGS = (
     *("dtype", "num_gpu_blocks", "kvcache_block_size", "max_model_len", "max_num_seqs"),
-    *("offload_mode", "kv_offload_gib", "speculative"),
+    *("offload_mode", "kv_offload_gib", "kv_offload_dtype", "speculative"),
 )
 
 
@@ -371,6 +371,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--enable-offload", action="store_true", help="KV may lie on the host")
     add("--offload-mode", str, "stream or in_place", choices=["auto", "stream", "in_place"])
     add("--kv-offload-gib", float, "host memory for KV")
+    add("--kv-offload-dtype", str, "of KV on the host; int8 is lossy", choices=["int8"])
     add("--num-gpu-blocks", _positive, "KV blocks on the device")
     add("--kvcache-block-size", _positive, "tokens of a block")
     add("--max-model-len", _positive, "most tokens of a request")

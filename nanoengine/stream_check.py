@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanoengine.device import Device, Event, FailedCopy, Readable, Stream
+from nanoengine.device import Convert, Device, Event, FailedCopy, Readable, Stream
 from nanoengine.errors import EngineError
 
 Key = tuple[str, int, int]
@@ -89,12 +89,14 @@ class CheckedStream:
         self.counts: Counter[str] = Counter()
         self._trace = trace
 
-    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
+    def copy(
+        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
+    ) -> None:
         """See device.Stream."""
         self.counts["copies"] += 1
         if self._trace.is_on:
             self._trace.add(TraceEntry(self.name, "copy"))
-        self.inner.copy(dst, src, owner)
+        self.inner.copy(dst, src, owner, convert)
 
     def take_failed(self) -> list[FailedCopy]:
         """See device.Stream."""

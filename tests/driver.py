@@ -18,6 +18,7 @@ from torch import Tensor
 from nanoengine import SamplingParams
 from nanoengine.block_manager import Block
 from nanoengine.config import GIB
+from nanoengine.device import Convert
 from nanoengine.kv_cache import HybridKVCacheManager, StepKV
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.loader import read_model_config
@@ -148,7 +149,7 @@ class Audit:
 
     def _count(self, batch: ScheduledBatch, before: dict[Block, _Place]) -> None:
         spec = self._kv.spec
-        token_bytes = spec.block_bytes // spec.block_size
+        token_bytes = spec.host_block_bytes // spec.block_size
         reads: list[set[Block]] = []
         for item in batch.items:
             num_blocks = -(-(item.seq.num_computed + item.num_tokens) // spec.block_size)
@@ -157,10 +158,10 @@ class Audit:
             reads.append({block for block in on_host if block.device_slot is None})
         self.peak_streamed = max(self.peak_streamed, sum(map(bool, reads)))
         if spec.slot_blocks:
-            self.h2d_bytes += len(set().union(*reads)) * spec.block_bytes
+            self.h2d_bytes += len(set().union(*reads)) * spec.host_block_bytes
             for window in spec.windows:
                 spared = len(set().union(*reads)) - len(self._seen(batch, reads, window))
-                self.spared_bytes += spared * spec.block_bytes // spec.num_layers
+                self.spared_bytes += spared * spec.host_block_bytes // spec.num_layers
         for block, num_tokens in self._computed().items():
             if block.device_slot is not None and not before[block].on_device:
                 self.h2d_bytes += num_tokens * token_bytes
@@ -235,8 +236,9 @@ def fail_copies(stream: Any, numbers: set[int]) -> None:
     copies, made = getattr(stream, "inner", stream)._copies, itertools.count()
     make = copies.make
 
-    def failing(dst: Tensor, src: Tensor, owner: object) -> None:
-        make(dst, torch.empty(3, dtype=torch.uint8) if next(made) in numbers else src, owner)
+    def failing(dst: Tensor, src: Tensor, owner: object, convert: Convert | None) -> None:
+        broken = next(made) in numbers
+        make(dst, torch.empty(3, dtype=torch.uint8) if broken else src, owner, convert)
 
     copies.make = failing
 

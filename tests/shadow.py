@@ -25,7 +25,7 @@ from torch import Tensor
 from nanoengine.block_manager import Block
 from nanoengine.config import EngineConfig
 from nanoengine.context import KVChunk
-from nanoengine.device import CpuDevice, Event, InlineStream, WorkerEvent, WorkerStream
+from nanoengine.device import Convert, CpuDevice, Event, InlineStream, WorkerEvent, WorkerStream
 from nanoengine.host_pool import HostPool
 from nanoengine.kv_cache import HybridKVCacheManager, StepKV
 from nanoengine.kv_spec import KVSpec
@@ -100,9 +100,11 @@ class HeldStream:
         self.take_failed = self._inline.take_failed
         self._is_busy = False
 
-    def copy(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
+    def copy(
+        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
+    ) -> None:
         """See device.Stream."""
-        self.work.append(partial(self._inline.copy, dst, src, owner))
+        self.work.append(partial(self._inline.copy, dst, src, owner, convert))
 
     def fill(self, dst: Tensor, value: float) -> None:
         """See device.Stream."""
@@ -169,12 +171,14 @@ class Faults:
         """Blocks of copies that have failed and of which the engine was not told yet."""
         return {block for failed in self._stream._copies._failed for block in failed.owner}
 
-    def _faulty_copy(self, dst: Tensor, src: Tensor, owner: tuple[Block, ...]) -> None:
+    def _faulty_copy(
+        self, dst: Tensor, src: Tensor, owner: tuple[Block, ...], convert: Convert | None = None
+    ) -> None:
         self._countdown -= 1
         if not self._countdown:
             self.victims.update(owner)
             src = torch.empty(13)  # broadcasts to no block
-        self._copy(dst, src, owner)
+        self._copy(dst, src, owner, convert)
 
 
 @dataclass

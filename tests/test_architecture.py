@@ -22,7 +22,7 @@ ROWS = (
     ("sequence", "context", "device", "outputs", "stream_check", "streaming"),
     (
         *("block_manager", "block_table", "step_plan", "placement", "host_pool", "offload"),
-        *("kv_spec", "step_kv", "kv_cache"),
+        *("kv_codec", "kv_spec", "step_kv", "kv_cache"),
     ),
     (
         *(
@@ -57,7 +57,8 @@ ARROWS = {
     "block_table": {"block_manager"},
     "placement": {"block_manager", "step_plan"},
     "host_pool": {"step_plan"},
-    "offload": {"host_pool", "step_plan"},
+    "offload": {"host_pool", "kv_codec", "step_plan"},
+    "kv_spec": {"kv_codec"},
     "step_kv": {"block_table", "step_plan", "placement", "offload"},
     "kv_cache": {
         *("block_manager", "block_table", "step_plan", "placement", "offload", "kv_spec"),
