@@ -11,8 +11,13 @@ from nanoengine.errors import (
     RequestError,
 )
 from nanoengine.llm import LLM
-from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+)
+from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.streaming import StreamDelta
 
 __version__ = "0.1.0"
@@ -20,6 +25,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
     "EngineError",

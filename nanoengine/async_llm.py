@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from nanoengine.errors import EngineClosedError, RequestError
-from nanoengine.llm import LLM, Messages, Prompt
+from nanoengine.llm import LLM, Messages, Prompt, TemplateKwargs
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.streaming import DeltaStream, StreamDelta, merge_deltas
@@ -72,10 +72,13 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: TemplateKwargs = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see generate() and LLM.chat."""
         return self._outputs(
-            lambda llm: llm.stream_chat(messages, sampling_params, add_generation_prompt),
+            lambda llm: llm.stream_chat(
+                messages, sampling_params, add_generation_prompt, chat_template_kwargs
+            ),
             request_id,
         )
 
@@ -148,6 +151,14 @@ def _grown(
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
+        if delta.logprobs is not None:
+            own = zip(delta.token_ids, delta.logprobs, strict=True)
+            new = sum(scores[token_id].logprob for token_id, scores in own)
+            grown[delta.index] = replace(
+                grown[delta.index],
+                logprobs=[*(old.logprobs or ()), *delta.logprobs],
+                cumulative_logprob=(old.cumulative_logprob or 0.0) + new,
+            )
     return [grown[index] for index in sorted(grown)]
 
 

@@ -78,6 +78,8 @@ class ModelConfig:
 
     no_rope_layers: those that see no positions (arXiv 2501.18795). windows, attn_logit_softcap: as
     in AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
+    local_rope: of the layers with a window (None: as in the others). final_logit_softcap: as the
+    one of scores, for the logits.
     """
 
     architecture: str
@@ -99,6 +101,8 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     attn_logit_softcap: float | None = None
     query_pre_attn_scalar: float | None = None
+    local_rope: RopeConfig | None = None
+    final_logit_softcap: float | None = None
 
     @property
     def attention(self) -> AttentionConfig:
@@ -126,6 +130,7 @@ DTYPES = {
 OFFLOAD_MODES = ("auto", "stream", "in_place")
 OFFLOAD_DTYPES = ("int8",)
 MAX_GUESSES = 64
+GENERATION_CONFIGS = ("auto", "vllm", None)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "gguf")
 
@@ -199,6 +204,8 @@ class EngineConfig:
     decode from the device (None: what takes 0.6 of a short step, measured at start-up).
     speculative: "ngram:K" guesses up to K tokens a step and request by prompt lookup, and checks
     them in one forward pass; what is generated stays the same (None: one token a step).
+    generation_config: "auto": requests without sampling parameters are sampled as the model's
+    generation_config.json says (None, or "vllm": as SamplingParams() says).
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
     (slow). debug_copy_delay_ms: random delay of up to so long before each copy (CPU, stream).
 
@@ -235,6 +242,7 @@ class EngineConfig:
     slot_tokens: int | None = None
     stream_mib_per_step: float | None = None
     speculative: str | None = None
+    generation_config: str | None = None
     debug_kv: bool = False
     debug_copy_delay_ms: float = 0.0
 
@@ -253,6 +261,11 @@ class EngineConfig:
         if self.offload_mode not in OFFLOAD_MODES:
             raise ConfigError(
                 f"offload_mode must be one of {', '.join(OFFLOAD_MODES)}, got {self.offload_mode!r}"
+            )
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ConfigError(
+                'generation_config must be "auto" (the model\'s), "vllm" or None (SamplingParams\' '
+                f"own defaults), got {self.generation_config!r}"
             )
         for name in ("enable_prefix_caching", "enforce_eager", "enable_cpu_offload", "debug_kv"):
             if not isinstance(getattr(self, name), bool):

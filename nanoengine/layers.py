@@ -20,8 +20,9 @@ from nanoengine.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.quant import Quantizer
 
 Norm = tuple[Tensor, float]  # weight and epsilon of an RMSNorm
+Normalize = Callable[[Tensor], Tensor]  # over the last dimension
 Multiply = Callable[[Tensor], Tensor]  # x -> x @ weight.T
-GateUp = Callable[[Tensor], Tensor]  # x -> silu(gate(norm(x))) * up(norm(x))
+GateUp = Callable[[Tensor], Tensor]  # x -> act(gate(norm(x))) * up(norm(x))
 # (residual, attended) -> following(residual); the residual stream, added to, where nothing follows.
 Bridge = Callable[[Tensor, Tensor], Tensor]
 
@@ -53,11 +54,11 @@ class LayerOps(Protocol):
         """x -> silu(gate(x)) * up(x), both of norm(x), in one product."""
         ...
 
-    def head(self, weight: Tensor, norm: Norm) -> Product:
+    def head(self, weight: Tensor, norm: Norm | None) -> Product:
         """The product that gives the logits; its weight is never quantised."""
         ...
 
-    def tied(self, weight: Tensor, norm: Norm) -> tuple[Callable[[Tensor], Tensor], Product]:
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Product]:
         """Token ids -> rows of the weight, and the head with the same weight, held once."""
         ...
 
@@ -157,7 +158,7 @@ class TorchOps:
         quantized = None if self._quantizer is None else self._quantizer.product(weight)
         return self._linear(weight, bias, norm, quantized)
 
-    def head(self, weight: Tensor, norm: Norm) -> Product:
+    def head(self, weight: Tensor, norm: Norm | None) -> Product:
         """See LayerOps."""
         return self._linear(weight, None, norm, None)
 
@@ -178,7 +179,7 @@ class TorchOps:
         )
         return lambda x: self.silu_mul(both(x))
 
-    def tied(self, weight: Tensor, norm: Norm) -> tuple[Callable[[Tensor], Tensor], Product]:
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Product]:
         """See LayerOps. A weight that oneDNN reorders is kept twice."""
         return functools.partial(torch.embedding, weight), self.head(weight, norm)
 
@@ -186,13 +187,7 @@ class TorchOps:
         self, out: Product, gate_up: GateUp, down: Product, following: Product | None
     ) -> Bridge:
         """See LayerOps."""
-
-        def run(residual: Tensor, attended: Tensor) -> Tensor:
-            out.add_to(residual, attended)
-            down.add_to(residual, gate_up(residual))
-            return residual if following is None else following(residual)
-
-        return run
+        return plain_bridge(out, gate_up, down, following)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See LayerOps."""
@@ -306,7 +301,7 @@ class PackedOps(KernelOps):
             return super().gate_up(gate, up, biases, norm)
         return self._products.pack_gate_up(gate, up, biases, norm)
 
-    def tied(self, weight: Tensor, norm: Norm) -> tuple[Callable[[Tensor], Tensor], Product]:
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Product]:
         """See LayerOps."""
         head = self._products.pack(weight, None, norm)
         return head.gather_rows, head
@@ -420,6 +415,59 @@ class GpuOps(KernelOps):
         return run
 
 
+def plain_bridge(out: Product, gate_up: GateUp, down: Product, following: Product | None) -> Bridge:
+    """LayerOps.bridge of any products, one after the other."""
+
+    def run(residual: Tensor, attended: Tensor) -> Tensor:
+        out.add_to(residual, attended)
+        down.add_to(residual, gate_up(residual))
+        return residual if following is None else following(residual)
+
+    return run
+
+
+class OffsetNorm:
+    """x / rms(x) * (1 + weight), Gemma's RMSNorm: in fp32 throughout and rounded once, at the end.
+
+    As 1 + weight is kept in fp32, a 16-bit model loses nothing of a small weight, and this is what
+    transformers computes but for the order of the sum of squares. Nothing is fused with it.
+    """
+
+    def __init__(self, ops: LayerOps, norm: Norm) -> None:
+        """norm: with the weight as stored, 1 not yet added."""
+        weight, self._eps = norm
+        self._weight = weight.float() + 1
+        self._ops = ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, dim] or [tokens, heads, dim], as the result."""
+        return self._ops.rms_norm(x.float(), self._weight, self._eps).to(x.dtype)
+
+
+class NormedProduct:
+    """A product, and norms apart from it: of what goes in, of what comes out."""
+
+    def __init__(
+        self, product: Product, before: Normalize | None = None, after: Normalize | None = None
+    ) -> None:
+        self._product, self._before, self._after = product, before, after
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Product."""
+        out = self._product(x if self._before is None else self._before(x))
+        return out if self._after is None else self._after(out)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """See Product."""
+        residual += self(x)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of [tokens, 2 * dim]; GELU by its formula with tanh (arXiv 1606.08415)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
@@ -435,7 +483,7 @@ class Attention:
         layer: int,
         num_heads: int,
         num_kv_heads: int,
-        head_norms: tuple[Norm, Norm] | None = None,
+        head_norms: tuple[Normalize, Normalize] | None = None,
     ) -> None:
         """head_norms: over each head of q and of k."""
         self._ops = ops
@@ -453,7 +501,7 @@ class Attention:
         q, k, v = fused.split_with_sizes(self._heads, dim=1)
         if self._head_norms is not None:
             q_norm, k_norm = self._head_norms
-            q, k = self._ops.rms_norm(q, *q_norm), self._ops.rms_norm(k, *k_norm)
+            q, k = q_norm(q), k_norm(k)
         target = ctx.kv.target(self._layer)
         q = self._ops.rotate_and_store(q, k, v, cos, sin, target)
         return ctx.attention.run(self._layer, q, ctx).view(tokens, -1)

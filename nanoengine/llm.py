@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from nanoengine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.errors import (
     EngineClosedError,
     EngineError,
@@ -29,8 +30,8 @@ from nanoengine.errors import (
     RequestError,
 )
 from nanoengine.llm_engine import LLMEngine, refused
-from nanoengine.outputs import RequestOutput
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.outputs import BeamSearchOutput, RequestOutput
+from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.streaming import DeltaStream, RequestStream, StreamDelta
 from nanoengine.tokenizer import Tokenizer
 
@@ -44,10 +45,17 @@ class _Request:
     cache_salt: Any = None
     error: RequestError | None = None
 
+    def checked(self) -> tuple[Any, str | None, Any]:
+        """Prompt, text and cache salt. Raises `error`."""
+        if self.error is not None:
+            raise self.error
+        return self.prompt, self.text, self.cache_salt
+
 
 Prompt = str | list[int] | dict[str, Any]
 Params = SamplingParams | Seq[SamplingParams] | None
 Messages = list[dict[str, str]]
+TemplateKwargs = Mapping[str, Any] | None
 
 
 class LLM:
@@ -82,7 +90,9 @@ class LLM:
         """Complete one prompt or a list of them, in order.
 
         prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A
-        dict may bring a "cache_salt": only prompts with the same one share cached KV.
+        dict may bring a "cache_salt": only prompts with the same one share cached KV. Text is
+        encoded as transformers and vLLM do it: where the tokenizer adds a beginning-of-sequence
+        token it does so also before a text that brings its own; for that give token ids.
         sampling_params: one for all, or one each.
         Raises RequestError for a single bad prompt; in a list, that output's `error` is set and its
         finish_reason is "error" while the others are answered. Ctrl-C frees the requests and is
@@ -98,15 +108,61 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: TemplateKwargs = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them: lists of {"role": ..., "content": ...}.
 
-        Raises InvalidPromptError when the model has no chat template or it refuses the messages.
+        chat_template_kwargs: variables of the model's chat template, for all conversations alike:
+        {"enable_thinking": False} of Qwen3, "tools", "documents". The template alone writes special
+        tokens: none is put before what it renders.
+        Raises InvalidPromptError when the model has no chat template or it refuses the messages,
+        InvalidParamsError for what is no template variable.
         """
         many = bool(messages) and isinstance(messages[0], list)
         conversations: list[Any] = list(messages) if many else [messages]
-        requests = [self._chat_request(c, add_generation_prompt) for c in conversations]
+        variables = chat_template_kwargs
+        requests = [self._chat_request(c, add_generation_prompt, variables) for c in conversations]
         return self._answer(requests, sampling_params, not many, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: BeamSearchParams | None = None,
+        use_tqdm: bool = True,
+        **settings: Any,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest texts after one prompt or each of a list, by beam search:
+        `llm.beam_search(prompts, beam_width=4, max_tokens=64)`.
+
+        prompts: as for generate(). params: a BeamSearchParams, or its fields as keywords.
+        Finds what transformers' `generate(num_beams=W, num_return_sequences=W, do_sample=False)`
+        finds, in the same order. Errors and Ctrl-C are as in generate(), but that a refused prompt
+        in a list has no sequences.
+        """
+        params = beam_params(params, settings)
+        single = _is_single(prompts)
+        requests = [_request(p) for p in ([prompts] if single else prompts)]
+        searches: list[BeamSearch | BeamSearchOutput] = []
+        with (
+            self._turn(),
+            _InterruptBetweenSteps() as interrupt,
+            BeamSearches(self.llm_engine, params) as running,
+            tqdm(total=len(requests), desc="searches", disable=not use_tqdm) as bar,
+        ):
+            for request in requests:
+                try:
+                    searches.append(running.add(*request.checked()))
+                except RequestError as error:
+                    if single:
+                        raise
+                    shown = refused(request.text, request.prompt, error)
+                    ids = shown.prompt_token_ids
+                    searches.append(BeamSearchOutput(shown.prompt, ids, [], error))
+                    bar.update()
+            while not running.is_finished:
+                interrupt.check()
+                bar.update(running.step())
+        return [s.output if isinstance(s, BeamSearch) else s for s in searches]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
         """Complete one prompt, text as it comes: `for delta in llm.stream("The sea is"): ...`
@@ -127,9 +183,11 @@ class LLM:
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         add_generation_prompt: bool = True,
+        chat_template_kwargs: TemplateKwargs = None,
     ) -> DeltaStream:
         """Answer one conversation, text as it comes; see stream() and chat()."""
-        return self._stream(self._chat_request(messages, add_generation_prompt), sampling_params)
+        request = self._chat_request(messages, add_generation_prompt, chat_template_kwargs)
+        return self._stream(request, sampling_params)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -139,6 +197,15 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer (vLLM's name)."""
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How the model's generation_config.json wants it sampled (temperature, top_k, top_p,
+        min_p, repetition_penalty); `dataclasses.replace` changes the rest. With the setting
+        generation_config="auto", requests without parameters use it.
+
+        Raises CorruptModelError for values out of range.
+        """
+        return self.llm_engine.model_sampling_params()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV that no running request uses."""
@@ -159,9 +226,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _chat_request(self, messages: Any, add_generation_prompt: bool) -> _Request:
+    def _chat_request(
+        self, messages: Any, add_generation_prompt: bool, kwargs: TemplateKwargs
+    ) -> _Request:
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt)
+            variables = _template_variables(add_generation_prompt, kwargs)
+            text = self.tokenizer.apply_chat_template(messages, **variables)
         except RequestError as error:
             return _Request(None, error=error)
         # The template has written the special tokens, a beginning-of-sequence token included.
@@ -326,6 +396,18 @@ def _request(prompt: Any) -> _Request:
     keys = sorted(map(str, prompt))
     error = f'a prompt dict needs "prompt" or "prompt_token_ids", got the keys {keys}'
     return _Request(None, error=InvalidPromptError(error))
+
+
+def _template_variables(add_generation_prompt: bool, kwargs: TemplateKwargs) -> dict[str, Any]:
+    """What chat_template_kwargs names goes before the argument of that name, as in vLLM."""
+    given = {} if kwargs is None else kwargs
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidParamsError(
+            f"chat_template_kwargs must be a dict of the template's variables, got {kwargs!r}"
+        )
+    if taken := {"messages", "self"} & given.keys():
+        raise InvalidParamsError(f"chat_template_kwargs may not hold {min(taken)!r}")
+    return {"add_generation_prompt": add_generation_prompt, **given}
 
 
 def _params_for(params: Params, count: int) -> list[SamplingParams | None]:

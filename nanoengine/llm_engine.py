@@ -38,6 +38,7 @@ from nanoengine.errors import (
     PromptTooLongError,
     RequestError,
 )
+from nanoengine.generation_config import read_sampling_params
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.loader import LoadedModel, find_model, load_model
@@ -155,7 +156,7 @@ class LLMEngine:
     ) -> RequestStream:
         """add_request for who wants the text as it comes: take its deltas after steps."""
         seqs = self._queue(prompt, params, prompt_text, cache_salt, is_streamed=True)
-        return RequestStream(seqs, self._completion)
+        return RequestStream(seqs, self._completion, self._logprobs)
 
     def _queue(
         self,
@@ -167,7 +168,7 @@ class LLMEngine:
     ) -> list[Sequence]:
         """Queue a request's completions."""
         self._alive()
-        params = params or SamplingParams()
+        params = params or self._default_params
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError(f"expected SamplingParams, got {type(params).__name__}")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
@@ -184,6 +185,29 @@ class LLMEngine:
         for seq in seqs:
             self.scheduler.add(seq)
         return seqs
+
+    def add_beam(
+        self,
+        prompt: str | list[int],
+        num_candidates: int,
+        max_tokens: int,
+        prompt_text: str | None = None,
+        cache_salt: str | None = None,
+    ) -> Sequence:
+        """Queue a prompt as the first beam of a search, which resumes, forks and ends it by
+        scheduler.resume, Sequence.fork and scheduler.abort.
+
+        Raises as add_request.
+        """
+        params = SamplingParams(0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        (seq,) = self._queue(prompt, params, prompt_text, cache_salt)
+        del self._requests[seq.seq_id]  # the search gives the answer
+        seq.num_candidates, seq.guesser = num_candidates, None
+        return seq
+
+    def fork(self, seq: Sequence, token_id: int) -> Sequence:
+        """A beam with another last token, not queued yet."""
+        return seq.fork(next(self._ids), token_id)
 
     def _sequence(
         self,
@@ -268,6 +292,10 @@ class LLMEngine:
             raise InvalidPromptError("the model came without a tokenizer; give token ids")
         return self._tokenizer
 
+    def model_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json says. Raises CorruptModelError."""
+        return read_sampling_params(self._folder)
+
     def check_open(self) -> None:
         """Raises EngineClosedError after close()."""
         self._live_runner()
@@ -308,11 +336,11 @@ class LLMEngine:
 
     def _load(self, ops: LayerOps, dtype: torch.dtype) -> tuple[LoadedModel, Tokenizer | None]:
         config = self.config
-        folder = find_model(config.model, config.load_format)
+        self._folder, self._default_params = self._find_model()
         with ThreadPoolExecutor(1) as thread:  # the vocabulary is parsed while weights are packed
-            tokenizer = thread.submit(self._load_tokenizer, folder)
+            tokenizer = thread.submit(self._load_tokenizer, self._folder)
             loaded = load_model(
-                folder,
+                self._folder,
                 config.load_format,
                 self.device.torch_device,
                 dtype,
@@ -402,6 +430,12 @@ class LLMEngine:
             device = make_device("cpu", config.num_threads, copy_workers=True, max_delay_s=delay)
         return CheckedDevice(device) if config.debug_kv else device
 
+    def _find_model(self) -> tuple[Path, SamplingParams]:
+        """The model's folder, and the parameters of requests that bring none."""
+        folder = find_model(self.config.model, self.config.load_format)
+        is_asked = self.config.generation_config == "auto"
+        return folder, read_sampling_params(folder) if is_asked else SamplingParams()
+
     def _load_tokenizer(self, model_folder: Path) -> Tokenizer | None:
         folder = Path(self.config.tokenizer) if self.config.tokenizer else model_folder
         try:
@@ -489,7 +523,8 @@ class LLMEngine:
 
     def _outputs(self, ended: Iterable[Sequence]) -> list[RequestOutput]:
         """Of the requests whose last completion is among the ended sequences."""
-        owners = dict.fromkeys((seq.source or seq).seq_id for seq in ended)
+        requests = (seq for seq in ended if not seq.num_candidates)
+        owners = dict.fromkeys((seq.source or seq).seq_id for seq in requests)
         done = [i for i in owners if all(seq.is_finished for seq in self._requests[i])]
         return [self._output(self._requests.pop(i)) for i in done]
 
@@ -534,6 +569,10 @@ class LLMEngine:
         if seq.finish_reason == "stop" and not seq.params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the token that ended the text is not part of it
         return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special ones left out; "" where there is no tokenizer."""
+        return self._tokenizer.decode(token_ids) if self._tokenizer else ""
 
     def _logprobs(self, score: TokenScore) -> TokenLogprobs:
         """The likeliest tokens of a position and the one that stands there."""

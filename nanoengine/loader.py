@@ -43,7 +43,7 @@ from nanoengine.models import (
     layer_windows,
     weight_shapes,
 )
-from nanoengine.rope_json import read_rope
+from nanoengine.rope_json import read_rope, read_ropes_by_kind
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,13 @@ def read_model_config(
     vocab_size = content.size("vocab_size")
     num_layers = content.size("num_hidden_layers")
     head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
-    rope, max_position = read_rope(content, head_dim, architecture.may_turn_a_part, max_model_len)
+    gemma: dict[str, Any] = {}
+    if architecture.is_gemma:
+        rope, local_rope, max_position = read_ropes_by_kind(content, head_dim, max_model_len)
+        gemma = _gemma_settings(content) | {"local_rope": local_rope}
+    else:
+        may_turn_a_part = architecture.may_turn_a_part
+        rope, max_position = read_rope(content, head_dim, may_turn_a_part, max_model_len)
     config = ModelConfig(
         architecture=name,
         vocab_size=vocab_size,
@@ -165,6 +171,7 @@ def read_model_config(
         no_rope_layers=_no_rope_layers(content, num_layers) if architecture.may_skip_rope else (),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
         windows=layer_windows(name, content.values, num_layers, content.path),
+        **gemma,
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
@@ -207,14 +214,31 @@ def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
     return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
 
 
+def _gemma_settings(content: CheckedJson) -> dict[str, float | None]:
+    """What ModelConfig has for keys that only Gemma reads."""
+    key = "final_logit_softcapping"
+    return {
+        "query_pre_attn_scalar": content.real("query_pre_attn_scalar"),
+        "final_logit_softcap": None if content.get(key) is None else content.real(key),
+    }
+
+
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     """What would change the arithmetic and that no model here computes."""
     refused = {
-        "hidden_act": content.get("hidden_act") not in (None, "silu", "swish"),
         "quantization_config": content.get("quantization_config") is not None,
         "sliding_window": not architecture.windows and _has_window(content),
         "auto_map": _brings_code(content, architecture.own_code),
     }
+    if architecture.is_gemma:
+        refused |= {
+            "hidden_activation": content.get("hidden_activation") != "gelu_pytorch_tanh",
+            # transformers' class of Gemma 3 takes it and computes nothing of it; others do.
+            "attn_logit_softcapping": content.get("attn_logit_softcapping") is not None,
+            "use_bidirectional_attention": bool(content.get("use_bidirectional_attention")),
+        }
+    else:
+        refused["hidden_act"] = content.get("hidden_act") not in (None, "silu", "swish")
     for key, is_refused in refused.items():
         if is_refused:
             raise UnsupportedModelError(

@@ -78,7 +78,7 @@ class StepTokens:
             return
         tokens, rows = iter(self.numbers.tolist()), iter(self.scores.tolist())
         for item in self.batch.items:
-            seq, width = item.seq, item.seq.params.logprobs
+            seq, width = item.seq, item.seq.num_likeliest
             accepted = item.accepted(list(islice(tokens, item.num_samples)))
             scored = zip(accepted, list(islice(rows, item.num_samples)), strict=False)
             if width is not None and not seq.is_finished:
@@ -128,7 +128,7 @@ class ModelRunner:
         logits = self._model.logits(hidden[ctx.logit_rows])
         seqs, positions = zip(*drawn, strict=True)
         tokens = self._sampler.sample(logits, seqs, positions)
-        widths = [seq.params.logprobs for seq in seqs]
+        widths = [seq.num_likeliest for seq in seqs]
         asked = [width for width in widths if width is not None]
         scores = score_tokens(logits, tokens, max(asked)) if asked else None
         return StepTokens(

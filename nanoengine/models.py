@@ -13,10 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config import ModelConfig
+from nanoengine.config import ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, StepInputs
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.layers import Attention, GateUp, LayerOps, Norm, Product
+from nanoengine.layers import (
+    Attention,
+    Bridge,
+    GateUp,
+    LayerOps,
+    Norm,
+    Normalize,
+    NormedProduct,
+    OffsetNorm,
+    Product,
+    gelu_mul,
+    plain_bridge,
+)
 from nanoengine.rope import Rotary, head_order
 
 TensorSource = Callable[[str], Tensor]
@@ -31,8 +43,10 @@ class Architecture:
     qkv_bias: q, k and v have a bias though config.json names none.
     is_fused: q, k, v are one tensor of the checkpoint, gate and up another.
     may_skip_rope: reads no_rope_layers. may_turn_a_part: reads partial_rotary_factor.
-    windows: which layers may have a sliding window, by what config.json says: "every layer" or
-    "layer_types"; "": none, it is refused.
+    is_gemma: norms of weight + 1 before and after attention and feed-forward, gated by GELU (tanh),
+    embeddings times the root of hidden_size, and Gemma's keys in config.json.
+    windows: which layers may have a sliding window, by what config.json says: "every layer",
+    "layer_types" or "pattern"; "": none, it is refused.
     defaults: what transformers takes for keys that config.json lacks, where Llama's differ.
     own_code: the class that checkpoints bring though transformers has the same.
     """
@@ -42,12 +56,30 @@ class Architecture:
     is_fused: bool = False
     may_skip_rope: bool = False
     may_turn_a_part: bool = False
+    is_gemma: bool = False
     windows: str = ""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own_code: str = ""
 
 
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": Architecture(
+        qk_norm=True,
+        is_gemma=True,
+        windows="pattern",
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+    ),
     "LlamaForCausalLM": Architecture(),
     "MistralForCausalLM": Architecture(windows="every layer", defaults={"sliding_window": 4096}),
     "Phi3ForCausalLM": Architecture(
@@ -81,6 +113,8 @@ def layer_windows(
     settings: of config.json, at `where`. Raises UnsupportedModelError for what they would not run.
     """
     rule = ARCHITECTURES[architecture].windows
+    if rule == "pattern":
+        return _windows_by_pattern(settings, num_layers, where)
     if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
         window, first = None, num_layers
     else:
@@ -100,6 +134,24 @@ def layer_windows(
         kinds = listed
     windows = tuple(window if kind == SLIDING else None for kind in kinds)
     return windows if any(windows) else ()
+
+
+def _windows_by_pattern(
+    settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int | None, ...]:
+    """As `layer_types` says, else in all layers but each `sliding_window_pattern`-th."""
+    window: Any = settings.get("sliding_window")
+    listed: Any = settings.get("layer_types")
+    interval = settings.get("sliding_window_pattern")
+    if listed is None and type(interval) is int and interval > 0:
+        listed = [SLIDING if (i + 1) % interval else FULL for i in range(num_layers)]
+    has_window = type(window) is int and window > 0
+    if not _are_layer_types(listed, num_layers) or (SLIDING in listed and not has_window):
+        raise UnsupportedModelError(
+            f"{where}: 'layer_types' {listed!r} for {num_layers} layers with a 'sliding_window' of "
+            f"{window!r} and a 'sliding_window_pattern' of {interval!r} is not supported"
+        )
+    return tuple(window if k == SLIDING else None for k in listed) if SLIDING in listed else ()
 
 
 def _are_layer_types(listed: object, num_layers: int) -> bool:
@@ -127,6 +179,9 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield f"{prefix}input_layernorm.weight", (hidden,)
     yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+    if architecture.is_gemma:
+        yield f"{prefix}pre_feedforward_layernorm.weight", (hidden,)
+        yield f"{prefix}post_feedforward_layernorm.weight", (hidden,)
     if architecture.qk_norm:
         yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
         yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
@@ -147,6 +202,17 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
                 yield f"{prefix}{part}.{name}_proj.bias", (num_rows,)
 
 
+def _ropes(config: ModelConfig) -> tuple[tuple[RopeConfig | None, ...], tuple[int, ...]]:
+    """The kinds of rotation, and for each layer which of them it has."""
+    layers = range(config.num_layers)
+    if config.local_rope is not None:
+        has_window = tuple(int(config.attention.window(i) is not None) for i in layers)
+        return (config.rope, config.local_rope), has_window
+    if config.no_rope_layers:
+        return (config.rope, None), tuple(int(i in config.no_rope_layers) for i in layers)
+    return (config.rope,), (0,) * config.num_layers
+
+
 def _has_qkv_bias(config: ModelConfig) -> bool:
     return config.attention_bias or ARCHITECTURES[config.architecture].qkv_bias
 
@@ -165,12 +231,13 @@ class Decoder:
         parts = [builder.layer(index) for index in range(config.num_layers)]
         qkvs = [part.qkv for part in parts]
         self._qkv = qkvs[0]
+        ropes, rope_of = _ropes(config)
         self._layers = [
-            (part.attention, ops.bridge(part.out, part.gate_up, part.down, following), part.rope)
-            for part, following in zip(parts, [*qkvs[1:], None], strict=True)
+            (part.attention, builder.bridge(part, following), rope)
+            for part, following, rope in zip(parts, [*qkvs[1:], None], rope_of, strict=True)
         ]
-        ropes = (config.rope, None) if config.no_rope_layers else (config.rope,)
         self._rotary = Rotary(ropes, config.head_dim, device)
+        self._logit_softcap = config.final_logit_softcap
         self._ops = ops
 
     def forward(self, ctx: ForwardContext) -> Tensor:
@@ -195,18 +262,16 @@ class Decoder:
 
     def logits(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab], in the dtype of the weights."""
-        return self._head(x)
+        logits, softcap = self._head(x), self._logit_softcap
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """A pre-norm layer: qkv, attention, out; gate and up, down. rope: which of the Rotary's
-    kinds.
-    """
+    """A layer: qkv, attention, out; gate and up, down. Norms are in the products."""
 
     qkv: Product
     attention: Attention
-    rope: int
     out: Product
     gate_up: GateUp
     down: Product
@@ -221,35 +286,62 @@ class _Builder:
     def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
         self._config = config
         self._architecture = ARCHITECTURES[config.architecture]
+        self._is_gemma = self._architecture.is_gemma
         self._head_order = head_order(config.rope, config.head_dim)
         self._ops = ops
         self._source = source
 
     def ends(self) -> tuple[Callable[[Tensor], Tensor], Product]:
         """Token ids -> embeddings, and residual stream -> logits."""
-        embedding, norm = self._source("model.embed_tokens.weight"), self._norm("model.norm")
+        embedding = self._source("model.embed_tokens.weight")
+        rows: Callable[[Tensor], Tensor] = functools.partial(torch.embedding, embedding)
+        norm = None if self._is_gemma else self._norm("model.norm")
         if self._config.tie_word_embeddings:
-            return self._ops.tied(embedding, norm)
-        head = self._ops.head(self._source("lm_head.weight"), norm)
-        return functools.partial(torch.embedding, embedding), head
+            rows, head = self._ops.tied(embedding, norm)
+        else:
+            head = self._ops.head(self._source("lm_head.weight"), norm)
+        if not self._is_gemma:
+            return rows, head
+        head = NormedProduct(head, before=self._norm_apart("model.norm"))
+        # The root rounded to the weights' dtype, as in transformers.
+        root = torch.tensor(self._config.hidden_size**0.5).to(embedding.dtype).item()
+        return lambda token_ids: rows(token_ids).mul_(root), head
 
     def layer(self, index: int) -> _LayerParts:
-        """The norms are fused to the products that they come before."""
+        """Norms are fused to the products that they come before; Gemma's stand apart."""
         config, prefix = self._config, f"model.layers.{index}."
+        out: Product = self._linear(prefix + "self_attn.", "o", config.attention_bias)
+        down: Product = self._linear(prefix + "mlp.", "down", config.mlp_bias)
+        before_mlp = prefix + "post_attention_layernorm"
+        if self._is_gemma:
+            out = NormedProduct(out, after=self._norm_apart(before_mlp))
+            after_mlp = self._norm_apart(prefix + "post_feedforward_layernorm")
+            down = NormedProduct(down, after=after_mlp)
+            before_mlp = prefix + "pre_feedforward_layernorm"
         return _LayerParts(
-            self._qkv(prefix + "self_attn.", self._norm(prefix + "input_layernorm")),
+            self._qkv(prefix + "self_attn.", prefix + "input_layernorm"),
             self._attention(index, prefix + "self_attn."),
-            int(index in config.no_rope_layers),
-            self._linear(prefix + "self_attn.", "o", config.attention_bias),
-            self._gate_up(prefix + "mlp.", self._norm(prefix + "post_attention_layernorm")),
-            self._linear(prefix + "mlp.", "down", config.mlp_bias),
+            out,
+            self._gate_up(prefix + "mlp.", before_mlp),
+            down,
         )
 
-    def _qkv(self, prefix: str, norm: Norm) -> Product:
+    def bridge(self, part: _LayerParts, following: Product | None) -> Bridge:
+        """From one attention to the next."""
+        make = plain_bridge if self._is_gemma else self._ops.bridge
+        return make(part.out, part.gate_up, part.down, following)
+
+    def _qkv(self, prefix: str, norm_name: str) -> Product:
         names = ("qkv",) if self._architecture.is_fused else ("q", "k", "v")
         weights, biases = self._weights(prefix, names, _has_qkv_bias(self._config))
         weight = self._in_order(torch.cat(weights))
-        return self._ops.linear(weight, self._in_order(torch.cat(biases)) if biases else None, norm)
+        bias = self._in_order(torch.cat(biases)) if biases else None
+        return self._normed(weight, bias, norm_name)
+
+    def _normed(self, weight: Tensor, bias: Tensor | None, norm_name: str) -> Product:
+        if not self._is_gemma:
+            return self._ops.linear(weight, bias, self._norm(norm_name))
+        return NormedProduct(self._ops.linear(weight, bias), before=self._norm_apart(norm_name))
 
     def _in_order(self, qkv: Tensor) -> Tensor:
         """[(heads + 2 kv_heads) x head_dim, ...] with the heads of q and k in `head_order`."""
@@ -264,11 +356,11 @@ class _Builder:
         head_norms = None
         if self._architecture.qk_norm:
             assert self._head_order is None
-            head_norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
+            head_norms = self._norm_apart(prefix + "q_norm"), self._norm_apart(prefix + "k_norm")
         heads = self._config.num_heads, self._config.num_kv_heads
         return Attention(self._ops, index, *heads, head_norms)
 
-    def _gate_up(self, prefix: str, norm: Norm) -> GateUp:
+    def _gate_up(self, prefix: str, norm_name: str) -> GateUp:
         names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")
         weights, biases = self._weights(prefix, names, self._config.mlp_bias)
         if self._architecture.is_fused:
@@ -277,6 +369,11 @@ class _Builder:
                 for stored in (weights, biases)
             )
         gate, up = weights
+        if self._is_gemma:
+            bias = torch.cat(biases) if biases else None
+            both = self._normed(torch.cat((gate, up)), bias, norm_name)
+            return lambda x: gelu_mul(both(x))
+        norm = self._norm(norm_name)
         return self._ops.gate_up(gate, up, (biases[0], biases[1]) if biases else None, norm)
 
     def _linear(self, prefix: str, name: str, has_bias: bool) -> Product:
@@ -291,3 +388,9 @@ class _Builder:
 
     def _norm(self, name: str) -> Norm:
         return self._source(f"{name}.weight"), self._config.rms_norm_eps
+
+    def _norm_apart(self, name: str) -> Normalize:
+        norm = self._norm(name)
+        if self._is_gemma:
+            return OffsetNorm(self._ops, norm)
+        return lambda x: self._ops.rms_norm(x, *norm)

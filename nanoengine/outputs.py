@@ -47,6 +47,34 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One text that LLM.beam_search found.
+
+    token_ids: without the prompt's, and with the end-of-sequence token where that ended it
+    (finish_reason "stop"; "length" else). cumulative_logprob: the sum of its tokens'
+    log-probabilities; score: that over their number to the power of length_penalty.
+    """
+
+    text: str
+    token_ids: list[int]
+    score: float
+    cumulative_logprob: float
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """What LLM.beam_search found for one prompt: `beam_width` sequences, best score first; none
+    when the prompt was refused or failed, and `error` says why.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[BeamSearchSequence]
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A request, finished unless AsyncLLM shows how far it is. `error` is set, and
     outputs[0].finish_reason "error", when it was refused or failed.

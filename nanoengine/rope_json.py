@@ -31,11 +31,50 @@ def read_rope(
     max_model_len is within the original positions, the long ones otherwise.
     Raises UnsupportedModelError for another kind, CorruptModelError for impossible numbers.
     """
-    values = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    if not isinstance(values, dict):
-        raise CorruptModelError(
-            f"{content.path}: RoPE parameters must be an object, not {values!r}"
+    key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+    values = _object(content, key, content.get(key))
+    return _read(content, values, "rope_theta", head_dim, may_turn_a_part, max_model_len)
+
+
+def read_ropes_by_kind(
+    content: CheckedJson, head_dim: int, max_model_len: int | None
+) -> tuple[RopeConfig, RopeConfig, int]:
+    """Gemma 3's two, of layers that see everything and of those with a window; and the positions.
+
+    `rope_parameters` holds one for each kind of layer; or they are `rope_theta` with
+    `rope_scaling`, and `rope_local_base_freq`. Raises as `read_rope` does.
+    """
+    both = _object(content, "rope_parameters", content.get("rope_parameters"))
+    if both.keys() - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(
+            f"{content.path}: RoPE {both} is not supported; 'rope_parameters' must hold those of "
+            "'full_attention' and of 'sliding_attention'"
         )
+    full, sliding = (
+        _object(content, f"rope_parameters.{kind}", both.get(kind))
+        for kind in ("full_attention", "sliding_attention")
+    )
+    full = full | _object(content, "rope_scaling", content.get("rope_scaling"))
+    rope, max_position = _read(content, full, "rope_theta", head_dim, False, max_model_len)
+    local, _ = _read(content, sliding, "rope_local_base_freq", head_dim, False, max_model_len)
+    return rope, local, max_position
+
+
+def _object(content: CheckedJson, key: str, value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise CorruptModelError(f"{content.path}: {key!r} must be an object, not {value!r}")
+    return value or {}
+
+
+def _read(
+    content: CheckedJson,
+    values: dict[str, Any],
+    theta_key: str,
+    head_dim: int,
+    may_turn_a_part: bool,
+    max_model_len: int | None,
+) -> tuple[RopeConfig, int]:
+    """theta_key: beside the values, for theta where they have none."""
     scaling = _Scaling(content, values, content.size("max_position_embeddings"), max_model_len)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind in ("su", "yarn") and "short_factor" in values:
@@ -43,10 +82,10 @@ def read_rope(
     if kind not in ROPE_KINDS or any(isinstance(value, dict) for value in values.values()):
         raise UnsupportedModelError(
             f"{content.path}: RoPE {kind!r} {values} is not supported; supported: "
-            f"{', '.join(ROPE_KINDS)}, the same in all layers"
+            f"{', '.join(ROPE_KINDS)}, the same in all layers but for Gemma 3"
         )
     theta = values.get("rope_theta")
-    theta = content.real("rope_theta", 10000.0) if theta is None else scaling.real("rope_theta")
+    theta = content.real(theta_key, 10000.0) if theta is None else scaling.real("rope_theta")
     rope = RopeConfig(theta, kind, turned=_turned(scaling, head_dim, may_turn_a_part))
     return _READERS[kind](scaling, rope, 2 * turned_pairs(rope, head_dim))
 

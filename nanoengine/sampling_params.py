@@ -12,6 +12,7 @@ MAX_STOPS = 64
 MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_COMPLETIONS = 1024
+MAX_BEAM_WIDTH = 128
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 
@@ -169,6 +170,39 @@ class SamplingParams:
         model.
         """
         return self.penalizes or bool(self.bad_words)
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How LLM.beam_search searches, with vLLM's names.
+
+    beam_width: beams kept in each step, and texts returned. max_tokens: most tokens of a text.
+    length_penalty: a text's score is the sum of its log-probabilities over its length to this
+    power: above 0 favours long texts, below 0 short ones, 0 compares the sums.
+    early_stopping: True ends the search when beam_width texts have ended; False also goes on while
+    the best beam, at its present length, would beat the worst of them; "never" only ends it when no
+    beam can do better at any length.
+    ignore_eos: go on past the model's end-of-sequence tokens.
+
+    Raises InvalidParamsError for a value out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _integer("max_tokens", self.max_tokens, 1, 1 << 31)
+        _number("length_penalty", self.length_penalty, -10.0, 10.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise InvalidParamsError(
+                f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidParamsError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:

@@ -113,6 +113,14 @@ class Scheduler:
         """Queue a new request."""
         self.waiting.append(seq)
 
+    def resume(self, seqs: Iterable[Sequence]) -> None:
+        """Paused sequences, and new ones, go on before all that wait."""
+        first = {seq.seq_id: seq for seq in seqs}
+        for seq in first.values():
+            seq.status = SequenceStatus.WAITING
+        others = (seq for seq in self.waiting if seq.seq_id not in first)
+        self.waiting = deque([*first.values(), *others])
+
     def abort(self, seq_ids: Iterable[int]) -> list[Sequence]:
         """End the given requests wherever they are and free what they hold."""
         wanted = set(seq_ids)
@@ -155,7 +163,7 @@ class Scheduler:
             return None
         if sum(not item.samples for item in batch.items) > 1:
             return None  # prompts share a step by rules of their own
-        if any(item.seq.params.follows_history for item in batch.items):
+        if any(i.seq.params.follows_history or i.seq.num_candidates for i in batch.items):
             return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
@@ -197,6 +205,8 @@ class Scheduler:
             if item.seq.is_finished:
                 self._end(item.seq, "stop")
                 ended.append(item.seq)
+            elif drawn and item.seq.num_candidates:
+                self._pause(item.seq)
         self._drop_finished()
         return ended
 
@@ -280,6 +290,9 @@ class Scheduler:
         skipped: list[Sequence] = []
         while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
             seq = self.waiting.popleft()
+            if seq.status is SequenceStatus.PAUSED:
+                skipped.append(seq)
+                continue
             if not self._may_start(seq, budget, plan):
                 skipped.append(seq)  # shorter ones may pass while it waits for its place
                 continue
@@ -335,6 +348,13 @@ class Scheduler:
         seq.status = SequenceStatus.WAITING
         seq.metrics.num_preemptions += 1
         self.waiting.appendleft(seq)
+
+    def _pause(self, seq: Sequence) -> None:
+        """A running sequence waits to be resumed; its KV may be taken as a preempted one's."""
+        self.running.remove(seq)
+        self._kv.preempt(seq)
+        seq.status = SequenceStatus.PAUSED
+        self.waiting.append(seq)
 
     def _end(self, seq: Sequence, reason: str) -> None:
         seq.finish(reason)

@@ -27,6 +27,7 @@ class SequenceStatus(Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    PAUSED = "paused"  # until it is told how it goes on
     FINISHED = "finished"
 
 
@@ -120,6 +121,8 @@ class Sequence:
     penalties; `bad_words` are what its output may not contain, as tokens. `scores` and
     `prompt_scores` (of the tokens from the prompt's second on) grow where they were asked for.
     Completion `index` > 0 of a request takes the KV of its prompt from completion 0, its `source`.
+    A beam has `num_candidates`: so many of the likeliest tokens are scored, and it pauses after
+    each token, which whoever searches may change.
     """
 
     seq_id: int
@@ -146,6 +149,7 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...] = ()
     index: int = 0
     source: Sequence | None = None
+    num_candidates: int = 0
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: list[TokenScore] = field(default_factory=list)
 
@@ -153,6 +157,11 @@ class Sequence:
     def is_finished(self) -> bool:
         """True once it has ended, however."""
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def num_likeliest(self) -> int | None:
+        """How many likely tokens are scored beside each of the output; None: no scores."""
+        return self.num_candidates or self.params.logprobs
 
     @property
     def failure(self) -> TransferError | None:
@@ -183,6 +192,25 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def fork(self, seq_id: int, token_id: int) -> Sequence:
+        """The same tokens, the last of them changed: it takes the KV of the others from this one,
+        or computes it where that is gone.
+        """
+        num_shared = self.num_tokens - 1
+        return Sequence(
+            seq_id=seq_id,
+            token_ids=[*self.token_ids[:num_shared], token_id],
+            num_prompt_tokens=num_shared,
+            params=self.params,
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+            max_total_tokens=self.max_total_tokens,
+            metrics=RequestMetrics(self.metrics.arrival_time),
+            cache_salt=self.cache_salt,
+            source=self,
+            num_candidates=self.num_candidates,
+        )
 
     def append(self, token_id: int) -> None:
         """Add a sampled token and end the sequence if it, the text or the length says so."""

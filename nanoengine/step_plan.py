@@ -112,7 +112,9 @@ def _fills(runs: list[tuple[int, ...]], firsts: list[int], slot_blocks: int) -> 
             spans.clear()
             starts.clear()
 
-    for index, run in enumerate(runs):
+    # Who begins further on, as its window has left more, finds what it shares with others brought.
+    for index in sorted(range(len(runs)), key=firsts.__getitem__):
+        run = runs[index]
         while served[index] < len(run):
             slot = run[served[index]]
             if len(fill) == slot_blocks:

@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Self
 
 from nanoengine.errors import RequestError
-from nanoengine.outputs import CompletionOutput
-from nanoengine.sequence import Sequence
+from nanoengine.outputs import CompletionOutput, TokenLogprobs
+from nanoengine.sequence import Sequence, TokenScore
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class StreamDelta:
     half code point and no possible beginning of a stop string is shown. token_ids: the new tokens,
     those whose text is held back included. finish_reason, stop_reason: as in CompletionOutput, on
     the last delta of a completion, else None. error: why it failed, with finish_reason "error".
+    logprobs: of each of token_ids, where asked for.
     """
 
     request_id: int
@@ -35,6 +36,7 @@ class StreamDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: RequestError | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -70,6 +72,7 @@ def merge_deltas(deltas: Iterable[StreamDelta]) -> list[StreamDelta]:
                 new.finish_reason,
                 new.stop_reason,
                 new.error,
+                None if new.logprobs is None else (old.logprobs or ()) + new.logprobs,
             )
         merged[key] = new
     return list(merged.values())
@@ -86,20 +89,29 @@ class CompletionStream:
         self._num_chars = 0
         self.is_finished = False
 
-    def take(self, completed: Callable[[Sequence], CompletionOutput]) -> StreamDelta | None:
+    def take(
+        self,
+        completed: Callable[[Sequence], CompletionOutput],
+        logprobs: Callable[[TokenScore], TokenLogprobs],
+    ) -> StreamDelta | None:
         """What is new, None when nothing is. `completed` tells the whole of a completion that has
-        ended: what was held back, less a stop.
+        ended: what was held back, less a stop. `logprobs` shows a token's score.
         """
         seq = self._seq
         if self.is_finished or not (seq.is_finished or seq.num_output_tokens > self._num_tokens):
             return None
         token_ids = tuple(seq.token_ids[seq.num_prompt_tokens + self._num_tokens :])
-        self._num_tokens += len(token_ids)
+        before, self._num_tokens = self._num_tokens, self._num_tokens + len(token_ids)
+        scored = None
+        if seq.params.logprobs is not None:
+            scored = tuple(map(logprobs, seq.scores[before : self._num_tokens]))
         self.is_finished = seq.is_finished
         if not seq.is_finished:
             text = "" if seq.text_stream is None else seq.text_stream.text
             text = text[: len(text) - num_held_back(text, seq.params.stop_strings)]
-            return StreamDelta(self._request_id, self._index, self._new(text), token_ids)
+            return StreamDelta(
+                self._request_id, self._index, self._new(text), token_ids, logprobs=scored
+            )
         whole = completed(seq)
         return StreamDelta(
             self._request_id,
@@ -109,6 +121,7 @@ class CompletionStream:
             whole.finish_reason,
             whole.stop_reason,
             seq.failure,
+            scored,
         )
 
     def _new(self, text: str) -> str:
@@ -121,14 +134,18 @@ class RequestStream:
     """The deltas of one request, a step at a time; made by LLMEngine.add_stream."""
 
     def __init__(
-        self, seqs: Seq[Sequence], completed: Callable[[Sequence], CompletionOutput]
+        self,
+        seqs: Seq[Sequence],
+        completed: Callable[[Sequence], CompletionOutput],
+        logprobs: Callable[[TokenScore], TokenLogprobs],
     ) -> None:
-        """seqs: one for each completion."""
+        """seqs: one for each completion; see CompletionStream.take for the others."""
         first = seqs[0]
         self.request_id = first.seq_id
         self.prompt = first.prompt
         self.prompt_token_ids = first.token_ids[: first.num_prompt_tokens]
         self._completed = completed
+        self._logprobs = logprobs
         self._streams = [CompletionStream(self.request_id, i, seq) for i, seq in enumerate(seqs)]
 
     @property
@@ -138,7 +155,7 @@ class RequestStream:
 
     def take(self) -> list[StreamDelta]:
         """What the steps since the last call have brought, at most one delta a completion."""
-        deltas = (stream.take(self._completed) for stream in self._streams)
+        deltas = (stream.take(self._completed, self._logprobs) for stream in self._streams)
         return [delta for delta in deltas if delta is not None]
 
 

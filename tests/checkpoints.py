@@ -20,6 +20,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -158,6 +160,39 @@ TINY: dict[str, TinyModel] = {
         Qwen3ForCausalLM,
         {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
         seed=7,
+    ),
+    # The middle layer sees everything, and turns by another theta than those with a window.
+    "gemma3": TinyModel(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "hidden_size": 48,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 13,
+            "sliding_window_pattern": 2,
+            "pad_token_id": None,
+        },
+        seed=10,
+    ),
+    "gemma3-softcap": TinyModel(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "sliding_window": 20,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": LINEAR_ROPE,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "final_logit_softcapping": 5.0,
+            "attention_bias": True,
+            "pad_token_id": None,
+        },
+        seed=11,
     ),
 }
 

@@ -82,6 +82,31 @@ class Driver:
         return outputs
 
 
+STREAMED: dict[str, Any] = {
+    "num_gpu_blocks": 6,
+    "enable_cpu_offload": True,
+    "offload_mode": "stream",
+    "kv_offload_gib": 0.01,
+    "slot_tokens": 8,
+    "stream_mib_per_step": 1000.0,
+}
+
+
+def small_engine(path: Path, runs_ahead: bool = False, **settings: Any) -> LLMEngine:
+    """fp32 on the CPU in blocks of 8 tokens; 64 of them unless `settings` say otherwise."""
+    defaults = {"kvcache_block_size": 8, "dtype": "float32", "device": "cpu", "num_gpu_blocks": 64}
+    made = LLMEngine(path, **(defaults | settings))
+    made._runs_ahead = runs_ahead
+    return made
+
+
+def answer(
+    engine: LLMEngine, prompts: Sequence[list[int]], each: Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    """All at once, the accounting of blocks checked after every step."""
+    return Driver(engine).run(prompts, each)
+
+
 @dataclass(frozen=True)
 class _Place:
     """Where a block was before a step."""

@@ -149,6 +149,22 @@ def test_outputs_come_as_tokens_come(shared: AsyncLLM) -> None:
     assert len({output.request_id for output in outputs}) == 1
 
 
+def test_logprobs_so_far(shared: AsyncLLM, plain: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+    (expected,) = plain.generate("so far", params, use_tqdm=False)[0].outputs
+
+    async def ask() -> None:
+        async for output in shared.generate("so far", params):
+            (found,) = output.outputs
+            num = len(found.token_ids)
+            assert found.logprobs == expected.logprobs[:num]
+            own = [s[i].logprob for i, s in zip(found.token_ids, found.logprobs, strict=True)]
+            assert found.cumulative_logprob == pytest.approx(sum(own), abs=1e-9)
+        assert found == expected
+
+    asyncio.run(ask())
+
+
 def test_chat(shared: AsyncLLM, plain: LLM) -> None:
     messages = [{"role": "user", "content": "hello"}]
 

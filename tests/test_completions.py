@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from driver import STREAMED, Driver, small_engine
 
 from nanoengine import SamplingParams
 from nanoengine.errors import InvalidParamsError
@@ -15,41 +16,23 @@ from nanoengine.outputs import RequestOutput
 
 BLOCK = 8
 NUM = 4
-OFFLOAD: dict[str, Any] = {
-    "num_gpu_blocks": 6,
-    "enable_cpu_offload": True,
-    "kv_offload_gib": 0.01,
-    "slot_tokens": BLOCK,
-    "stream_mib_per_step": 1000.0,
-    "debug_kv": True,
-}
+OFFLOAD = STREAMED | {"debug_kv": True}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "resident": {"num_gpu_blocks": 64},
-    "no prefix cache": {"num_gpu_blocks": 64, "enable_prefix_caching": False},
-    "chunked": {"num_gpu_blocks": 64, "max_num_batched_tokens": 7, "max_num_seqs": 5},
-    "two at a time": {"num_gpu_blocks": 64, "max_num_seqs": 2},
+    "resident": {},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
+    "two at a time": {"max_num_seqs": 2},
     "preempted": {"num_gpu_blocks": 9, "decode_reserve_blocks": 0},
-    "run ahead": {"num_gpu_blocks": 64, "runs_ahead": True},
-    "streamed": OFFLOAD | {"offload_mode": "stream"},
-    "streamed, late": OFFLOAD | {"offload_mode": "stream", "debug_copy_delay_ms": 0.3},
+    "run ahead": {"runs_ahead": True},
+    "streamed": OFFLOAD,
+    "streamed, late": OFFLOAD | {"debug_copy_delay_ms": 0.3},
     "in place": OFFLOAD | {"offload_mode": "in_place"},
-    "a large device": OFFLOAD | {"offload_mode": "stream", "num_gpu_blocks": 60},
+    "a large device": OFFLOAD | {"num_gpu_blocks": 60},
 }
-
-
-def make_engine(path: Path, runs_ahead: bool = False, **settings: Any) -> LLMEngine:
-    defaults = {"kvcache_block_size": BLOCK, "dtype": "float32", "device": "cpu"}
-    made = LLMEngine(path, **(defaults | settings))
-    made._runs_ahead = runs_ahead
-    return made
 
 
 def drain(engine: LLMEngine) -> dict[int, RequestOutput]:
-    found = {}
-    while engine.has_unfinished_requests:
-        found.update({output.request_id: output for output in engine.step()})
-        engine.kv.check()
-    return found
+    return Driver(engine).drain()
 
 
 def prompt_of(length: int) -> list[int]:
@@ -70,7 +53,7 @@ def test_completions_are_those_of_single_requests(
     """Prompts that end inside a block, at its border, in the first one; twice over one cache."""
     lengths = (19, 24, 1, 3, 43)
     params = {"max_tokens": 11, "ignore_eos": True, "temperature": 1.5}
-    single = make_engine(tiny(name), num_gpu_blocks=64)
+    single = small_engine(tiny(name))
     expected = []
     for length in lengths:
         each = [SamplingParams(**params, seed=100 + length + i) for i in range(NUM)]
@@ -79,7 +62,7 @@ def test_completions_are_those_of_single_requests(
         expected.append([found[i].outputs[0].token_ids for i in ids])
     single.close()
     assert len({tuple(ids) for each in expected for ids in each}) == NUM * len(lengths)
-    engine = make_engine(tiny(name), **settings)
+    engine = small_engine(tiny(name), **settings)
     for _ in range(2):
         ids = [
             engine.add_request(
@@ -100,9 +83,8 @@ def test_a_prompt_is_computed_and_held_once(tiny: Callable[[str], Path], caching
     """Full blocks are the same blocks; of the last one, each completion has its own copy, and
     computes one token of the prompt.
     """
-    engine = make_engine(
+    engine = small_engine(
         tiny("llama"),
-        num_gpu_blocks=64,
         max_num_batched_tokens=256,
         enable_prefix_caching=caching,
     )
@@ -124,7 +106,7 @@ def test_a_prompt_is_computed_and_held_once(tiny: Callable[[str], Path], caching
 
 def test_completions_end_each_in_its_time(tiny: Callable[[str], Path]) -> None:
     """Some meet a stop; the request is answered when all have ended, and leaves nothing behind."""
-    engine = make_engine(tiny("llama"), num_gpu_blocks=64, enable_prefix_caching=False)
+    engine = small_engine(tiny("llama"), enable_prefix_caching=False)
     params = SamplingParams(n=16, seed=5, max_tokens=20, temperature=2.0, logprobs=1)
     engine.add_request(prompt_of(11), params)
     (output,) = drain(engine).values()
@@ -136,7 +118,7 @@ def test_completions_end_each_in_its_time(tiny: Callable[[str], Path]) -> None:
 
 
 def test_abort_ends_all_completions(tiny: Callable[[str], Path]) -> None:
-    engine = make_engine(tiny("llama"), num_gpu_blocks=64, max_num_seqs=3)
+    engine = small_engine(tiny("llama"), max_num_seqs=3)
     request_id = engine.add_request(
         prompt_of(20), SamplingParams(n=NUM, max_tokens=50, ignore_eos=True)
     )

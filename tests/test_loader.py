@@ -389,6 +389,7 @@ def config_of(folder: Path, changes: dict[str, Any], **files: Any) -> ModelConfi
     [
         *("llama", "llama-tied", "llama-bias", "llama-rope-llama3", "llama-rope-linear"),
         *("mistral", "phi3", "qwen2", "qwen3", "smollm3", "mistral-window", "qwen3-window"),
+        *("gemma3", "gemma3-softcap"),
     ],
 )
 def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
@@ -417,9 +418,15 @@ def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
     no_rope = [i for i, has in enumerate(getattr(theirs, "no_rope_layers", ())) if not has]
     assert ours.no_rope_layers == tuple(no_rope)
     rope = theirs.rope_parameters
+    local = rope.get("sliding_attention")
+    found = None if ours.local_rope is None else (ours.local_rope.kind, ours.local_rope.theta)
+    assert found == (local and (local["rope_type"], local["rope_theta"]))
+    rope = rope.get("full_attention", rope)
     assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     assert ours.rope.factor == rope.get("factor", 1.0)
     assert ours.rope.turned == rope.get("partial_rotary_factor", 1.0)
+    assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
+    assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.eos_token_ids == (1, 3)
 
 

@@ -12,28 +12,21 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import reference, reference_logits
+from driver import STREAMED, answer, small_engine
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.errors import InvalidParamsError
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.outputs import RequestOutput, TokenLogprobs
+from nanoengine.outputs import TokenLogprobs
 
 VOCAB = 256
-BLOCK = 8
 SETTINGS: dict[str, dict[str, Any]] = {
-    "resident": {"num_gpu_blocks": 64},
-    "chunked": {"num_gpu_blocks": 64, "max_num_batched_tokens": 13, "max_num_seqs": 8},
+    "resident": {},
+    "chunked": {"max_num_batched_tokens": 13, "max_num_seqs": 8},
     "preempted": {"num_gpu_blocks": 13, "decode_reserve_blocks": 0},
-    "run ahead": {"num_gpu_blocks": 64, "runs_ahead": True},
-    "streamed": {
-        "num_gpu_blocks": 6,
-        "enable_cpu_offload": True,
-        "offload_mode": "stream",
-        "kv_offload_gib": 0.01,
-        "slot_tokens": BLOCK,
-        "stream_mib_per_step": 1000.0,
-    },
+    "run ahead": {"runs_ahead": True},
+    "streamed": STREAMED,
 }
 ASKED = {
     "repetition": {"repetition_penalty": 1.4},
@@ -44,24 +37,6 @@ ASKED = {
     "allowed": {"allowed_token_ids": [3, 50, 51, 52, 99, 200], "frequency_penalty": 2.0},
     "both, and a bad word": {"bad_words": ["a"], "presence_penalty": 0.5},
 }
-
-
-def make_engine(path: Path, runs_ahead: bool = False, **settings: Any) -> LLMEngine:
-    defaults = {"kvcache_block_size": BLOCK, "dtype": "float32", "device": "cpu"}
-    made = LLMEngine(path, **(defaults | settings))
-    made._runs_ahead = runs_ahead
-    return made
-
-
-def answer(
-    engine: LLMEngine, prompts: list[list[int]], each: list[SamplingParams]
-) -> list[RequestOutput]:
-    ids = [engine.add_request(p, params) for p, params in zip(prompts, each, strict=True)]
-    found = {}
-    while engine.has_unfinished_requests:
-        found.update({output.request_id: output for output in engine.step()})
-        engine.kv.check()
-    return [found[i] for i in ids]
 
 
 def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -109,7 +84,7 @@ def test_adjusted_logits_choose_what_transformers_would(
         for asked in [*ASKED.values(), {}]
     ]
     prompts = prompts_of((5, 9, 1, 12, 8, 17, 3, 10))
-    engine = make_engine(path, **settings)
+    engine = small_engine(path, **settings)
     outputs = answer(engine, prompts, each)
     for prompt, params, output in zip(prompts, each, outputs, strict=True):
         assert output.outputs[0].token_ids == expected_ids(engine, path, prompt, params)
@@ -121,7 +96,7 @@ def test_adjusted_logits_choose_what_transformers_would(
 def test_bad_words_do_not_come(tiny: Callable[[str], Path]) -> None:
     """Words that would have come: one token, two, and the same after a space."""
     path = tiny("llama")
-    engine = make_engine(path, num_gpu_blocks=64)
+    engine = small_engine(path)
     plain = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     prompts = prompts_of((4,) * 12)
     outputs = answer(engine, prompts, [SamplingParams(**plain)] * len(prompts))
@@ -147,7 +122,7 @@ def test_a_penalized_request_follows_its_distribution(tiny: Callable[[str], Path
     prompt = prompts_of((6,))[0]
     asked = {"repetition_penalty": 1.5, "logit_bias": {40: 4.0}, "allowed_token_ids": [*prompt, 40]}
     each = [SamplingParams(max_tokens=1, seed=seed, **asked) for seed in range(num)]
-    engine = make_engine(path, num_gpu_blocks=64)
+    engine = small_engine(path)
     tokens = [o.outputs[0].token_ids[0] for o in answer(engine, [prompt] * num, each)]
     row = reference_logits(reference(path), prompt)[-1:].clone()
     row[0, 40] += 4.0
@@ -193,7 +168,7 @@ def test_logprobs_are_those_of_transformers(
         )
         for i in range(len(prompts))
     ]
-    engine = make_engine(path, **settings)
+    engine = small_engine(path, **settings)
     for _ in range(2):
         for prompt, params, output in zip(
             prompts, each, answer(engine, prompts, each), strict=True
@@ -289,7 +264,7 @@ def test_a_choice_of_nothing_or_of_no_token_is_refused(
 def test_a_preempted_prompt_is_scored_once(tiny: Callable[[str], Path]) -> None:
     """Its KV is taken after its prompt was scored in part, and computed again."""
     path = tiny("llama")
-    engine = make_engine(path, num_gpu_blocks=64, max_num_batched_tokens=16, max_num_seqs=2)
+    engine = small_engine(path, max_num_batched_tokens=16, max_num_seqs=2)
     prompt = prompts_of((40,))[0]
     engine.add_request(prompt, SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0))
     for _ in range(2):
@@ -307,7 +282,7 @@ def test_a_preempted_prompt_is_scored_once(tiny: Callable[[str], Path]) -> None:
 
 def test_scored_prompts_do_not_wait_for_one_another(tiny: Callable[[str], Path]) -> None:
     """They take nothing from the prefix cache, so there is nothing to wait for."""
-    engine = make_engine(tiny("llama"), num_gpu_blocks=64)
+    engine = small_engine(tiny("llama"))
     prompt = prompts_of((24,))[0]
     for _ in range(3):
         engine.add_request(prompt, SamplingParams(max_tokens=4, prompt_logprobs=0))

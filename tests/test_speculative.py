@@ -9,31 +9,23 @@ from typing import Any
 
 import pytest
 from checkpoints import reference, reference_logits
+from driver import STREAMED, answer, small_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import SamplingParams
 from nanoengine.errors import ConfigError
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.outputs import RequestOutput
 from nanoengine.speculative import LONGEST, SHORTEST, PromptLookup
 
 BLOCK = 8
-OFFLOAD: dict[str, Any] = {
-    "num_gpu_blocks": 6,
-    "enable_cpu_offload": True,
-    "kv_offload_gib": 0.01,
-    "slot_tokens": BLOCK,
-    "stream_mib_per_step": 1000.0,
-    "debug_kv": True,
-}
+OFFLOAD = STREAMED | {"debug_kv": True}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "resident": {"num_gpu_blocks": 64},
-    "no prefix cache": {"num_gpu_blocks": 64, "enable_prefix_caching": False},
-    "chunked": {"num_gpu_blocks": 64, "max_num_batched_tokens": 9, "max_num_seqs": 5},
+    "resident": {},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 5},
     "preempted": {"num_gpu_blocks": 13, "decode_reserve_blocks": 0},
     "blocks of two": {"num_gpu_blocks": 256, "kvcache_block_size": 2},
-    "streamed": OFFLOAD | {"offload_mode": "stream"},
+    "streamed": OFFLOAD,
     "in place": OFFLOAD | {"offload_mode": "in_place"},
 }
 
@@ -54,22 +46,6 @@ def test_guesses_are_what_followed_last_time(tokens: list[int], most: int, step:
     lookup = PromptLookup()
     for stop in [*range(1, len(tokens), step), len(tokens)]:
         assert [*lookup.guess(tokens[:stop], most)] == looked_up(tokens[:stop], most)
-
-
-def make_engine(path: Path, **settings: Any) -> LLMEngine:
-    defaults = {"kvcache_block_size": BLOCK, "dtype": "float32", "device": "cpu"}
-    return LLMEngine(path, **(defaults | settings))
-
-
-def answer(
-    engine: LLMEngine, prompts: list[list[int]], each: list[SamplingParams]
-) -> list[RequestOutput]:
-    ids = [engine.add_request(p, params) for p, params in zip(prompts, each, strict=True)]
-    found = {}
-    while engine.has_unfinished_requests:
-        found.update({output.request_id: output for output in engine.step()})
-        engine.kv.check()
-    return [found[i] for i in ids]
 
 
 def repetitive_prompts() -> list[list[int]]:
@@ -107,7 +83,7 @@ def test_greedy_ids_are_those_of_transformers(
         SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, allowed_token_ids=SYMBOLS)
         for n in LENGTHS
     ]
-    engine = make_engine(path, speculative=f"ngram:{num_guesses}", **settings)
+    engine = small_engine(path, speculative=f"ngram:{num_guesses}", **settings)
     expected = expected_ids(path)
     for _ in range(2):
         outputs = answer(engine, prompts, each)
@@ -133,7 +109,7 @@ def test_sampled_tokens_stops_and_scores_stay_the_same(tiny: Callable[[str], Pat
     ]
     found = []
     for speculative in (None, "ngram:4"):
-        engine = make_engine(path, num_gpu_blocks=64, speculative=speculative)
+        engine = small_engine(path, speculative=speculative)
         outputs = answer(engine, prompts, each)
         engine.close()
         found.append([[made.token_ids for made in o.outputs] for o in outputs])
@@ -161,9 +137,7 @@ def test_a_streamed_request_crosses_the_link_less_often(tiny: Callable[[str], Pa
     ]
     moved = []
     for speculative in (None, "ngram:4"):
-        engine = make_engine(
-            tiny("llama"), speculative=speculative, **OFFLOAD | {"offload_mode": "stream"}
-        )
+        engine = small_engine(tiny("llama"), speculative=speculative, **OFFLOAD)
         (output,) = answer(engine, prompts, each)
         moved.append(output.metrics.h2d_bytes)
         engine.close()
@@ -178,7 +152,7 @@ def test_what_was_guessed_wrong_does_not_count(tiny: Callable[[str], Path], mode
     step somebody is preempted.
     """
     path = tiny("llama")
-    engine = make_engine(path, speculative="ngram:5", **OFFLOAD | {"offload_mode": mode})
+    engine = small_engine(path, speculative="ngram:5", **OFFLOAD | {"offload_mode": mode})
     ids = [
         engine.add_request(prompt, SamplingParams(max_tokens=n, **GREEDY))
         for prompt, n in zip(repetitive_prompts(), LENGTHS, strict=True)
@@ -198,7 +172,7 @@ def test_what_was_guessed_wrong_does_not_count(tiny: Callable[[str], Path], mode
 
 def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
     """Where only room for the next token is left, nothing is guessed and nobody preempted."""
-    engine = make_engine(
+    engine = small_engine(
         tiny("llama"), num_gpu_blocks=4, decode_reserve_blocks=0, speculative="ngram:8"
     )
     prompts = [[5, 16, 27] * 5, [5, 16, 27] * 5]
@@ -211,4 +185,4 @@ def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
 def test_what_is_no_speculation_is_refused(tiny: Callable[[str], Path]) -> None:
     for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", 4):
         with pytest.raises(ConfigError, match='speculative must be "ngram:K" with K from 1 to 64'):
-            make_engine(tiny("llama"), speculative=wrong)
+            small_engine(tiny("llama"), speculative=wrong)

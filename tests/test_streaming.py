@@ -125,7 +125,7 @@ def test_deltas_over_random_splits_never_show_a_stop_or_half_a_code_point(
     def completed(done: Sequence) -> CompletionOutput:
         return CompletionOutput(0, whole, [], done.finish_reason, done.stop_reason)
 
-    stream, deltas, num_fed = RequestStream([seq], completed), [], 0
+    stream, deltas, num_fed = RequestStream([seq], completed, lambda _: {}), [], 0
     for token_id, take in zip(ids, taken, strict=False):
         if seq.is_finished:
             break
@@ -202,6 +202,29 @@ def test_a_delta_comes_with_every_token(llm: LLM) -> None:
     deltas = list(llm.stream({"prompt": "Hi"}, GREEDY))
     assert [len(delta.token_ids) for delta in deltas] == [1] * 12
     assert {(delta.request_id, delta.index) for delta in deltas} == {(deltas[0].request_id, 0)}
+
+
+@pytest.mark.parametrize("speculative", [None, "ngram:3"])
+def test_logprobs_come_with_their_tokens(
+    tiny: Callable[[str], Path], speculative: str | None
+) -> None:
+    """Also of guessed tokens, those past an end left out."""
+    few = [5, 16, 27]  # among few symbols a random model's text repeats itself
+    params = SamplingParams(
+        temperature=0, max_tokens=30, ignore_eos=True, logprobs=2, allowed_token_ids=few
+    )
+    prompt = {"prompt_token_ids": few * 6}
+    with LLM(tiny("llama"), **SETTINGS, speculative=speculative) as llm:
+        expected = generated(llm, prompt, params)
+        llm.reset_prefix_cache()  # or another shape of step would round otherwise
+        deltas = list(llm.stream(prompt, params))
+        plain = list(llm.stream(prompt, GREEDY))
+    assert all(len(delta.logprobs or ()) == len(delta.token_ids) for delta in deltas)
+    assert [scores for delta in deltas for scores in delta.logprobs or ()] == expected.logprobs
+    assert any(len(delta.token_ids) > 1 for delta in deltas) == (speculative is not None)
+    (whole,) = merge_deltas(deltas)
+    assert list(whole.logprobs or ()) == expected.logprobs
+    assert all(delta.logprobs is None for delta in plain)
 
 
 def test_chat_is_streamed_too(llm: LLM) -> None:

@@ -273,10 +273,10 @@ STREAM = {
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        *((name, {"num_gpu_blocks": 50}) for name in ("llama", "qwen3", "smollm3")),
+        *((name, {"num_gpu_blocks": 50}) for name in ("llama", "qwen3", "smollm3", "gemma3")),
         ("llama", STREAM),
     ],
-    ids=("llama, padded", "qwen3, padded", "smollm3, padded", "llama, streamed"),
+    ids=("llama, padded", "qwen3, padded", "smollm3, padded", "gemma3, padded", "llama, streamed"),
 )
 def test_greedy_ids_are_those_of_transformers(
     gpu_engine: Callable[..., LLMEngine],

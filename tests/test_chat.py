@@ -1,0 +1,117 @@
+"""Chats against transformers' own rendering: variables of the template, and special tokens that are
+there once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import BOS_ID
+from transformers import AutoTokenizer
+
+from nanoengine import LLM, AsyncLLM, InvalidParamsError, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "kvcache_block_size": 8,
+    "num_gpu_blocks": 40,
+    "num_threads": 1,
+}
+# As Qwen3's: thinking is on unless the variable is there and false.
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+TALK = [{"role": "user", "content": "hello"}]
+OTHER = [*TALK, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "x"}]
+VARIABLES: list[dict[str, Any] | None] = [
+    None,
+    {},
+    {"enable_thinking": False},
+    {"enable_thinking": True},
+    {"enable_thinking": False, "tools": [{"name": "f"}]},
+    {"add_generation_prompt": False},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer adds a beginning-of-sequence token, and whose template writes one."""
+    made = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(tiny("llama"), made)
+    (made / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, **SETTINGS) as made:
+        yield made
+
+
+def expected_ids(folder: Path, talk: list[dict[str, str]], kwargs: dict[str, Any]) -> list[int]:
+    """transformers' ids of a conversation."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    made = tokenizer.apply_chat_template(talk, **{"add_generation_prompt": True, **kwargs})
+    return list(made["input_ids"])
+
+
+@pytest.mark.parametrize("kwargs", VARIABLES)
+def test_template_variables(llm: LLM, folder: Path, kwargs: dict[str, Any] | None) -> None:
+    expected = [expected_ids(folder, talk, kwargs or {}) for talk in (TALK, OTHER)]
+    found = llm.chat([TALK, OTHER], GREEDY, use_tqdm=False, chat_template_kwargs=kwargs)
+    assert [output.prompt_token_ids for output in found] == expected
+    with llm.stream_chat(TALK, GREEDY, chat_template_kwargs=kwargs) as stream:
+        assert stream.request.prompt_token_ids == expected[0]
+
+
+def test_template_variables_reach_the_engine_thread(folder: Path) -> None:
+    kwargs = {"enable_thinking": False}
+
+    async def asked() -> list[int]:
+        async with AsyncLLM(folder, **SETTINGS) as llm:
+            outputs = llm.chat(TALK, GREEDY, chat_template_kwargs=kwargs)
+            return [output.prompt_token_ids async for output in outputs][-1]
+
+    assert asyncio.run(asked()) == expected_ids(folder, TALK, kwargs)
+
+
+def test_a_chat_has_one_beginning(llm: LLM, folder: Path) -> None:
+    (chat,) = llm.chat(TALK, GREEDY, use_tqdm=False)
+    assert chat.prompt_token_ids.count(BOS_ID) == 1 and chat.prompt_token_ids[0] == BOS_ID
+    assert chat.prompt is not None and chat.prompt.startswith("<s><|im_start|>")
+
+
+@pytest.mark.parametrize("text", ["hello", "<s>hello"])
+def test_a_text_begins_as_transformers_lets_it(llm: LLM, folder: Path, text: str) -> None:
+    """The tokenizer adds its token also before one that is written out."""
+    (output,) = llm.generate(text, GREEDY, use_tqdm=False)
+    assert output.prompt_token_ids == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    assert output.prompt_token_ids.count(BOS_ID) == 1 + text.startswith("<s>")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"tokenize": True}, "'tokenize' is no variable"),
+        ({"chat_template": "x"}, "'chat_template' is no variable"),
+        ({"messages": []}, "may not hold 'messages'"),
+        ({"self": 1}, "may not hold 'self'"),
+        ({1: 2}, "must be a dict"),
+        ("enable_thinking", "must be a dict"),
+    ],
+)
+def test_what_is_no_variable_is_refused(llm: LLM, kwargs: Any, words: str) -> None:
+    with pytest.raises(InvalidParamsError, match=words):
+        llm.chat(TALK, GREEDY, use_tqdm=False, chat_template_kwargs=kwargs)
+    several = llm.chat([TALK, OTHER], GREEDY, use_tqdm=False, chat_template_kwargs=kwargs)
+    assert all(isinstance(output.error, InvalidParamsError) for output in several)

@@ -1,0 +1,228 @@
+"""What only Gemma 3 has: its norm, its keys in config.json, and layers that nothing is fused in.
+
+Logits and ids in fp32, on every tier, are tested with the other architectures' (TINY).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import TINY, reference, reference_logits
+from driver import Driver, host_gib
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+from nanoengine import SamplingParams
+from nanoengine.call_tape import _Pass
+from nanoengine.config import ModelConfig
+from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.layers import OffsetNorm, TorchOps
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.loader import read_model_config
+
+PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 70))]
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+BLOCK = 8
+OFFLOAD = {"enable_cpu_offload": True, "num_gpu_blocks": 7, "stream_mib_per_step": 1e6}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "resident": {"num_gpu_blocks": 100},
+    "in place": OFFLOAD | {"offload_mode": "in_place"},
+    "stream": OFFLOAD | {"offload_mode": "stream", "slot_tokens": 2 * BLOCK, "ring_slots": 2},
+}
+
+
+def run(
+    folder: Path, dtype: str = "bfloat16", **settings: Any
+) -> tuple[Driver, list[list[int]], list[Tensor]]:
+    """The driver, and of each prompt the ids, prompt and output, and the logits."""
+    if "enable_cpu_offload" in settings:
+        settings["kv_offload_gib"] = host_gib(folder, 200, BLOCK)
+    engine = LLMEngine(
+        folder,
+        dtype=dtype,
+        kvcache_block_size=BLOCK,
+        max_num_batched_tokens=24,
+        max_num_seqs=4,
+        num_threads=1,
+        **settings,
+    )
+    driver = Driver(engine)
+    outputs = driver.run(PROMPTS, PARAMS)
+    engine.close()
+    ids = [output.prompt_token_ids + output.outputs[0].token_ids for output in outputs]
+    return driver, ids, [torch.stack(driver.logits[output.request_id]) for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3-softcap"])
+def test_bfloat16_is_as_near_as_transformers_own(tiny: Callable[[str], Path], name: str) -> None:
+    """To transformers' fp32, on the same tokens. A norm's 1 + weight rounded would show here."""
+    folder = tiny(name)
+    rounded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    ).eval()
+    ours: list[Tensor] = []
+    theirs: list[Tensor] = []
+    for prompt, ids, logits in zip(PROMPTS, *run(folder, **LAYOUTS["resident"])[1:], strict=True):
+        exact = reference_logits(reference(folder), ids)[len(prompt) - 1 : -1]
+        ours.append(logits.float() - exact)
+        theirs.append(reference_logits(rounded, ids)[len(prompt) - 1 : -1].float() - exact)
+    error, allowed = torch.cat(ours).square().mean(), torch.cat(theirs).square().mean()
+    assert 0 < error.sqrt() < 1.25 * allowed.sqrt()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3-softcap"])
+def test_bfloat16_on_every_tier_has_the_same_bits_and_nothing_is_made_again(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The call tape notices that PyTorch computes between the calls."""
+    replays: list[int] = []
+    again = _Pass.again
+
+    def counted(this: _Pass, inputs: Sequence[Tensor]) -> Tensor:
+        replays.append(1)
+        return again(this, inputs)
+
+    monkeypatch.setattr(_Pass, "again", counted)
+    runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
+    resident, ids, logits = runs["resident"]
+    for layout, (driver, their_ids, their_logits) in runs.items():
+        assert driver.audit.schedule == resident.audit.schedule
+        assert their_ids == ids
+        assert all(map(torch.equal, their_logits, logits)), layout
+        assert (driver.engine.kv.counters.h2d_bytes > 0) == (layout == "stream")
+    assert not replays
+
+
+def test_heads_of_256_as_every_published_gemma_has(tmp_path: Path) -> None:
+    settings = TINY["gemma3"].settings | {"head_dim": 256, "query_pre_attn_scalar": 256}
+    replace(TINY["gemma3"], settings=settings)(tmp_path)
+    _, ids, logits = run(tmp_path, "float32", **LAYOUTS["stream"])
+    for prompt, tokens, ours in zip(PROMPTS, ids, logits, strict=True):
+        wanted = reference_logits(reference(tmp_path), tokens)[len(prompt) - 1 : -1]
+        torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
+        assert tokens[len(prompt) :] == wanted.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_transformers_to_the_bit(dtype: torch.dtype) -> None:
+    """With weights that bfloat16 would lose beside 1; of tokens, and of heads in a fused tensor."""
+    generator = torch.Generator().manual_seed(0)
+    theirs = Gemma3RMSNorm(48).to(dtype)
+    theirs.weight.data = (torch.randn(48, generator=generator) * 1e-3).to(dtype)
+    ours = OffsetNorm(TorchOps(), (theirs.weight.data, 1e-6))
+    x = torch.randn(9, 5, 48, generator=generator).to(dtype)
+    for rows in (x[:, 0], x[:, 1:4]):
+        assert torch.equal(ours(rows), theirs(rows))
+
+
+# -- config.json
+
+# As it was written before transformers 5.
+OLD: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 168,
+    "rope_local_base_freq": 5000,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "rope_theta": 2000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 3,
+    "vocab_size": 300,
+}
+
+
+LEFT_OUT = (
+    *("rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window"),
+    *("sliding_window_pattern", "query_pre_attn_scalar", "num_key_value_heads"),
+)
+
+
+def read(folder: Path, **changes: Any) -> ModelConfig:
+    """Of OLD with changes; a value ... leaves its key out."""
+    content = {key: value for key, value in (OLD | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(content))
+    return read_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_scaling": None, "sliding_window_pattern": 1},
+        dict.fromkeys(LEFT_OUT, ...),
+        {"layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 5]},
+        {
+            "rope_scaling": ...,
+            "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        },
+    ],
+    ids=["old keys", "no window", "defaults", "layer_types", "a part of rope_parameters"],
+)
+def test_keys_are_read_as_transformers_does(tmp_path: Path, changes: dict[str, Any]) -> None:
+    ours = read(tmp_path, **changes)
+    theirs = Gemma3TextConfig.from_pretrained(tmp_path)
+    assert ours.query_pre_attn_scalar == theirs.query_pre_attn_scalar
+    assert (ours.head_dim, ours.num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert ours.tie_word_embeddings and ours.max_position == theirs.max_position_embeddings
+    windows = [
+        theirs.sliding_window if kind == "sliding_attention" else None
+        for kind in theirs.layer_types
+    ]
+    assert ours.windows == (tuple(windows) if any(windows) else ())
+    for rope, kind in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")):
+        wanted = theirs.rope_parameters[kind]
+        assert rope is not None
+        assert (rope.kind, rope.theta) == (wanted["rope_type"], wanted["rope_theta"])
+        assert rope.factor == wanted.get("factor", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ({"hidden_activation": "silu"}, "'hidden_activation' is 'silu'"),
+        ({"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "'full_attention'"),
+        ({"layer_types": ["full_attention"]}, "for 7 layers"),
+        ({"layer_types": ["chunked_attention"] * 7}, "chunked_attention"),
+        ({"sliding_window": None}, "'sliding_window' of None"),
+        ({"sliding_window_pattern": 0}, "'sliding_window_pattern' of 0"),
+    ],
+)
+def test_what_is_not_computed_is_refused(
+    tmp_path: Path, changes: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=match):
+        read(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"full_attention": [1]}},
+        {"rope_scaling": 8.0},
+        {"rope_local_base_freq": -1},
+        {"query_pre_attn_scalar": 0},
+        {"final_logit_softcapping": "30"},
+        {"final_logit_softcapping": 0},
+    ],
+)
+def test_wrong_values_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(CorruptModelError, match=next(iter(changes))):
+        read(tmp_path, **changes)
