@@ -24,7 +24,7 @@ demo: .venv/.model ## generate text with SmolLM2-135M (example.py)
 	$(PY) example.py
 
 test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow' for the slow ones
-	$(PY) -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
 	$(PY) tests/run_mutants.py

@@ -184,7 +184,8 @@ class EngineConfig:
     128 inputs, 64 or 32 where 128 does not divide them) weights of all layers; "gguf" keeps the
     4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay as they
     are.
-    seed: the seed of requests that bring none. num_threads: CPU threads (None: all usable cores).
+    seed: the seed of requests that bring none. num_threads: CPU threads (None:
+    OMP_NUM_THREADS where that is set, else all usable cores).
     max_num_partial_prefills: most prompts that may be half computed after a step.
     max_long_partial_prefills: most of them that are long.
     long_prefill_token_threshold: a prompt with more tokens left than this is long; while others

@@ -302,7 +302,7 @@ class CpuDevice:
     def __init__(
         self, num_threads: int | None = None, copy_workers: bool = False, max_delay_s: float = 0.0
     ) -> None:
-        self.num_threads = num_threads or _usable_cores()
+        self.num_threads = num_threads or _num_threads()
         torch.set_num_threads(self.num_threads)
         self._workers = (
             [WorkerStream(name, max_delay_s) for name in ("h2d", "d2h")] if copy_workers else []
@@ -576,5 +576,9 @@ def _peak_resident_kib() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
-def _usable_cores() -> int:
+def _num_threads() -> int:
+    """What OMP_NUM_THREADS says, as for every other OpenMP program; else all usable cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked):
+        return int(asked)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

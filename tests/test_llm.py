@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import EOS_IDS, reference, reference_greedy, reference_logits
 
 from nanoengine import (
@@ -20,6 +21,7 @@ from nanoengine import (
     PromptTooLongError,
     SamplingParams,
 )
+from nanoengine.device import make_device
 from nanoengine.errors import EngineClosedError, EngineError, OutOfMemoryError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -314,3 +316,12 @@ def test_a_load_format_that_is_not_the_model_s(tiny: Callable[[str], Path]) -> N
     with pytest.raises(ConfigError, match="'safetensors', but smollm2-135m is GGUF; give a folder"):
         LLM("smollm2-135m", load_format="safetensors", **SETTINGS)
     LLM(tiny("llama"), load_format="safetensors", **SETTINGS).close()
+
+
+def test_the_number_of_threads(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As asked, else OMP_NUM_THREADS, as for every OpenMP program, else all usable cores."""
+    for value, threads in (("1", 1), ("3", 3), ("0", 2), ("two", 2), ("", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", value)
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
+        assert make_device("cpu", None).num_threads == threads == torch.get_num_threads()
+        assert make_device("cpu", 2).num_threads == 2 == torch.get_num_threads()
