@@ -178,7 +178,7 @@ def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        made.abort(seq.seq_id for seq in seqs)
+        made.scheduler.abort(seq.seq_id for seq in seqs)
         made.step()
 
 
