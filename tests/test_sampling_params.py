@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "resident": {},
     "chunked": {"max_num_batched_tokens": 13, "max_num_seqs": 8},
     "preempted": {"num_gpu_blocks": 13, "decode_reserve_blocks": 0},
-    "run ahead": {"runs_ahead": True},
+    "run_ahead": {"runs_ahead": True},
     "streamed": STREAMED,
 }
 ASKED = {
