@@ -56,6 +56,14 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def threads_as_before() -> Iterator[None]:
+    """Puts torch's thread count back, which engines set, when the tests of a file are done."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty XDG_CACHE_HOME, for tests of what is put there."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from driver import assert_all_free, fail_copies, host_gib
 
 from nanoengine import (
@@ -36,15 +35,8 @@ SETTINGS: dict[str, Any] = {
     "num_threads": 1,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+pytestmark = pytest.mark.usefixtures("threads_as_before")
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads_as_before() -> Iterator[None]:
-    """Engines set torch's thread count; here to one."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
