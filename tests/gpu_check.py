@@ -352,6 +352,9 @@ def main() -> int:
         TINY["llama"](llama)
         replace(TINY["llama"], settings={"max_position_embeddings": 4096})(long)
         TINY["qwen3"](qwen)
+        smollm3, gemma3 = (Path(folder) / name for name in ("smollm3", "gemma3"))
+        TINY["smollm3"](smollm3)
+        TINY["gemma3"](gemma3)
         scale.shapes(large, LLAMA_8B)
         scale.shapes(small, QWEN_600M)
         write_checkpoint(induction)
@@ -363,6 +366,8 @@ def main() -> int:
             "link": lambda: link(args.device),
             "parity_llama": lambda: parity(llama, args.device),
             "parity_qwen3": lambda: parity(qwen, args.device),
+            "parity_smollm3": lambda: parity(smollm3, args.device),
+            "parity_gemma3": lambda: parity(gemma3, args.device),
             "graphs": lambda: graphs(qwen, args.device),
             "teacher_forced": lambda: teacher_forced(llama, args.device),
             "bitwise_bf16": lambda: bitwise(llama, args.device, BLOCK),
