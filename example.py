@@ -7,7 +7,7 @@ import time
 from nanoengine import LLM, SamplingParams
 
 QUESTIONS = (
-    "What is the capital of France?",
+    "What is the capital of Japan?",
     "Write one sentence about the sea.",
     "List three fruits.",
 )

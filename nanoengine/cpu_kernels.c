@@ -20,12 +20,13 @@
  * throughout, and prefill stores no -0 (-0 + 0 * v is +0).
  *
  * Memory past a sequence's kv_len is never read: it may hold NaN, and 0 * NaN is NaN.
- * Three modes: fp32; bf16 multiplied in pairs (AVX512-BF16); bf16 widened to fp32.
+ * Four modes: fp32; bf16 multiplied in pairs (AVX512-BF16), in prefill by matrix tiles where there are
+ * any (AMX); bf16 widened to fp32.
  */
 #include <omp.h>
 #include <stdlib.h>
 
-#include "cpu_vectors.h"
+#include "cpu_tiles.h"
 
 enum { TILE = 64, SEG = 256, DECODE_MAX = 4 };
 enum { WINDOW_BYTES = 16 << 20 }; /* bound on the decode partials that exist at one time */
@@ -34,8 +35,8 @@ enum { KEYS = 8, DIMS = 8, DVEC = 4 }; /* register blocks: 3 * 8 accumulators of
 #else
 enum { KEYS = 4, DIMS = 4, DVEC = 2 }; /* 3 * 4 of 16 */
 #endif
-enum { RVECS = 3 }; /* row vectors of one register block in prefill */
-enum { GROUPS = 4, ROWS_PER_ITEM = GROUPS * RVECS * LANES };
+enum { RVECS = 3, TILE_VECS = 2 }; /* in prefill, row vectors of a block of registers, of matrix tiles */
+enum { ROWS_PER_ITEM = 8 * RVECS * LANES, GROUPS = ROWS_PER_ITEM / (TILE_VECS * LANES) };
 
 /* ---- one call --------------------------------------------------------------------------------- */
 
@@ -46,6 +47,7 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     void *out; /* NULL, or where the rows go once this chunk, the last, is folded in */
     int64_t entries, table_stride, q_token_stride, q_head_stride, k_block_stride, v_block_stride;
     int64_t tokens, heads, kv_heads, head_dim, block_size, is_bf16, is_first, threads;
+    int64_t has_tiles; /* allow_tiles succeeded */
     int64_t window; /* keys that a query sees, its own the last of them; INT32_MAX: all */
     double scale, softcap; /* softcap 0: none */
 } attend_args;
@@ -54,6 +56,12 @@ static int mode_of(const attend_args *a) {
     if (!a->is_bf16) return F32;
     return HAVE_PAIRS && a->head_dim % 2 == 0 ? BF16_PAIRS : BF16_WIDE; /* pairs stay in a row */
 }
+
+static int prefill_mode_of(const attend_args *a) {
+    const int fits = HAVE_TILES && a->has_tiles && a->is_bf16 && a->head_dim % 32 == 0;
+    return fits ? BF16_TILES : mode_of(a);
+}
+INLINE int64_t vecs_of(int mode) { return mode == BF16_TILES ? TILE_VECS : RVECS; }
 
 typedef struct { /* what one row of the chunk is about; positions are absolute */
     int64_t query_start, q_len, first_pos, key_begin, key_end, seen_begin; /* seen by any query */
@@ -165,12 +173,12 @@ static float decode_softmax(float *scores, int n, int visible, float scale, floa
     new = new > old || new != new ? new : old;
     const vf base = base_of(splat(new));
     for (int c = 0; c < vecs; c++) {
-        vf p = exp2v(s[c] * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
+        vf p = exp2_for(s[c] * (scale * LOG2E) - base, mode);
         sum += p;
         if (mode == BF16_PAIRS) store_n((uint16_t *)scores + c * LANES, p, LANES, mode);
         else store(scores + c * LANES, p);
     }
-    float alpha = exp2v(base_of(splat(old)) - base, 5)[0];
+    float alpha = exp2v(base_of(splat(old)) - base)[0];
     row[0] = new;
     row[1] = row[1] * alpha + sum_lanes(sum);
     return alpha;
@@ -311,8 +319,8 @@ static void merge_partial(float *row_max, float *row_sum, float *acc, const floa
     if (tail[0] == -INFINITY) return;
     const float top = *row_max > tail[0] ? *row_max : tail[0];
     const vf base = base_of(splat(top));
-    const float old = exp2v(base_of(splat(*row_max)) - base, 5)[0];
-    const float add = exp2v(base_of(splat(tail[0])) - base, 5)[0];
+    const float old = exp2v(base_of(splat(*row_max)) - base)[0];
+    const float add = exp2v(base_of(splat(tail[0])) - base)[0];
     *row_max = top;
     *row_sum = *row_sum * old + tail[1] * add;
     for (int64_t d = 0; d < dim; d++) acc[d] = acc[d] * old + partial[d] * add;
@@ -374,11 +382,47 @@ INLINE void tile_scores(const char *k, int64_t k_stride, int n, const float *q, 
     }
 }
 
+/* The right side of a product with matrix tiles: pairs of words of TILE_VECS vectors of rows. */
+INLINE side_t tiled_rows(const float *words) {
+    enum { STRIDE = TILE_VECS * TILE_BYTES };
+    return (side_t){(const char *)words, STRIDE, TILE_PAIRS * STRIDE};
+}
+
+/* As tile_scores, in matrix tiles; reads K up to a multiple of 16 keys. */
+INLINE void tiled_scores(const char *k, int64_t k_stride, int n, const float *q, int64_t dim,
+                         float *scores) {
+    const ahead_t none = {0};
+    for (int key = 0; key < n; key += 2 * TILE_ROWS, scores += 2 * TILE_ROWS * TILE_VECS * LANES) {
+        const side_t keys = {k + key * k_stride, k_stride, TILE_BYTES};
+        const product_t p = {keys, tiled_rows(q), TILE_BYTES, dim / 32};
+        if (n - key > TILE_ROWS) multiply_tiles(p, none, scores, 1, 1, 0);
+        else multiply_tiles(p, none, scores, 1, 0, 0);
+    }
+}
+
+/* As tile_values, in matrix tiles: V is [head_dim][TILE keys], with zeros up to a multiple of 32. */
+INLINE void tiled_values(const char *v, int n, const float *probs, const vf *alpha, float *acc,
+                         int64_t dim) {
+    enum { WIDTH = TILE_VECS * LANES };
+    const vf one = splat(1.0f);
+    UNROLL for (int r = 0; r < TILE_VECS; r++) { /* most tiles raise no maximum: nothing to scale */
+        if (memcmp(&alpha[r], &one, sizeof one) == 0) continue;
+        for (float *at = acc + r * LANES; at < acc + dim * WIDTH; at += WIDTH)
+            store(at, load(at) * alpha[r]);
+    }
+    for (int64_t d = 0; d < dim; d += 2 * TILE_ROWS, acc += 2 * TILE_ROWS * WIDTH) {
+        const side_t values = {v + d * TILE * 2, TILE * 2, TILE_BYTES};
+        const product_t p = {values, tiled_rows(probs), TILE_BYTES, ceil_div(n, 32)};
+        multiply_tiles(p, (ahead_t){0}, acc, 0, 1, 0);
+    }
+}
+
 /* Softmax down the keys for every row of the group, in place: p, or pairs of it, replace the scores. */
 INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, int window, float scale,
                          const int32_t *pos, float *top, float *sum, vf *alpha, const int vecs,
                          int mode) {
-    const int rounded = ceil_div(n, 4) * 4, step = vecs * LANES;
+    const int whole = mode == BF16_TILES ? 32 : 4, rounded = ceil_div(n, whole) * whole;
+    const int step = vecs * LANES, pairs = mode >= BF16_PAIRS;
     for (int r = 0; r < vecs; r++, scores += LANES, pos += LANES, top += LANES, sum += LANES) {
         vf best[4], total[4], old = load(top);
         UNROLL for (int j = 0; j < 4; j++) best[j] = splat(-INFINITY), total[j] = splat(0);
@@ -399,14 +443,14 @@ INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, int 
             vf p[4];
             UNROLL for (int j = 0; j < 4; j++) {
                 const vf s = load(scores + (i + j) * step);
-                p[j] = exp2v(s * (scale * LOG2E) - base, mode == F32 ? 5 : 4);
+                p[j] = exp2_for(s * (scale * LOG2E) - base, mode);
                 total[j] += p[j];
             }
-            UNROLL for (int j = 0; j < 4; j += mode == BF16_PAIRS ? 2 : 1)
-                if (mode == BF16_PAIRS) store(scores + (i + j) / 2 * step, round_pairs(p[j], p[j + 1]));
+            UNROLL for (int j = 0; j < 4; j += pairs ? 2 : 1)
+                if (pairs) store(scores + (i + j) / 2 * step, round_pairs(p[j], p[j + 1]));
                 else store(scores + (i + j) * step, p[j]);
         }
-        alpha[r] = exp2v(base_of(old) - base, 5);
+        alpha[r] = exp2v(base_of(old) - base);
         store(sum, load(sum) * alpha[r] + ((total[0] + total[1]) + (total[2] + total[3])));
         store(top, new);
     }
@@ -449,10 +493,15 @@ INLINE void attend_group(const tile_t *t, const workspace *w, const group_t *g, 
     float *acc = w->acc + row * w->padded, *p = w->scores;
     const float *q = w->q + row * w->padded;
     vf alpha[RVECS];
-    tile_scores(t->k, t->k_stride, n, q, pairs ? dim / 2 : dim, p, vecs, mode);
+    if (mode == BF16_TILES) tiled_scores(t->k, t->k_stride, n, q, dim, p);
+    else tile_scores(t->k, t->k_stride, n, q, pairs ? dim / 2 : dim, p, vecs, mode);
     if (t->softcap) cap_scores(p, ceil_div(n, KEYS) * KEYS * vecs, t->scale, t->softcap);
     tile_softmax(p, n, t->pos, masked, t->window, t->softcap ? 1.0f : t->scale, w->pos + row,
                  w->top + row, w->sum + row, alpha, vecs, mode);
+    if (mode == BF16_TILES) {
+        tiled_values((const char *)t->v, n, p, alpha, acc, dim);
+        return;
+    }
     int64_t d = 0;
     for (; d + DIMS <= dim; d += DIMS, acc += DIMS * vecs * LANES)
         tile_values(t->v + d, t->v_stride, steps, p, alpha, acc, DIMS, vecs, mode);
@@ -464,7 +513,7 @@ INLINE void attend_group(const tile_t *t, const workspace *w, const group_t *g, 
     static void name(const tile_t *t, const workspace *w, const group_t *g, int64_t dim) {          \
         const int n = min64(t->count, g->last_pos + 1 - t->pos);                                    \
         if (n <= 0 || g->first_pos + 1 - t->window >= t->pos + t->count) return;                    \
-        switch (g->vecs) {                                                                          \
+        switch (mode == BF16_TILES ? TILE_VECS : g->vecs) {                                         \
         case 1: attend_group(t, w, g, n, dim, 1, mode); break;                                      \
         case 2: attend_group(t, w, g, n, dim, 2, mode); break;                                      \
         default: attend_group(t, w, g, n, dim, 3, mode);                                            \
@@ -472,8 +521,29 @@ INLINE void attend_group(const tile_t *t, const workspace *w, const group_t *g, 
     }
 ATTEND_TILE(tile_in_floats, F32) /* also for bf16, once widened */
 ATTEND_TILE(tile_in_pairs, BF16_PAIRS)
+ATTEND_TILE(tile_in_tiles, BF16_TILES)
 
-/* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. */
+/* V of a tile as [head_dim][TILE keys], with zeros up to a multiple of 32 keys. */
+static void transpose_values(const char *v, int64_t stride, int count, int64_t dim, char *out) {
+    for (int key = 0; key < count; key += 2 * LANES, out += 4 * LANES)
+        for (int64_t d = 0; d < dim; d += 2 * LANES)
+            for (int half = 0; half < 2; half++) {
+                vf x[LANES];
+                UNROLL for (int i = 0; i < LANES; i++) {
+                    const int at = key + 2 * i;
+                    const char *from = v + at * stride + 2 * d;
+                    const vf a = at < count ? load(from) : (vf){0};
+                    const vf b = at + 1 < count ? load(from + stride) : (vf){0};
+                    x[i] = interleave(a, b, half);
+                }
+                transpose(x);
+                UNROLL for (int i = 0; i < LANES; i++)
+                    store(out + (d + half * LANES + i) * TILE * 2, x[i]);
+            }
+}
+
+/* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. Where
+ * the keys do not fill matrix tiles, zeros do. */
 static tile_t prepare_tile(const attend_args *a, const workspace *w, const char *k, const char *v,
                            int64_t stride, int count, int64_t pos, int mode) {
     const int64_t dim = a->head_dim;
@@ -481,6 +551,15 @@ static tile_t prepare_tile(const attend_args *a, const workspace *w, const char 
                 .count = count, .window = a->window, .scale = a->scale, .softcap = a->softcap};
     if (mode == F32) return t;
     const int64_t padded = w->padded;
+    if (mode == BF16_TILES) {
+        t.v = w->values;
+        transpose_values(v, stride, count, dim, (char *)w->values);
+        if (count % TILE_ROWS == 0) return t;
+        t.k = (const char *)w->keys, t.k_stride = 2 * dim;
+        memset(w->keys, 0, TILE * dim * 2);
+        for (int i = 0; i < count; i++) memcpy((char *)w->keys + i * 2 * dim, k + i * stride, 2 * dim);
+        return t;
+    }
     t.v = w->values, t.v_stride = padded;
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < count; i += 2)
@@ -537,10 +616,11 @@ INLINE int64_t head_of(const attend_args *a, const item_t *it, int64_t r) {
 static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w,
                      group_t *groups, int mode) {
     const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2;
-    const int64_t words = mode == BF16_PAIRS ? dim / 2 : dim;
+    const int64_t words = mode >= BF16_PAIRS ? dim / 2 : dim;
     int count = 0;
-    for (int64_t row = 0; row < it->rows; row += RVECS * LANES) {
-        const int64_t vecs = min64(RVECS, ceil_div(it->rows - row, LANES)), width = vecs * LANES;
+    for (int64_t row = 0, width; row < it->rows; row += width) {
+        const int64_t vecs = vecs_of(mode), need = ceil_div(it->rows - row, LANES);
+        width = (mode == BF16_TILES ? vecs : min64(vecs, need)) * LANES;
         for (int64_t lane = 0; lane < width; lane += LANES) {
             const char *q[LANES], *acc[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -556,14 +636,15 @@ static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, c
             rows_to_lanes(q, words, w->q + to, width, mode == BF16_WIDE ? BF16_WIDE : F32);
             rows_to_lanes(acc, dim, w->acc + to, width, F32);
         }
-        groups[count++] = (group_t){row, vecs, w->pos[row], w->pos[row + width - 1]};
+        groups[count++] = (group_t){row, width / LANES, w->pos[row], w->pos[row + width - 1]};
     }
     return count;
 }
 
-static void store_rows(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w) {
-    for (int64_t row = 0; row < it->rows; row += RVECS * LANES) {
-        const int64_t width = min64(RVECS, ceil_div(it->rows - row, LANES)) * LANES;
+static void store_rows(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w,
+                       const group_t *groups, int count) {
+    for (int g = 0; g < count; g++) {
+        const int64_t row = groups[g].row, width = groups[g].vecs * LANES;
         for (int64_t lane = 0; lane < width; lane += LANES) {
             float *acc[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -582,7 +663,7 @@ static void store_rows(const attend_args *a, const entry_t *e, const item_t *it,
 static void prefill_item(const attend_args *a, const item_t *it, float *scratch) {
     const entry_t e = entry_at(a, it->entry);
     const workspace w = carve(scratch, a->head_dim);
-    const int mode = mode_of(a);
+    const int mode = prefill_mode_of(a);
     const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2, stride = a->kv_heads * dim * size;
     const int64_t group = a->heads / a->kv_heads;
     const int64_t end = min64(e.key_end, e.first_pos + (it->row + it->rows - 1) / group + 1);
@@ -601,10 +682,12 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
             const tile_t t = prepare_tile(a, &w, k + off * stride, v + off * stride, stride, n,
                                           start + off, mode);
             for (int g = 0; g < count; g++)
-                (mode == BF16_PAIRS ? tile_in_pairs : tile_in_floats)(&t, &w, &groups[g], dim);
+                (mode == BF16_TILES   ? tile_in_tiles
+                 : mode == BF16_PAIRS ? tile_in_pairs
+                                      : tile_in_floats)(&t, &w, &groups[g], dim);
         }
     }
-    store_rows(a, &e, it, &w);
+    store_rows(a, &e, it, &w, groups, count);
 }
 
 /* out = acc / row_sum, all contiguous; a row without keys gives 0. */
@@ -668,8 +751,9 @@ static void count_work(const attend_args *a, plan_t *p) {
     }
     p->threads = products < 1 << 16 ? 1 : a->threads; /* some 3 us: not worth waking anybody */
     /* Smaller tiles when there are few: rows are independent, so this moves no bit. */
-    const int few = rows / ROWS_PER_ITEM * a->kv_heads < 4 * p->threads;
-    p->rows_per_item = few ? RVECS * LANES : ROWS_PER_ITEM;
+    const int64_t width = vecs_of(prefill_mode_of(a)) * LANES;
+    const int64_t share = rows * a->kv_heads / (4 * p->threads) / width * width;
+    p->rows_per_item = max64(width, min64(share, ROWS_PER_ITEM));
     p->num_items = (rows / p->rows_per_item + entries) * a->kv_heads;
 }
 
@@ -775,8 +859,11 @@ int attend(const attend_args *a) {
             for (int64_t i = 0; i < a->entries * p.max_rows; i++)
                 merge_row(a, &p, i / p.max_rows, i % p.max_rows, begin, end, partials);
         }
+        const int tiled = p.num_items && prefill_mode_of(a) == BF16_TILES;
+        if (tiled) shape_tiles(TILE_ROWS, TILE_ROWS);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
+        if (tiled) release_tiles();
         restore_denormals(saved);
         if (a->out) {
 #pragma omp for schedule(static)

@@ -39,7 +39,7 @@ CFLAGS = (
 _BUILD_TIMEOUT_S = 120
 _SEAL_BYTES = 16
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
-_ATTEND_ARGS = struct.Struct("=13Q15q2d")
+_ATTEND_ARGS = struct.Struct("=13Q16q2d")
 _NORM_ARGS = struct.Struct("=3Q9qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
@@ -188,8 +188,9 @@ class CpuKernels:
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul = library.silu_mul
         self._silu_mul.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
+        self._has_tiles = library.allow_tiles() == 0
         library.isa.restype = ctypes.c_char_p
-        self.isa: str = library.isa().decode()
+        self.isa: str = "amx_bf16" if self._has_tiles else library.isa().decode()
 
     @classmethod
     def load(cls, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()) -> CpuKernels:
@@ -254,6 +255,7 @@ class CpuKernels:
             is_bf16,
             is_first,
             torch.get_num_threads(),
+            self._has_tiles,
             min(window or _ALL_KEYS, _ALL_KEYS),
             scale,
             softcap or 0.0,

@@ -1,13 +1,15 @@
 /* Products of bfloat16 activations with packed weights, x W^T, for CPUs with AVX512-BF16.
  *
- * The law: an output element is one chain of fused steps over its pairs of k, in order, whatever the
- * number of rows of the call, the row's place among them and the number of threads. So a row's bits
- * are the same alone and in any batch. An epilogue makes the same rounding steps as the operators it
- * stands for.
+ * The law: an output element is one chain of steps over its k, in order, whatever the number of rows
+ * of the call, the row's place among them and the number of threads. So a row's bits are the same
+ * alone and in any batch. A step is a fused one over a pair of k; or, where there are matrix tiles (AMX)
+ * and k fills them, one over 32 values of k: see cpu_tiles.h. An epilogue makes the same rounding steps
+ * as the operators it stands for.
  *
  * Weights lie in panels of PANEL outputs, k in pairs: [panel][pair][output][2], padded with zeros. A
  * register block is up to ROWS rows times VECS vectors of 16 outputs; the panel streams past it. Work
- * is shared out in units of half a panel, so that 9 panels keep two threads busy alike.
+ * is shared out in units of half a panel, so that 9 panels keep two threads busy alike. For matrix tiles
+ * a half panel is one piece of memory: [half panel][step][vector][16 pairs][16 outputs][2].
  */
 #include <omp.h>
 
@@ -22,7 +24,7 @@ int supported(void) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <sys/mman.h>
 
-#include "cpu_vectors.h"
+#include "cpu_tiles.h"
 
 enum { VECS = 4, PANEL = VECS * LANES, HALF = PANEL / 2 };
 enum { ROWS = 6 };                /* 6 * 4 accumulators of 32 registers */
@@ -31,13 +33,16 @@ enum { BLOCK_BYTES = 512 << 10 }; /* activations of a row block: with a panel's 
 enum { BLOCK_ROWS = 64 * ROWS };
 enum { STRIP = 4, STRIP_BYTES = STRIP * PANEL * 4 };
 enum { PRIVATE_BYTES = 64 << 10 }; /* normed rows that every thread makes for itself */
+/* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by. */
+enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS };
+enum { STEP_BYTES = HALF * TILE_K * 2, CHUNK_STEPS = 18 };
 enum { STORE, ADD, FLOAT, SILU_MUL };
 
 typedef struct { /* one packed weight: filled by cpu_linear.py */
     const uint16_t *panels;
     const float *bias;           /* [panels * PANEL] in the order of the panels, or NULL */
     const uint16_t *norm_weight; /* [k], or NULL: norm the activations first */
-    int64_t outputs, k, is_gated;
+    int64_t outputs, k, is_gated, is_tiled; /* is_tiled: in matrix tiles */
     double eps;
 } weight_t;
 
@@ -58,10 +63,6 @@ INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 
  * after, keeps the hardware's prefetcher running across pages (33 GB/s per core; 20 with none, and 20
  * with every line, which is then all that comes). With more rows memory has time while the others use
  * the panel in L2: every line of what comes next, spread over the passes. Measured on Zen 4. */
-typedef struct {
-    const char *from;
-    int64_t lines, step; /* lines for every strip of STRIP pairs; bytes from strip to strip */
-} ahead_t;
 enum { AHEAD = 4096 };
 
 /* acc[r][v] += x[r] . w[v] over `pairs` pairs of k. acc is [rows][PANEL]; `is_first` starts at 0. */
@@ -86,8 +87,7 @@ INLINE void multiply(const uint16_t *w, const char *x, int64_t x_stride, int64_t
 #define PAIR(p) (*(const int32_t __attribute__((aligned(2), may_alias)) *)(p))
 #define LAST(p) (*(const uint16_t *)(p))
     for (int64_t left = pairs - is_odd; left > 0; left -= STRIP) {
-        for (int64_t i = 0; i < ahead.lines; i++) _mm_prefetch(ahead.from + 64 * i, _MM_HINT_T1);
-        ahead.from += ahead.step;
+        prefetch_ahead(&ahead);
         for (int64_t n = min64(left, STRIP); n > 0; n--, x += 4, x3 += 4, w += 2 * PANEL) STEP(PAIR);
     }
     if (is_odd) STEP(LAST);
@@ -138,10 +138,10 @@ INLINE void put(char *out, int64_t first, int64_t left, vf y, int64_t epilogue) 
 
 /* Finish `rows` rows of the vectors [vec, vec + vecs) of all the panels laid end to end. */
 INLINE void finish(const call_t *c, int64_t row, int rows, int64_t vec, int vecs, const float *acc,
-                   int64_t epilogue) {
+                   int64_t width, int64_t epilogue) {
     const float *bias = c->w->bias ? c->w->bias + vec * LANES : NULL;
     const int step = epilogue == SILU_MUL ? 2 : 1;
-    for (int r = 0; r < rows; r++, acc += PANEL) {
+    for (int r = 0; r < rows; r++, acc += width) {
         char *out = c->out + (row + r) * c->out_stride;
         for (int v = 0; v < vecs; v += step) {
             const int64_t first = (vec + v) / step * LANES;
@@ -154,20 +154,21 @@ INLINE void finish(const call_t *c, int64_t row, int rows, int64_t vec, int vecs
         }
     }
 }
-static void finish_rows(const call_t *c, int64_t row, int rows, int64_t vec, int vecs, const float *acc) {
+static void finish_rows(const call_t *c, int64_t row, int rows, int64_t vec, int vecs,
+                        const float *acc, int64_t width) {
     switch (c->epilogue) {
-    case ADD: finish(c, row, rows, vec, vecs, acc, ADD); break;
-    case FLOAT: finish(c, row, rows, vec, vecs, acc, FLOAT); break;
-    case SILU_MUL: finish(c, row, rows, vec, vecs, acc, SILU_MUL); break;
-    default: finish(c, row, rows, vec, vecs, acc, STORE);
+    case ADD: finish(c, row, rows, vec, vecs, acc, width, ADD); break;
+    case FLOAT: finish(c, row, rows, vec, vecs, acc, width, FLOAT); break;
+    case SILU_MUL: finish(c, row, rows, vec, vecs, acc, width, SILU_MUL); break;
+    default: finish(c, row, rows, vec, vecs, acc, width, STORE);
     }
 }
 
 /* ---- one product ------------------------------------------------------------------------------ */
 
-/* Every line from `p` on, of as many bytes as a chunk has, in `passes` passes over the chunk. */
-INLINE ahead_t every_line(const char *p, int64_t passes) {
-    const int64_t lines = passes > 0 ? ceil_div(STRIP_BYTES / 64, passes) : 0;
+/* Every line from `p` on, in `passes` passes of steps over `bytes` bytes. */
+INLINE ahead_t every_line(const char *p, int64_t bytes, int64_t passes) {
+    const int64_t lines = passes > 0 ? ceil_div(bytes / 64, passes) : 0;
     return (ahead_t){.from = p, .lines = lines, .step = 64 * lines};
 }
 
@@ -184,16 +185,47 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t v
         const int is_last = at + pairs == all;
         const char *here = (const char *)chunk, *next = here + bytes;
         const ahead_t sparse = {.from = here + AHEAD, .lines = 1, .step = STRIP_BYTES};
-        ahead_t ahead = is_warm ? every_line(next, groups) : sparse;
+        ahead_t ahead = is_warm ? every_line(next, STRIP_BYTES, groups) : sparse;
         for (int64_t g = 0, r = 0; g < groups; g++) {
             const int64_t n = (rows - r) / (groups - g);
-            if (g == 1 && !is_warm) ahead = every_line(next, groups - 1);
+            if (g == 1 && !is_warm) ahead = every_line(next, STRIP_BYTES, groups - 1);
             if (g > 0 && ahead.from >= next + bytes) ahead.lines = 0;
             MULTIPLIERS[n - 1][vecs / 4](chunk, c->x + (row + r) * c->x_stride + 4 * at, c->x_stride,
                                          pairs, is_last && w->k % 2, at == 0, ahead, acc + r * PANEL);
             ahead.from += ceil_div(pairs, STRIP) * ahead.step;
-            if (is_last) finish_rows(c, row + r, n, vec, vecs, acc + r * PANEL);
+            if (is_last) finish_rows(c, row + r, n, vec, vecs, acc + r * PANEL, PANEL);
             r += n;
+        }
+        is_warm = groups > 1;
+    }
+}
+
+/* The rows [row, row + rows) of half panel `half` of a tiled weight, as multiply_block. `shaped`: rows
+ * that this thread's tiles are shaped for; to shape them anew takes 50 ns. */
+static void multiply_half(const call_t *c, int64_t row, int64_t rows, int64_t half, int is_warm,
+                          int64_t *shaped, float *acc) {
+    const int64_t all = c->w->k / TILE_K, chunks = ceil_div(all, CHUNK_STEPS);
+    const int64_t groups = ceil_div(rows, TILED_ROWS);
+    const char *chunk = (const char *)c->w->panels + half * all * STEP_BYTES;
+    for (int64_t i = 0, at = 0, steps; i < chunks; i++, at += steps, chunk += steps * STEP_BYTES) {
+        steps = (all - at) / (chunks - i);
+        const char *next = chunk + steps * STEP_BYTES;
+        const side_t columns = {chunk, TILE_BYTES, STEP_BYTES};
+        ahead_t ahead = {chunk + AHEAD, 2, STEP_BYTES};
+        if (is_warm) ahead = every_line(next, STEP_BYTES, groups);
+        for (int64_t g = 0, r = 0; g < groups; g++, r += TILED_ROWS) {
+            const int64_t n = min64(TILED_ROWS, rows - r);
+            const char *x = c->x + (row + r) * c->x_stride + at * TILE_BYTES;
+            const product_t p = {{x, c->x_stride, TILE_BYTES}, columns, STEP_BYTES / 2, steps};
+            float *sums = acc + (chunks > 1 ? r * HALF : 0);
+            if (*shaped != n) shape_tiles(min64(n, TILE_ROWS), n > TILE_ROWS ? n - TILE_ROWS : n);
+            *shaped = n;
+            if (g == 1 && !is_warm) ahead = every_line(next, STEP_BYTES, groups - 1);
+            if (g > 0 && ahead.from >= next + steps * STEP_BYTES) ahead.lines = 0;
+            if (n > TILE_ROWS) multiply_tiles(p, ahead, sums, at == 0, 1, 1);
+            else multiply_tiles(p, ahead, sums, at == 0, 0, 1);
+            ahead.from += steps * ahead.step;
+            if (i + 1 == chunks) finish_rows(c, row + r, n, half * 2, 2, sums, HALF);
         }
         is_warm = groups > 1;
     }
@@ -203,7 +235,12 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t v
 static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, int64_t begin,
                            int64_t end) {
     float acc[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
-    for (int64_t u = begin; u < end;) {
+    int64_t shaped = 0;
+    for (int64_t u = begin; u < end && c->w->is_tiled; u++) {
+        const int64_t row = u / halves * block_rows, rows = min64(block_rows, c->rows - row);
+        multiply_half(c, row, rows, u % halves, u > begin && rows > TILED_ROWS, &shaped, acc);
+    }
+    for (int64_t u = begin; u < end && !c->w->is_tiled;) {
         const int64_t row = u / halves * block_rows, half = u % halves;
         const int is_whole = half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int64_t rows = min64(block_rows, c->rows - row);
@@ -213,7 +250,8 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
 }
 
 /* Rows of a block: what L2 holds, and less where there would be too few units for the threads. */
-static int64_t choose_block_rows(int64_t rows, int64_t k, int64_t halves, int64_t threads) {
+static int64_t choose_block_rows(int64_t rows, int64_t k, int64_t halves, int64_t threads,
+                                 int64_t group) {
     int64_t block = BLOCK_BYTES / (2 * min64(k, 2 * CHUNK));
     block = min64(BLOCK_ROWS, block < 4 * ROWS ? 4 * ROWS : block);
     for (; block > 4 * ROWS; block /= 2) {
@@ -221,7 +259,7 @@ static int64_t choose_block_rows(int64_t rows, int64_t k, int64_t halves, int64_
         if (units >= 16 * threads || (units >= 4 * threads && block <= 16 * ROWS)) break;
     }
     const int64_t blocks = ceil_div(rows, block);
-    return blocks > 1 ? ceil_div(ceil_div(rows, blocks), ROWS) * ROWS : block;
+    return blocks > 1 ? ceil_div(ceil_div(rows, blocks), group) * group : block;
 }
 
 /* The rows of x, normed: by every thread for itself, or together where they are many. */
@@ -241,7 +279,8 @@ static void norm_rows(const call_t *c, int is_private, char *out) {
 static void linear_in_team(const call_t *call, int64_t threads) {
     const weight_t *w = call->w;
     const int64_t halves = ceil_div(w->outputs, w->is_gated ? LANES : HALF), rows = call->rows;
-    const int64_t block_rows = choose_block_rows(rows, w->k, halves, threads);
+    const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
+    const int64_t block_rows = choose_block_rows(rows, w->k, halves, threads, group);
     const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
     const int64_t step = units < 8 * threads ? 1 : 2, steps = ceil_div(halves, step);
     call_t c = *call;
@@ -272,9 +311,14 @@ void linear(const call_t *calls, int64_t count) {
     for (int64_t i = 0; i < count; i++) products += calls[i].rows * calls[i].w->k * calls[i].w->outputs;
     const int64_t threads = products < 1 << 16 ? 1 : calls->threads; /* some us */
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
-    for (int64_t i = 0; i < count; i++) {
-        linear_in_team(&calls[i], threads);
+    {
+        int has_tiles = 0;
+        for (int64_t i = 0; i < count; i++) {
+            linear_in_team(&calls[i], threads);
+            has_tiles |= calls[i].w->is_tiled;
 #pragma omp barrier
+        }
+        if (has_tiles) release_tiles();
     }
 }
 
@@ -295,6 +339,15 @@ INLINE int64_t column_of(int64_t n, int64_t is_gated, int64_t which) {
     return is_gated ? n / LANES * 2 * LANES + which * LANES + n % LANES : n;
 }
 
+/* Where pair p of k of a column lies, in pairs. */
+INLINE int64_t pair_at(const weight_t *w, int64_t column, int64_t p) {
+    const int64_t pairs = pairs_of(w);
+    if (!w->is_tiled) return (column / PANEL * pairs + p) * PANEL + column % PANEL;
+    const int64_t step = column / HALF * (pairs / TILE_PAIRS) + p / TILE_PAIRS;
+    const int64_t tile = 2 * step + column % HALF / LANES;
+    return (tile * TILE_PAIRS + p % TILE_PAIRS) * LANES + column % LANES;
+}
+
 /* Pack the rows of `weight` [outputs, k] as part `which`; the panels hold zeros before. */
 void pack(const weight_t *w, const uint16_t *weight, int64_t row_stride, int64_t which, int64_t threads) {
     const int64_t pairs = pairs_of(w), k = w->k;
@@ -305,10 +358,10 @@ void pack(const weight_t *w, const uint16_t *weight, int64_t row_stride, int64_t
             for (int64_t n = n0; n < min64(n0 + LANES, w->outputs); n++) {
                 const int64_t column = column_of(n, w->is_gated, which);
                 const uint16_t *from = weight + n * row_stride;
-                uint16_t *to = panels + (column / PANEL * pairs * PANEL + column % PANEL) * 2;
                 for (int64_t p = p0; p < min64(p0 + STRIP, pairs); p++) {
-                    to[p * 2 * PANEL] = from[2 * p];
-                    if (2 * p + 1 < k) to[p * 2 * PANEL + 1] = from[2 * p + 1];
+                    uint16_t *to = panels + 2 * pair_at(w, column, p);
+                    to[0] = from[2 * p];
+                    if (2 * p + 1 < k) to[1] = from[2 * p + 1];
                 }
             }
         }
@@ -317,16 +370,16 @@ void pack(const weight_t *w, const uint16_t *weight, int64_t row_stride, int64_t
 
 /* out[i] = row ids[i] of a weight that is not gated. Returns 0, or -1 at an id that is no row. */
 int gather_rows(const weight_t *w, const int64_t *ids, int64_t count, uint16_t *out, int64_t threads) {
-    const int64_t pairs = pairs_of(w), k = w->k;
+    const int64_t k = w->k;
     for (int64_t i = 0; i < count; i++)
         if (ids[i] < 0 || ids[i] >= w->outputs) return -1;
     if (count * k < 1 << 14) threads = 1;
 #pragma omp parallel for num_threads((int)threads) schedule(static)
     for (int64_t i = 0; i < count; i++) {
-        const uint16_t *from = w->panels + (ids[i] / PANEL * pairs * PANEL + ids[i] % PANEL) * 2;
         uint16_t *to = out + i * k;
-        for (int64_t p = 0; p < k / 2; p++) memcpy(to + 2 * p, from + p * 2 * PANEL, 4);
-        if (k % 2) to[k - 1] = from[k / 2 * 2 * PANEL];
+        for (int64_t p = 0; p < k / 2; p++)
+            memcpy(to + 2 * p, w->panels + 2 * pair_at(w, ids[i], p), 4);
+        if (k % 2) to[k - 1] = w->panels[2 * pair_at(w, ids[i], k / 2)];
     }
     return 0;
 }

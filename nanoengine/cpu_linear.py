@@ -19,14 +19,15 @@ from nanoengine.cpu_kernels import KernelBuildError, Workspace, cpu_flags, load_
 from nanoengine.errors import EngineError
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
-# As in cpu_linear.c: outputs of a panel, lanes of a vector, bytes of normed rows that fit a thread,
-# and the epilogues.
+# As in cpu_linear.c: outputs of a panel, lanes of a vector, k of a matrix tile, bytes of normed
+# rows that fit a thread, and the epilogues.
 _PANEL = 64
 _LANES = 16
+_TILE_K = 32
 _PRIVATE_BYTES = 64 << 10
 _STORE, _ADD, _FLOAT = 0, 1, 2
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
-_WEIGHT = struct.Struct("=3Q3qd")
+_WEIGHT = struct.Struct("=3Q4qd")
 _CALL = struct.Struct("=4Q5q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
@@ -78,13 +79,14 @@ class PackedWeight:
         norm: tuple[Tensor, float] | None,
         shape: tuple[int, int],
         is_gated: bool,
+        is_tiled: bool,
     ) -> None:
         norm_weight, eps = norm or (None, 0.0)
         self.library, self.panels, self.bias, self.norm_weight = library, panels, bias, norm_weight
         self.outputs, self.inputs = shape
         self.is_gated = is_gated
         pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
-        record = _WEIGHT.pack(*pointers, *shape, is_gated, eps)
+        record = _WEIGHT.pack(*pointers, *shape, is_gated, is_tiled, eps)
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
         self.tape = tape
@@ -245,6 +247,7 @@ class CpuLinear:
         self._arena = WeightArena(library)
         self._workspace = Workspace()
         self._tape = tape
+        self._has_tiles = library.allow_tiles() == 0
 
     @classmethod
     def load(
@@ -322,6 +325,7 @@ class CpuLinear:
             norm and (norm[0].contiguous(), norm[1]),
             (outputs, inputs),
             len(weights) == 2,
+            self._has_tiles and inputs % _TILE_K == 0,
         )
         for which, weight in enumerate(weights):
             rows = weight.contiguous()

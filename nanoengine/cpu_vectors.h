@@ -2,7 +2,7 @@
  * 4. And the arithmetic of a row that more than one kernel does, bit for bit alike.
  *
  * Memory holds float32 (mode F32) or bfloat16; arithmetic is in fp32. BF16_PAIRS multiplies pairs of
- * bfloat16 (AVX512-BF16), BF16_WIDE widens them first.
+ * bfloat16 (AVX512-BF16), BF16_TILES does so in matrix tiles (AMX), BF16_WIDE widens them first.
  */
 #ifndef NANOENGINE_CPU_VECTORS_H
 #define NANOENGINE_CPU_VECTORS_H
@@ -16,13 +16,13 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-enum { F32, BF16_WIDE, BF16_PAIRS };
+enum { F32, BF16_WIDE, BF16_PAIRS, BF16_TILES };
 
 INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
 #define LANES 16
 #define LANE_LIST(X, w) X(0, w), X(1, w), X(2, w), X(3, w), X(4, w), X(5, w), X(6, w), X(7, w), \
                         X(8, w), X(9, w), X(10, w), X(11, w), X(12, w), X(13, w), X(14, w), X(15, w)
@@ -115,25 +115,31 @@ INLINE float sum_lanes(vf x) {
     return x[0];
 }
 
-/* 2^t for t <= 0, exactly 1 at 0 and exactly 0 at -inf. Minimax polynomials on [-1/2, 1/2] with a
- * constant term of 1: relative error 9e-8 (degree 5), 3e-6 (degree 4, enough for a p in bf16). */
-INLINE vf exp2v(vf t, int degree) {
+/* 2^t for t <= 0, exactly 1 at 0 and exactly 0 at -inf. A minimax polynomial on [-1/2, 1/2] with a
+ * constant term of 1: relative error 9e-8. */
+INLINE vf exp2v(vf t) {
     t = vmax(splat(-127.0f), t);
     vf shifted = t + 12582912.0f; /* 1.5 * 2^23: the low bits now hold round(t) */
-    vf f = t - (shifted - 12582912.0f), p;
-    if (degree == 5) {
-        p = f * 0.00132647273f + 0.00967151279f;
-        p = p * f + 0.0555073374f;
-        p = p * f + 0.240222421f;
-        p = p * f + 0.693146978f;
-    } else {
-        p = f * 0.00958285324f + 0.0559064259f;
-        p = p * f + 0.240240986f;
-        p = p * f + 0.693124193f;
-    }
+    vf f = t - (shifted - 12582912.0f);
+    vf p = f * 0.00132647273f + 0.00967151279f;
+    p = p * f + 0.0555073374f;
+    p = p * f + 0.240222421f;
+    p = p * f + 0.693146978f;
     p = p * f + 1.0f;
     return (vf)((vu)p + ((vu)shifted << 23));
 }
+/* The same for a result that is rounded to bf16 (2e-3): relative error 9e-5. On [0, 1). */
+INLINE vf exp2_coarse(vf t) {
+#if LANES == 16
+    const vf f = (vf)_mm512_reduce_ps((__m512)t, _MM_FROUND_TO_NEG_INF); /* t - floor(t) */
+    const vf p = ((f * 0.0770609657f + 0.227651609f) * f + 0.695115297f) * f + 1.0f;
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)t); /* p * 2^floor(t) */
+#else
+    return exp2v(t);
+#endif
+}
+/* Of a probability, in a mode. */
+INLINE vf exp2_for(vf t, int mode) { return mode == F32 ? exp2v(t) : exp2_coarse(t); }
 /* tanh: near 0 the odd polynomial of Cephes' tanhf, else by 2^t; NaN stays NaN. */
 INLINE vf tanhv(vf x) {
     const vf size = pick(x < 0.0f, -x, x), z = x * x;
@@ -141,7 +147,7 @@ INLINE vf tanhv(vf x) {
     p = p * z - 5.37397155531e-2f;
     p = p * z + 1.33314422036e-1f;
     p = (p * z - 3.33332819422e-1f) * z * x + x;
-    const vf e = exp2v(size * (-2.0f * LOG2E), 5), far = (1.0f - e) / (1.0f + e);
+    const vf e = exp2v(size * (-2.0f * LOG2E)), far = (1.0f - e) / (1.0f + e);
     return pick(size < 0.625f, p, pick(x < 0.0f, -far, far));
 }
 
@@ -149,7 +155,13 @@ INLINE vf tanhv(vf x) {
  * from fusing the product into a subtraction, which would make 2^(x - x) something else than 1. */
 INLINE vf base_of(vf top) { return vmax(splat(-1e30f), top * LOG2E); }
 
-INLINE vf widen(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+INLINE vf widen(vh x) {
+#if LANES == 16 /* GCC 12 makes five instructions of the conversion below */
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)x), 16);
+#else
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+#endif
+}
 
 /* n (1..LANES) elements starting at p, the other lanes 0; nothing past them is read. */
 INLINE vf load_f32(const void *p, int n, int mode) {
@@ -248,7 +260,7 @@ INLINE void norm(const void *x, const void *weight, void *out, int64_t dim, floa
 
 /* x / (1 + e^-x); exp of -|x| cannot overflow. */
 INLINE vf silu(vf x) {
-    const vf e = exp2v(pick(x > 0.0f, -x, x) * LOG2E, 5);
+    const vf e = exp2v(pick(x > 0.0f, -x, x) * LOG2E);
     return x * pick(x > 0.0f, splat(1.0f), e) / (e + 1.0f);
 }
 #endif

@@ -301,10 +301,14 @@ class PackedOps(KernelOps):
             return super().gate_up(gate, up, biases, norm)
         return self._products.pack_gate_up(gate, up, biases, norm)
 
+    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+        """See LayerOps. Gives the fp32 sums: bfloat16 makes ties of what a token depends on."""
+        return self._products.pack(weight, None, norm).in_float
+
     def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Product]:
         """See LayerOps."""
         head = self._products.pack(weight, None, norm)
-        return head.gather_rows, head
+        return head.gather_rows, head.in_float
 
     def bridge(
         self, out: Product, gate_up: GateUp, down: Product, following: Product | None

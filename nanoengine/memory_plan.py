@@ -135,7 +135,7 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
     """Upper bound of a step's temporary memory, from shapes alone (for a device not profiled).
 
     Per token: residual stream and norm (fp32 and model dtype), the widest of qkv + attention state
-    and gate_up; per sequence: logits in the model's dtype and in fp32 and fp64 for sampling.
+    and gate_up; per sequence: logits as the head gives them and in fp32 and fp64 for sampling.
     """
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
@@ -143,7 +143,7 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
     attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
     feed_forward = config.intermediate_size * 4 * element_size
     per_token = stream + max(attention, feed_forward)
-    return num_tokens * per_token + num_seqs * config.vocab_size * (element_size + 24)
+    return num_tokens * per_token + num_seqs * config.vocab_size * (4 + 24)
 
 
 def streams(config: EngineConfig, device_name: str) -> bool:

@@ -261,7 +261,7 @@ class Decoder:
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab], in the dtype of the weights."""
+        """[rows, hidden] -> [rows, vocab], in the dtype of the weights or in fp32."""
         logits, softcap = self._head(x), self._logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 

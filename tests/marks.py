@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanoengine import cpu_linear
-from nanoengine.cpu_kernels import KernelBuildError, find_compiler
+from nanoengine.cpu_kernels import KernelBuildError, cpu_flags, find_compiler
 
 
 def _has_compiler() -> bool:
@@ -22,3 +22,12 @@ needs_compiler = pytest.mark.skipif(
 needs_bf16_cpu = pytest.mark.skipif(
     not cpu_linear.is_supported(), reason="no AVX512-BF16 here: oneDNN multiplies instead"
 )
+
+HAS_TILES = b"amx_bf16" in cpu_flags().split()
+needs_tiles = pytest.mark.skipif(
+    not HAS_TILES, reason="no matrix tiles (AMX) here: pairs are multiplied instead"
+)
+# Compiler flags by what they build: where there are matrix tiles, also what others run.
+BUILDS: dict[str, tuple[str, ...]] = {"native": ()}
+if HAS_TILES:
+    BUILDS["no_tiles"] = ("-U__AMX_TILE__",)

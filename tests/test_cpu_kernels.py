@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from marks import needs_compiler
+from marks import BUILDS, HAS_TILES, needs_compiler
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
@@ -30,6 +30,12 @@ pytestmark = [
     pytest.mark.usefixtures("two_threads"),
     needs_compiler,
 ]
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def kernels(build_folder, request):
+    """As this machine compiles them, and as one without matrix tiles would."""
+    return CpuKernels.load(build_folder, BUILDS[request.param])
 
 
 def whole(batch: Batch) -> list[KVChunk]:
@@ -105,10 +111,16 @@ def test_every_instruction_set(build_folder, variant, dtype):
         assert_close(other, make_batch(Q_LENS, KV_LENS, dtype=dtype, head_dim=head_dim))
 
 
-def test_generic_variant_is_another_build(build_folder, kernels):
-    generic = CpuKernels.load(build_folder, VARIANTS["generic"])
-    assert generic.isa == "generic"
-    assert kernels.isa in ("generic", "avx2", "avx512", "avx512_bf16")
+def test_variants_are_other_builds(build_folder):
+    loaded = {
+        name: CpuKernels.load(build_folder, flags).isa
+        for name, flags in {**BUILDS, "generic": VARIANTS["generic"]}.items()
+    }
+    assert loaded["generic"] == "generic"
+    if HAS_TILES:
+        assert (loaded["native"], loaded["no_tiles"]) == ("amx_bf16", "avx512_bf16")
+    else:
+        assert loaded["native"] in ("generic", "avx2", "avx512", "avx512_bf16")
 
 
 def test_block_larger_than_a_segment(kernels):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import needs_bf16_cpu, needs_compiler
+from marks import BUILDS, needs_bf16_cpu, needs_compiler, needs_tiles
 from torch import Tensor
 
 from nanoengine import cpu_kernels, cpu_linear
@@ -20,15 +20,23 @@ from nanoengine.errors import EngineError
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
-# (outputs, inputs): a whole panel, parts of one, several; k odd, short, and of several chunks.
+# (outputs, inputs): a whole panel, parts of one, several; k odd, short, of whole matrix tiles (32),
+# and of several chunks.
 SHAPES = [(64, 32), (1, 1), (33, 7), (31, 2), (200, 61), (576, 576), (70, 4101), (97, 2048)]
 
 
-@pytest.fixture(scope="session")
-def packer(build_folder: Path) -> CpuLinear:
+@pytest.fixture(scope="module", params=BUILDS)
+def packer(build_folder: Path, request: pytest.FixtureRequest) -> CpuLinear:
+    """As this machine compiles it, and as one without matrix tiles would."""
     if not cpu_linear.is_supported():
         pytest.skip("no AVX512-BF16 here: oneDNN multiplies instead")
-    return CpuLinear.load(CallTape(), build_folder)
+    return CpuLinear.load(CallTape(), build_folder, BUILDS[request.param])
+
+
+@pytest.fixture(params=[61, 96])
+def k(request: pytest.FixtureRequest) -> int:
+    """Odd, and of three matrix tiles."""
+    return int(request.param)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -77,20 +85,47 @@ def test_against_float64(packer, outputs, inputs):
         assert_rounded(linear(x), exact(x, weight), inputs)
 
 
-def test_every_number_of_rows(packer):
-    weight = normal(150, 75)
-    linear, x = packer.pack(weight), normal(70, 75, seed=1)
+def in_tiles(x: Tensor, weight: Tensor) -> Tensor:
+    """The arithmetic of TDPBF16PS (Intel SDM): for every 32 values of k the sum of two chains of
+    fused steps, over even k and over odd k; see in_chains.
+    """
+    acc = torch.zeros(len(x), len(weight))
+    for begin in range(0, x.shape[1], 32):
+        chains = [torch.zeros_like(acc), torch.zeros_like(acc)]
+        for k in range(begin, begin + 32):
+            term = x[:, k, None].double() * weight[None, :, k].double()
+            chains[k % 2] = (chains[k % 2].double() + term).float()
+        acc += chains[0] + chains[1]
+    return acc
+
+
+def test_every_number_of_rows(packer, k):
+    weight = normal(150, k)
+    linear, x = packer.pack(weight), normal(70, k, seed=1)
     want = exact(x, weight)
     for tokens in range(71):
         out = linear(x[:tokens])
         assert out.shape == (tokens, 150)
-        assert_rounded(out, want[:tokens], 75)
+        assert_rounded(out, want[:tokens], k)
 
 
-@pytest.mark.parametrize("tokens, outputs, inputs", [(1000, 200, 600), (500, 40, 2500)])
+@pytest.mark.parametrize(
+    "tokens, outputs, inputs",
+    [(1000, 200, 600), (500, 40, 2500), (1000, 200, 608), (500, 40, 2560)],
+)
 def test_many_row_blocks(packer, tokens, outputs, inputs):
     weight, x = normal(outputs, inputs), normal(tokens, inputs, seed=1)
     assert_rounded(packer.pack(weight)(x), exact(x, weight), inputs)
+
+
+@needs_tiles
+@pytest.mark.parametrize("outputs, inputs", [(33, 32), (200, 96), (65, 1280)])
+def test_sums_in_matrix_tiles(build_folder, outputs, inputs):
+    weight, x = normal(outputs, inputs), normal(37, inputs, seed=1)
+    linear = CpuLinear.load(CallTape(), build_folder).pack(weight)
+    want = in_tiles(x, weight)
+    assert same_bits(linear.in_float(x), want)
+    assert same_bits(linear(x), want.bfloat16())
 
 
 @pytest.mark.parametrize("outputs, inputs", [(33, 7), (200, 61), (65, 300)])
@@ -101,7 +136,9 @@ def test_sums_are_one_chain_in_order(packer, outputs, inputs):
     assert same_bits(linear(x), want.bfloat16())
 
 
-@pytest.mark.parametrize("outputs, inputs", [(33, 7), (200, 61), (576, 576), (130, 2500)])
+@pytest.mark.parametrize(
+    "outputs, inputs", [(33, 7), (200, 61), (576, 576), (130, 2500), (130, 2560)]
+)
 def test_batches_and_threads_move_no_bit(packer, outputs, inputs):
     linear, x = packer.pack(normal(outputs, inputs)), normal(800, inputs, seed=1)
     want = linear.in_float(x)
@@ -113,11 +150,11 @@ def test_batches_and_threads_move_no_bit(packer, outputs, inputs):
         assert same_bits(linear.in_float(x[rows]), want[rows])
 
 
-def test_fused_steps_move_no_bit_either(packer):
+def test_fused_steps_move_no_bit_either(packer, k):
     gate_up = packer.pack_gate_up(
-        normal(100, 61), normal(100, 61, seed=1), norm=(normal(61, seed=2), 1e-5)
+        normal(100, k), normal(100, k, seed=1), norm=(normal(k, seed=2), 1e-5)
     )
-    x = normal(1500, 61, seed=3)
+    x = normal(1500, k, seed=3)
     want = gate_up(x)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
@@ -126,8 +163,8 @@ def test_fused_steps_move_no_bit_either(packer):
 
 
 @pytest.mark.parametrize("outputs", [64, 33, 200])
-def test_bias_is_added_before_the_one_rounding(packer, outputs):
-    weight, bias, x = normal(outputs, 61), normal(outputs, seed=1), normal(9, 61, seed=2)
+def test_bias_is_added_before_the_one_rounding(packer, k, outputs):
+    weight, bias, x = normal(outputs, k), normal(outputs, seed=1), normal(9, k, seed=2)
     linear = packer.pack(weight, bias)
     want = packer.pack(weight).in_float(x) + bias.float()
     assert same_bits(linear.in_float(x), want)
@@ -135,8 +172,8 @@ def test_bias_is_added_before_the_one_rounding(packer, outputs):
 
 
 @pytest.mark.parametrize("outputs, tokens", [(64, 1), (33, 7), (200, 64), (576, 300)])
-def test_add_to_is_a_product_and_a_sum(packer, outputs, tokens):
-    linear, x = packer.pack(normal(outputs, 61)), normal(tokens, 61, seed=1)
+def test_add_to_is_a_product_and_a_sum(packer, k, outputs, tokens):
+    linear, x = packer.pack(normal(outputs, k)), normal(tokens, k, seed=1)
     residual = normal(tokens, outputs, seed=2)
     want = residual + linear(x)
     linear.add_to(residual, x)
@@ -145,8 +182,8 @@ def test_add_to_is_a_product_and_a_sum(packer, outputs, tokens):
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("outputs, tokens", [(32, 1), (16, 7), (37, 7), (100, 300)])
-def test_gate_up_is_two_products_and_silu_mul(packer, kernels, outputs, tokens, with_bias):
-    gate, up, x = normal(outputs, 61), normal(outputs, 61, seed=1), normal(tokens, 61, seed=2)
+def test_gate_up_is_two_products_and_silu_mul(packer, k, kernels, outputs, tokens, with_bias):
+    gate, up, x = normal(outputs, k), normal(outputs, k, seed=1), normal(tokens, k, seed=2)
     biases = (normal(outputs, seed=3), normal(outputs, seed=4)) if with_bias else None
     gate_bias, up_bias = biases or (None, None)
     products = packer.pack(gate, gate_bias)(x), packer.pack(up, up_bias)(x)
@@ -164,7 +201,7 @@ def test_silu_of_extreme_gates(packer, kernels):
     assert torch.equal(gate_up(x), want)
 
 
-@pytest.mark.parametrize("tokens, inputs", [(1, 576), (9, 61), (20, 2500), (700, 61)])
+@pytest.mark.parametrize("tokens, inputs", [(1, 576), (9, 61), (20, 2500), (700, 61), (700, 96)])
 def test_norm_is_the_kernel_then_the_product(packer, kernels, tokens, inputs):
     weight, norm_weight = normal(100, inputs), normal(inputs, seed=1)
     x = normal(tokens, 3 * inputs, seed=2)[:, inputs : 2 * inputs]
@@ -174,33 +211,33 @@ def test_norm_is_the_kernel_then_the_product(packer, kernels, tokens, inputs):
     assert same_bits(packer.pack(weight, norm=(norm_weight, 1e-5)).in_float(x), want)
 
 
-def test_rows_may_lie_apart(packer):
+def test_rows_may_lie_apart(packer, k):
     """And what lies between them is not read, not even with k odd: it may be NaN."""
-    linear, x = packer.pack(normal(40, 61)), normal(9, 61, seed=1)
-    apart = torch.full((9, 80), torch.nan, dtype=torch.bfloat16)
-    apart[:, 5:66] = x
+    linear, x = packer.pack(normal(40, k)), normal(9, k, seed=1)
+    apart = torch.full((9, k + 19), torch.nan, dtype=torch.bfloat16)
+    apart[:, 5 : 5 + k] = x
     residual = torch.full((9, 100), 7.0, dtype=torch.bfloat16)
     want = residual[:, 20:60] + linear(x)
-    linear.add_to(residual[:, 20:60], apart[:, 5:66])
+    linear.add_to(residual[:, 20:60], apart[:, 5 : 5 + k])
     assert same_bits(residual[:, 20:60].contiguous(), want)
     residual[:, 20:60] = 7.0
     assert (residual == 7.0).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_stays_in_its_row(packer, bad):
-    weight, x = normal(70, 61).abs(), normal(8, 61, seed=1)
+def test_what_is_not_finite_stays_in_its_row(packer, k, bad):
+    weight, x = normal(70, k).abs(), normal(8, k, seed=1)
     linear = packer.pack(weight)
     clean = linear(x)
-    x[3, 60] = bad
+    x[3, k - 1] = bad
     out = linear(x)
     torch.testing.assert_close(out[3], torch.full((70,), bad).bfloat16(), equal_nan=True)
     others = [0, 1, 2, 4, 5, 6, 7]
     assert same_bits(out[others], clean[others])
 
 
-def test_a_broken_weight_spoils_its_output_alone(packer):
-    weight, x = normal(70, 61), normal(8, 61, seed=1)
+def test_a_broken_weight_spoils_its_output_alone(packer, k):
+    weight, x = normal(70, k), normal(8, k, seed=1)
     clean = packer.pack(weight)(x)
     weight[65, 3] = torch.nan
     out = packer.pack(weight)(x)
@@ -239,9 +276,9 @@ def test_a_weight_of_strided_rows(packer):
     assert same_bits(packer.pack(weight)(x), packer.pack(weight.contiguous())(x))
 
 
-def test_two_callers_at_once(packer):
-    linear = packer.pack(normal(300, 61), norm=(normal(61), 1e-5))
-    batches = [normal(tokens, 61, seed=tokens) for tokens in (1, 700)]
+def test_two_callers_at_once(packer, k):
+    linear = packer.pack(normal(300, k), norm=(normal(k), 1e-5))
+    batches = [normal(tokens, k, seed=tokens) for tokens in (1, 700)]
     want = [linear(x) for x in batches]
     with ThreadPoolExecutor(2) as pool:
         for _ in range(10):

@@ -42,12 +42,12 @@ def reference_model() -> Iterator[PreTrainedModel]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_knows_the_capital_of_france(dtype: str) -> None:
+def test_it_knows_the_capital_of_japan(dtype: str) -> None:
     with LLM(MODEL, dtype=dtype, kv_cache_gib=0.1, max_num_seqs=4) as llm:
-        messages = [{"role": "user", "content": "What is the capital of France?"}]
+        messages = [{"role": "user", "content": "What is the capital of Japan?"}]
         output = llm.chat(messages, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)[0]
         completion = output.outputs[0]
-        assert completion.text.strip() == "The capital of France is Paris."
+        assert completion.text.strip() == "The capital of Japan is Tokyo."
         assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
         config = llm.llm_engine.model_config
         shape = (config.num_layers, config.num_heads, config.num_kv_heads, config.max_position)

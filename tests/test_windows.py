@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, assert_logits_are_transformers, expected, host_gib, token_ids
-from marks import needs_compiler
+from marks import BUILDS, needs_compiler
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
@@ -37,7 +37,7 @@ Q_LENS = [1, 7, 70, 1, 3, 5, 1, 1]
 KV_LENS = [300, 300, 70, 65, 600, 5, 1, 0]
 # Smaller than a block, past a tile and past a segment by one, longer than the context.
 WINDOWS = [1, 5, 16, 65, 257, 1000]
-ISAS = {"native": (), "avx2": ("-mno-avx512f",), "generic": ("-march=x86-64",)}
+ISAS = {**BUILDS, "avx2": ("-mno-avx512f",), "generic": ("-march=x86-64",)}
 
 
 class Cache:
@@ -154,16 +154,16 @@ def test_a_scale_of_its_own(make: Callable[[AttentionConfig], AttentionBackend])
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 3e-6), (torch.bfloat16, 8e-3)], ids=str)
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("block_size", [5, 300])
+@pytest.mark.parametrize("block_size, head_dim", [(5, 40), (300, 40), (300, 32)])
 def test_the_c_kernel(
-    build_folder: Path, isa: str, dtype: torch.dtype, limit: float, block_size: int
+    build_folder: Path, isa: str, dtype: torch.dtype, limit: float, block_size: int, head_dim: int
 ) -> None:
     """In every instruction set and mode: what lies in blocks before the window is not read."""
     kernels = CpuKernels.load(build_folder, ISAS[isa])
     for window in WINDOWS:
         softcap = 2.0 if window % 2 else None
-        batch = some_batch(block_size, dtype=dtype, head_dim=40, seed=window)
-        config = AttentionConfig(40, softcap=softcap, windows=(window,))
+        batch = some_batch(block_size, dtype=dtype, head_dim=head_dim, seed=window)
+        config = AttentionConfig(head_dim, softcap=softcap, windows=(window,))
         got = run(CpuAttention(config, kernels), batch, whole(batch))
         assert_right(got, batch, limit, window, softcap)
         for table, first in zip(batch.tables, first_blocks(batch, window), strict=True):

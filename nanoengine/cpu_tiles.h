@@ -1,0 +1,118 @@
+/* Matrix tiles (AMX): products of bfloat16 pairs, 16 rows x 32 values of k x 16 columns in one step.
+ *
+ * Tiles 0 to 3 accumulate, 4 and 5 hold rows of the left side, 6 and 7 pairs of k of the right side:
+ * the same [pair][column][2] layout that VDPBF16PS takes. A step adds to an element, in fp32 and with
+ * denormals as 0, the sum of two chains over its 32 values of k: those at even k, and those at odd k.
+ * So an element's bits depend on its own row and column alone.
+ */
+#ifndef NANOENGINE_CPU_TILES_H
+#define NANOENGINE_CPU_TILES_H
+#include "cpu_vectors.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && HAVE_PAIRS && defined(__linux__)
+#define HAVE_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define HAVE_TILES 0
+#endif
+
+enum { TILE_ROWS = 16, TILE_PAIRS = 16, TILE_BYTES = 64 }; /* bytes of a row: 32 bf16 or 16 floats */
+
+typedef struct { /* what to prefetch into L2: so many lines for every step; bytes from step to step */
+    const char *from;
+    int64_t lines, step;
+} ahead_t;
+
+INLINE void prefetch_ahead(ahead_t *ahead) {
+    for (int64_t i = 0; i < ahead->lines; i++) __builtin_prefetch(ahead->from + 64 * i, 0, 2);
+    ahead->from += ahead->step;
+}
+
+typedef struct { /* one side of a product; in bytes: from row (or pair) to row, from step to step of k */
+    const char *at;
+    int64_t stride, step;
+} side_t;
+
+typedef struct { /* [32 rows][k] by [k][32 columns], of which the second 16 lie `next` bytes further */
+    side_t left, right;
+    int64_t next, steps; /* of 32 values of k */
+} product_t;
+
+#if HAVE_TILES
+typedef struct { /* as LDTILECFG takes it */
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} tile_shapes_t;
+
+/* Ask Linux for the tiles' state (it is large, so a process has to). Returns 0, or -1. */
+int allow_tiles(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? -1 : 0;
+}
+
+/* Tiles 0, 1 and 4 get rows0 rows; 2, 3 and 5 rows1; 6 and 7 all 16. Content is lost. */
+INLINE void shape_tiles(int64_t rows0, int64_t rows1) {
+    tile_shapes_t shapes = {.palette = 1};
+    const uint8_t r0 = (uint8_t)rows0, r1 = (uint8_t)rows1, rows[8] = {r0, r0, r1, r1, r0, r1, 16, 16};
+    memcpy(shapes.rows, rows, sizeof rows);
+    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = TILE_BYTES;
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+}
+
+/* With clobbers, which not every compiler's intrinsics have. */
+#define TILE_OP(op, at, stride)                                                                     \
+    __asm__ volatile(op : : "r"(at), "r"((int64_t)(stride)) : "memory")
+#define TILE_LOAD(tile, at, stride) TILE_OP("tileloadd (%0,%1,1), %%tmm" #tile, at, stride)
+#define TILE_PASS(tile, at, stride) TILE_OP("tileloaddt1 (%0,%1,1), %%tmm" #tile, at, stride)
+#define TILE_STORE(tile, at, stride) TILE_OP("tilestored %%tmm" #tile ", (%0,%1,1)", at, stride)
+#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
+#define TILE_DOT(acc, rows, columns)                                                                \
+    __asm__ volatile("tdpbf16ps %%tmm" #columns ", %%tmm" #rows ", %%tmm" #acc : :)
+
+/* acc += left right, or = where it starts at 0; acc is [16 or, if `is_double`, 32 rows][32 columns], as
+ * far as the tiles' shapes reach. `is_passing`: what is read of `left` passes L1 by. */
+INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int is_double,
+                           const int is_passing) {
+    enum { ACC_STRIDE = 2 * TILE_BYTES };
+    float *acc1 = acc + TILE_ROWS * 2 * LANES;
+    const char *left1 = p.left.at + TILE_ROWS * p.left.stride;
+    if (is_first) {
+        TILE_ZERO(0); TILE_ZERO(1);
+        if (is_double) { TILE_ZERO(2); TILE_ZERO(3); }
+    } else {
+        TILE_LOAD(0, acc, ACC_STRIDE); TILE_LOAD(1, acc + LANES, ACC_STRIDE);
+        if (is_double) { TILE_LOAD(2, acc1, ACC_STRIDE); TILE_LOAD(3, acc1 + LANES, ACC_STRIDE); }
+    }
+    for (int64_t i = 0; i < p.steps; i++) {
+        prefetch_ahead(&ahead);
+        if (is_passing) TILE_PASS(4, p.left.at, p.left.stride);
+        else TILE_LOAD(4, p.left.at, p.left.stride);
+        TILE_LOAD(6, p.right.at, p.right.stride);
+        TILE_DOT(0, 4, 6);
+        TILE_LOAD(7, p.right.at + p.next, p.right.stride);
+        TILE_DOT(1, 4, 7);
+        if (is_double) {
+            if (is_passing) TILE_PASS(5, left1, p.left.stride);
+            else TILE_LOAD(5, left1, p.left.stride);
+            TILE_DOT(2, 5, 6); TILE_DOT(3, 5, 7);
+        }
+        p.left.at += p.left.step, left1 += p.left.step, p.right.at += p.right.step;
+    }
+    TILE_STORE(0, acc, ACC_STRIDE); TILE_STORE(1, acc + LANES, ACC_STRIDE);
+    if (is_double) { TILE_STORE(2, acc1, ACC_STRIDE); TILE_STORE(3, acc1 + LANES, ACC_STRIDE); }
+}
+
+INLINE void release_tiles(void) { __asm__ volatile("tilerelease" : :); }
+
+#else
+int allow_tiles(void) { return -1; }
+INLINE void shape_tiles(int64_t rows0, int64_t rows1) { (void)rows0, (void)rows1; }
+INLINE void release_tiles(void) {}
+INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int is_double,
+                           const int is_passing) {
+    (void)p, (void)ahead, (void)acc, (void)is_first, (void)is_double, (void)is_passing;
+}
+#endif
+#endif
