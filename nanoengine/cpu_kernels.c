@@ -8,7 +8,8 @@
  *
  *   decode   (q_len <= DECODE_MAX) a piece is a segment of SEG keys. Each one becomes a partial state
  *            (itself a fold over tiles of TILE keys), segments in parallel; then every row merges its
- *            partials in order. Lanes run along head_dim, K and V are read once for a group of heads.
+ *            partials in order. Lanes run along head_dim, K and V are read once for a group of heads;
+ *            in matrix tiles also once for all sequences that share the segment.
  *   prefill  a piece is a tile of TILE keys, folded straight into the state; query tiles in parallel.
  *            Lanes run along rows (query, head of the group), so a softmax needs no sum across lanes.
  *
@@ -20,8 +21,8 @@
  * throughout, and prefill stores no -0 (-0 + 0 * v is +0).
  *
  * Memory past a sequence's kv_len is never read: it may hold NaN, and 0 * NaN is NaN.
- * Four modes: fp32; bf16 multiplied in pairs (AVX512-BF16), in prefill by matrix tiles where there are
- * any (AMX); bf16 widened to fp32.
+ * Four modes: fp32; bf16 multiplied in pairs (AVX512-BF16) or in matrix tiles (AMX); bf16 widened to
+ * fp32.
  */
 #include <omp.h>
 #include <stdlib.h>
@@ -36,7 +37,8 @@ enum { KEYS = 8, DIMS = 8, DVEC = 4 }; /* register blocks: 3 * 8 accumulators of
 enum { KEYS = 4, DIMS = 4, DVEC = 2 }; /* 3 * 4 of 16 */
 #endif
 enum { RVECS = 3, TILE_VECS = 2 }; /* in prefill, row vectors of a block of registers, of matrix tiles */
-enum { ROWS_PER_ITEM = 8 * RVECS * LANES, GROUPS = ROWS_PER_ITEM / (TILE_VECS * LANES) };
+enum { ROWS_PER_ITEM = 8 * RVECS * LANES, GROUPS = ROWS_PER_ITEM / LANES };
+enum { BUNDLE_ROWS = 128 }; /* of a kv head */
 
 /* ---- one call --------------------------------------------------------------------------------- */
 
@@ -60,6 +62,11 @@ static int mode_of(const attend_args *a) {
 static int prefill_mode_of(const attend_args *a) {
     const int fits = HAVE_TILES && a->has_tiles && a->is_bf16 && a->head_dim % 32 == 0;
     return fits ? BF16_TILES : mode_of(a);
+}
+/* Of decode: in tiles, the rows of a kv head and of a few sequences fill a part of an item. */
+static int decode_mode_of(const attend_args *a) {
+    const int fits = a->heads / a->kv_heads * DECODE_MAX <= BUNDLE_ROWS;
+    return fits && prefill_mode_of(a) == BF16_TILES ? BF16_TILES : mode_of(a);
 }
 INLINE int64_t vecs_of(int mode) { return mode == BF16_TILES ? TILE_VECS : RVECS; }
 
@@ -87,6 +94,7 @@ INLINE int64_t up_to_line(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
 typedef struct { /* segment `index` of an entry; `next`: where in the plan its next one is, or -1 */
     int64_t entry, index, next;
+    int64_t bundle; /* in matrix tiles: so many from here on lie in one place; 0: one before has it */
 } segment_t;
 
 typedef struct { /* where a segment lies */
@@ -382,38 +390,37 @@ INLINE void tile_scores(const char *k, int64_t k_stride, int n, const float *q, 
     }
 }
 
-/* The right side of a product with matrix tiles: pairs of words of TILE_VECS vectors of rows. */
-INLINE side_t tiled_rows(const float *words) {
-    enum { STRIDE = TILE_VECS * TILE_BYTES };
-    return (side_t){(const char *)words, STRIDE, TILE_PAIRS * STRIDE};
+/* The right side of a product with matrix tiles: pairs of words of one or two vectors of rows. */
+INLINE side_t tiled_rows(const float *words, const int vecs) {
+    return (side_t){(const char *)words, vecs * TILE_BYTES, TILE_PAIRS * vecs * TILE_BYTES};
 }
 
 /* As tile_scores, in matrix tiles; reads K up to a multiple of 16 keys. */
 INLINE void tiled_scores(const char *k, int64_t k_stride, int n, const float *q, int64_t dim,
-                         float *scores) {
+                         float *scores, const int vecs) {
     const ahead_t none = {0};
-    for (int key = 0; key < n; key += 2 * TILE_ROWS, scores += 2 * TILE_ROWS * TILE_VECS * LANES) {
+    for (int key = 0; key < n; key += 2 * TILE_ROWS, scores += 2 * TILE_ROWS * vecs * LANES) {
         const side_t keys = {k + key * k_stride, k_stride, TILE_BYTES};
-        const product_t p = {keys, tiled_rows(q), TILE_BYTES, dim / 32};
-        if (n - key > TILE_ROWS) multiply_tiles(p, none, scores, 1, 1, 0);
-        else multiply_tiles(p, none, scores, 1, 0, 0);
+        const product_t p = {keys, tiled_rows(q, vecs), TILE_BYTES, dim / 32, vecs * TILE_BYTES};
+        if (n - key > TILE_ROWS) multiply_tiles(p, none, scores, 1, 1, vecs == 2, 0);
+        else multiply_tiles(p, none, scores, 1, 0, vecs == 2, 0);
     }
 }
 
 /* As tile_values, in matrix tiles: V is [head_dim][TILE keys], with zeros up to a multiple of 32. */
 INLINE void tiled_values(const char *v, int n, const float *probs, const vf *alpha, float *acc,
-                         int64_t dim) {
-    enum { WIDTH = TILE_VECS * LANES };
+                         int64_t dim, const int vecs) {
+    const int64_t width = vecs * LANES;
     const vf one = splat(1.0f);
-    UNROLL for (int r = 0; r < TILE_VECS; r++) { /* most tiles raise no maximum: nothing to scale */
+    UNROLL for (int r = 0; r < vecs; r++) { /* most tiles raise no maximum: nothing to scale */
         if (memcmp(&alpha[r], &one, sizeof one) == 0) continue;
-        for (float *at = acc + r * LANES; at < acc + dim * WIDTH; at += WIDTH)
+        for (float *at = acc + r * LANES; at < acc + dim * width; at += width)
             store(at, load(at) * alpha[r]);
     }
-    for (int64_t d = 0; d < dim; d += 2 * TILE_ROWS, acc += 2 * TILE_ROWS * WIDTH) {
+    for (int64_t d = 0; d < dim; d += 2 * TILE_ROWS, acc += 2 * TILE_ROWS * width) {
         const side_t values = {v + d * TILE * 2, TILE * 2, TILE_BYTES};
-        const product_t p = {values, tiled_rows(probs), TILE_BYTES, ceil_div(n, 32)};
-        multiply_tiles(p, (ahead_t){0}, acc, 0, 1, 0);
+        const product_t p = {values, tiled_rows(probs, vecs), TILE_BYTES, ceil_div(n, 32), 4 * width};
+        multiply_tiles(p, (ahead_t){0}, acc, 0, 1, vecs == 2, 0);
     }
 }
 
@@ -493,13 +500,13 @@ INLINE void attend_group(const tile_t *t, const workspace *w, const group_t *g, 
     float *acc = w->acc + row * w->padded, *p = w->scores;
     const float *q = w->q + row * w->padded;
     vf alpha[RVECS];
-    if (mode == BF16_TILES) tiled_scores(t->k, t->k_stride, n, q, dim, p);
+    if (mode == BF16_TILES) tiled_scores(t->k, t->k_stride, n, q, dim, p, vecs);
     else tile_scores(t->k, t->k_stride, n, q, pairs ? dim / 2 : dim, p, vecs, mode);
     if (t->softcap) cap_scores(p, ceil_div(n, KEYS) * KEYS * vecs, t->scale, t->softcap);
     tile_softmax(p, n, t->pos, masked, t->window, t->softcap ? 1.0f : t->scale, w->pos + row,
                  w->top + row, w->sum + row, alpha, vecs, mode);
     if (mode == BF16_TILES) {
-        tiled_values((const char *)t->v, n, p, alpha, acc, dim);
+        tiled_values((const char *)t->v, n, p, alpha, acc, dim, vecs);
         return;
     }
     int64_t d = 0;
@@ -513,10 +520,11 @@ INLINE void attend_group(const tile_t *t, const workspace *w, const group_t *g, 
     static void name(const tile_t *t, const workspace *w, const group_t *g, int64_t dim) {          \
         const int n = min64(t->count, g->last_pos + 1 - t->pos);                                    \
         if (n <= 0 || g->first_pos + 1 - t->window >= t->pos + t->count) return;                    \
-        switch (mode == BF16_TILES ? TILE_VECS : g->vecs) {                                         \
+        switch (g->vecs) {                                                                          \
         case 1: attend_group(t, w, g, n, dim, 1, mode); break;                                      \
         case 2: attend_group(t, w, g, n, dim, 2, mode); break;                                      \
-        default: attend_group(t, w, g, n, dim, 3, mode);                                            \
+        default:                                                                                    \
+            if (mode != BF16_TILES) attend_group(t, w, g, n, dim, 3, mode);                         \
         }                                                                                           \
     }
 ATTEND_TILE(tile_in_floats, F32) /* also for bf16, once widened */
@@ -542,8 +550,28 @@ static void transpose_values(const char *v, int64_t stride, int count, int64_t d
             }
 }
 
-/* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. Where
- * the keys do not fill matrix tiles, zeros do. */
+/* Pairs of keys of V, [pair][width of words]; the last one may be with 0. */
+static void pair_values(const char *v, int64_t stride, int count, int64_t dim, float *out,
+                        int64_t width) {
+    for (int i = 0; i < count; i += 2)
+        for (int64_t d = 0; d < dim; d += 32) {
+            vf x = load_bf16(v + i * stride + 2 * d, dim - d);
+            vf y = i + 1 < count ? load_bf16(v + (i + 1) * stride + 2 * d, dim - d) : (vf){0};
+            store(out + i / 2 * width + d, interleave(x, y, 0));
+            store(out + i / 2 * width + d + LANES, interleave(x, y, 1));
+        }
+}
+
+/* K where it is; or, where the keys do not fill matrix tiles, a copy with zeros after them. */
+static const char *whole_keys(const char *k, int64_t *stride, int count, int64_t dim, float *copy) {
+    if (count % TILE_ROWS == 0) return k;
+    memset(copy, 0, TILE * dim * 2);
+    for (int i = 0; i < count; i++) memcpy((char *)copy + i * 2 * dim, k + i * *stride, 2 * dim);
+    *stride = 2 * dim;
+    return (const char *)copy;
+}
+
+/* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. */
 static tile_t prepare_tile(const attend_args *a, const workspace *w, const char *k, const char *v,
                            int64_t stride, int count, int64_t pos, int mode) {
     const int64_t dim = a->head_dim;
@@ -554,21 +582,12 @@ static tile_t prepare_tile(const attend_args *a, const workspace *w, const char 
     if (mode == BF16_TILES) {
         t.v = w->values;
         transpose_values(v, stride, count, dim, (char *)w->values);
-        if (count % TILE_ROWS == 0) return t;
-        t.k = (const char *)w->keys, t.k_stride = 2 * dim;
-        memset(w->keys, 0, TILE * dim * 2);
-        for (int i = 0; i < count; i++) memcpy((char *)w->keys + i * 2 * dim, k + i * stride, 2 * dim);
+        t.k = whole_keys(k, &t.k_stride, count, dim, w->keys);
         return t;
     }
     t.v = w->values, t.v_stride = padded;
     if (mode == BF16_PAIRS) {
-        for (int i = 0; i < count; i += 2)
-            for (int64_t d = 0; d < dim; d += 32) {
-                vf x = load_bf16(v + i * stride + 2 * d, dim - d);
-                vf y = i + 1 < count ? load_bf16(v + (i + 1) * stride + 2 * d, dim - d) : (vf){0};
-                store(w->values + i / 2 * padded + d, interleave(x, y, 0));
-                store(w->values + i / 2 * padded + d + LANES, interleave(x, y, 1));
-            }
+        pair_values(v, stride, count, dim, w->values, padded);
         return t;
     }
     t.k = (const char *)w->keys, t.k_stride = 4 * padded;
@@ -619,8 +638,7 @@ static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, c
     const int64_t words = mode >= BF16_PAIRS ? dim / 2 : dim;
     int count = 0;
     for (int64_t row = 0, width; row < it->rows; row += width) {
-        const int64_t vecs = vecs_of(mode), need = ceil_div(it->rows - row, LANES);
-        width = (mode == BF16_TILES ? vecs : min64(vecs, need)) * LANES;
+        width = min64(vecs_of(mode), ceil_div(it->rows - row, LANES)) * LANES;
         for (int64_t lane = 0; lane < width; lane += LANES) {
             const char *q[LANES], *acc[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -690,6 +708,154 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
     store_rows(a, &e, it, &w, groups, count);
 }
 
+/* ---- decode in matrix tiles: segments that sequences share are read once ----------------------- */
+
+typedef struct { int64_t pos; const char *q; float *partial; } decode_row_t;
+
+/* The rows of a kv head over a bundle of segments. Returns how many. */
+static int64_t bundled_rows(const attend_args *a, const segment_t *segments, int64_t kv_head,
+                            float *partials, int64_t segment_floats, decode_row_t *rows) {
+    const int64_t group = a->heads / a->kv_heads, stride = partial_stride(a->head_dim);
+    int64_t count = 0;
+    for (int64_t s = 0; s < segments->bundle; s++, partials += segment_floats) {
+        const entry_t e = entry_at(a, segments[s].entry);
+        for (int64_t r = 0; r < e.q_len * group; r++) {
+            const int64_t query = r / group, head = kv_head * group + r % group;
+            const int64_t at = (e.query_start + query) * a->q_token_stride + head * a->q_head_stride;
+            rows[count++] = (decode_row_t){e.first_pos + query, a->q + 2 * at,
+                                           partials + (query * a->heads + head) * stride};
+        }
+    }
+    return count;
+}
+
+typedef struct { int64_t kv_head, first, count; } rows16_t; /* up to 16 rows of a kv head */
+
+typedef struct { /* keys of a kv head that come next */
+    const char *k, *v;
+    int64_t stride, width, count;
+} keys_ahead_t;
+
+/* The next `n` of them into L2. A few lines at a time between steps of arithmetic: a burst of more than
+ * the core can have under way stops it, and memory idles afterwards. */
+INLINE void bring(keys_ahead_t *next, int64_t n) {
+    for (n = min64(n, next->count); n > 0; n--, next->count--) {
+        prefetch(next->k, next->width), prefetch(next->v, next->width);
+        next->k += next->stride, next->v += next->stride;
+    }
+}
+
+/* Scores of a tile in matrix tiles, turned: probs[row][TILE]. `turned` is scratch, [TILE][16]. */
+static void bundle_scores(const char *k, int64_t k_stride, int n, const float *q, int64_t dim,
+                          float *turned, float *probs, int64_t rows, keys_ahead_t *next) {
+    tiled_scores(k, k_stride, n, q, dim, turned, 1);
+    for (int c = 0; c < n; c += LANES) {
+        vf x[LANES];
+        bring(next, 6);
+        UNROLL for (int i = 0; i < LANES; i++) x[i] = load(turned + (c + i) * LANES);
+        transpose(x);
+        UNROLL for (int i = 0; i < LANES; i++)
+            if (i < rows) store(probs + i * TILE + c, x[i]);
+    }
+}
+
+/* One tile of `n` keys into the states of up to 16 rows: acc[row][dim], state[row][2]. V in pairs. */
+static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *w, int n,
+                        const decode_row_t *rows, int64_t count, const float *q, float *acc,
+                        float *state, keys_ahead_t *next) {
+    const int64_t dim = a->head_dim;
+    float *turned = w->scores, *probs = w->scores + TILE * LANES;
+    bundle_scores(t->k, t->k_stride, n, q, dim, turned, probs, count, next);
+    for (int64_t i = 0; i < count; i++) {
+        bring(next, 6);
+        float *p = probs + i * TILE;
+        const int64_t visible = rows[i].pos + 1 - t->pos;
+        const float scale = a->softcap ? 1.0f : a->scale;
+        if (a->softcap) cap_scores(p, ceil_div(n, LANES), a->scale, a->softcap);
+        for (int64_t j = min64(n, visible - a->window); j > 0; j--) p[j - 1] = -INFINITY;
+        const float alpha = decode_softmax(p, n, max64(0, min64(n, visible)), scale, state + 2 * i,
+                                           BF16_PAIRS);
+        store_n((uint16_t *)p + ceil_div(n, LANES) * LANES, (vf){0}, LANES, BF16_PAIRS); /* up to 32 */
+        float *end = acc + (i + 1) * dim;
+        for (float *at = end - dim; at < end && alpha != 1.0f; at += LANES) store(at, load(at) * alpha);
+    }
+    const side_t left = {(const char *)probs, TILE * 4, TILE_BYTES};
+    for (int64_t d = 0; d < dim; d += 2 * LANES) {
+        const int64_t width = 4 * w->padded;
+        const side_t right = {(const char *)(w->values + d), width, TILE_PAIRS * width};
+        const product_t p = {left, right, TILE_BYTES, ceil_div(n, 32), 4 * dim};
+        bring(next, 6);
+        multiply_tiles(p, (ahead_t){0}, acc + d, 0, 0, 1, 0);
+    }
+}
+
+/* As decode_segment, for all segments of a bundle; `after` is the one that comes next. */
+static void decode_bundle(const attend_args *a, const segment_t *segments, const span_t *after, int cold,
+                          int64_t head0, int64_t head1, float *partials, int64_t segment_floats,
+                          float *scratch) {
+    const int64_t dim = a->head_dim, width = 2 * dim, stride = a->kv_heads * width;
+    const workspace w = carve(scratch, dim);
+    const entry_t e = entry_at(a, segments->entry);
+    const span_t span = span_of(a, &e, segments->index);
+    decode_row_t rows[ROWS_PER_ITEM];
+    rows16_t groups[GROUPS];
+    float state[ROWS_PER_ITEM + GROUPS * LANES][2];
+    int64_t num = 0, total = 0;
+    for (int64_t h = head0; h < head1; h++) {
+        const int64_t count = bundled_rows(a, segments, h, partials, segment_floats, rows + total);
+        for (int64_t r = 0; r < count; r += LANES, num++) {
+            const char *q[LANES];
+            groups[num] = (rows16_t){h, total + r, min64(LANES, count - r)};
+            for (int64_t i = 0; i < LANES; i++) { /* those past the end repeat the last row */
+                q[i] = rows[total + min64(r + i, count - 1)].q;
+                state[num * LANES + i][0] = -INFINITY, state[num * LANES + i][1] = 0;
+            }
+            rows_to_lanes(q, dim / 2, w.q + num * LANES * w.padded, LANES, F32);
+        }
+        total += count;
+    }
+    memset(w.acc, 0, 4 * num * LANES * dim);
+    memset(w.values, 0, 4 * TILE / 2 * w.padded);
+    int64_t seen = e.seen_begin; /* by any of them */
+    for (int64_t s = 1; s < segments->bundle; s++)
+        seen = min64(seen, entry_at(a, segments[s].entry).seen_begin);
+    if (cold) {
+        const int64_t at = head0 * width;
+        keys_ahead_t now = {span.k + at, span.v + at, stride, (head1 - head0) * width, span.count};
+        bring(&now, TILE);
+    }
+    for (int64_t t = max64(0, seen - span.pos) / TILE * TILE; t < span.count; t += TILE) {
+        const int n = min64(TILE, span.count - t), is_last = t + TILE >= span.count;
+        const char *k = span.k + t * stride, *v = span.v + t * stride;
+        const char *next_k = is_last ? after->k : k + TILE * stride;
+        const char *next_v = is_last ? after->v : v + TILE * stride;
+        const int64_t ahead = min64(TILE, is_last ? after->count : span.count - t - TILE);
+        tile_t tile = {.pos = span.pos + t};
+        keys_ahead_t next = {0};
+        for (int64_t g = 0; g < num; g++) {
+            const int64_t h = groups[g].kv_head;
+            if (g == 0 || h != groups[g - 1].kv_head) {
+                bring(&next, next.count);
+                next = (keys_ahead_t){next_k + h * width, next_v + h * width, stride, width, ahead};
+                tile.k_stride = stride;
+                tile.k = whole_keys(k + h * width, &tile.k_stride, n, dim, w.keys);
+                pair_values(v + h * width, stride, n, dim, w.values, w.padded);
+            }
+            bundle_tile(a, &tile, &w, n, rows + groups[g].first, groups[g].count,
+                        w.q + g * LANES * w.padded, w.acc + g * LANES * dim, state[g * LANES],
+                        &next);
+        }
+        bring(&next, next.count);
+    }
+    for (int64_t g = 0; g < num; g++)
+        for (int64_t i = 0; i < groups[g].count; i++) {
+            float *to = rows[groups[g].first + i].partial, *tail = to + partial_stride(dim) - 16;
+            const float *from = w.acc + (g * LANES + i) * dim;
+            for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(from + d) + 0.0f); /* no -0 */
+            tail[0] = state[g * LANES + i][0], tail[1] = state[g * LANES + i][1];
+        }
+}
+
 /* out = acc / row_sum, all contiguous; a row without keys gives 0. */
 INLINE void finish_row(const float *row_sum, const float *acc, void *out, int64_t row, int64_t dim,
                        int mode) {
@@ -706,13 +872,13 @@ typedef struct { /* the work of one call */
                                L2 from the second of them on */
     item_t *items;
     int64_t *last_segment; /* [entries] */
-    int64_t num_segments, num_items, max_rows, rows_per_item, threads;
+    int64_t num_segments, num_items, max_rows, rows_per_item, largest_bundle, threads;
 } plan_t;
 
-/* K of segment i of the plan. */
-static const char *keys_of(const attend_args *a, const plan_t *p, int64_t i) {
+/* Where segment i of the plan lies. */
+static span_t span_at(const attend_args *a, const plan_t *p, int64_t i) {
     const entry_t e = entry_at(a, p->segments[i].entry);
-    return span_of(a, &e, p->segments[i].index).k;
+    return span_of(a, &e, p->segments[i].index);
 }
 
 /* Segments among the first `keys` keys of an entry: all, or those that are whole. */
@@ -766,8 +932,30 @@ static void fill_segments(const attend_args *a, plan_t *p) {
             const entry_t e = entry_at(a, i);
             if (e.q_len > DECODE_MAX || index >= count_segments(a, &e)) continue;
             *(last[i] < 0 ? &p->first_segment[i] : &p->segments[last[i]].next) = n;
-            p->segments[last[i] = n++] = (segment_t){i, first_segment(a, &e) + index, -1};
+            p->segments[last[i] = n++] = (segment_t){i, first_segment(a, &e) + index, -1, 1};
         }
+}
+
+/* Segments that follow each other and lie in the same place, of one window of the plan, as far as their
+ * rows fit. Returns how many bundles there are. */
+static int64_t fill_bundles(const attend_args *a, plan_t *p, int64_t window) {
+    const int64_t most = BUNDLE_ROWS / (p->max_rows / a->kv_heads);
+    span_t first = {0};
+    int64_t count = 0, head = 0;
+    p->largest_bundle = 1;
+    for (int64_t i = 0; i < p->num_segments; i++) {
+        const span_t span = span_at(a, p, i);
+        const int is_same = i % window && span.k == first.k && span.v == first.v &&
+                            span.pos == first.pos && span.count == first.count;
+        if (is_same && p->segments[head].bundle < most) {
+            p->segments[head].bundle++, p->segments[i].bundle = 0;
+            p->largest_bundle = max64(p->largest_bundle, p->segments[head].bundle);
+            continue;
+        }
+        first = span, head = i, count++;
+        p->segments[i].bundle = 1;
+    }
+    return count;
 }
 
 static void fill_plan(const attend_args *a, plan_t *p) {
@@ -819,7 +1007,8 @@ int attend(const attend_args *a) {
     int64_t window = segment_floats ? WINDOW_BYTES / (4 * segment_floats) : 0;
     window = min64(p.num_segments, window > p.threads ? window : p.threads);
     int64_t scratch = p.max_rows * (padded + TILE + 1);
-    if (p.num_items && workspace_words(a->head_dim) > scratch) scratch = workspace_words(a->head_dim);
+    const int tiled_decode = p.num_segments && decode_mode_of(a) == BF16_TILES;
+    if (p.num_items || tiled_decode) scratch = max64(scratch, workspace_words(a->head_dim));
     scratch = up_to_line(4 * scratch) / 4;
     const size_t tables = up_to_line(2 * a->entries * sizeof(int64_t) +
                                      p.num_segments * sizeof(segment_t) + p.num_items * sizeof(item_t));
@@ -832,35 +1021,46 @@ int attend(const attend_args *a) {
     p.last_segment = p.first_segment + a->entries;
     float *partials = (float *)(memory + tables), *scratches = partials + window * segment_floats;
     fill_plan(a, &p);
-    /* Few segments: one kv head each, to feed every thread; else all heads, to read memory in order. */
-    const int64_t split = p.num_segments < 4 * p.threads ? a->kv_heads : 1, heads = a->kv_heads / split;
+    /* Few segments: one kv head each, to feed every thread; else all heads, or as many as fit an item, to
+     * read memory in order. */
+    const int64_t work = tiled_decode ? fill_bundles(a, &p, window) : p.num_segments;
+    const int64_t rows = p.largest_bundle * p.max_rows / a->kv_heads; /* of a head, padded below */
+    const int64_t fit = tiled_decode ? ROWS_PER_ITEM / (ceil_div(rows, LANES) * LANES) : a->kv_heads;
+    const int64_t split = work < 4 * p.threads ? a->kv_heads : ceil_div(a->kv_heads, fit);
+    const int64_t heads = ceil_div(a->kv_heads, split);
     /* Runs of segments, so that one can prefetch the next; short enough to share them out evenly. */
     const int64_t run = window * split / (4 * p.threads), chunk = run < 1 ? 1 : min64(run, 8);
 #pragma omp parallel num_threads((int)p.threads)
     {
         const unsigned saved = flush_denormals();
         float *mine = scratches + omp_get_thread_num() * scratch;
+        const int tiled = tiled_decode || (p.num_items && prefill_mode_of(a) == BF16_TILES);
+        if (tiled) shape_tiles(TILE_ROWS, TILE_ROWS);
         if (a->is_first) {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < a->tokens * a->heads; row++) start_row(a, row);
         }
         for (int64_t begin = 0; begin < p.num_segments; begin += window) {
             const int64_t end = min64(begin + window, p.num_segments);
-            int64_t previous = -2;
+            int64_t next = -1; /* what was prefetched */
 #pragma omp for schedule(dynamic, chunk)
             for (int64_t i = begin * split; i < end * split; i++) {
                 const int64_t seg = i / split, h0 = i % split * heads;
-                const char *after = keys_of(a, &p, min64(seg + 1, p.num_segments - 1));
-                decode_segment(a, p.segments[seg], after, previous != i - 1, h0, h0 + heads,
-                               partials + (seg - begin) * segment_floats, (char *)mine);
-                previous = i;
+                const int64_t h1 = min64(h0 + heads, a->kv_heads), bundle = p.segments[seg].bundle;
+                if (bundle == 0 || h0 >= h1) continue;
+                const span_t after = span_at(a, &p, min64(seg + bundle, p.num_segments - 1));
+                float *to = partials + (seg - begin) * segment_floats;
+                if (tiled_decode)
+                    decode_bundle(a, p.segments + seg, &after, next != i, h0, h1, to, segment_floats,
+                                  mine);
+                else
+                    decode_segment(a, p.segments[seg], after.k, next != i, h0, h1, to, (char *)mine);
+                next = i + bundle * split;
             }
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < a->entries * p.max_rows; i++)
                 merge_row(a, &p, i / p.max_rows, i % p.max_rows, begin, end, partials);
         }
-        const int tiled = p.num_items && prefill_mode_of(a) == BF16_TILES;
-        if (tiled) shape_tiles(TILE_ROWS, TILE_ROWS);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
         if (tiled) release_tiles();

@@ -216,14 +216,14 @@ static void multiply_half(const call_t *c, int64_t row, int64_t rows, int64_t ha
         for (int64_t g = 0, r = 0; g < groups; g++, r += TILED_ROWS) {
             const int64_t n = min64(TILED_ROWS, rows - r);
             const char *x = c->x + (row + r) * c->x_stride + at * TILE_BYTES;
-            const product_t p = {{x, c->x_stride, TILE_BYTES}, columns, STEP_BYTES / 2, steps};
+            const product_t p = {{x, c->x_stride, TILE_BYTES}, columns, STEP_BYTES / 2, steps, HALF * 4};
             float *sums = acc + (chunks > 1 ? r * HALF : 0);
             if (*shaped != n) shape_tiles(min64(n, TILE_ROWS), n > TILE_ROWS ? n - TILE_ROWS : n);
             *shaped = n;
             if (g == 1 && !is_warm) ahead = every_line(next, STEP_BYTES, groups - 1);
             if (g > 0 && ahead.from >= next + steps * STEP_BYTES) ahead.lines = 0;
-            if (n > TILE_ROWS) multiply_tiles(p, ahead, sums, at == 0, 1, 1);
-            else multiply_tiles(p, ahead, sums, at == 0, 0, 1);
+            if (n > TILE_ROWS) multiply_tiles(p, ahead, sums, at == 0, 1, 1, 1);
+            else multiply_tiles(p, ahead, sums, at == 0, 0, 1, 1);
             ahead.from += steps * ahead.step;
             if (i + 1 == chunks) finish_rows(c, row + r, n, half * 2, 2, sums, HALF);
         }

@@ -37,6 +37,7 @@ typedef struct { /* one side of a product; in bytes: from row (or pair) to row, 
 typedef struct { /* [32 rows][k] by [k][32 columns], of which the second 16 lie `next` bytes further */
     side_t left, right;
     int64_t next, steps; /* of 32 values of k */
+    int64_t out_stride;  /* bytes from row to row of the result */
 } product_t;
 
 #if HAVE_TILES
@@ -71,48 +72,51 @@ INLINE void shape_tiles(int64_t rows0, int64_t rows1) {
 #define TILE_DOT(acc, rows, columns)                                                                \
     __asm__ volatile("tdpbf16ps %%tmm" #columns ", %%tmm" #rows ", %%tmm" #acc : :)
 
-/* acc += left right, or = where it starts at 0; acc is [16 or, if `is_double`, 32 rows][32 columns], as
- * far as the tiles' shapes reach. `is_passing`: what is read of `left` passes L1 by. */
-INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int is_double,
-                           const int is_passing) {
-    enum { ACC_STRIDE = 2 * TILE_BYTES };
-    float *acc1 = acc + TILE_ROWS * 2 * LANES;
+INLINE void release_tiles(void) { __asm__ volatile("tilerelease" : :); }
+
+/* acc += left right, or = where it starts at 0. acc is [rows][columns], 32 of each that is double and
+ * 16 else, as far as the tiles' shapes reach. `is_passing`: what is read of `left` passes L1 by. */
+INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
+                           const int double_columns, const int is_passing) {
+    float *acc1 = acc + TILE_ROWS * p.out_stride / 4;
     const char *left1 = p.left.at + TILE_ROWS * p.left.stride;
-    if (is_first) {
-        TILE_ZERO(0); TILE_ZERO(1);
-        if (is_double) { TILE_ZERO(2); TILE_ZERO(3); }
-    } else {
-        TILE_LOAD(0, acc, ACC_STRIDE); TILE_LOAD(1, acc + LANES, ACC_STRIDE);
-        if (is_double) { TILE_LOAD(2, acc1, ACC_STRIDE); TILE_LOAD(3, acc1 + LANES, ACC_STRIDE); }
-    }
+#define EACH_ACC(f)                                                                                 \
+    f(0, acc) if (double_columns) { f(1, acc + LANES) }                                             \
+    if (double_rows) { f(2, acc1) if (double_columns) { f(3, acc1 + LANES) } }
+#define START(tile, at) TILE_ZERO(tile);
+#define RESUME(tile, at) TILE_LOAD(tile, at, p.out_stride);
+#define FINISH(tile, at) TILE_STORE(tile, at, p.out_stride);
+#define LEFT(tile, at)                                                                              \
+    if (is_passing) TILE_PASS(tile, at, p.left.stride);                                             \
+    else TILE_LOAD(tile, at, p.left.stride);
+    if (is_first) { EACH_ACC(START) } else { EACH_ACC(RESUME) }
     for (int64_t i = 0; i < p.steps; i++) {
         prefetch_ahead(&ahead);
-        if (is_passing) TILE_PASS(4, p.left.at, p.left.stride);
-        else TILE_LOAD(4, p.left.at, p.left.stride);
+        LEFT(4, p.left.at)
         TILE_LOAD(6, p.right.at, p.right.stride);
         TILE_DOT(0, 4, 6);
-        TILE_LOAD(7, p.right.at + p.next, p.right.stride);
-        TILE_DOT(1, 4, 7);
-        if (is_double) {
-            if (is_passing) TILE_PASS(5, left1, p.left.stride);
-            else TILE_LOAD(5, left1, p.left.stride);
-            TILE_DOT(2, 5, 6); TILE_DOT(3, 5, 7);
+        if (double_columns) {
+            TILE_LOAD(7, p.right.at + p.next, p.right.stride);
+            TILE_DOT(1, 4, 7);
+        }
+        if (double_rows) {
+            LEFT(5, left1)
+            TILE_DOT(2, 5, 6);
+            if (double_columns) TILE_DOT(3, 5, 7);
         }
         p.left.at += p.left.step, left1 += p.left.step, p.right.at += p.right.step;
     }
-    TILE_STORE(0, acc, ACC_STRIDE); TILE_STORE(1, acc + LANES, ACC_STRIDE);
-    if (is_double) { TILE_STORE(2, acc1, ACC_STRIDE); TILE_STORE(3, acc1 + LANES, ACC_STRIDE); }
+    EACH_ACC(FINISH)
 }
-
-INLINE void release_tiles(void) { __asm__ volatile("tilerelease" : :); }
 
 #else
 int allow_tiles(void) { return -1; }
 INLINE void shape_tiles(int64_t rows0, int64_t rows1) { (void)rows0, (void)rows1; }
 INLINE void release_tiles(void) {}
-INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int is_double,
-                           const int is_passing) {
-    (void)p, (void)ahead, (void)acc, (void)is_first, (void)is_double, (void)is_passing;
+INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
+                           const int double_columns, const int is_passing) {
+    (void)p, (void)ahead, (void)acc, (void)is_first;
+    (void)double_rows, (void)double_columns, (void)is_passing;
 }
 #endif
 #endif

@@ -43,7 +43,7 @@ def whole(batch: Batch) -> list[KVChunk]:
 
 
 def fold(
-    kernels: CpuKernels, batch: Batch, chunks, out: Tensor | None = None
+    kernels: CpuKernels, batch: Batch, chunks, out: Tensor | None = None, window: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The softmax state after all chunks; `out`, if given, receives the attention."""
     tokens, heads, head_dim = batch.q.shape
@@ -61,6 +61,7 @@ def fold(
             batch.scale,
             is_first=at == 1,
             out=out if at == len(chunks) else None,
+            window=window,
         )
     return row_max, row_sum, acc
 
@@ -208,6 +209,22 @@ def test_a_shared_prefix_moves_no_bit(kernels, dtype):
     batch.tables[2][:10] = batch.tables[0][:10]
     alone = [chunk_of(batch, {s: (0, len(t))}) for s, t in enumerate(batch.tables)]
     assert same_bits(fold(kernels, batch, whole(batch)), fold(kernels, batch, alone))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads, group, window", [(2, 3, None), (5, 4, 300), (1, 40, None)])
+def test_many_share_a_prefix(kernels, dtype, kv_heads, group, window):
+    """More rows than one piece of work holds, over a block of several segments; with a window that
+    begins elsewhere for each; with more heads to a group than matrix tiles take.
+    """
+    lens = [600 + 7 * i for i in range(45)]
+    heads = {"kv_heads": kv_heads, "group": group, "head_dim": 32}
+    batch = make_batch([1 + i % 3 for i in range(45)], lens, dtype=dtype, block_size=600, **heads)
+    for table in batch.tables[1:]:
+        table[0] = batch.tables[0][0]
+    alone = [chunk_of(batch, {s: (0, len(t))}) for s, t in enumerate(batch.tables)]
+    got = fold(kernels, batch, whole(batch), window=window)
+    assert same_bits(got, fold(kernels, batch, alone, window=window))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
