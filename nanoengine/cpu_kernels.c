@@ -814,8 +814,7 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
         }
         total += count;
     }
-    memset(w.acc, 0, 4 * num * LANES * dim);
-    memset(w.values, 0, 4 * TILE / 2 * w.padded);
+    for (int64_t g = 0; g < num; g++) memset(w.acc + g * LANES * dim, 0, 4 * groups[g].count * dim);
     int64_t seen = e.seen_begin; /* by any of them */
     for (int64_t s = 1; s < segments->bundle; s++)
         seen = min64(seen, entry_at(a, segments[s].entry).seen_begin);
@@ -840,6 +839,8 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
                 tile.k_stride = stride;
                 tile.k = whole_keys(k + h * width, &tile.k_stride, n, dim, w.keys);
                 pair_values(v + h * width, stride, n, dim, w.values, w.padded);
+                for (int64_t i = ceil_div(n, 2); i % TILE_PAIRS; i++) /* 0 * NaN is NaN */
+                    memset(w.values + i * w.padded, 0, 4 * w.padded);
             }
             bundle_tile(a, &tile, &w, n, rows + groups[g].first, groups[g].count,
                         w.q + g * LANES * w.padded, w.acc + g * LANES * dim, state[g * LANES],
