@@ -57,7 +57,11 @@ class BlockTable:
     @property
     def held(self) -> list[Block]:
         """Those that the sequence has a reference to."""
-        return self.blocks[self.num_left :]
+        return self.held_from(0)
+
+    def held_from(self, first: int) -> list[Block]:
+        """Those of them from block `first` on."""
+        return self.blocks[max(self.num_left, first) :]
 
     def first_keys(self, num_blocks: int, size: int) -> list[BlockKey]:
         """The keys of the first `num_blocks` blocks of `size` tokens, which are full."""

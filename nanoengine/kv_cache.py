@@ -25,11 +25,10 @@ from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
 from nanoengine.placement import Placement, StepTables, device_slot
 from nanoengine.sequence import (
     Admission,
-    RequestMetrics,
     ScheduledBatch,
     Sequence,
 )
-from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV
+from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV, count_transfers
 from nanoengine.step_plan import (
     DEVICE,
     HOST,
@@ -37,6 +36,7 @@ from nanoengine.step_plan import (
     Part,
     fills_of_layers,
     plan_reads,
+    streamed_pieces,
     unseen_parts,
 )
 
@@ -98,7 +98,8 @@ class HybridKVCacheManager:
 
     def start_step(self) -> None:
         """Reservations from here on are for one step."""
-        self._budget = StepBudget(self.spec.num_blocks, 0)
+        kept = sum(self._num_tail(t) - 1 for t in self._tables.values() if not t.is_parked)
+        self._budget = StepBudget(self.spec.num_blocks - kept, 0)
 
     def admit(self, seq: Sequence) -> Admission:
         """Give a waiting sequence the blocks of all its tokens, reusing cached ones.
@@ -109,9 +110,10 @@ class HybridKVCacheManager:
         `num_computed`, and what was cached at the first admission.
         """
         table = self._tables.setdefault(seq.seq_id, BlockTable(seq))
-        active = sum(not t.is_parked for t in self._tables.values())
-        # Every active sequence writes to a device block, and one more keeps a prefill going.
-        if active and self.spec.num_host_blocks and active >= self.spec.num_blocks - 1:
+        active = [t for t in self._tables.values() if not t.is_parked]
+        # Every active sequence keeps its tail on the device, and one more keeps a prefill going.
+        tails = sum(map(self._num_tail, [*active, table]))
+        if active and self.spec.num_host_blocks and tails >= self.spec.num_blocks:
             return Admission.FULL
         source = self._source(table)
         if source is not None and source.seq.num_computed < seq.num_prompt_tokens:
@@ -138,6 +140,7 @@ class HybridKVCacheManager:
         if source is not None:
             self._copy_tail(table, source)
         self._promise(table)
+        self._budget.write_blocks -= self._num_tail(table) - 1
         return Admission.ADMITTED
 
     def stream_cost(self, seq: Sequence) -> int:
@@ -146,7 +149,8 @@ class HybridKVCacheManager:
         """
         if not self.spec.slot_blocks:
             return 0
-        return len(self._streamed(self._tables[seq.seq_id]) - self._budget.streamed)
+        blocks = self._streamed(self._tables[seq.seq_id]) - self._budget.streamed
+        return -(-len(blocks) * self.spec.streaming_layers // self.spec.num_layers)
 
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
         """How many of the next `num_tokens` tokens can be computed in this step.
@@ -345,10 +349,11 @@ class HybridKVCacheManager:
         )
         streamed = {span.index for part in parts if part.tier != DEVICE for span in part.spans}
         self.peak_streamed = max(self.peak_streamed, len(streamed))
-        for item, blocks in zip(batch.items, active, strict=True):
-            self._count_transfers(item.seq.metrics, blocks, placement)
         starts = [item.start for item in batch.items]
         unseen = unseen_parts(parts, starts, self.spec.block_size, self.spec.windows)
+        pieces = streamed_pieces(parts, unseen, self.spec.num_layers)
+        metrics = [item.seq.metrics for item in batch.items]
+        count_transfers(metrics, active, placement, pieces, self.spec)
         transfers = StepTransfers(
             stores=tuple(placement.stores.values()),
             loads=tuple(placement.loads.values()),
@@ -379,7 +384,7 @@ class HybridKVCacheManager:
             reads=self._chunk_tables(parts, num_rows),
             run=self._offload.begin(transfers),
             placement=placement,
-            streamed=[batch.items[index].seq.metrics for index in streamed],
+            streamed=[metrics[index] for index in streamed],
             counted=counted,
             unseen=unseen,
         )
@@ -390,21 +395,6 @@ class HybridKVCacheManager:
             return {}
         blocks = (block for table in tables for block in table)
         return {block.host_slot: block for block in blocks if block.host_slot is not None}
-
-    def _count_transfers(
-        self, metrics: RequestMetrics, blocks: list[Block], placement: Placement
-    ) -> None:
-        token_bytes = self.spec.host_block_bytes // self.spec.block_size
-        if self.spec.slot_blocks:
-            on_host = sum(block.device_slot is None for block in blocks)
-            metrics.h2d_bytes += on_host * self.spec.host_block_bytes
-        if not (placement.loads or placement.stores):
-            return
-        for block in blocks:
-            if load := placement.loads.get(block):
-                metrics.h2d_bytes += load.num_tokens * token_bytes
-            if store := placement.stores.get(block):
-                metrics.d2h_bytes += (store.stop - store.start) * token_bytes
 
     def _chunk_tables(self, parts: list[Part], num_rows: int) -> list[ChunkTable]:
         fills = count()
@@ -432,12 +422,20 @@ class HybridKVCacheManager:
         return writes
 
     def _step_tables(self, batch: ScheduledBatch) -> StepTables:
-        step = [self._tables[item.seq.seq_id] for item in batch.items]
-        others = [table for table in self._tables.values() if table not in step]
+        starts = {item.seq.seq_id: item.start for item in batch.items}
+        step = [self._tables[seq_id] for seq_id in starts]
+        others = [t for seq_id, t in self._tables.items() if seq_id not in starts]
+        resting = [t for t in others if not t.is_parked]
+        tails: set[Block] = set()
+        if self.spec.tail_blocks > 1:
+            for table in (*step, *resting):
+                start = starts.get(table.seq.seq_id, table.seq.num_computed)
+                tails.update(table.held_from(self.spec.first_of_tail(start)))
         return StepTables(
             [table.held for table in step],
-            [table.held for table in others if not table.is_parked],
+            [table.held for table in resting],
             [table.held for table in others if table.is_parked],
+            frozenset(tails),
         )
 
     def _location(self, block: Block) -> Location:
@@ -449,6 +447,10 @@ class HybridKVCacheManager:
             return HOST, block.host_slot
         piece, place = self._offload.host.locate(block.host_slot)
         return HOST + piece, place
+
+    def _num_tail(self, table: BlockTable) -> int:
+        """Device blocks that the sequence keeps while it runs."""
+        return min(self.spec.tail_blocks, self._blocks_for(table.seq.max_total_tokens))
 
     def _streamed(self, table: BlockTable) -> set[Block]:
         """Blocks with KV that lies on the host only."""

@@ -74,6 +74,34 @@ class KVSpec:
             return self.capacity_blocks
         return min(self.capacity_blocks, self._blocks_of(self.window - 1 + self.step_tokens))
 
+    @property
+    def tail_blocks(self) -> int:
+        """Device blocks that a running sequence keeps: the block that it writes; while KV streams,
+        all that the widest window of a layer lies in, so that layers with a window never stream.
+        Where the device does not hold that window, it streams as the rest does.
+        """
+        if not (self.slot_blocks and self._widest):
+            return 1
+        blocks = self._blocks_of(self._widest)
+        return blocks if blocks < self.num_blocks else 1
+
+    @property
+    def streaming_layers(self) -> int:
+        """Layers that read blocks before the tail."""
+        if self.tail_blocks == 1:
+            return self.num_layers
+        return sum(window is None for window in self.windows)
+
+    def first_of_tail(self, num_computed: int) -> int:
+        """The first block of the tail of a sequence with so many computed tokens."""
+        reach = self._widest if self.tail_blocks > 1 else 1
+        return max(0, num_computed + 1 - reach) // self.block_size
+
+    @property
+    def _widest(self) -> int:
+        """The widest window of a layer; 0: no layer has one."""
+        return max((window for window in self.windows if window), default=0)
+
     def first_held(self, num_computed: int) -> int:
         """The first block that a sequence with so many computed tokens needs."""
         return max(0, num_computed + 1 - self.window) // self.block_size if self.window else 0

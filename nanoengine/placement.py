@@ -21,12 +21,13 @@ Tables = list[list[Block]]
 @dataclass(frozen=True, slots=True)
 class StepTables:
     """The blocks of all sequences: of those in the step, of those that run but sit this step out,
-    and of preempted ones.
+    and of preempted ones. tails: what running ones should keep on the device, see KVSpec.
     """
 
     active: Tables
     resting: Tables = field(default_factory=list)
     parked: Tables = field(default_factory=list)
+    tails: frozenset[Block] = frozenset()
 
     @property
     def all(self) -> Tables:
@@ -38,9 +39,11 @@ class StepTables:
 class Rank:
     """How early a block loses its device copy: the lowest rank first.
 
-    standing: PARKED, RESTING or ACTIVE. shortness: less the longer the sequence, by powers of two.
+    is_tail: of a running sequence. standing: PARKED, RESTING or ACTIVE. shortness: less the longer
+    the sequence, by powers of two.
     """
 
+    is_tail: bool
     standing: int
     shortness: int
     is_shared: bool
@@ -49,6 +52,7 @@ class Rank:
 
 
 PARKED, RESTING, ACTIVE = range(3)
+ANY = 1  # shortness above that of every sequence
 
 
 def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
@@ -57,8 +61,8 @@ def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
     Blocks of preempted sequences go before those of resting ones, and these before those of the
     step. Then long sequences (by powers of two) before short ones, so that a short one stays
     resident beside a long one; blocks of one sequence before shared ones; middle blocks, oldest
-    first, before the first block. Among equals any choice streams the same bytes: a step reads
-    every block once.
+    first, before the first block; tails last of all. Among equals any choice streams the same
+    bytes: a step reads every block once.
     """
     ranks: dict[Block, Rank] = {}
     for standing, group in enumerate((tables.parked, tables.resting, tables.active)):
@@ -66,7 +70,8 @@ def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
             for index, block in enumerate(blocks):
                 if block.device_slot is not None:
                     is_shared = block.ref_count > 1
-                    rank = Rank(standing, _shortness(blocks), is_shared, index == 0, index)
+                    is_tail = block in tables.tails
+                    rank = Rank(is_tail, standing, _shortness(blocks), is_shared, index == 0, index)
                     ranks[block] = max(rank, ranks.get(block, rank))
     return ranks
 
@@ -98,9 +103,16 @@ class Placement:
                 self._move_in(block, slot)
 
     def promote(self) -> None:
-        """Bring host blocks of the step into device slots that nobody running uses, or only
-        sequences that stream anyway, because they are longer: beside these short ones are resident.
+        """Bring host blocks of the step into device slots: tails, where no other tail is; then into
+        slots that nobody running uses, or only sequences that stream anyway, because they are
+        longer: beside these short ones are resident.
         """
+        for block in (b for blocks in self._tables.active for b in blocks):
+            if block in self._tables.tails and block.num_tokens and block.device_slot is None:
+                slot = self._device_slot(for_shortness=ANY)
+                if slot is None:
+                    break
+                self._move_in(block, slot)
         for blocks in sorted(self._tables.active, key=len):
             for block in blocks:
                 if block.num_tokens and block.device_slot is None:
@@ -108,6 +120,12 @@ class Placement:
                     if slot is None:
                         return
                     self._move_in(block, slot)
+
+    def moved_tokens(self, blocks: list[Block]) -> tuple[int, int]:
+        """Of these blocks, the tokens that are loaded and those that are stored."""
+        loads = (self.loads[block] for block in blocks if block in self.loads)
+        stores = (self.stores[block] for block in blocks if block in self.stores)
+        return sum(x.num_tokens for x in loads), sum(x.stop - x.start for x in stores)
 
     def undo_loads(self) -> None:
         """After a step that failed: what was to be loaded is on the host only."""
@@ -123,8 +141,8 @@ class Placement:
             self.loads[block] = Load(block.host_slot, slot, block.num_tokens)
 
     def _device_slot(self, for_shortness: int | None = None) -> int | None:
-        """A free device slot; else that of a cached block, else of the first in the drop order that
-        is not of a running sequence as short as that.
+        """A free device slot; else that of a cached block, else of the first in the drop order: of
+        one that is no tail and not of a running sequence as short as that.
         """
         slot = self._manager.device.take()
         if slot is not None:
@@ -140,7 +158,9 @@ class Placement:
                 continue
             rank = self._ranks[block]
             is_running = rank.standing != PARKED
-            if for_shortness is not None and is_running and rank.shortness >= for_shortness:
+            if for_shortness is not None and (
+                rank.is_tail or (is_running and rank.shortness >= for_shortness)
+            ):
                 continue
             if self._save(block):
                 return self._manager.drop_device(block)

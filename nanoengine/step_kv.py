@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nanoengine.block_manager import Block
 from nanoengine.block_table import Write
 from nanoengine.context import KVChunk, KVTarget, Spans, StepInputs
+from nanoengine.kv_spec import KVSpec
 from nanoengine.offload import OffloadEngine, TransferCounters, TransferRun
 from nanoengine.placement import Placement
 from nanoengine.sequence import RequestMetrics
@@ -162,3 +164,21 @@ class StepKV:
             metrics.num_stalls += now.num_stalls - self.counted.num_stalls
             metrics.num_prefetch_hits += now.num_prefetch_hits - self.counted.num_prefetch_hits
             metrics.peak_streamed = max(metrics.peak_streamed, len(self.streamed))
+
+
+def count_transfers(
+    metrics: list[RequestMetrics],
+    tables: list[list[Block]],
+    placement: Placement,
+    pieces: dict[int, int],
+    spec: KVSpec,
+) -> None:
+    """Count what a step moves for each of its sequences, which see these blocks.
+
+    pieces: as step_plan.streamed_pieces gives them.
+    """
+    for index, (counted, blocks) in enumerate(zip(metrics, tables, strict=True)):
+        loaded, stored = placement.moved_tokens(blocks)
+        streamed = pieces.get(index, 0) * spec.host_block_bytes // spec.num_layers
+        counted.h2d_bytes += streamed + loaded * spec.host_block_bytes // spec.block_size
+        counted.d2h_bytes += stored * spec.host_block_bytes // spec.block_size

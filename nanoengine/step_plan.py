@@ -169,6 +169,18 @@ def fills_of_layers(
     )
 
 
+def streamed_pieces(
+    parts: Sequence[Part], unseen: Sequence[frozenset[int]], num_layers: int
+) -> dict[int, int]:
+    """Of each sequence with host blocks that stream: how many, each once for every layer."""
+    pieces: dict[int, int] = {}
+    for number, part in enumerate(parts):
+        layers = num_layers - sum(number in hidden for hidden in unseen)
+        for span in part.spans if part.fill else ():
+            pieces[span.index] = pieces.get(span.index, 0) + layers * len(span.slots)
+    return pieces
+
+
 def slot_runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
     """Consecutive slots as (position in `slots`, first slot, count): each is one copy."""
     runs: list[tuple[int, int, int]] = []

@@ -59,7 +59,9 @@ ARROWS = {
     "host_pool": {"step_plan"},
     "offload": {"host_pool", "kv_codec", "step_plan"},
     "kv_spec": {"kv_codec"},
-    "step_kv": {"block_table", "step_plan", "placement", "offload"},
+    "step_kv": {
+        *("block_manager", "block_table", "step_plan", "placement", "offload", "kv_spec"),
+    },
     "kv_cache": {
         *("block_manager", "block_table", "step_plan", "placement", "offload", "kv_spec"),
         "step_kv",

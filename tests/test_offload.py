@@ -134,7 +134,8 @@ def check_case(tiny: Tiny, case: Case) -> None:
         preemptions += sum(output.metrics.num_preemptions for output in outputs)
         cached += sum(output.num_cached_tokens for output in outputs)
     may_need_less = driver.engine.kv.spec.window  # KV that its windows have left is given back
-    assert may_need_less or (preemptions > 0) == (batch == "many, preempted")
+    run_fewer = driver.engine.kv.spec.tail_blocks > 1  # as many as the device holds windows of
+    assert may_need_less or run_fewer or (preemptions > 0) == (batch == "many, preempted")
     assert (cached > 0) == prefix_cache
     assert_bytes_add_up(driver, host_pressure=True)
     counters, peak = driver.engine.kv.counters, driver.engine.kv.peak_streamed

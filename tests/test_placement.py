@@ -118,6 +118,40 @@ def test_a_short_sequence_gets_the_slots_of_a_long_one_that_streams_anyway() -> 
     assert not placement.loads and short[0].device_slot is not None
 
 
+def test_tails_are_dropped_last_whoever_holds_them() -> None:
+    manager = BlockManager(32)
+    parked, resting, short, long = (
+        [block_on(manager, "d") for _ in range(n)] for n in (2, 2, 3, 5)
+    )
+    tails = {resting[1], long[4]}
+    order = drop_order(StepTables([short, long], [resting], [parked], frozenset(tails)))
+    assert set(order[-2:]) == tails and set(order[:2]) == set(parked)
+
+
+def test_tails_come_to_the_device_over_all_but_tails() -> None:
+    """A step reads them there, whatever streams beside them."""
+    manager = BlockManager(3, 12, 1)
+    long = [block_on(manager, "dh"), block_on(manager, "h"), block_on(manager, "h")]
+    short = [block_on(manager, "dh"), block_on(manager, "dh")]
+    tails = frozenset([*long[1:], short[1]])
+    placement = Placement(manager, StepTables([long, short], tails=tails))
+    placement.promote()
+    assert [block.device_slot is None for block in (*long, *short)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert placement.loads.keys() == {*long[1:]}
+    manager = BlockManager(2, 12, 1)
+    kept = [block_on(manager, "dh") for _ in range(2)]
+    late = [block_on(manager, "h")]
+    placement = Placement(manager, StepTables([kept, late], tails=frozenset([*kept, *late])))
+    placement.promote()
+    assert not placement.loads and late[0].device_slot is None
+
+
 # -- moves
 
 

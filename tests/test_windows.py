@@ -30,6 +30,7 @@ from nanoengine.kv_spec import KVSpec
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.loader import read_model_config
 from nanoengine.models import layer_windows
+from nanoengine.offload import StepTransfers, TransferRun
 
 CPU = torch.device("cpu")
 # Prompts whole and on top of earlier keys, decodes of one to four queries, one key, no key.
@@ -367,6 +368,49 @@ def test_windowed_layers_do_not_stream(tiny: Callable[[str], Path]) -> None:
         driver.engine.close()
     for other in found[1:]:
         assert all(map(torch.equal, other, found[0]))
+
+
+@pytest.mark.parametrize("model, tail", [("qwen3-window", 3), ("mistral-window", 4)])
+def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, tail: int) -> None:
+    """Three long requests and a short one over a device that holds two or three windows: whoever
+    takes part in a step, has waited or shares a prefix, layers with a window find all of it on the
+    device.
+    """
+    path = tiny(model)
+    settings = TIERS["stream"] | {"num_gpu_blocks": 10, "slot_tokens": 8}
+    settings |= {"kv_offload_gib": host_gib(path, 80, 8), "stream_mib_per_step": 0.001}
+    driver = make_driver(path, **settings)
+    windows, fills = driver.engine.kv.spec.windows, set()
+    assert driver.engine.kv.spec.tail_blocks == tail
+    prompts = [some_ids(6, 150), some_ids(7, 120), some_ids(8, 11), some_ids(6, 150)[:100]]
+    begin = driver.engine.kv._offload.begin
+
+    def recorded(transfers: StepTransfers) -> TransferRun:
+        numbers = range(len(transfers.fills))
+        of_layers = transfers.fills_of or [tuple(numbers)] * len(windows)
+        fills.update((layer, windows[layer]) for layer, read in enumerate(of_layers) for _ in read)
+        return begin(transfers)
+
+    driver.engine.kv._offload.begin = recorded
+    outputs = driver.run(prompts, greedy(12))
+    assert token_ids(outputs) == [expected(path, prompt, 12) for prompt in prompts]
+    assert fills == {(layer, None) for layer, window in enumerate(windows) if window is None}
+    driver.engine.close()
+
+
+def test_tails() -> None:
+    """As far as the device holds them; without a window or a ring, the block that is written."""
+    spec = KVSpec(3, 6, 8, 1, 1, torch.float32, slot_blocks=1, windows=(None, 21, 9))
+    assert (spec.tail_blocks, spec.streaming_layers) == (4, 1)
+    assert [spec.first_of_tail(done) for done in (0, 20, 27, 28, 36)] == [0, 0, 0, 1, 2]
+    for other in (
+        replace(spec, num_blocks=4),
+        replace(spec, slot_blocks=0),
+        replace(spec, windows=()),
+        replace(spec, windows=(None, None, None)),
+    ):
+        assert (other.tail_blocks, other.streaming_layers) == (1, 3)
+        assert [other.first_of_tail(done) for done in (0, 7, 8, 36)] == [0, 0, 1, 4]
 
 
 def test_a_window_needs_room_for_itself() -> None:
