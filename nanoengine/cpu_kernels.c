@@ -799,7 +799,7 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
     const span_t span = span_of(a, &e, segments->index);
     decode_row_t rows[ROWS_PER_ITEM];
     rows16_t groups[GROUPS];
-    float state[ROWS_PER_ITEM + GROUPS * LANES][2];
+    float state[ROWS_PER_ITEM][2];
     int64_t num = 0, total = 0;
     for (int64_t h = head0; h < head1; h++) {
         const int64_t count = bundled_rows(a, segments, h, partials, segment_floats, rows + total);

@@ -22,6 +22,7 @@ from nanoengine.quant import Quantizer
 Norm = tuple[Tensor, float]  # weight and epsilon of an RMSNorm
 Normalize = Callable[[Tensor], Tensor]  # over the last dimension
 Multiply = Callable[[Tensor], Tensor]  # x -> x @ weight.T
+Head = Callable[[Tensor], Tensor]  # residual stream -> logits
 GateUp = Callable[[Tensor], Tensor]  # x -> act(gate(norm(x))) * up(norm(x))
 # (residual, attended) -> following(residual); the residual stream, added to, where nothing follows.
 Bridge = Callable[[Tensor, Tensor], Tensor]
@@ -54,11 +55,11 @@ class LayerOps(Protocol):
         """x -> silu(gate(x)) * up(x), both of norm(x), in one product."""
         ...
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+    def head(self, weight: Tensor, norm: Norm | None) -> Head:
         """The product that gives the logits; its weight is never quantised."""
         ...
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Product]:
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Head]:
         """Token ids -> rows of the weight, and the head with the same weight, held once."""
         ...
 
@@ -158,7 +159,7 @@ class TorchOps:
         quantized = None if self._quantizer is None else self._quantizer.product(weight)
         return self._linear(weight, bias, norm, quantized)
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+    def head(self, weight: Tensor, norm: Norm | None) -> Head:
         """See LayerOps."""
         return self._linear(weight, None, norm, None)
 
@@ -179,7 +180,7 @@ class TorchOps:
         )
         return lambda x: self.silu_mul(both(x))
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Product]:
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Head]:
         """See LayerOps. A weight that oneDNN reorders is kept twice."""
         return functools.partial(torch.embedding, weight), self.head(weight, norm)
 
@@ -301,11 +302,11 @@ class PackedOps(KernelOps):
             return super().gate_up(gate, up, biases, norm)
         return self._products.pack_gate_up(gate, up, biases, norm)
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+    def head(self, weight: Tensor, norm: Norm | None) -> Head:
         """See LayerOps. Gives the fp32 sums: bfloat16 makes ties of what a token depends on."""
         return self._products.pack(weight, None, norm).in_float
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Product]:
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Head]:
         """See LayerOps."""
         head = self._products.pack(weight, None, norm)
         return head.gather_rows, head.in_float
@@ -452,7 +453,10 @@ class NormedProduct:
     """A product, and norms apart from it: of what goes in, of what comes out."""
 
     def __init__(
-        self, product: Product, before: Normalize | None = None, after: Normalize | None = None
+        self,
+        product: Product | Head,
+        before: Normalize | None = None,
+        after: Normalize | None = None,
     ) -> None:
         self._product, self._before, self._after = product, before, after
 

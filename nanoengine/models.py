@@ -20,6 +20,7 @@ from nanoengine.layers import (
     Attention,
     Bridge,
     GateUp,
+    Head,
     LayerOps,
     Norm,
     Normalize,
@@ -291,7 +292,7 @@ class _Builder:
         self._ops = ops
         self._source = source
 
-    def ends(self) -> tuple[Callable[[Tensor], Tensor], Product]:
+    def ends(self) -> tuple[Callable[[Tensor], Tensor], Head]:
         """Token ids -> embeddings, and residual stream -> logits."""
         embedding = self._source("model.embed_tokens.weight")
         rows: Callable[[Tensor], Tensor] = functools.partial(torch.embedding, embedding)
