@@ -18,7 +18,7 @@
  *
  * A tile may also be computed for a row that sees none of its keys (a neighbour does): this must not
  * change the row. So alpha = 2^0 is exactly 1, p of a masked key is exactly +0, denormals are flushed
- * throughout, and prefill stores no -0 (-0 + 0 * v is +0).
+ * throughout, and prefill and bundles of segments store no -0 (-0 + 0 * v is +0).
  *
  * Memory past a sequence's kv_len is never read: it may hold NaN, and 0 * NaN is NaN.
  * Four modes: fp32; bf16 multiplied in pairs (AVX512-BF16) or in matrix tiles (AMX); bf16 widened to
@@ -565,8 +565,9 @@ static void pair_values(const char *v, int64_t stride, int count, int64_t dim, f
 /* K where it is; or, where the keys do not fill matrix tiles, a copy with zeros after them. */
 static const char *whole_keys(const char *k, int64_t *stride, int count, int64_t dim, float *copy) {
     if (count % TILE_ROWS == 0) return k;
-    memset(copy, 0, TILE * dim * 2);
-    for (int i = 0; i < count; i++) memcpy((char *)copy + i * 2 * dim, k + i * *stride, 2 * dim);
+    char *to = (char *)copy;
+    for (int i = 0; i < count; i++, to += 2 * dim) memcpy(to, k + i * *stride, 2 * dim);
+    memset(to, 0, (TILE_ROWS - count % TILE_ROWS) * 2 * dim);
     *stride = 2 * dim;
     return (const char *)copy;
 }

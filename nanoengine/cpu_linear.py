@@ -1,4 +1,4 @@
-"""Products with weights packed for AVX512-BF16, and what is fused onto them: calls `cpu_linear.c`.
+"""Products with weights packed for AVX512-BF16 or AMX, and what is fused onto them: `cpu_linear.c`.
 
 Owns the packed copy of a weight and the C calling convention. Knows no layer and no model. The
 layout, and the law that makes a row's bits independent of its batch, are in `cpu_linear.c`.

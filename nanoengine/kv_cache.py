@@ -23,11 +23,7 @@ from nanoengine.errors import OutOfMemoryError
 from nanoengine.kv_spec import KVSpec
 from nanoengine.offload import OffloadEngine, StepTransfers, TransferCounters
 from nanoengine.placement import Placement, StepTables, device_slot
-from nanoengine.sequence import (
-    Admission,
-    ScheduledBatch,
-    Sequence,
-)
+from nanoengine.sequence import Admission, ScheduledBatch, Sequence
 from nanoengine.step_kv import ChunkTable, LayerPool, Pad, StepKV, count_transfers
 from nanoengine.step_plan import (
     DEVICE,
@@ -98,7 +94,7 @@ class HybridKVCacheManager:
 
     def start_step(self) -> None:
         """Reservations from here on are for one step."""
-        kept = sum(self._num_tail(t) - 1 for t in self._tables.values() if not t.is_parked)
+        kept = self._num_kept([t for t in self._tables.values() if not t.is_parked])
         self._budget = StepBudget(self.spec.num_blocks - kept, 0)
 
     def admit(self, seq: Sequence) -> Admission:
@@ -111,9 +107,9 @@ class HybridKVCacheManager:
         """
         table = self._tables.setdefault(seq.seq_id, BlockTable(seq))
         active = [t for t in self._tables.values() if not t.is_parked]
-        # Every active sequence keeps its tail on the device, and one more keeps a prefill going.
-        tails = sum(map(self._num_tail, [*active, table]))
-        if active and self.spec.num_host_blocks and tails >= self.spec.num_blocks:
+        # Every active sequence writes to a device block, and one more keeps a prefill going.
+        room = self.spec.num_blocks - self._num_kept([*active, table])
+        if active and self.spec.num_host_blocks and len(active) >= room - 1:
             return Admission.FULL
         source = self._source(table)
         if source is not None and source.seq.num_computed < seq.num_prompt_tokens:
@@ -140,7 +136,7 @@ class HybridKVCacheManager:
         if source is not None:
             self._copy_tail(table, source)
         self._promise(table)
-        self._budget.write_blocks -= self._num_tail(table) - 1
+        self._budget.write_blocks -= self._num_kept([table])
         return Admission.ADMITTED
 
     def stream_cost(self, seq: Sequence) -> int:
@@ -448,9 +444,12 @@ class HybridKVCacheManager:
         piece, place = self._offload.host.locate(block.host_slot)
         return HOST + piece, place
 
-    def _num_tail(self, table: BlockTable) -> int:
-        """Device blocks that the sequence keeps while it runs."""
-        return min(self.spec.tail_blocks, self._blocks_for(table.seq.max_total_tokens))
+    def _num_kept(self, running: list[BlockTable]) -> int:
+        """Device blocks that these keep, besides one each to write to."""
+        most = self.spec.tail_blocks
+        if most == 1:
+            return 0
+        return sum(min(most, self._blocks_for(t.seq.max_total_tokens)) - 1 for t in running)
 
     def _streamed(self, table: BlockTable) -> set[Block]:
         """Blocks with KV that lies on the host only."""

@@ -107,8 +107,9 @@ class Placement:
         slots that nobody running uses, or only sequences that stream anyway, because they are
         longer: beside these short ones are resident.
         """
-        for block in (b for blocks in self._tables.active for b in blocks):
-            if block in self._tables.tails and block.num_tokens and block.device_slot is None:
+        tails = self._tables.tails
+        for block in (b for blocks in self._tables.active if tails for b in blocks):
+            if block in tails and block.num_tokens and block.device_slot is None:
                 slot = self._device_slot(for_shortness=ANY)
                 if slot is None:
                     break

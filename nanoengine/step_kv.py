@@ -177,6 +177,8 @@ def count_transfers(
 
     pieces: as step_plan.streamed_pieces gives them.
     """
+    if not (pieces or placement.loads or placement.stores):
+        return
     for index, (counted, blocks) in enumerate(zip(metrics, tables, strict=True)):
         loaded, stored = placement.moved_tokens(blocks)
         streamed = pieces.get(index, 0) * spec.host_block_bytes // spec.num_layers

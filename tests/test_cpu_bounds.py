@@ -55,10 +55,11 @@ def attention(folder: Path, flags: tuple[str, ...]) -> None:
     for block_size, q_len in ((5, 7), (5, 1), (16, 30), (70, 70), (1, 6)):
         batch = make_batch([q_len], [70], dtype=torch.bfloat16, block_size=block_size)
         # The sequence's last block, full, is the last of the pool.
-        last = len(batch.k_pool) - 1
-        order = [last if b == batch.tables[0][-1] else b for b in range(last + 1)]
-        order[last] = batch.tables[0][-1]
-        table = [last if b == batch.tables[0][-1] else order[b] for b in batch.tables[0]]
+        end, last = batch.tables[0][-1], len(batch.k_pool) - 1
+        swapped = {end: last, last: end}
+        order, table = (
+            [swapped.get(b, b) for b in blocks] for blocks in (range(last + 1), batch.tables[0])
+        )
         pools = (guarded(pool[order]) for pool in (batch.k_pool, batch.v_pool))
         batch = replace(
             batch, **dict(zip(("k_pool", "v_pool"), pools, strict=True)), tables=[table]
@@ -74,7 +75,6 @@ def attention(folder: Path, flags: tuple[str, ...]) -> None:
 
 @needs_compiler
 @needs_bf16_cpu
-@pytest.mark.skipif(sys.platform != "linux", reason="mprotect is called as Linux has it")
 @pytest.mark.parametrize("build", BUILDS)
 def test_nothing_past_the_end_is_touched(build_folder: Path, build: str) -> None:
     command = [sys.executable, __file__, str(build_folder), *BUILDS[build]]
