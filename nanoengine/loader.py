@@ -90,7 +90,7 @@ def _convert_once(path: Path) -> Path:
             "or a .gguf file"
         )
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
-    key = f"{model_cache.file_digest(path)}-v{CONVERTER_VERSION}"
+    key = f"{model_cache.remembered_digest(path)}-v{CONVERTER_VERSION}"
 
     def convert(target: Path) -> str:
         logger.info("converting %s (once)", path)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from nanoengine.errors import ModelLoadError
 logger = logging.getLogger(__name__)
 
 MANIFEST = "nanoengine.json"
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 STAGING_PREFIX = ".building-"
 STALE_SECONDS = 24 * 3600
 READ_BYTES = 8 << 20
+# A file that changed so lately may change again without showing another time.
+SETTLED_NS = 1_000_000_000
 
 
 def file_digest(path: Path) -> str:
@@ -39,6 +42,37 @@ def file_digest(path: Path) -> str:
         while num_read := file.readinto(buffer):
             digest.update(memoryview(buffer)[:num_read])
     return digest.hexdigest()
+
+
+def remembered_digest(path: Path) -> str:
+    """`file_digest`, remembered for as long as the file's place, size and times stay the same: a
+    model has many bytes.
+    """
+    status = path.stat()
+    times = f"{status.st_mtime_ns}/{status.st_ctime_ns}"
+    asked = f"{path.resolve()}/{status.st_ino}/{status.st_size}/{times}"
+    name = f".digest-{xxhash.xxh3_128_hexdigest(os.fsencode(asked))}"
+    for root in _roots():
+        try:
+            digest = (root / name).read_text(encoding="ascii")
+        except (OSError, ValueError):
+            continue
+        if re.fullmatch("[0-9a-f]{32}", digest):
+            return digest
+    digest = file_digest(path)
+    if time.time_ns() - status.st_ctime_ns > SETTLED_NS:
+        _remember(name, digest)
+    return digest
+
+
+def _remember(name: str, digest: str) -> None:
+    try:
+        root = _writable_root()
+        with tempfile.NamedTemporaryFile("w", dir=root, delete=False) as file:
+            file.write(digest)
+        os.replace(file.name, root / name)
+    except (OSError, ModelLoadError) as error:
+        logger.info("a digest is not remembered: %s", error)
 
 
 def cached_folder(name: str, build: Callable[[Path], str]) -> Path:
@@ -59,18 +93,26 @@ def cached_folder(name: str, build: Callable[[Path], str]) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the manifest is there and every file has the size and the hash it lists."""
+    """Whether the manifest is there and every file is as it lists it: of its size, and with its
+    time of change from before the manifest or, failing that, its hash.
+    """
     manifest = _read_manifest(folder)
     if manifest is None:
         return False
     try:
-        return all(
-            (folder / name).stat().st_size == entry["size"]
-            and file_digest(folder / name) == entry["xxh3_128"]
-            for name, entry in manifest["files"].items()
-        )
+        listed_at = (folder / MANIFEST).stat().st_mtime_ns
+        files = manifest["files"].items()
+        return all(_is_as_listed(folder / name, entry, listed_at) for name, entry in files)
     except (OSError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _is_as_listed(path: Path, entry: Mapping[str, Any], listed_at: int) -> bool:
+    status = path.stat()
+    if status.st_size != entry["size"]:
+        return False
+    is_untouched = status.st_mtime_ns == entry["mtime_ns"] and status.st_mtime_ns < listed_at
+    return bool(is_untouched or file_digest(path) == entry["xxh3_128"])
 
 
 def description(folder: Path) -> str | None:
@@ -107,12 +149,18 @@ def _build(root: Path, name: str, build: Callable[[Path], str]) -> None:
 
 
 def _write_manifest(folder: Path, line: str) -> None:
-    files = {
-        path.name: {"size": path.stat().st_size, "xxh3_128": file_digest(path)}
-        for path in sorted(folder.iterdir())
-    }
+    files = {path.name: _entry(path) for path in sorted(folder.iterdir())}
     content = {"version": MANIFEST_VERSION, "description": line, "files": files}
     (folder / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    status = path.stat()
+    return {
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "xxh3_128": file_digest(path),
+    }
 
 
 def _install(staging: Path, final: Path) -> None:

@@ -200,6 +200,25 @@ def test_a_damaged_folder_is_rebuilt(
     assert model_cache.is_whole(folder) and visible(fresh_cache) == [folder.name]
 
 
+def test_files_that_did_not_change_are_not_read_again(
+    conversions: Conversions, source: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_cache, "SETTLED_NS", 0)
+    time.sleep(0.02)  # the file system's clock may tick every 10 ms
+    folder = resolve_model(source)
+    written = (folder / "weights").stat().st_mtime_ns
+    os.utime(folder / model_cache.MANIFEST, ns=(written + 1, written + 1))
+    digest, read = model_cache.file_digest, list[str]()
+    monkeypatch.setattr(model_cache, "file_digest", lambda p: read.append(p.name) or digest(p))
+    assert resolve_model(source) == folder and read == []
+    os.utime(folder / "weights", (0, 0))
+    assert resolve_model(source) == folder and read == ["weights"]
+    times = source.stat()
+    source.write_bytes(b"CONTENT")
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert resolve_model(source) != folder and conversions.count == 2
+
+
 @pytest.mark.parametrize("error", [CorruptModelError("bad file"), KeyboardInterrupt()])
 def test_a_failed_conversion_leaves_nothing(
     conversions: Conversions, source: Path, fresh_cache: Path, error: Exception
