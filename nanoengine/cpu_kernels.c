@@ -732,27 +732,43 @@ static int64_t bundled_rows(const attend_args *a, const segment_t *segments, int
 
 typedef struct { int64_t kv_head, first, count; } rows16_t; /* up to 16 rows of a kv head */
 
-typedef struct { /* keys of a kv head that come next */
+typedef struct { /* K and V that come next: rows of `lines` lines each, `share` of them at a time */
     const char *k, *v;
-    int64_t stride, width, count;
+    int64_t gap, lines, rows, left, share; /* gap: bytes between rows; left: lines of this row */
 } keys_ahead_t;
 
-/* The next `n` of them into L2. A few lines at a time between steps of arithmetic: a burst of more than
- * the core can have under way stops it, and memory idles afterwards. */
-INLINE void bring(keys_ahead_t *next, int64_t n) {
-    for (n = min64(n, next->count); n > 0; n--, next->count--) {
-        prefetch(next->k, next->width), prefetch(next->v, next->width);
-        next->k += next->stride, next->v += next->stride;
+/* Some lines of them into L2. A few at a time between steps of arithmetic: a burst of more than the core
+ * can have under way stops it, and memory idles afterwards. */
+INLINE void bring(keys_ahead_t *next) {
+    for (int64_t n = next->share, some; n > 0 && next->rows > 0; n -= some) {
+        some = min64(n, next->left);
+        for (const char *end = next->k + 64 * some; next->k < end; next->k += 64, next->v += 64)
+            __builtin_prefetch(next->k, 0, 2), __builtin_prefetch(next->v, 0, 2);
+        if (next->left -= some) return;
+        next->k += next->gap, next->v += next->gap, next->left = next->lines, next->rows--;
     }
+}
+
+/* n keys of `width` bytes, to be brought in `calls` calls; keys that lie side by side are one row. */
+INLINE keys_ahead_t keys_ahead(const char *k, const char *v, int64_t stride, int64_t width, int64_t n,
+                               int64_t calls) {
+    const int64_t rows = width == stride ? n > 0 : n;
+    const int64_t lines = ceil_div(width == stride ? n * width : width, 64);
+    return (keys_ahead_t){k, v, stride - 64 * lines, lines, rows, lines, ceil_div(lines * rows, calls)};
 }
 
 /* Scores of a tile in matrix tiles, turned: probs[row][TILE]. `turned` is scratch, [TILE][16]. */
 static void bundle_scores(const char *k, int64_t k_stride, int n, const float *q, int64_t dim,
-                          float *turned, float *probs, int64_t rows, keys_ahead_t *next) {
+                          float *turned, float *probs, int64_t rows, int is_narrow, keys_ahead_t *next) {
+    if (is_narrow) {
+        bring(next);
+        multiply_narrow((side_t){k, k_stride, TILE_BYTES}, n, q, dim / 32, probs, TILE);
+        return;
+    }
     tiled_scores(k, k_stride, n, q, dim, turned, 1);
     for (int c = 0; c < n; c += LANES) {
         vf x[LANES];
-        bring(next, 6);
+        bring(next);
         UNROLL for (int i = 0; i < LANES; i++) x[i] = load(turned + (c + i) * LANES);
         transpose(x);
         UNROLL for (int i = 0; i < LANES; i++)
@@ -763,12 +779,12 @@ static void bundle_scores(const char *k, int64_t k_stride, int n, const float *q
 /* One tile of `n` keys into the states of up to 16 rows: acc[row][dim], state[row][2]. V in pairs. */
 static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *w, int n,
                         const decode_row_t *rows, int64_t count, const float *q, float *acc,
-                        float *state, keys_ahead_t *next) {
+                        float *state, int is_narrow, keys_ahead_t *next) {
     const int64_t dim = a->head_dim;
     float *turned = w->scores, *probs = w->scores + TILE * LANES;
-    bundle_scores(t->k, t->k_stride, n, q, dim, turned, probs, count, next);
+    bundle_scores(t->k, t->k_stride, n, q, dim, turned, probs, count, is_narrow, next);
     for (int64_t i = 0; i < count; i++) {
-        bring(next, 6);
+        bring(next);
         float *p = probs + i * TILE;
         const int64_t visible = rows[i].pos + 1 - t->pos;
         const float scale = a->softcap ? 1.0f : a->scale;
@@ -785,7 +801,7 @@ static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *
         const int64_t width = 4 * w->padded;
         const side_t right = {(const char *)(w->values + d), width, TILE_PAIRS * width};
         const product_t p = {left, right, TILE_BYTES, ceil_div(n, 32), 4 * dim};
-        bring(next, 6);
+        bring(next);
         multiply_tiles(p, (ahead_t){0}, acc + d, 0, 0, 1, 0);
     }
 }
@@ -816,13 +832,16 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
         total += count;
     }
     for (int64_t g = 0; g < num; g++) memset(w.acc + g * LANES * dim, 0, 4 * groups[g].count * dim);
+    const int is_narrow = total <= (head1 - head0) * NARROW;
+    const int64_t calls = total + num * (1 + dim / (2 * LANES)) + head1 - head0; /* of bring, a tile */
+    if (is_narrow) shape_narrow_tiles();
     int64_t seen = e.seen_begin; /* by any of them */
     for (int64_t s = 1; s < segments->bundle; s++)
         seen = min64(seen, entry_at(a, segments[s].entry).seen_begin);
     if (cold) {
-        const int64_t at = head0 * width;
-        keys_ahead_t now = {span.k + at, span.v + at, stride, (head1 - head0) * width, span.count};
-        bring(&now, TILE);
+        keys_ahead_t now = keys_ahead(span.k + head0 * width, span.v + head0 * width, stride,
+                                      (head1 - head0) * width, min64(TILE, span.count), 1);
+        bring(&now);
     }
     for (int64_t t = max64(0, seen - span.pos) / TILE * TILE; t < span.count; t += TILE) {
         const int n = min64(TILE, span.count - t), is_last = t + TILE >= span.count;
@@ -830,25 +849,27 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
         const char *next_k = is_last ? after->k : k + TILE * stride;
         const char *next_v = is_last ? after->v : v + TILE * stride;
         const int64_t ahead = min64(TILE, is_last ? after->count : span.count - t - TILE);
+        keys_ahead_t next = keys_ahead(next_k + head0 * width, next_v + head0 * width, stride,
+                                       (head1 - head0) * width, ahead, calls);
         tile_t tile = {.pos = span.pos + t};
-        keys_ahead_t next = {0};
         for (int64_t g = 0; g < num; g++) {
             const int64_t h = groups[g].kv_head;
             if (g == 0 || h != groups[g - 1].kv_head) {
-                bring(&next, next.count);
-                next = (keys_ahead_t){next_k + h * width, next_v + h * width, stride, width, ahead};
                 tile.k_stride = stride;
                 tile.k = whole_keys(k + h * width, &tile.k_stride, n, dim, w.keys);
+                bring(&next);
                 pair_values(v + h * width, stride, n, dim, w.values, w.padded);
                 for (int64_t i = ceil_div(n, 2); i % TILE_PAIRS; i++) /* 0 * NaN is NaN */
                     memset(w.values + i * w.padded, 0, 4 * w.padded);
             }
             bundle_tile(a, &tile, &w, n, rows + groups[g].first, groups[g].count,
                         w.q + g * LANES * w.padded, w.acc + g * LANES * dim, state[g * LANES],
-                        &next);
+                        is_narrow, &next);
         }
-        bring(&next, next.count);
+        next.share = next.lines * next.rows;
+        bring(&next);
     }
+    if (is_narrow) shape_tiles(TILE_ROWS, TILE_ROWS);
     for (int64_t g = 0; g < num; g++)
         for (int64_t i = 0; i < groups[g].count; i++) {
             float *to = rows[groups[g].first + i].partial, *tail = to + partial_stride(dim) - 16;

@@ -62,8 +62,10 @@ INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 
 /* What to prefetch while a panel is read. Few rows wait for memory: one line in every KiB, in the page
  * after, keeps the hardware's prefetcher running across pages (33 GB/s per core; 20 with none, and 20
  * with every line, which is then all that comes). With more rows memory has time while the others use
- * the panel in L2: every line of what comes next, spread over the passes. Measured on Zen 4. */
-enum { AHEAD = 4096 };
+ * the panel in L2: every line of what comes next, spread over the passes. Measured on Zen 4. With matrix
+ * tiles few rows have every line a KiB ahead (two cores of Sapphire Rapids: 33 GB/s, and 29 by the rule
+ * for Zen 4; further ahead is slower, too). */
+enum { AHEAD = 4096, TILED_AHEAD = 1024 };
 
 /* acc[r][v] += x[r] . w[v] over `pairs` pairs of k. acc is [rows][PANEL]; `is_first` starts at 0. */
 INLINE void multiply(const uint16_t *w, const char *x, int64_t x_stride, int64_t pairs, int is_odd,
@@ -211,7 +213,7 @@ static void multiply_half(const call_t *c, int64_t row, int64_t rows, int64_t ha
         steps = (all - at) / (chunks - i);
         const char *next = chunk + steps * STEP_BYTES;
         const side_t columns = {chunk, TILE_BYTES, STEP_BYTES};
-        ahead_t ahead = {chunk + AHEAD, 2, STEP_BYTES};
+        ahead_t ahead = {chunk + TILED_AHEAD, STEP_BYTES / 64, STEP_BYTES};
         if (is_warm) ahead = every_line(next, STEP_BYTES, groups);
         for (int64_t g = 0, r = 0; g < groups; g++, r += TILED_ROWS) {
             const int64_t n = min64(TILED_ROWS, rows - r);

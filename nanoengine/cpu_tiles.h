@@ -18,6 +18,7 @@
 #endif
 
 enum { TILE_ROWS = 16, TILE_PAIRS = 16, TILE_BYTES = 64 }; /* bytes of a row: 32 bf16 or 16 floats */
+enum { NARROW = 4 };
 
 typedef struct { /* what to prefetch into L2: so many lines for every step; bytes from step to step */
     const char *from;
@@ -59,6 +60,14 @@ INLINE void shape_tiles(int64_t rows0, int64_t rows1) {
     const uint8_t r0 = (uint8_t)rows0, r1 = (uint8_t)rows1, rows[8] = {r0, r0, r1, r1, r0, r1, 16, 16};
     memcpy(shapes.rows, rows, sizeof rows);
     for (int i = 0; i < 8; i++) shapes.row_bytes[i] = TILE_BYTES;
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+}
+
+/* The same for few rows: 0, 1 and 4 get NARROW of them; 2, 3 and 5 as many columns. */
+INLINE void shape_narrow_tiles(void) {
+    tile_shapes_t shapes = {.palette = 1, .rows = {NARROW, NARROW, 16, 16, NARROW, 16, 16, 16}};
+    for (int i = 0; i < 8; i++)
+        shapes.row_bytes[i] = i == 2 || i == 3 || i == 5 ? 4 * NARROW : TILE_BYTES;
     __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
 }
 
@@ -109,14 +118,53 @@ INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first,
     EACH_ACC(FINISH)
 }
 
+/* Rows of `left` by [k][NARROW columns], turned: out[column][row], `width` floats apart. `rows` are up to
+ * MOST, of which a multiple of 16 is read; `steps` of 32 values of k. Needs narrow tiles. */
+INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t steps, float *out,
+                            int64_t width) {
+    enum { MOST = 64, SUMS = TILE_ROWS * NARROW };
+    float sums[MOST * NARROW] __attribute__((aligned(64)));
+    for (int r = 0; r < rows; r += 2 * TILE_ROWS) {
+        const char *at = left.at + r * left.stride, *at1 = at + TILE_ROWS * left.stride;
+        const int is_double = rows - r > TILE_ROWS;
+        TILE_ZERO(2);
+        TILE_ZERO(5);
+        for (int64_t i = 0; i < steps; i++) {
+            TILE_LOAD(3, right + i * TILE_PAIRS * LANES, 4 * LANES);
+            TILE_LOAD(6, at + i * left.step, left.stride);
+            TILE_DOT(2, 6, 3);
+            if (!is_double) continue;
+            TILE_LOAD(7, at1 + i * left.step, left.stride);
+            TILE_DOT(5, 7, 3);
+        }
+        TILE_STORE(2, sums + r * NARROW, 4 * NARROW);
+        if (is_double) TILE_STORE(5, sums + (r + TILE_ROWS) * NARROW, 4 * NARROW);
+    }
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29);
+    for (int r = 0; r < rows; r += TILE_ROWS)
+        UNROLL for (int c = 0; c < NARROW; c += 2) { /* a vector has 4 rows of 4 columns */
+            const __m512i index = _mm512_add_epi32(first, _mm512_set1_epi32(c));
+#define FOUR_ROWS(n) _mm512_load_ps(sums + r * NARROW + (n) * LANES)
+            const __m512 a = _mm512_permutex2var_ps(FOUR_ROWS(0), index, FOUR_ROWS(1));
+            const __m512 b = _mm512_permutex2var_ps(FOUR_ROWS(2), index, FOUR_ROWS(3));
+            _mm512_storeu_ps(out + r + c * width, _mm512_shuffle_f32x4(a, b, 0x44));
+            _mm512_storeu_ps(out + r + (c + 1) * width, _mm512_shuffle_f32x4(a, b, 0xee));
+        }
+}
+
 #else
 int allow_tiles(void) { return -1; }
 INLINE void shape_tiles(int64_t rows0, int64_t rows1) { (void)rows0, (void)rows1; }
+INLINE void shape_narrow_tiles(void) {}
 INLINE void release_tiles(void) {}
 INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
                            const int double_columns, const int is_passing) {
     (void)p, (void)ahead, (void)acc, (void)is_first;
     (void)double_rows, (void)double_columns, (void)is_passing;
+}
+INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t steps, float *out,
+                            int64_t width) {
+    (void)left, (void)rows, (void)right, (void)steps, (void)out, (void)width;
 }
 #endif
 #endif
