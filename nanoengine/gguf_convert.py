@@ -22,13 +22,15 @@ import numpy.typing as npt
 import torch
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
-from nanoengine.gguf_structure import MAX_COUNT, check_structure
+from nanoengine.gguf_metadata import Metadata
+from nanoengine.gguf_structure import check_structure
+from nanoengine.gguf_tokenizer import write_tokenizer
 from nanoengine.rope import yarn_attention_factor
-from nanoengine.tokenizer import build_byte_level_bpe
 
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
 
 ARCHITECTURES = {
+    "gemma3": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral, too
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -40,6 +42,7 @@ ARCHITECTURES = {
 PERMUTED = frozenset({"llama", "smollm3"})
 # What no key of a GGUF says: llama.cpp has it in its code.
 FIXED_SETTINGS: dict[str, dict[str, Any]] = {"smollm3": {"no_rope_layer_interval": 4}}
+GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic and that no Hugging Face config of these architectures can
 # say.
 REFUSED_KEYS = (
@@ -51,23 +54,7 @@ REFUSED_KEYS = (
 )
 # The same of a RoPE scaling.
 REFUSED_ROPE_KEYS = ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor")
-# Texts that end a generation whatever `eos_token_id` says, as in llama.cpp.
-END_TEXTS = frozenset(
-    {
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<|end_of_text|>",
-        "<end_of_turn>",
-        "<EOT>",
-    }
-)
-
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
-
-_UNKNOWN_TOKEN, _CONTROL_TOKEN, _USER_TOKEN = 2, 3, 4
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -88,7 +75,12 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _PHI3_NAMES = _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_VERBATIM = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+_GEMMA_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NAMES = {"phi3": _PHI3_NAMES, "gemma3": _GEMMA_NAMES}
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
 _ROPE_FREQS = "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -105,69 +97,7 @@ class _Tensor:
     data: npt.NDArray[Any]
     quant_type: Any
     rows: npt.NDArray[np.intp] | None  # order to read the rows in; None is as stored
-
-
-class _Metadata:
-    """Typed access to the key-value part, with the architecture's prefix filled in."""
-
-    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
-        self.path = path
-        self._fields = fields
-        self.architecture = str(self.get("general.architecture", str))
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of `key`; CorruptModelError if it is missing without a default, or of another
-        type."""
-        field = self._fields.get(key)
-        if field is None:
-            if default is None:
-                raise CorruptModelError(f"{self.path} lacks the metadata key {key!r}")
-            return default
-        try:
-            value = field.contents()
-        except (ValueError, IndexError) as error:
-            raise CorruptModelError(f"{self.path}: {key!r} cannot be read: {error}") from error
-        if type(value) is not kind:
-            raise CorruptModelError(
-                f"{self.path}: {key!r} must be {kind.__name__}, not {type(value).__name__}"
-            )
-        return value
-
-    def has(self, key: str) -> bool:
-        return key in self._fields
-
-    def number(self, key: str, default: int | None = None) -> int:
-        """A positive size of the architecture. A list (one per layer) counts if all are equal."""
-        full_key = f"{self.architecture}.{key}"
-        is_list = self.has(full_key) and len(self._fields[full_key].types) > 1
-        value = self.get(full_key, list if is_list else int, default)
-        if is_list:
-            if len(set(value)) != 1:
-                raise UnsupportedModelError(
-                    f"{self.path}: {full_key!r} differs between layers, which is not supported"
-                )
-            value = value[0]
-        if not isinstance(value, int) or not 0 < value <= MAX_COUNT:
-            raise CorruptModelError(
-                f"{self.path}: {full_key!r} is {value}, not within 1 to {MAX_COUNT}"
-            )
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        """A float32 of the architecture, as the shortest decimal that names it."""
-        value = self.get(f"{self.architecture}.{key}", float, default)
-        return float(str(np.float32(value)))
-
-    def token_id(self, key: str, vocab_size: int) -> int | None:
-        full_key = f"tokenizer.ggml.{key}"
-        if not self.has(full_key):
-            return None
-        value = int(self.get(full_key, int))
-        if not 0 <= value < vocab_size:
-            raise CorruptModelError(
-                f"{self.path}: {full_key!r} is {value}, but the vocabulary has {vocab_size} tokens"
-            )
-        return value
+    offset: float = 0.0  # to be added
 
 
 def convert_gguf(source: Path, target: Path) -> str:
@@ -181,7 +111,7 @@ def convert_gguf(source: Path, target: Path) -> str:
     """
     check_structure(source)
     reader = _open_reader(source)
-    metadata = _Metadata(source, reader.fields)
+    metadata = Metadata(source, reader.fields)
     _check_supported(metadata)
     stored = {tensor.name: tensor for tensor in reader.tensors}
     _check_types(source, stored)
@@ -189,7 +119,7 @@ def convert_gguf(source: Path, target: Path) -> str:
     tensors = [
         _named(metadata, config, t) for name, t in stored.items() if name not in _ROPE_TENSORS
     ]
-    eos_ids = _write_tokenizer(metadata, target, config["vocab_size"])
+    eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
     _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
     _write_safetensors(target / "model.safetensors", tensors)
@@ -218,7 +148,7 @@ def _open_reader(path: Path) -> Any:
         raise CorruptModelError(f"{path} is damaged: {error}") from error
 
 
-def _check_supported(metadata: _Metadata) -> None:
+def _check_supported(metadata: Metadata) -> None:
     architecture = metadata.architecture
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -230,10 +160,16 @@ def _check_supported(metadata: _Metadata) -> None:
         kind = float if key.endswith("scale") else int
         if metadata.has(full_key) and metadata.get(full_key, kind):
             raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
-    key = f"{architecture}.attention.sliding_window"
-    # One that no text is longer than is none; 0 says that there is none.
-    if metadata.has(key) and 0 < metadata.get(key, int) < metadata.number("context_length"):
-        raise UnsupportedModelError(f"{metadata.path}: {key!r} is set and not supported")
+    if _window(metadata) and architecture not in ("gemma3", "llama", "phi3"):
+        raise UnsupportedModelError(
+            f"{metadata.path}: '{architecture}.attention.sliding_window' is set and not supported"
+        )
+
+
+def _window(metadata: Metadata) -> int | None:
+    """None without one. One that no text is longer than is none; 0 says that there is none."""
+    window = int(metadata.get(f"{metadata.architecture}.attention.sliding_window", int, 0))
+    return window if 0 < window < metadata.number("context_length") else None
 
 
 def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
@@ -252,7 +188,7 @@ def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _model_config(metadata: _Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
+def _model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
     """config.json of the model, in the spelling that every transformers release reads."""
     num_heads = metadata.number("attention.head_count")
     hidden_size = metadata.number("embedding_length")
@@ -273,7 +209,11 @@ def _model_config(metadata: _Metadata, stored: Mapping[str, Any]) -> dict[str, A
     settings = FIXED_SETTINGS.get(metadata.architecture, {})
     if metadata.architecture == "phi3":
         settings = _phi3_settings(metadata, turned, head_dim)
-    return settings | {
+    elif metadata.architecture == "gemma3":
+        settings = _gemma_settings(metadata, hidden_size // num_heads, head_dim)
+    elif _window(metadata):
+        settings = _mistral_settings(metadata, stored)
+    return {
         "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": metadata.architecture,
         "vocab_size": int(stored["token_embd.weight"].shape[-1]),
@@ -292,26 +232,62 @@ def _model_config(metadata: _Metadata, stored: Mapping[str, Any]) -> dict[str, A
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
         "torch_dtype": "bfloat16",
-    }
+    } | settings
 
 
-def _phi3_settings(metadata: _Metadata, turned: int, head_dim: int) -> dict[str, Any]:
+def _phi3_settings(metadata: Metadata, turned: int, head_dim: int) -> dict[str, Any]:
     part = turned / head_dim
     if int(head_dim * part) != turned:  # the quotient was rounded down
         part = math.nextafter(part, 1.0)
     return {
         "partial_rotary_factor": part,
         "original_max_position_embeddings": _original_length(metadata),
+        "sliding_window": _window(metadata),
     }
 
 
-def _original_length(metadata: _Metadata) -> int:
+def _mistral_settings(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A Llama with a window in every layer."""
+    biased = sorted(name for name in stored if name.endswith(".bias"))
+    if biased:
+        raise UnsupportedModelError(
+            f"{metadata.path}: a sliding window beside {biased[0]!r} is not supported"
+        )
+    return {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": _window(metadata),
+    }
+
+
+def _gemma_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> dict[str, Any]:
+    """The layers with a window, their RoPE and the scale of scores, as llama.cpp knows them.
+
+    width_per_head: of the residual stream, by which the model of 27B scales its scores.
+    """
+    num_layers = metadata.number("block_count")
+    interval = metadata.number("attention.sliding_window_pattern", GEMMA_INTERVAL)
+    window = int(metadata.get("gemma3.attention.sliding_window", int, 0))
+    kinds = ["sliding" if window and (i + 1) % interval else "full" for i in range(num_layers)]
+    softcap = metadata.get("gemma3.final_logit_softcapping", float, 0.0)
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "sliding_window": window or 4096,
+        "rope_local_base_freq": metadata.real("rope.freq_base_swa", GEMMA_LOCAL_THETA),
+        "query_pre_attn_scalar": width_per_head if num_layers == GEMMA_27B_LAYERS else head_dim,
+        "final_logit_softcapping": float(str(np.float32(softcap))) if softcap else None,
+    }
+
+
+def _original_length(metadata: Metadata) -> int:
     length = metadata.number("context_length")
     return metadata.number("rope.scaling.original_context_length", length)
 
 
 def _rope_scaling(
-    metadata: _Metadata, stored: Mapping[str, Any], theta: float, head_dim: int
+    metadata: Metadata, stored: Mapping[str, Any], theta: float, head_dim: int
 ) -> dict[str, Any] | None:
     kind = metadata.get(f"{metadata.architecture}.rope.scaling.type", str, "none")
     attention_factor = metadata.real("rope.scaling.attn_factor", 1.0)
@@ -346,7 +322,7 @@ def _factors(stored: Any) -> list[float]:
     return [float(str(value)) for value in np.array(stored.data, dtype=np.float32).reshape(-1)]
 
 
-def _yarn_scaling(metadata: _Metadata, attention_factor: float) -> dict[str, Any]:
+def _yarn_scaling(metadata: Metadata, attention_factor: float) -> dict[str, Any]:
     """llama.cpp multiplies YaRN's own attention factor with the one in the file."""
     factor = metadata.real("rope.scaling.factor")
     return {
@@ -380,11 +356,11 @@ def _llama3_scaling(path: Path, freqs: Any, theta: float, head_dim: int) -> dict
     }
 
 
-def _named(metadata: _Metadata, config: Mapping[str, Any], stored: Any) -> _Tensor:
+def _named(metadata: Metadata, config: Mapping[str, Any], stored: Any) -> _Tensor:
     match = _LAYER_TENSOR.fullmatch(stored.name)
     name = _GLOBAL_NAMES.get(stored.name)
     rows = None
-    names = _PHI3_NAMES if metadata.architecture == "phi3" else _LAYER_NAMES
+    names = _NAMES.get(metadata.architecture, _LAYER_NAMES)
     if match and match[2] in names:
         name = f"model.layers.{int(match[1])}.{names[match[2]]}.{match[3]}"
         if metadata.architecture in PERMUTED and match[2] in ("attn_q", "attn_k"):
@@ -396,7 +372,9 @@ def _named(metadata: _Metadata, config: Mapping[str, Any], stored: Any) -> _Tens
             f"{metadata.path}: tensor {stored.name!r} has no place in {config['architectures'][0]}"
         )
     shape = tuple(int(size) for size in reversed(stored.shape))
-    return _Tensor(name, shape, stored.data, stored.tensor_type, rows)
+    # llama.cpp stores the weight + 1 that Gemma's norms multiply with.
+    offset = -1.0 if metadata.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
+    return _Tensor(name, shape, stored.data, stored.tensor_type, rows, offset)
 
 
 def _half_order(path: Path, stored: Any, num_heads: int, head_dim: int) -> npt.NDArray[np.intp]:
@@ -413,93 +391,6 @@ def _half_order(path: Path, stored: Any, num_heads: int, head_dim: int) -> npt.N
         )
     pairs = np.arange(num_rows).reshape(num_heads, head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
-
-
-def _write_tokenizer(metadata: _Metadata, target: Path, vocab_size: int) -> list[int]:
-    """tokenizer.json and tokenizer_config.json; returns every id that ends a generation."""
-    model = metadata.get("tokenizer.ggml.model", str)
-    if model != "gpt2":
-        raise UnsupportedModelError(
-            f"{metadata.path}: tokenizer model {model!r} is not supported; supported: gpt2"
-        )
-    texts = _strings(metadata, "tokenizer.ggml.tokens")
-    if len(set(texts)) != len(texts) or len(texts) > vocab_size:
-        raise CorruptModelError(
-            f"{metadata.path}: {len(texts)} tokens ({len(set(texts))} different) "
-            f"for an embedding of {vocab_size} rows"
-        )
-    types = metadata.get("tokenizer.ggml.token_type", list, [1] * len(texts))
-    if len(types) != len(texts):
-        raise CorruptModelError(
-            f"{metadata.path}: {len(types)} token types for {len(texts)} tokens"
-        )
-    ends = [i for i, text in enumerate(texts) if text in END_TEXTS]
-    special = {i for i, kind in enumerate(types) if kind in (_CONTROL_TOKEN, _UNKNOWN_TOKEN)}.union(
-        ends
-    )
-    user = [i for i, kind in enumerate(types) if kind == _USER_TOKEN and i not in special]
-    pre = metadata.get("tokenizer.ggml.pre", str, "default")
-    named = {
-        k: metadata.token_id(f"{k}_token_id", len(texts)) for k in ("bos", "eos", "eot", "eom")
-    }
-    build_byte_level_bpe(
-        {text: i for i, text in enumerate(texts)},
-        _merges(metadata),
-        pre,
-        special=[texts[i] for i in sorted(special)],
-        user_defined=[texts[i] for i in user],
-        prefix_id=named["bos"] if _flag(metadata, "add_bos_token", pre == "llama-bpe") else None,
-        suffix_id=named["eos"] if _flag(metadata, "add_eos_token", False) else None,
-    ).save(str(target / "tokenizer.json"))
-    added = {i: texts[i] for i in sorted({*special, *user})}
-    _write_json(
-        target / "tokenizer_config.json", _tokenizer_config(metadata, texts, added, special)
-    )
-    return list(
-        dict.fromkeys([i for k in ("eos", "eot", "eom") if (i := named[k]) is not None] + ends)
-    )
-
-
-def _strings(metadata: _Metadata, key: str) -> list[str]:
-    values = metadata.get(key, list)
-    if not all(isinstance(value, str) for value in values):
-        raise CorruptModelError(f"{metadata.path}: {key!r} must be a list of strings")
-    return [value or f"[EMPTY_{i}]" for i, value in enumerate(values)]
-
-
-def _merges(metadata: _Metadata) -> list[tuple[str, str]]:
-    pairs = []
-    for merge in _strings(metadata, "tokenizer.ggml.merges"):
-        left, space, right = merge.partition(" ")
-        if not (left and space and right):
-            raise CorruptModelError(f"{metadata.path}: {merge!r} is no merge of two tokens")
-        pairs.append((left, right))
-    return pairs
-
-
-def _flag(metadata: _Metadata, name: str, default: bool) -> bool:
-    return bool(metadata.get(f"tokenizer.ggml.{name}", bool, default))
-
-
-def _tokenizer_config(
-    metadata: _Metadata, texts: list[str], added: Mapping[int, str], special: set[int]
-) -> dict[str, Any]:
-    content: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": metadata.number("context_length"),
-        "added_tokens_decoder": {
-            str(i): {"content": text, "special": i in special} | _VERBATIM
-            for i, text in added.items()
-        },
-    }
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        token_id = metadata.token_id(f"{key}_token_id", len(texts))
-        if token_id is not None:
-            content[f"{name}_token"] = texts[token_id]
-    if metadata.has("tokenizer.chat_template"):
-        content["chat_template"] = metadata.get("tokenizer.chat_template", str)
-    return content
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -532,7 +423,7 @@ def _write_tensor(file: BinaryIO, tensor: _Tensor) -> None:
 
     for data in _row_chunks(tensor):
         values = np.array(gguf.quants.dequantize(data, tensor.quant_type), dtype=np.float32)
-        rounded = torch.from_numpy(values).to(torch.bfloat16)
+        rounded = torch.from_numpy(values).add_(tensor.offset).to(torch.bfloat16)
         file.write(rounded.view(torch.int16).numpy().tobytes())
 
 

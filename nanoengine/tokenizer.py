@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from nanoengine.chat_template import ChatTemplate
 from nanoengine.errors import (
@@ -22,7 +21,6 @@ from nanoengine.errors import (
     InvalidPromptError,
     ModelLoadError,
     RequestError,
-    UnsupportedModelError,
 )
 
 SPECIAL_TOKEN_NAMES = (
@@ -38,16 +36,6 @@ REPLACEMENT = "\ufffd"
 # After so many tokens without a clean end some text is given out anyway. A code point is at most 4
 # bytes, so half of them hold the last one and what is before it.
 MAX_PENDING_TOKENS = 8
-
-_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The word patterns of Qwen2 and Llama 3 tokenizers. Contractions are spelt out, as llama.cpp has
-# them: an ignore-case group would also match the long s.
-WORD_PATTERNS = {
-    "qwen2": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
-    "llama-bpe": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
-}
-PRE_TOKENIZERS = ("smollm", *WORD_PATTERNS)
 
 
 class Tokenizer:
@@ -242,79 +230,6 @@ class IncrementalDetokenizer:
         self._settled = 0
         self._given = len(self._decode(self._window)) - 1
         return new
-
-
-def build_byte_level_bpe(
-    vocab: Mapping[str, int],
-    merges: Sequence[tuple[str, str]],
-    pre: str,
-    special: Sequence[str],
-    user_defined: Sequence[str],
-    prefix_id: int | None = None,
-    suffix_id: int | None = None,
-) -> tokenizers.Tokenizer:
-    """A GPT-2 style tokenizer with the ids of llama.cpp for `tokenizer.ggml.pre` equal to `pre`.
-
-    Like llama.cpp it normalises nothing and drops bytes that the vocabulary lacks. `special` tokens
-    are left out of decoded text, `user_defined` ones are not. `prefix_id` and `suffix_id` are added
-    around a text when special tokens are wanted.
-    Raises UnsupportedModelError for another `pre`, CorruptModelError for merges that fit no
-    vocabulary.
-    """
-    if pre not in PRE_TOKENIZERS:
-        raise UnsupportedModelError(
-            f"the GGUF tokenizer splits text by {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}"
-        )
-    try:
-        bpe = models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe")
-    except Exception as error:  # the library raises plain Exception
-        raise CorruptModelError(
-            f"the tokenizer's merges do not fit its vocabulary: {error}"
-        ) from error
-    backend = tokenizers.Tokenizer(bpe)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer_steps(vocab, pre))
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
-    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in user_defined])
-    _add_post_processor(backend, prefix_id, suffix_id)
-    return backend
-
-
-def _pre_tokenizer_steps(vocab: Mapping[str, int], pre: str) -> list[pre_tokenizers.PreTokenizer]:
-    if pre == "smollm":
-        steps: list[pre_tokenizers.PreTokenizer] = [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    else:
-        steps = [
-            pre_tokenizers.Split(Regex(WORD_PATTERNS[pre]), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
-    if missing:
-        # The BPE would drop them too, but merge their neighbours first, which llama.cpp does not.
-        pattern = "|".join(f"\\x{{{ord(char):x}}}" for char in missing)
-        steps.append(pre_tokenizers.Split(Regex(pattern), "removed"))
-    return steps
-
-
-def _add_post_processor(
-    backend: tokenizers.Tokenizer, prefix_id: int | None, suffix_id: int | None
-) -> None:
-    ids = [i for i in (prefix_id, suffix_id) if i is not None]
-    if not ids:
-        return
-    parts = {i: backend.id_to_token(i) for i in ids}
-    if None in parts.values():
-        raise CorruptModelError(f"a token id among {ids} lies outside the tokenizer's vocabulary")
-    prefix = [] if prefix_id is None else [str(parts[prefix_id])]
-    suffix = [] if suffix_id is None else [str(parts[suffix_id])]
-    # Pieces are named by aliases, since a token's text may hold the template's own syntax.
-    aliases = [{"id": text, "ids": [i], "tokens": [text]} for i, text in parts.items()]
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*prefix, "$A", *suffix], pair=None, special_tokens=aliases
-    )
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from nanoengine import gguf_convert, loader
 from nanoengine.config import RopeConfig
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.gguf_convert import convert_gguf
+from nanoengine.gguf_metadata import Metadata
 from nanoengine.gguf_structure import check_structure
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.loader import CheckpointReader, read_model_config
@@ -51,7 +52,13 @@ ORIGINAL_NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
 }
+GEMMA_NAMES = ORIGINAL_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 ARCHITECTURES = {
+    "Gemma3ForCausalLM": "gemma3",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "Phi3ForCausalLM": "phi3",
@@ -62,13 +69,13 @@ ARCHITECTURES = {
 Write = Callable[..., Path]
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, names: dict[str, str]) -> str:
     """llama.cpp's name of a Hugging Face tensor."""
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
-        return f"blk.{layer}.{ORIGINAL_NAMES[part]}.{kind}"
-    return f"{ORIGINAL_NAMES[stem]}.{kind}"
+        return f"blk.{layer}.{names[part]}.{kind}"
+    return f"{names[stem]}.{kind}"
 
 
 def interleaved(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
@@ -98,18 +105,22 @@ class GGUFModel:
 
     def _tensors(self, folder: Path) -> dict[str, npt.NDArray[Any]]:
         tensors = {}
+        names = GEMMA_NAMES if self.arch == "gemma3" else ORIGINAL_NAMES
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
+                if self.arch == "gemma3" and name.endswith("norm.weight"):
+                    values += 1
                 if self.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
                     heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
                     values = interleaved(values, self.config[heads])
-                tensors[gguf_name(name)] = values
+                tensors[gguf_name(name, names)] = values
         return tensors
 
     def _settings(self) -> dict[str, Any]:
         config, arch = self.config, self.arch
         rope = config["rope_parameters"]
+        rope = rope.get("full_attention", rope)
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         return {
             f"{arch}.embedding_length": config["hidden_size"],
@@ -198,7 +209,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     "name",
     [
         *("llama", "llama-tied", "llama-bias", "llama-sharded"),
-        *("mistral", "phi3", "qwen2", "qwen3", "smollm3"),
+        *("mistral", "phi3", "qwen2", "qwen3", "smollm3", "gemma3"),
     ],
 )
 def test_a_float_model_comes_back_bit_for_bit(
@@ -240,7 +251,8 @@ def test_the_configuration_comes_back(
 
 # name: what llama.cpp's converter writes for the model's RoPE.
 SCALINGS: dict[str, dict[str, Any]] = {
-    "mistral": {},
+    "gemma3": {},
+    "mistral-window": {},
     "phi3": {"original_context_length": 512, "attn_factor": 1.2},
     "qwen2": {
         "type": "yarn",
@@ -259,22 +271,32 @@ def test_the_configuration_of_newer_architectures_comes_back(
     original = read_model_config(tiny(name))
     convert_gguf(with_scaling(GGUFModel(tiny(name)), name).write(tmp_path / "m.gguf"), out)
     converted = read_model_config(out)
-    # llama.cpp calls Mistral a Llama, and knows no other place of SmolLM3's layers without RoPE.
-    different = {
-        "mistral": {"architecture": "LlamaForCausalLM"},
+    # What llama.cpp has in its code: SmolLM3's layers without RoPE, the scale of Gemma's scores.
+    different: dict[str, Any] = {
+        "gemma3": {"query_pre_attn_scalar": 32},
         "smollm3": {"no_rope_layers": ()},
     }.get(name, {})
     for field in original.__dataclass_fields__.keys() - {"eos_token_ids"}:
         expected = different.get(field, getattr(original, field))
         assert getattr(converted, field) == expected, field
     theirs = json.loads((tiny(name) / "config.json").read_text())["rope_parameters"]
+    assert bool(original.windows) == (name in ("gemma3", "mistral-window"))
     ours = json.loads((out / "config.json").read_text())["rope_scaling"] or {}
     for key in ("long_factor", "short_factor"):
         assert ours.get(key) == theirs.get(key)
 
 
 def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
+    """With what llama.cpp's converter writes of RoPE and windows."""
     rope = model.config["rope_parameters"]
+    if model.config.get("sliding_window") and name in ("gemma3", "mistral-window"):
+        model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
+    if name == "gemma3":
+        local = rope["sliding_attention"]["rope_theta"]
+        model.settings |= {
+            "gemma3.attention.sliding_window_pattern": 2,
+            "gemma3.rope.freq_base_swa": float(local),
+        }
     for which in ("long", "short"):
         if f"{which}_factor" in rope:
             factors = np.array(rope[f"{which}_factor"], dtype=np.float32)
@@ -284,11 +306,17 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     return model
 
 
-def test_a_converted_phi3_answers_as_transformers_does(
-    tiny: Callable[[str], Path], tmp_path: Path, out: Path
+@pytest.mark.parametrize("name", ["phi3", "phi3 21", "gemma3", "mistral-window"])
+def test_a_converted_model_answers_as_transformers_does(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
 ) -> None:
-    """Fused tensors, heads turned in part, LongRoPE: read back by transformers and by us."""
-    convert_gguf(with_scaling(GGUFModel(tiny("phi3")), "phi3").write(tmp_path / "m.gguf"), out)
+    """Fused tensors, heads turned in part, LongRoPE, windows: read back by transformers and us."""
+    kind, _, window = name.partition(" ")
+    model = with_scaling(GGUFModel(tiny(kind)), kind)
+    if window:
+        model.settings["phi3.attention.sliding_window"] = int(window)
+    convert_gguf(model.write(tmp_path / "m.gguf"), out)
+    assert bool(read_model_config(out).windows) == (name != "phi3")
     config = json.loads((out / "config.json").read_text())
     # transformers' default is a padding token that so small a vocabulary lacks.
     (out / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
@@ -300,7 +328,7 @@ def test_a_converted_phi3_answers_as_transformers_does(
 @pytest.mark.parametrize("head_dim", [80, 96, 98, 128, 192])
 def test_every_part_of_a_head_survives_as_a_quotient(head_dim: int) -> None:
     fields = {"general.architecture": Value("phi3"), "phi3.context_length": Value(512)}
-    metadata = gguf_convert._Metadata(Path("m.gguf"), fields)
+    metadata = Metadata(Path("m.gguf"), fields)
     for turned in range(2, head_dim + 1, 2):
         settings = gguf_convert._phi3_settings(metadata, turned, head_dim)
         part = settings["partial_rotary_factor"]
@@ -397,6 +425,22 @@ def test_the_bundled_model_equals_transformers_reading(real: Path) -> None:
     assert [n for n, values in converted.items() if not torch.equal(values, expected[n])] == []
 
 
+def test_gemma3_equals_transformers_reading(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path
+) -> None:
+    """Norms are stored with 1 added, by llama.cpp's converter and so for transformers' reader."""
+    path = with_scaling(GGUFModel(tiny("gemma3")), "gemma3").write(tmp_path / "m.gguf")
+    convert_gguf(path, out)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out))
+    read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    converted = state(out)
+    assert read["config"]["model_type"] == "gemma3_text"
+    assert converted.keys() == read["tensors"].keys()
+    for name, values in read["tensors"].items():
+        assert torch.equal(converted[name], values.to(torch.bfloat16)), name
+
+
 def q8_0(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     """Blocks of 34 bytes: a float16 scale, 32 signed bytes."""
     blocks = raw.reshape(-1, 34)
@@ -490,14 +534,17 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
     ("key", "value", "match"),
     [
         ("llama.expert_count", 8, "expert_count"),
-        ("llama.attention.sliding_window", 511, "sliding_window"),
         ("llama.attention.scale", 0.5, "scale"),
         ("llama.logit_scale", 0.5, "logit_scale"),
         ("llama.rope.scaling.type", "ntk", "'ntk'"),
         ("llama.rope.dimension_count", 8, "dimension_count"),
         ("llama.attention.value_length", 8, "value_length"),
         ("llama.attention.head_count_kv", [1, 2, 2], "differs between layers"),
-        ("tokenizer.ggml.model", "llama", "tokenizer model 'llama'"),
+        (
+            "tokenizer.ggml.model",
+            "bert",
+            "tokenizer model 'bert' is not supported; supported: gpt2, llama",
+        ),
         ("tokenizer.ggml.pre", "gpt-4o", "'gpt-4o'"),
         ("tokenizer.ggml.pre", None, "'default'"),
     ],
@@ -530,9 +577,19 @@ def test_impossible_settings_are_refused(
         convert_gguf(llama.write(tmp_path / "m.gguf"), out)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama-bias"])
+def test_windows_that_no_config_says_are_refused(
+    tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
+) -> None:
+    model = GGUFModel(tiny(name))
+    model.settings[f"{model.arch}.attention.sliding_window"] = 20
+    with pytest.raises(UnsupportedModelError, match="window"):
+        convert_gguf(model.write(tmp_path / "m.gguf"), out)
+
+
 def test_unknown_architectures_are_refused(llama: GGUFModel, tmp_path: Path, out: Path) -> None:
     llama.arch = "mamba"
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*llama, phi3, qwen2"):
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*gemma3, llama, phi3"):
         convert_gguf(llama.write(tmp_path / "m.gguf"), out)
 
 

@@ -6,13 +6,14 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanoengine import loader
@@ -24,12 +25,8 @@ from nanoengine.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from nanoengine.tokenizer import (
-    MAX_PENDING_TOKENS,
-    IncrementalDetokenizer,
-    Tokenizer,
-    build_byte_level_bpe,
-)
+from nanoengine.gguf_tokenizer import add_around, build_byte_level_bpe
+from nanoengine.tokenizer import MAX_PENDING_TOKENS, IncrementalDetokenizer, Tokenizer
 
 RECORDED = json.loads(
     (Path(__file__).parent / "data" / "smollm2_token_ids.json").read_text(encoding="utf-8")
@@ -93,24 +90,37 @@ def theirs(smollm2: Path) -> Any:
     return AutoTokenizer.from_pretrained(smollm2)
 
 
+def byte_level(
+    vocab: dict[str, int],
+    merges: list[tuple[str, str]],
+    pre: str,
+    special: Sequence[str] = (),
+    user_defined: Sequence[str] = (),
+) -> tokenizers.Tokenizer:
+    backend = build_byte_level_bpe(vocab, merges, pre)
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in user_defined])
+    return backend
+
+
 def backend_with(pre: str, folder: Path, **ids: int) -> tokenizers.Tokenizer:
     """SmolLM2's vocabulary under another way of splitting words."""
     model = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    return build_byte_level_bpe(
+    backend = byte_level(
         model["model"]["vocab"],
         [tuple(pair) for pair in model["model"]["merges"]],
         pre,
         special=[token["content"] for token in model["added_tokens"]],
-        user_defined=[],
-        **ids,
     )
+    add_around(backend, ids.get("prefix_id"), ids.get("suffix_id"))
+    return backend
 
 
 def saved(folder: Path, config: dict[str, Any]) -> Path:
     """A folder with a tokenizer of single bytes and the given tokenizer_config.json."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
-    backend = build_byte_level_bpe(vocab, [], "qwen2", ["<s>", "</s>"], [])
+    backend = byte_level(vocab, [], "qwen2", ["<s>", "</s>"])
     backend.save(str(folder / "tokenizer.json"))
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
@@ -148,7 +158,7 @@ def test_words_of_each_pattern(pre: str, words: list[str]) -> None:
     """SmolLM2 has no tokens of several digits, so its ids cannot tell all patterns apart."""
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     vocab = {token: i for i, token in enumerate(alphabet)}
-    backend = build_byte_level_bpe(vocab, [], pre, [], [])
+    backend = byte_level(vocab, [], pre)
     assert [
         word for word, _ in backend.pre_tokenizer.pre_tokenize_str("I'LL pay 1234!!\n")
     ] == words
@@ -157,9 +167,7 @@ def test_words_of_each_pattern(pre: str, words: list[str]) -> None:
 def test_llama3_takes_whole_words_before_merging() -> None:
     vocab = {"a": 0, "b": 1, "c": 2, "ab": 3, "abc": 4}
     for pre, ids in (("llama-bpe", [4]), ("qwen2", [3, 2])):
-        assert (
-            Tokenizer(build_byte_level_bpe(vocab, [("a", "b")], pre, [], [])).encode("abc") == ids
-        )
+        assert Tokenizer(byte_level(vocab, [("a", "b")], pre)).encode("abc") == ids
 
 
 def test_transformers_reads_the_same_tokenizer(tokenizer: Tokenizer, theirs: Any) -> None:
@@ -188,7 +196,7 @@ def test_special_tokens_are_recognised_and_skipped(tokenizer: Tokenizer) -> None
 def test_user_defined_tokens_are_shown(smollm2: Path) -> None:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*alphabet, "<tool>", "<end>"])}
-    ours = Tokenizer(build_byte_level_bpe(vocab, [], "smollm", ["<end>"], ["<tool>"]))
+    ours = Tokenizer(byte_level(vocab, [], "smollm", ["<end>"], ["<tool>"]))
     ids = ours.encode("a<tool>b<end>")
     assert ids[1] == 256 and ids[3] == 257
     assert ours.decode(ids) == "a<tool>b"
@@ -227,12 +235,12 @@ def test_bad_ids_are_refused(tokenizer: Tokenizer, ids: list[Any]) -> None:
 
 def test_an_unknown_pre_tokenizer_is_named() -> None:
     with pytest.raises(UnsupportedModelError, match=r"'gpt-4o'.*smollm"):
-        build_byte_level_bpe({"a": 0}, [], "gpt-4o", [], [])
+        byte_level({"a": 0}, [], "gpt-4o")
 
 
 def test_merges_of_unknown_tokens_are_refused() -> None:
     with pytest.raises(CorruptModelError, match="merges"):
-        build_byte_level_bpe({"a": 0}, [("a", "b")], "smollm", [], [])
+        byte_level({"a": 0}, [("a", "b")], "smollm")
 
 
 # -- files -----------------------------------------------------------------------------------------
