@@ -116,7 +116,7 @@ def measure_limits(num_threads: int, num_bytes: int = 512 << 20, size: int = 204
     before = torch.get_num_threads()
     memory = CpuDevice(num_threads).empty_host((num_bytes // 4,), torch.float32).fill_(1.0)
     rows, vector = memory.view(-1, 1024), torch.ones(1024)
-    read_s = min(map(_best_s, (memory.sum, memory.max, lambda: rows @ vector)))
+    read_s = min(_best_s(memory.sum), _best_s(memory.max), _best_s(lambda: rows @ vector))
     matrix = torch.randn(size, size).bfloat16()
     matmul_s = _best_s(lambda: matrix @ matrix)
     torch.set_num_threads(before)
