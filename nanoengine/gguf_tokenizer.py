@@ -60,11 +60,11 @@ class _Vocabulary:
     texts: list[str]
     types: list[int]
     ends: list[int]
-    special: list[int]
-    user_defined: list[int]
+    special: frozenset[int]
+    user_defined: frozenset[int]
 
-    @property
     def ids(self) -> dict[str, int]:
+        """Ids by text."""
         return {text: i for i, text in enumerate(self.texts)}
 
 
@@ -82,16 +82,10 @@ def write_tokenizer(metadata: Metadata, target: Path, vocab_size: int) -> list[i
     strips = _stripping(metadata, vocabulary)
     added = {
         i: {"special": i in vocabulary.special, "rstrip": i in strips} | _VERBATIM
-        for i in sorted([*vocabulary.special, *vocabulary.user_defined])
+        for i in sorted(vocabulary.special | vocabulary.user_defined)
     }
-    for special in (True, False):
-        backend.add_tokens(
-            [
-                AddedToken(vocabulary.texts[i], **a)
-                for i, a in added.items()
-                if a["special"] == special
-            ]
-        )
+    for ids in (vocabulary.special, vocabulary.user_defined):
+        backend.add_tokens([AddedToken(vocabulary.texts[i], **added[i]) for i in sorted(ids)])
     add_around(
         backend,
         named["bos"] if _flag(metadata, "add_bos_token", adds_bos) else None,
@@ -126,8 +120,8 @@ def _read_vocabulary(metadata: Metadata, vocab_size: int) -> _Vocabulary:
     _check_length(metadata, "token types", types, texts)
     ends = [i for i, text in enumerate(texts) if text in END_TEXTS]
     special = {i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)}.union(ends)
-    user = [i for i, kind in enumerate(types) if kind == _USER_DEFINED and i not in special]
-    return _Vocabulary(texts, types, ends, sorted(special), user)
+    user_defined = {i for i, kind in enumerate(types) if kind == _USER_DEFINED} - special
+    return _Vocabulary(texts, types, ends, frozenset(special), frozenset(user_defined))
 
 
 def _check_length(metadata: Metadata, what: str, values: list[Any], texts: list[str]) -> None:
@@ -137,7 +131,7 @@ def _check_length(metadata: Metadata, what: str, values: list[Any], texts: list[
 
 def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre", str, "default")
-    return build_byte_level_bpe(vocabulary.ids, _merges(metadata), pre), pre == "llama-bpe"
+    return build_byte_level_bpe(vocabulary.ids(), _merges(metadata), pre), pre == "llama-bpe"
 
 
 def _sentencepiece(
@@ -149,7 +143,7 @@ def _sentencepiece(
         raise CorruptModelError(f"{metadata.path}: token scores must be numbers")
     unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == _UNKNOWN), None)
     backend = build_sentencepiece_bpe(
-        vocabulary.ids,
+        vocabulary.ids(),
         scores,
         {i for i, kind in enumerate(vocabulary.types) if kind not in (_UNKNOWN, _CONTROL, _BYTE)},
         None if unknown is None else vocabulary.texts[unknown],
@@ -169,7 +163,7 @@ def _stripping(metadata: Metadata, vocabulary: _Vocabulary) -> set[int]:
     if not any(part in name for part in ("phi-3", "phi3")):
         return set()
     kept = ("<unk>", "<s>", "<|endoftext|>")
-    added = [*vocabulary.special, *vocabulary.user_defined]
+    added = vocabulary.special | vocabulary.user_defined
     return {i for i in added if vocabulary.texts[i] not in kept}
 
 
