@@ -122,7 +122,7 @@ INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first,
  * MOST, of which a multiple of 16 is read; `steps` of 32 values of k. Needs narrow tiles. */
 INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t steps, float *out,
                             int64_t width) {
-    enum { MOST = 64, SUMS = TILE_ROWS * NARROW };
+    enum { MOST = 64 };
     float sums[MOST * NARROW] __attribute__((aligned(64)));
     for (int r = 0; r < rows; r += 2 * TILE_ROWS) {
         const char *at = left.at + r * left.stride, *at1 = at + TILE_ROWS * left.stride;

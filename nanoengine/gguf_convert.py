@@ -269,7 +269,6 @@ def _gemma_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
     interval = metadata.number("attention.sliding_window_pattern", GEMMA_INTERVAL)
     window = int(metadata.get("gemma3.attention.sliding_window", int, 0))
     kinds = ["sliding" if window and (i + 1) % interval else "full" for i in range(num_layers)]
-    softcap = metadata.get("gemma3.final_logit_softcapping", float, 0.0)
     return {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
@@ -277,7 +276,7 @@ def _gemma_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
         "sliding_window": window or 4096,
         "rope_local_base_freq": metadata.real("rope.freq_base_swa", GEMMA_LOCAL_THETA),
         "query_pre_attn_scalar": width_per_head if num_layers == GEMMA_27B_LAYERS else head_dim,
-        "final_logit_softcapping": float(str(np.float32(softcap))) if softcap else None,
+        "final_logit_softcapping": metadata.real("final_logit_softcapping", 0.0) or None,
     }
 
 

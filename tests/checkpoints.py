@@ -255,3 +255,13 @@ def reference_greedy(model: PreTrainedModel, ids: Sequence[int], n: int) -> list
     for _ in range(n):
         tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
     return tokens[len(ids) :]
+
+
+class GGUFValue:
+    """A metadata field of a GGUF file that is not there."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.types = value, [None]
+
+    def contents(self) -> Any:
+        return self.value

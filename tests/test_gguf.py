@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from checkpoints import GGUFValue
 from driver import Driver, assert_logits_are_transformers
 from gguf import GGMLQuantizationType as QuantType
 from tokenizers import pre_tokenizers
@@ -327,22 +328,12 @@ def test_a_converted_model_answers_as_transformers_does(
 
 @pytest.mark.parametrize("head_dim", [80, 96, 98, 128, 192])
 def test_every_part_of_a_head_survives_as_a_quotient(head_dim: int) -> None:
-    fields = {"general.architecture": Value("phi3"), "phi3.context_length": Value(512)}
+    fields = {"general.architecture": GGUFValue("phi3"), "phi3.context_length": GGUFValue(512)}
     metadata = Metadata(Path("m.gguf"), fields)
     for turned in range(2, head_dim + 1, 2):
         settings = gguf_convert._phi3_settings(metadata, turned, head_dim)
         part = settings["partial_rotary_factor"]
         assert turned_pairs(RopeConfig(1e4, turned=part), head_dim) == turned // 2
-
-
-class Value:
-    """A metadata field."""
-
-    def __init__(self, value: Any) -> None:
-        self.value, self.types = value, [None]
-
-    def contents(self) -> Any:
-        return self.value
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import GGUFValue
 from transformers import AutoTokenizer
 
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
@@ -21,16 +22,6 @@ RECORDED = json.loads(
 TEXTS, KINDS = RECORDED["texts"], RECORDED["kinds"]
 END = RECORDED["tokens"].index("<|end|>")
 Write = Callable[..., Tokenizer]
-
-
-class Value:
-    """A metadata field."""
-
-    def __init__(self, value: Any) -> None:
-        self.value, self.types = value, [None]
-
-    def contents(self) -> Any:
-        return self.value
 
 
 @pytest.fixture
@@ -51,7 +42,7 @@ def write(tmp_path: Path) -> Write:
             "tokenizer.ggml.eos_token_id": 2,
             "tokenizer.ggml.unknown_token_id": 0,
         } | settings
-        metadata = Metadata(Path("m.gguf"), {k: Value(v) for k, v in fields.items()})
+        metadata = Metadata(Path("m.gguf"), {k: GGUFValue(v) for k, v in fields.items()})
         assert write_tokenizer(metadata, tmp_path, 600) == ends
         return Tokenizer.from_folder(tmp_path)
 
