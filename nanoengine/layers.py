@@ -104,6 +104,12 @@ class LayerOps(Protocol):
         """
         ...
 
+    def begin(self, x: Tensor) -> Tensor:
+        """The residual stream x of a step that is not repeated, maybe at another place, where the
+        next step overwrites it.
+        """
+        ...
+
 
 class Linear:
     """A product by PyTorch. On a CPU bfloat16 weights are reordered once into oneDNN's layout."""
@@ -216,12 +222,28 @@ class TorchOps:
         """See LayerOps."""
         return forward()
 
+    def begin(self, x: Tensor) -> Tensor:
+        """See LayerOps."""
+        return x
+
 
 class Tape(Protocol):
     """Does again what a step did (CallTape, CudaGraphs)."""
 
     def run(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
         """See LayerOps.repeat."""
+        ...
+
+
+class Graphs(Tape, Protocol):
+    """Does parts of a step again, too (CudaGraphs)."""
+
+    def begin(self, x: Tensor) -> Tensor:
+        """See LayerOps."""
+        ...
+
+    def piece(self, bridge: Bridge) -> Bridge:
+        """The bridge, done as before where `begin` gave its residual stream."""
         ...
 
 
@@ -388,9 +410,11 @@ class GpuOps(KernelOps):
     _kernels: GpuKernels
 
     def __init__(
-        self, kernels: GpuKernels, tape: Tape | None, quantizer: Quantizer | None = None
+        self, kernels: GpuKernels, graphs: Graphs | None, quantizer: Quantizer | None = None
     ) -> None:
-        super().__init__(kernels, tape, quantizer)
+        """graphs: None: every step is done anew."""
+        super().__init__(kernels, graphs, quantizer)
+        self._graphs = graphs
 
     def _linear(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Multiply | None
@@ -417,7 +441,11 @@ class GpuOps(KernelOps):
             fed = down(gate_up.after_sum(residual, out(attended)))
             return residual.add_(fed) if following is None else following.after_sum(residual, fed)
 
-        return run
+        return run if self._graphs is None else self._graphs.piece(run)
+
+    def begin(self, x: Tensor) -> Tensor:
+        """See LayerOps."""
+        return x if self._graphs is None else self._graphs.begin(x)
 
 
 def plain_bridge(out: Product, gate_up: GateUp, down: Product, following: Product | None) -> Bridge:

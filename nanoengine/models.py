@@ -248,7 +248,7 @@ class Decoder:
         is_decode = len(x) == len(ctx.lengths)  # only such steps are like one another
         inputs = ctx.kv.inputs() if is_decode and ctx.attention.follows_tensors else None
         if inputs is None:
-            return self._run_layers(x, cos, sin, ctx)
+            return self._run_layers(self._ops.begin(x), cos, sin, ctx)
         tensors = x, cos, sin, ctx.query_start, ctx.kv_lens, *inputs.tensors
         return self._ops.repeat(
             StepInputs(tensors, inputs.layout), lambda: self._run_layers(x, cos, sin, ctx)

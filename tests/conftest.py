@@ -35,6 +35,28 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder_of
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_patch_of_triton() -> None:
+    """Triton's interpreter patches its language at each launch, and in each function that a kernel
+    calls once more on top: many times the time of the kernels themselves. Once is enough.
+    """
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch, patched = interpreter._patch_lang, set()
+
+    def patch_once(function: Callable[..., object]) -> object:
+        language = {id(interpreter.tl), id(interpreter.tl.core)}
+        found = language.intersection(map(id, function.__globals__.values()))
+        if not found <= patched:
+            patch(function)
+            patched.update(found)
+        return interpreter._LangPatchScope()  # with nothing to restore
+
+    interpreter._patch_lang = patch_once
+
+
 @pytest.fixture(scope="session")
 def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where tests compile C kernels; the same source and flags are compiled once."""

@@ -1,0 +1,423 @@
+"""A CUDA GPU made of the CPU, for what no test could see without one: which tensors lie where, when
+the host waits, what a graph replays, and how long a step would take.
+
+While it is entered, `torch.cuda` is a stand-in, so that CudaDevice, CudaGraphs and everything above
+them run as they are; Triton's kernels are interpreted. Numbers are computed at once, in the order
+in which work is queued; time is virtual. Streams run in order, wait for events, and begin no work
+before the host has queued it; queueing takes the host no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from triton.runtime.interpreter import GridExecutor
+
+from nanoengine.device import CudaDevice
+
+GPU = torch.device("cuda", 0)
+GET_DEVICE = Tensor.device.__get__
+GET_IS_CUDA = Tensor.is_cuda.__get__
+# What copies between host and GPU, and may be told so.
+TRANSFERS = {"copy_", "to", "_foreach_copy_"}
+# What the host cannot have without waiting for the GPU.
+READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
+READS |= {"nonzero", "masked_select", "unique", "argwhere", "equal", "allclose"}
+# What only makes room: not to be done again.
+MAKES_ROOM = {"empty", "new_empty", "empty_like", "resize_"}
+
+
+class WrongPlaceError(AssertionError):
+    """Tensors of the host and of the GPU in one operation."""
+
+
+class HostWaitError(AssertionError):
+    """The host would wait for the GPU where it was told not to."""
+
+
+@dataclass
+class Costs:
+    """Seconds: of an operation (a kernel) on the GPU, of one block of keys that attention folds;
+    and what copies between host and GPU do in a second.
+    """
+
+    operation_s: float = 0.0
+    block_s: float = 0.0
+    link_bytes_per_s: float = float("inf")
+
+
+class VirtualEvent:
+    """torch.cuda.Event."""
+
+    def __init__(self, gpu: VirtualGpu, time: float) -> None:
+        self._gpu, self.time = gpu, time
+
+    def query(self) -> bool:
+        return self.time <= self._gpu.host_time
+
+    def synchronize(self) -> None:
+        self._gpu.wait_until(self.time)
+
+
+class VirtualStream:
+    """torch.cuda.Stream. time: when all that was queued is done; busy: how long it works."""
+
+    device = torch.device("cpu")  # where tensors made for it really are
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self._gpu = gpu
+        self.time = self.busy = 0.0
+        gpu.streams.append(self)
+
+    def work(self, seconds: float) -> None:
+        self.time = max(self.time, self._gpu.host_time) + seconds
+        self.busy += seconds
+
+    def record_event(self) -> VirtualEvent:
+        return VirtualEvent(self._gpu, self.time)
+
+    def wait_event(self, event: VirtualEvent) -> None:
+        self.time = max(self.time, event.time)
+
+
+Work = Callable[[], None]
+
+
+@dataclass
+class VirtualGraph:
+    """torch.cuda.CUDAGraph: what was queued while it was captured."""
+
+    work: list[Work] = field(default_factory=list)
+    num_replays: int = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for each in self.work:
+            each()
+
+
+class VirtualGpu(TorchFunctionMode):
+    """Enter it, and make engines with device="cuda".
+
+    strict: the host may not wait but for an event. num_waits counts those that it waited for.
+    graphs: all that were captured.
+    """
+
+    def __init__(self, costs: Costs | None = None, memory_bytes: int = 1 << 30) -> None:
+        super().__init__()
+        self.costs = costs or Costs()
+        self.memory_bytes = memory_bytes
+        self.strict = False
+        self.host_time, self.num_waits = 0.0, 0
+        self.streams: list[VirtualStream] = []
+        self.compute = self.current = VirtualStream(self)
+        self.graphs: list[VirtualGraph] = []
+        self._capturing: VirtualGraph | None = None
+        self._storages: dict[int, list[int]] = {}  # data pointer -> [tensors, bytes]
+        self.allocated = self.peak = 0
+        self._patch = pytest.MonkeyPatch()
+
+    # -- torch.cuda
+    # -----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> VirtualGpu:
+        for name in ("set_device", "empty_cache", "reset_peak_memory_stats"):
+            self._patch.setattr(torch.cuda, name, getattr(self, f"_{name}", lambda *_: None))
+        for name, replacement in {
+            "is_available": lambda: True,
+            "is_bf16_supported": lambda **_: True,
+            "current_device": lambda: 0,
+            "current_stream": lambda *_: self.current,
+            "synchronize": lambda *_: self.wait_until(max(s.time for s in self.streams)),
+            "mem_get_info": lambda *_: (self.memory_bytes - self.allocated, self.memory_bytes),
+            "memory_allocated": lambda *_: self.allocated,
+            "max_memory_allocated": lambda *_: self.peak,
+            "get_device_properties": lambda *_: SimpleNamespace(
+                shared_memory_per_block_optin=227 << 10
+            ),
+            "Stream": lambda: VirtualStream(self),
+            "stream": self._in_stream,
+            "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": VirtualGraph,
+            "graph": self._capture,
+        }.items():
+            self._patch.setattr(torch.cuda, name, replacement)
+        launch = GridExecutor.__call__
+        self._patch.setattr(
+            GridExecutor, "__call__", lambda kernel, *a, **k: self._launch(launch, kernel, a, k)
+        )
+        gpu = self
+
+        def empty_host(_: CudaDevice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return gpu._pin(torch.empty(shape, dtype=dtype))  # on a thread, where no mode is on
+
+        self._patch.setattr(CudaDevice, "empty_host", empty_host)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """Back on a CPU for a while."""
+        self.__exit__(None, None, None)
+        yield
+        self.__enter__()
+
+    def _reset_peak_memory_stats(self, *_: object) -> None:
+        self.peak = self.allocated
+
+    @contextlib.contextmanager
+    def _in_stream(self, stream: VirtualStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def _capture(self, graph: VirtualGraph, **_: object) -> Iterator[None]:
+        self.graphs.append(graph)
+        self._capturing = graph
+        yield
+        self._capturing = None
+
+    def wait_until(self, time: float) -> None:
+        """The host waits for the GPU."""
+        assert self._capturing is None, "the host waits while a graph is captured"
+        self.num_waits += 1
+        self.host_time = max(self.host_time, time)
+
+    # -- kernels and operators
+    # -----------------------------------------------------------------------------------------
+
+    def _launch(self, launch: Callable[..., None], kernel: Any, args: Any, kwargs: Any) -> None:
+        for tensor in _tensors(args):
+            if not self._is_here(tensor):
+                raise WrongPlaceError(f"{kernel.fn.__name__} is given a tensor of the host")
+        named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+
+        def run() -> None:
+            with torch._C.DisableTorchFunction():
+                blocks = named.get("num_blocks")
+                folded = int(blocks.sum()) if blocks is not None else 0
+                launch(kernel, *args, **kwargs)
+            seconds = folded * self.costs.block_s if folded else self.costs.operation_s
+            self.current.work(seconds)
+
+        self._queue(run)
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func == GET_DEVICE:
+            return GPU if self._is_here(args[0]) else func(*args)
+        if func == GET_IS_CUDA:
+            return self._is_here(args[0])
+        if func is torch.device:
+            return func(*args, **kwargs)
+        name = func.__name__
+        if name == "pin_memory":
+            return self._pin(args[0].clone())
+        is_pinned = kwargs.pop("pin_memory", False)
+        args, kwargs, target = _to_cpu(args, kwargs)
+        given = list(_tensors((args, kwargs)))
+        here = [tensor for tensor in given if self._is_here(tensor)]
+        if name == "to" and target is not None:
+            return self._move(args[0], target, func(*args, **kwargs))
+        if here:
+            self._check(name, args, given, here)
+        is_ours = bool(here) or (target is not None and target.type == "cuda")
+        if not is_ours:
+            out = func(*args, **kwargs)
+            if is_pinned or any(_is_pinned(t) and _shares(t, out) for t in given):
+                self._pin(out)
+            return out
+        if name in ("copy_", "_foreach_copy_") and len(here) < len(given):
+            return self._transfer(func, args, kwargs)
+        if name in MAKES_ROOM and target is not None and target.type == "cpu":
+            return func(*args, **kwargs)
+        return self._compute(func, name, args, kwargs, given)
+
+    def _check(
+        self, name: str, args: tuple[Any, ...], given: list[Tensor], here: list[Tensor]
+    ) -> None:
+        """Raise where this operator cannot run on a GPU, or only if the host waits."""
+        if self.strict and (name in READS or _picks_by_mask(name, args)):
+            raise HostWaitError(f"{name} of a tensor on the GPU")
+        elsewhere = [t for t in given if t.dim() and not self._is_here(t)]
+        if elsewhere and name not in TRANSFERS:
+            raise WrongPlaceError(f"{name}: tensors of the host and of the GPU")
+
+    def _move(self, source: Tensor, target: torch.device, out: Tensor) -> Tensor:
+        if target.type == "cuda":
+            if self._is_here(source):
+                return self._place(out)
+            self._cross(source)
+            with torch._C.DisableTorchFunction():
+                return self._place(out.clone())
+        if self._is_here(source):
+            if self.strict:
+                raise HostWaitError("to(cpu) of a tensor on the GPU")
+            with torch._C.DisableTorchFunction():
+                return out.clone()
+        return out
+
+    def _transfer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for tensor in _tensors(args):
+            if not self._is_here(tensor):
+                self._cross(tensor)
+        out = args[0]
+
+        def run() -> None:
+            with torch._C.DisableTorchFunction():
+                func(*args, **kwargs)
+
+        self._queue(run)
+        return out
+
+    def _cross(self, host: Tensor) -> None:
+        """Count a copy of `host` over the link."""
+        if self.strict and not _is_pinned(host) and host.dim():
+            raise HostWaitError("a copy between the GPU and memory that is not pinned")
+        self.current.work(host.nbytes / self.costs.link_bytes_per_s)
+
+    def _compute(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: list[Tensor],
+    ) -> Any:
+        changes = (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+        changes |= name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+        if self._capturing is not None and changes and name not in MAKES_ROOM:
+
+            def again() -> None:
+                with torch._C.DisableTorchFunction():
+                    func(*args, **kwargs)
+                self.current.work(self.costs.operation_s)
+
+            self._queue(again)
+            return kwargs.get("out", args[0])
+        out = func(*args, **kwargs)
+        made = list(_tensors(out))
+        is_view = bool(made) and all(any(_shares(g, m) for g in given) for m in made)
+        for tensor in made:
+            self._place(tensor)
+        if name in MAKES_ROOM or (is_view and not changes) or not made:
+            return out
+        self.current.work(0.0 if self._capturing else self.costs.operation_s)
+        if self._capturing is not None:
+
+            def anew() -> None:
+                with torch._C.DisableTorchFunction():
+                    for old, new in zip(made, _tensors(func(*args, **kwargs)), strict=True):
+                        old.copy_(new)
+                self.current.work(self.costs.operation_s)
+
+            self._capturing.work.append(anew)
+        return out
+
+    def _queue(self, work: Work) -> None:
+        if self._capturing is not None:
+            self._capturing.work.append(work)
+        else:
+            work()
+
+    # -- which tensors are where
+    # -----------------------------------------------------------------------------------------
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        return getattr(tensor, "is_virtual", False)
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        """It lies on the GPU from now on."""
+        if self._is_here(tensor):
+            return tensor
+        tensor.is_virtual = True  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunction():
+            pointer, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        held = self._storages.setdefault(pointer, [0, size])
+        if not held[0]:
+            self.allocated += size
+            self.peak = max(self.peak, self.allocated)
+        held[0] += 1
+        weakref.finalize(tensor, self._free, pointer)
+        return tensor
+
+    def _free(self, pointer: int) -> None:
+        held = self._storages[pointer]
+        held[0] -= 1
+        if not held[0]:
+            self.allocated -= held[1]
+            del self._storages[pointer]
+
+    @staticmethod
+    def _pin(tensor: Tensor) -> Tensor:
+        for each in _tensors(tensor):
+            each.is_pinned_here = True  # type: ignore[attr-defined]
+        return tensor
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return getattr(tensor, "is_pinned_here", False)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _shares(tensor: Tensor, out: Any) -> bool:
+    with torch._C.DisableTorchFunction():
+        pointer = tensor.untyped_storage().data_ptr()
+        return any(pointer == each.untyped_storage().data_ptr() for each in _tensors(out))
+
+
+def _to_cpu(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], torch.device | None]:
+    """The arguments with the CPU for every device, and the device that was named."""
+    named: list[torch.device] = []
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, str) and value.partition(":")[0] in ("cuda", "cpu"):
+            value = torch.device(value)
+        if isinstance(value, torch.device):
+            named.append(value)
+            return torch.device("cpu")
+        return value
+
+    args = tuple(map(moved, args))
+    kwargs = {name: moved(value) for name, value in kwargs.items()}
+    return args, kwargs, named[-1] if named else None
+
+
+def _picks_by_mask(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether it indexes by a mask: how much that is only the GPU knows."""
+    if name not in ("__getitem__", "__setitem__"):
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    is_masked = any(isinstance(each, Tensor) and each.dtype == torch.bool for each in index)
+    return is_masked and (name == "__getitem__" or isinstance(args[2], Tensor))
