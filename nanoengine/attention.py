@@ -9,16 +9,23 @@ gives the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, count
 
 import torch
 from torch import Tensor
 
-from nanoengine.config import AttentionConfig
+from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
 from nanoengine.cpu_kernels import CpuKernels, Workspace
-from nanoengine.flash_attention import make_flash
+from nanoengine.errors import ConfigError
+from nanoengine.flash_attention import (
+    flash_attn_kernels,
+    make_flash,
+    sdpa_kernels,
+    varlen_kernels,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +62,8 @@ class TorchAttention:
 
     follows_tensors = False
 
-    def __init__(self, config: AttentionConfig, reason: str = "") -> None:
-        """reason: why this backend was taken, for the plan."""
-        self.name = f"torch ({reason})" if reason else "torch"
+    def __init__(self, config: AttentionConfig) -> None:
+        self.name = "torch"
         self._config = config
         self._scale = config.score_scale
         self._state: SoftmaxState | None = None
@@ -174,7 +180,13 @@ class CpuAttention:
         return out
 
 
+Found = tuple[AttentionBackend | None, str]  # a backend, and why others were not taken
+# The first that serves is taken; on a CPU "sdpa" only if it is asked for.
+ORDER = {"cuda": ("flash-attn", "varlen", "triton", "sdpa", "torch"), "cpu": ("c", "torch", "sdpa")}
+
+
 def make_attention(
+    wanted: str,
     kernels: CpuKernels | None,
     no_kernels: str,
     device: torch.device,
@@ -182,21 +194,54 @@ def make_attention(
     block_size: int,
     config: AttentionConfig,
 ) -> AttentionBackend:
-    """The C kernel where there is one; on a GPU a flash kernel if one serves, else Triton's, else
-    PyTorch. All but the flash kernels do windows and softcaps.
+    """The backend that EngineConfig.attention_backend wants; of "auto" the first that serves.
 
-    The name of the backend says what was taken and, of what would be faster, why not.
-    no_kernels: why there is no C kernel. block_size: tokens of a KV block.
+    Its name says what was taken and, of what comes before it, why not. no_kernels: why there is no
+    C kernel. block_size: tokens of a KV block.
+    Raises ConfigError where the one that is wanted cannot serve.
     """
-    if kernels is not None:
-        return CpuAttention(config, kernels)
-    if device.type != "cuda":
-        return TorchAttention(config, no_kernels)
-    flash, no_flash = make_flash(device, dtype, block_size, config)
-    if flash is not None:
-        return flash
+    asked = device, dtype, block_size, config
+    finders: dict[str, Callable[[], Found]] = {
+        "flash-attn": lambda: make_flash(flash_attn_kernels, *asked),
+        "varlen": lambda: make_flash(varlen_kernels, *asked),
+        "triton": lambda: _make_triton(dtype, device, config),
+        "sdpa": lambda: make_flash(sdpa_kernels, *asked),
+        "c": lambda: (CpuAttention(config, kernels), "") if kernels else (None, no_kernels),
+        "torch": lambda: (TorchAttention(config), ""),
+    }
+    order = ORDER[device.type]
+    if wanted not in ("auto", *order):
+        raise ConfigError(
+            f"attention_backend={wanted!r} is not for device={device.type!r}, which has "
+            f"{', '.join(order)}"
+        )
+    refusals: list[str] = []
+    unmet_by: dict[str, list[str]] = {}
+    backend: AttentionBackend | None = None
+    for name in order if wanted == "auto" else (wanted,):
+        unmet = ATTENTION_LIMITS[name].unmet(str(dtype).removeprefix("torch."), block_size, config)
+        if unmet:
+            unmet_by.setdefault(unmet, []).append(name)
+            continue
+        backend, refusal = finders[name]()
+        refusals += [refusal] if refusal else []
+        if backend is not None:
+            break
+    reasons = "; ".join(
+        [*(f"{', '.join(names)} need {limit}" for limit, names in unmet_by.items()), *refusals]
+    )
+    if backend is None:
+        raise ConfigError(
+            f"attention_backend={wanted!r} cannot be used: {reasons}; change that, or leave it at "
+            '"auto"'
+        )
+    backend.name += f" ({reasons})" if reasons else ""
+    return backend
+
+
+def _make_triton(dtype: torch.dtype, device: torch.device, config: AttentionConfig) -> Found:
     try:
         from nanoengine.triton_attention import TritonAttention  # what PyTorch for a GPU brings
     except ImportError as error:
-        return TorchAttention(config, f"{no_flash}; Triton: {error}")
-    return TritonAttention(config, dtype, device, no_flash)
+        return None, f"Triton: {error}"
+    return TritonAttention(config, dtype, device), ""

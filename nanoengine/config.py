@@ -72,6 +72,58 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionLimits:
+    """What an attention backend can do.
+
+    dtypes: by torch's names. head_dim_step, page: what head_dim and kvcache_block_size must be
+    multiples of. max_head_dim: None: any. windows, softcap: whether it does AttentionConfig's.
+    """
+
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    head_dim_step: int = 1
+    max_head_dim: int | None = None
+    page: int = 1
+    windows: bool = True
+    softcap: bool = True
+
+    def unmet(self, dtype: str, block_size: int, config: AttentionConfig) -> str:
+        """The first limit that is not kept, and by what; "" if all are."""
+        head_dim, most = config.head_dim, self.max_head_dim
+        if any(config.windows) and not self.windows:
+            return "layers that see all keys, and this model has a sliding window"
+        if config.softcap is not None and not self.softcap:
+            return f"scores without a softcap, not {config.softcap}"
+        if dtype not in self.dtypes:
+            return f"{' or '.join(self.dtypes)}, not {dtype}"
+        if head_dim % self.head_dim_step or (most is not None and head_dim > most):
+            limit = "" if most is None else f" up to {most}"
+            return f"a head_dim that is a multiple of {self.head_dim_step}{limit}, not {head_dim}"
+        if block_size % self.page:
+            return f"kvcache_block_size to be a multiple of {self.page}, not {block_size}"
+        return ""
+
+
+_FLASH = AttentionLimits(
+    ("bfloat16", "float16"),
+    head_dim_step=8,
+    max_head_dim=256,
+    page=256,
+    windows=False,
+    softcap=False,
+)
+# By what attention_backend calls them. All either give their log-sum-exp, so that what they make of
+# the parts of a context can be merged, or carry their state from part to part.
+ATTENTION_LIMITS = {
+    "flash-attn": _FLASH,
+    "varlen": _FLASH,
+    "triton": AttentionLimits(),
+    "sdpa": AttentionLimits(head_dim_step=8, windows=False, softcap=False),
+    "c": AttentionLimits(("float32", "bfloat16")),
+    "torch": AttentionLimits(),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder, read from config.json. `architecture` is a key of
     models.ARCHITECTURES.
@@ -180,6 +232,10 @@ class EngineConfig:
     enable_prefix_caching: reuse the KV of equal prompt beginnings.
     enforce_eager: on a GPU, launch every kernel of a decode step by itself, not as a CUDA graph.
     load_format: "auto", "safetensors", "gguf" or "dummy" (random weights of the right shapes).
+    attention_backend: "auto": the first that serves, on a GPU of "flash-attn", "varlen" (PyTorch's
+    varlen_attn), "triton", "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on a CPU of
+    "c" and "torch" ("sdpa" is there, too). How a context is cut into chunks shows in the bits of
+    "flash-attn", "varlen" and "sdpa" only.
     quantization: None, or lossy: "int8" (a scale for each output) or "int4" (a scale and a zero for
     128 inputs, 64 or 32 where 128 does not divide them) weights of all layers; "gguf" keeps the
     4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay as they
@@ -227,6 +283,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
     load_format: str = "auto"
+    attention_backend: str = "auto"
     quantization: str | None = None
     seed: int = 0
     num_threads: int | None = None
@@ -256,6 +313,11 @@ class EngineConfig:
         if self.load_format not in LOAD_FORMATS:
             raise ConfigError(
                 f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}"
+            )
+        if self.attention_backend not in ("auto", *ATTENTION_LIMITS):
+            raise ConfigError(
+                f"attention_backend must be one of auto, {', '.join(ATTENTION_LIMITS)}, got "
+                f"{self.attention_backend!r}"
             )
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise ConfigError(_bad_quantization(self.quantization))

@@ -1,4 +1,4 @@
-"""Attention on a GPU by a flash kernel: which calls one step needs, and how their results merge.
+"""Attention by a flash kernel: which calls one step needs, and how their results merge.
 
 A kernel call is either non-causal or bottom-right causal, so the queries that meet a span of keys
 are cut in two: those past the span see all of it, those inside it see it up to themselves. Each
@@ -23,9 +23,6 @@ from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, Spans
 from nanoengine.device import to_device
 
-PAGE = 256
-MAX_HEAD_DIM = 256
-DTYPES = (torch.bfloat16, torch.float16)
 TRIAL_TOLERANCE = 0.05
 
 Lengths = tuple[tuple[int, int], ...]
@@ -41,6 +38,7 @@ class KernelCall:
     key_start     int32 [n + 1]: the running sum of num_keys
     num_keys      int32 [n]: keys of each sequence in the chunk, at least one
     block_table   int32 [n, blocks]: where they are
+    lengths       (queries, keys) of each sequence, for kernels driven from Python
     causal        the last query of a sequence sees all of these keys, the one before sees one fewer
     """
 
@@ -49,6 +47,7 @@ class KernelCall:
     key_start: Tensor
     num_keys: Tensor
     block_table: Tensor
+    lengths: tuple[tuple[int, int], ...]
     max_queries: int
     max_keys: int
     causal: bool
@@ -135,16 +134,71 @@ class VarlenKernel:
         return out, lse
 
 
+class SdpaKernel:
+    """What is behind PyTorch's scaled_dot_product_attention, as that keeps the log-sum-exp to
+    itself: one sequence at a time, its blocks gathered.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = f"SDPA of torch {torch.__version__}"
+        self._is_gpu = device.type == "cuda"
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See FlashKernel."""
+        out = torch.empty_like(q)
+        lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
+        stop = 0
+        for (num_queries, num_keys), table in zip(call.lengths, call.block_table, strict=True):
+            blocks = table[: -(-num_keys // k.shape[1])]
+            keys, values = (
+                pool.index_select(0, blocks).flatten(0, 1)[:num_keys] for pool in (k, v)
+            )
+            rows = slice(stop, stop := stop + num_queries)
+            out[rows], lse[:, rows] = self._attend(q[rows], keys, values, call.causal, scale)
+        return out, lse
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causality is aligned at the top left there: the keys that all queries see come apart."""
+        seen_by_all = len(k) - len(q)
+        if not causal or len(q) == 1:
+            return self._call(q, k, v, False, scale)
+        own, lse = self._call(q, k[seen_by_all:], v[seen_by_all:], True, scale)
+        if not seen_by_all:
+            return own, lse
+        before, lse_before = self._call(q, k[:seen_by_all], v[:seen_by_all], False, scale)
+        both = torch.logaddexp(lse, lse_before)
+        weight, weight_before = ((part - both).exp().T.unsqueeze(-1) for part in (lse, lse_before))
+        return (own * weight + before * weight_before).to(q.dtype), both
+
+    def _call(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """The query heads of a KV head are a batch that shares it."""
+        num_queries, heads, head_dim = q.shape
+        group = heads // k.shape[1]
+        grouped = q.view(num_queries, -1, group, head_dim).permute(2, 1, 0, 3)
+        k, v = (x.transpose(0, 1).unsqueeze(0).expand(group, -1, -1, -1) for x in (k, v))
+        if self._is_gpu:
+            call = torch.ops.aten._scaled_dot_product_efficient_attention
+            out, lse, *_ = call(grouped, k, v, None, True, 0.0, causal, scale=scale)
+        else:
+            call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, lse = call(grouped, k, v, 0.0, causal, scale=scale)
+        lse = lse[..., :num_queries]  # a GPU's rows are padded
+        return out.permute(2, 1, 0, 3).flatten(1, 2), lse.transpose(0, 1).flatten(0, 1)
+
+
 class FlashAttention:
     """Flash kernel calls over the chunks of a layer, merged in fp32 (context.AttentionBackend)."""
 
     follows_tensors = False
 
-    def __init__(
-        self, scale: float, kernel: FlashKernel, device: torch.device, besides: str = ""
-    ) -> None:
-        """besides: what the plan should say of kernels that were not taken."""
-        self.name = f"flash ({kernel.name}{'; ' if besides else ''}{besides})"
+    def __init__(self, scale: float, kernel: FlashKernel, device: torch.device) -> None:
+        self.name = kernel.name
         self._scale = scale
         self._kernel = kernel
         self._state = MergedState.on(device)
@@ -310,6 +364,7 @@ def _call(chunk: KVChunk, asks: Sequence[_Ask], causal: bool) -> KernelCall:
         key_start=packed[num + 1 : 2 * num + 2],
         num_keys=packed[2 * num + 2 :],
         block_table=table,
+        lengths=tuple(zip(queries, keys, strict=True)),
         max_queries=max(queries),
         max_keys=max(keys),
         causal=causal,
@@ -325,47 +380,31 @@ def _rows(asks: Sequence[_Ask], device: torch.device) -> slice | Tensor:
 # -- which kernel is there -------------------------------------------------------------------------
 
 
+FindKernels = Callable[[torch.device], tuple[list[FlashKernel], str]]
+
+
 def make_flash(
-    device: torch.device, dtype: torch.dtype, block_size: int, config: AttentionConfig
+    find: FindKernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    config: AttentionConfig,
 ) -> tuple[FlashAttention | None, str]:
-    """The first kernel that passes a trial on the device, or None and why none was taken."""
-    head_dim = config.head_dim
-    if unmet := _unmet(dtype, block_size, config):
-        return None, f"flash kernels need {unmet}"
-    refusals: list[str] = []
-    for find in (_flash_attn_kernels, _varlen_kernels):
-        kernels, missing = find()
-        refusals += [missing] if missing else []
-        for kernel in kernels:
-            refusal = try_kernel(kernel, device, dtype, block_size, head_dim)
-            if not refusal:
-                backend = FlashAttention(config.score_scale, kernel, device, "; ".join(refusals))
-                return backend, ""
-            refusals.append(f"{kernel.name}: {refusal}")
+    """The first of the kernels found that passes a trial on the device; why the others were not
+    taken.
+    """
+    kernels, missing = find(device)
+    refusals = [missing] if missing else []
+    for kernel in kernels:
+        refusal = try_kernel(kernel, device, dtype, block_size, config.head_dim)
+        if not refusal:
+            return FlashAttention(config.score_scale, kernel, device), "; ".join(refusals)
+        refusals.append(f"{kernel.name}: {refusal}")
     return None, "; ".join(refusals)
 
 
-def _unmet(dtype: torch.dtype, block_size: int, config: AttentionConfig) -> str:
-    """The first limit of the kernels that is not kept, and by what.
-
-    A window of theirs is measured from the end of a call's keys, so a call that merges with others
-    would need one of its own for each sequence; varlen_attn has no softcap.
-    """
-    head_dim = config.head_dim
-    if any(config.windows):
-        return "layers that see all keys, and this model has a sliding window"
-    if config.softcap is not None:
-        return f"scores without a softcap, not {config.softcap}"
-    if dtype not in DTYPES:
-        return f"float16 or bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
-        return f"a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}, not {head_dim}"
-    if block_size % PAGE:
-        return f"kvcache_block_size to be a multiple of {PAGE}, not {block_size}"
-    return ""
-
-
-def _flash_attn_kernels() -> tuple[list[FlashKernel], str]:
+def flash_attn_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
+    """Those of the package flash-attn, or why there are none."""
     try:
         module = import_module("flash_attn")  # optional, and only of use on a GPU
     except (ImportError, OSError) as error:
@@ -380,13 +419,23 @@ def _flash_attn_kernels() -> tuple[list[FlashKernel], str]:
     return [FlashAttnKernel(function, version, splits) for splits in _splits(function)], ""
 
 
-def _varlen_kernels() -> tuple[list[FlashKernel], str]:
+def varlen_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
+    """That of PyTorch, or why there is none.
+
+    A window of its is measured from the end of a call's keys, as flash-attn's is, so a call that
+    merges with others would need one of its own for each sequence; it has no softcap.
+    """
     module = import_module("torch.nn.attention.varlen")  # slow, and only of use on a GPU
     function, version = module.varlen_attn, torch.__version__
     if lacks := _lacks(function, ("block_table", "seqused_k", "enable_gqa", "return_aux")):
         return [], f"varlen_attn of torch {version} lacks {lacks}"
     want_lse = module.AuxRequest(lse=True)
     return [VarlenKernel(function, want_lse, version, splits) for splits in _splits(function)], ""
+
+
+def sdpa_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
+    """PyTorch's oldest, always there."""
+    return [SdpaKernel(device)], ""
 
 
 def _lacks(function: Callable[..., Any], wanted: tuple[str, ...]) -> str:

@@ -87,6 +87,7 @@ class LLMEngine:
         loaded, self._tokenizer = self._load(ops, dtype)
         self.model_config: ModelConfig = loaded.config
         attention = make_attention(
+            self.config.attention_backend,
             kernels,
             no_kernels,
             self.device.torch_device,

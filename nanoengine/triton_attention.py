@@ -357,12 +357,9 @@ class TritonAttention:
 
     follows_tensors = True
 
-    def __init__(
-        self, config: AttentionConfig, dtype: torch.dtype, device: torch.device, reason: str = ""
-    ) -> None:
-        """reason: why this backend was taken, for the plan."""
+    def __init__(self, config: AttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
-        self.name = f"Triton {triton.__version__}" + (f" ({reason})" if reason else "")
+        self.name = f"Triton {triton.__version__}"
         # Powers of two, not of e, from where no softcap comes between.
         self._scale = config.score_scale * (1 if config.softcap else LOG2E.value)
         self._dim = max(MIN_DOT, triton.next_power_of_2(config.head_dim))

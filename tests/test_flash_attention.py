@@ -17,22 +17,35 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, assert_logits_are_transformers, expected, host_gib, token_ids
+from driver import (
+    STREAMED,
+    Driver,
+    assert_logits_are_transformers,
+    expected,
+    host_gib,
+    small_engine,
+    token_ids,
+)
 from torch import Tensor
 
 from nanoengine import SamplingParams, attention, flash_attention, llm_engine
 from nanoengine.attention import TorchAttention, make_attention
-from nanoengine.config import AttentionConfig
+from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
+from nanoengine.errors import ConfigError
 from nanoengine.flash_attention import (
     FlashAttention,
     FlashAttnKernel,
     KernelCall,
     MergedState,
+    SdpaKernel,
     VarlenKernel,
+    flash_attn_kernels,
     make_flash,
     plan_calls,
+    sdpa_kernels,
     seen_by,
+    varlen_kernels,
 )
 from nanoengine.llm_engine import LLMEngine
 
@@ -517,7 +530,7 @@ def test_an_engine_that_streams_equals_transformers(
             debug_copy_delay_ms=0.2,
         )
     )
-    assert driver.engine.plan.attention == "flash (reference)"
+    assert driver.engine.plan.attention == "reference"
     outputs = driver.run(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     assert driver.engine.kv.peak_streamed > 1
     assert token_ids(outputs) == [expected(path, prompt, 8) for prompt in prompts]
@@ -551,6 +564,7 @@ def _flash_attn(
         key_start=cu_seqlens_k,
         num_keys=cu_seqlens_k.diff(),
         block_table=block_table,
+        lengths=(),
         max_queries=max_seqlen_q,
         max_keys=max_seqlen_k,
         causal=causal,
@@ -618,10 +632,14 @@ def _install(
 
 
 def choose(dtype: torch.dtype = torch.bfloat16, block: int = 256, dim: int = 64) -> str:
-    """The name of what is taken, or why nothing is."""
-    taken, why = make_flash(CPU, dtype, block, AttentionConfig(dim))
-    assert (taken is None) == bool(why)
-    return taken.name if taken else f"none: {why}"
+    """The name of what is taken, and why what comes before it was not."""
+    refusals: list[str] = []
+    for find in (flash_attn_kernels, varlen_kernels):
+        taken, why = make_flash(find, CPU, dtype, block, AttentionConfig(dim))
+        refusals += [why] if why else []
+        if taken is not None:
+            return "; ".join([taken.name, *refusals])
+    return f"none: {'; '.join(refusals)}"
 
 
 VERSION = torch.__version__
@@ -629,20 +647,20 @@ VERSION = torch.__version__
 
 def test_flash_attn_comes_first_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, _flash_attn)
-    assert choose() == "flash (flash-attn 2.8.3)"
+    assert choose() == "flash-attn 2.8.3"
 
 
 def test_else_torchs_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch)
-    want = f"flash (varlen_attn of torch {VERSION}, num_splits=1; flash-attn is not installed)"
+    want = f"varlen_attn of torch {VERSION}, num_splits=1; flash-attn is not installed"
     assert choose(torch.float16, 512, 128) == want
 
 
 def test_torch_2_12_refuses_num_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, varlen=_varlen_of_torch_2_12)
     name = choose()
-    assert name.startswith(f"flash (varlen_attn of torch {VERSION}; ")
-    assert name.endswith("num_splits=1: num_splits requires FA3.)")
+    assert name.startswith(f"varlen_attn of torch {VERSION}; ")
+    assert name.endswith("num_splits=1: num_splits requires FA3.")
 
 
 def test_torch_2_11_has_no_block_tables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -696,23 +714,26 @@ def test_a_kernel_that_does_something_else_is_refused(
 ) -> None:
     function, reason = SPOILED[name]
     _install(monkeypatch, function)
-    assert reason in choose() and "flash (varlen_attn" in choose()
+    assert reason in choose() and choose().startswith("varlen_attn")
 
 
 @pytest.mark.parametrize(
     ("dtype", "block", "dim", "reason"),
     [
-        (torch.float32, 256, 64, "float16 or bfloat16, not float32"),
+        (torch.float32, 256, 64, "bfloat16 or float16, not float32"),
         (torch.bfloat16, 128, 64, "kvcache_block_size to be a multiple of 256, not 128"),
         (torch.bfloat16, 256, 60, "a head_dim that is a multiple of 8 up to 256, not 60"),
         (torch.float16, 256, 512, "a head_dim that is a multiple of 8 up to 256, not 512"),
     ],
 )
 def test_a_limit_that_is_not_kept_is_named(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int, dim: int, reason: str
+    dtype: torch.dtype, block: int, dim: int, reason: str
 ) -> None:
-    _install(monkeypatch, _flash_attn)
-    assert choose(dtype, block, dim) == f"none: flash kernels need {reason}"
+    config = AttentionConfig(dim)
+    name = str(dtype).removeprefix("torch.")
+    assert ATTENTION_LIMITS["flash-attn"].unmet(name, block, config) == reason
+    with pytest.raises(ConfigError, match=f"'varlen' cannot be used: varlen need {reason}; change"):
+        make_attention("varlen", None, "", torch.device("cuda"), dtype, block, config)
 
 
 def test_a_broken_installation_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -729,29 +750,91 @@ def test_a_broken_installation_is_told_from_none(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, asked = torch.device("cuda"), []
+    cuda, refused = torch.device("cuda"), {"flash_attn_kernels", "varlen_kernels", "sdpa_kernels"}
 
-    def finder(*args: object) -> tuple[None, str]:
-        asked.append(args)
-        return None, "the reason"
+    def make(find: Callable[..., Any], *asked: object) -> tuple[Any, str]:
+        assert asked == (cuda, torch.float16, 256, PLAIN)
+        return (None, "the reason") if find.__name__ in refused else (flash(), "")
 
-    monkeypatch.setattr(attention, "make_flash", finder)
-    assert make_attention(None, "no compiler", CPU, torch.bfloat16, 256, PLAIN).name == (
-        "torch (no compiler)"
-    )
-    assert asked == []
+    def name(wanted: str = "auto", device: torch.device = cuda) -> str:
+        no_kernels = "no compiler"
+        return make_attention(wanted, None, no_kernels, device, torch.float16, 256, PLAIN).name
+
+    monkeypatch.setattr(attention, "make_flash", make)
+    assert name(device=CPU) == "torch (c need float32 or bfloat16, not float16)"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "nanoengine.triton_attention", None)
-        name = make_attention(None, "", cuda, torch.float16, 256, PLAIN).name
-    assert name.startswith("torch (the reason; Triton: ")
-    assert asked == [(cuda, torch.float16, 256, PLAIN)]
+        assert name().startswith("torch (the reason; the reason; Triton: ")
+        refused.remove("sdpa_kernels")
+        assert name().startswith("reference (the reason; the reason; Triton: ")
     triton_attention = pytest.importorskip("nanoengine.triton_attention")
     monkeypatch.setattr(triton_attention, "_shared_memory", lambda device: 99 << 10)
-    name = make_attention(None, "", cuda, torch.float16, 256, PLAIN).name
-    assert name.startswith("Triton ") and name.endswith("(the reason)")
-    taken = flash()
-    monkeypatch.setattr(attention, "make_flash", lambda *args: (taken, ""))
-    assert make_attention(None, "", cuda, torch.float16, 256, PLAIN) is taken
+    assert name().startswith("Triton ") and name().endswith("(the reason; the reason)")
+    assert name("sdpa") == "reference"
+    with pytest.raises(ConfigError, match="attention_backend='varlen' cannot be used: the reason"):
+        name("varlen")
+    with pytest.raises(
+        ConfigError, match="'c' is not for device='cuda', which has flash-attn, var"
+    ):
+        name("c")
+    refused.remove("varlen_kernels")
+    assert name() == "reference (the reason)"
+
+
+# -- PyTorch's scaled_dot_product_attention
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("name", BATCHES)
+def test_sdpa_equals_dense_attention(name: str, dtype: torch.dtype, limit: float) -> None:
+    """Rows of length 1, blocks without keys, boundaries inside spans."""
+    (kernel,), _ = sdpa_kernels(CPU)
+    for longest in (1, 2, 100):
+        batch = make_batch(BATCHES[name], seed=longest, dtype=dtype)
+        got = run(batch, longest, flash(kernel))
+        torch.testing.assert_close(got.double(), batch.dense(), atol=limit, rtol=0)
+
+
+def test_sdpa_passes_the_trial_and_a_wrong_log_sum_exp_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken, why = make_flash(sdpa_kernels, CPU, torch.float32, 8, AttentionConfig(16))
+    assert taken is not None and taken.name.startswith("SDPA of torch") and not why
+    real = SdpaKernel._call
+
+    def wrong(self: SdpaKernel, *args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = real(self, *args)
+        return out, lse + 0.1
+
+    monkeypatch.setattr(SdpaKernel, "_call", wrong)
+    taken, why = make_flash(sdpa_kernels, CPU, torch.float32, 8, AttentionConfig(16))
+    assert taken is None and why.endswith("its log-sum-exp is not that of plain attention")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_engine_that_wants_sdpa_equals_transformers(
+    tiny: Callable[[str], Path], streams: bool
+) -> None:
+    path = tiny("llama")
+    settings = STREAMED | {"ring_slots": 2, "debug_kv": True} if streams else {}
+    made = small_engine(
+        path, attention_backend="sdpa", max_num_batched_tokens=20, max_num_seqs=3, **settings
+    )
+    assert made.plan.attention.startswith("SDPA of torch")
+    driver = Driver(made)
+    prompts = [[(i * 31 + n) % 256 for i in range(n)] for n in (1, 8, 37)]
+    outputs = driver.run(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert token_ids(outputs) == [expected(path, prompt, 6) for prompt in prompts]
+    assert_logits_are_transformers(driver, path, outputs)
+    assert (made.kv.counters.h2d_bytes > 0) == streams
+    made.close()
+
+
+def test_an_unknown_backend_is_refused(tiny: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="attention_backend must be one of auto, flash-attn, var"):
+        small_engine(tiny("llama"), attention_backend="flash")
 
 
 def test_torchs_own_function_takes_what_we_give_it() -> None:
@@ -768,6 +851,7 @@ def test_torchs_own_function_takes_what_we_give_it() -> None:
         key_start=torch.empty(3, dtype=torch.int32, device=meta),
         num_keys=torch.empty(2, dtype=torch.int32, device=meta),
         block_table=torch.empty(2, 4, dtype=torch.int32, device=meta),
+        lengths=(),
         max_queries=4,
         max_keys=900,
         causal=True,
@@ -786,7 +870,7 @@ def test_num_splits_is_passed_only_if_set() -> None:
         return None, None, None
 
     empty = torch.empty(0)
-    call = KernelCall(slice(None), empty, empty, empty, empty, 1, 1, False)
+    call = KernelCall(slice(None), empty, empty, empty, empty, (), 1, 1, False)
     for splits in (1, None):
         FlashAttnKernel(function, "2", splits).attend(empty, empty, empty, call, 1.0)
     assert [kwargs.get("num_splits") for kwargs in seen] == [1, None]

@@ -10,22 +10,19 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import reference, reference_greedy
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
-from nanoengine import SamplingParams
 from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
-from nanoengine.layers import GpuOps, TorchOps
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.layers import TorchOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -224,83 +221,6 @@ def test_rotation_and_store() -> None:
     TritonKernels().rope_store(q, k, v, angles.cos(), angles.sin(), ours)
     torch.testing.assert_close(q, expected)
     torch.testing.assert_close(pool, target.pool, equal_nan=True)
-
-
-# -- the engine with all of them -------------------------------------------------------------------
-
-
-@pytest.fixture
-def gpu_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLMEngine]:
-    """Makes engines on the CPU as a GPU's are put together, but for the graphs themselves."""
-
-    def make(folder: Path, **settings: Any) -> LLMEngine:
-        monkeypatch.setattr(
-            LLMEngine, "_layer_ops", lambda *_: GpuOps(TritonKernels(), None), raising=True
-        )
-        monkeypatch.setattr(
-            "nanoengine.llm_engine.make_attention",
-            lambda kernels, why, device, dtype, block_size, config: TritonAttention(
-                config, dtype, device
-            ),
-        )
-        monkeypatch.setattr(LLMEngine, "_uses_graphs", lambda *_: True)
-        for name in ("NUM_ROUNDS", "NUM_WARMUPS", "NUM_STEPS"):
-            monkeypatch.setattr(f"nanoengine.probe.{name}", 1)
-        defaults = {
-            "device": "cpu",
-            "dtype": "float32",
-            "kvcache_block_size": 8,
-            "max_num_batched_tokens": 64,
-            "max_num_seqs": 4,
-        }
-        return LLMEngine(folder, **(defaults | settings))
-
-    return make
-
-
-STREAM = {
-    "num_gpu_blocks": 4,
-    "max_model_len": 40,
-    "enable_cpu_offload": True,
-    "offload_mode": "stream",
-    "kv_offload_gib": 0.002,
-    "slot_tokens": 8,
-    "stream_mib_per_step": 100.0,
-}
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="gpu-check does it there")
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        *((name, {"num_gpu_blocks": 50}) for name in ("llama", "qwen3", "smollm3", "gemma3")),
-        ("llama", STREAM),
-    ],
-    ids=("llama, padded", "qwen3, padded", "smollm3, padded", "gemma3, padded", "llama, streamed"),
-)
-def test_greedy_ids_are_those_of_transformers(
-    gpu_engine: Callable[..., LLMEngine],
-    tiny: Callable[[str], Path],
-    name: str,
-    settings: dict[str, Any],
-) -> None:
-    """Decode steps of three requests are laid out for four."""
-    folder, num = tiny(name), 3
-    prompts = [
-        [(i * 31 + n) % 256 for i in range(n)] for n in (1, 9, 26 if settings is not STREAM else 18)
-    ]
-    made = gpu_engine(folder, **settings)
-    params = SamplingParams(temperature=0, max_tokens=num, ignore_eos=True)
-    ids, rows, found = [made.add_request(p, params) for p in prompts], set(), {}
-    begin = made.kv.begin
-    made.kv.begin = lambda batch: rows.add((len(batch.items), (kv := begin(batch)).num_rows)) or kv
-    while made.has_unfinished_requests:
-        found |= {o.request_id: o.outputs[0].token_ids for o in made.step()}
-    model = reference(folder)
-    assert [found[i] for i in ids] == [reference_greedy(model, p, num) for p in prompts]
-    assert ((3, 4) in rows) == (settings is not STREAM)
-    assert (made.kv.counters.h2d_bytes > 0) == (settings is STREAM)
-    made.close()
 
 
 def test_sizes_of_graphs() -> None:

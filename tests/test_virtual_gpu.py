@@ -76,10 +76,13 @@ def answer(
         ("llama", RESIDENT),
         ("llama", STREAMED),
         ("llama", STREAMED | {"debug_kv": True}),
+        ("llama", STREAMED | {"attention_backend": "sdpa"}),
+        ("qwen3", RESIDENT),
         ("qwen3-window", STREAMED),
+        ("smollm3", RESIDENT),
         ("gemma3", RESIDENT),
     ],
-    ids=["llama", "llama-streamed", "llama-checked", "window-streamed", "gemma3"],
+    ids=str,
 )
 def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
     gpu: VirtualGpu, tiny: Callable[[str], Path], model: str, settings: dict[str, Any]

@@ -155,6 +155,8 @@ class VirtualGpu(TorchFunctionMode):
         self._patch.setattr(
             GridExecutor, "__call__", lambda kernel, *a, **k: self._launch(launch, kernel, a, k)
         )
+        operators = torch.ops.aten
+        self._patch.setattr(operators, "_scaled_dot_product_efficient_attention", _sdpa)
         gpu = self
 
         def empty_host(_: CudaDevice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -373,6 +375,27 @@ class VirtualGpu(TorchFunctionMode):
         for each in _tensors(tensor):
             each.is_pinned_here = True  # type: ignore[attr-defined]
         return tensor
+
+
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: None,
+    with_lse: bool,
+    dropout: float,
+    causal: bool,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor, None, None]:
+    """A GPU's operator by the CPU's: rows of the log-sum-exp are padded to multiples of 32."""
+    assert bias is None and with_lse and not dropout
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, scale=scale
+    )
+    padded = lse.new_full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), torch.nan)
+    padded[..., : lse.shape[2]] = lse
+    return out, padded, None, None
 
 
 def _is_pinned(tensor: Tensor) -> bool:
