@@ -264,7 +264,7 @@ class EngineConfig:
     generation_config: "auto": requests without sampling parameters are sampled as the model's
     generation_config.json says (None, or "vllm": as SamplingParams() says).
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
-    (slow). debug_copy_delay_ms: random delay of up to so long before each copy (CPU, stream).
+    (slow). debug_copy_delay_ms: random delay of up to so long before each copy (stream).
 
     Raises ConfigError, naming the value and what is allowed.
     """

@@ -28,6 +28,7 @@ from torch import Tensor
 from nanoengine.errors import ConfigError
 
 Convert = Callable[[Tensor, Tensor], None]
+CYCLES_PER_S = 1_500_000_000  # of a GPU, about
 
 
 class Event(Protocol):
@@ -148,13 +149,24 @@ class WorkerEvent:
         self.block = self._done.wait
 
 
+class _Delays:
+    """Random ones, the same for each stream of this name."""
+
+    def __init__(self, name: str, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._random = random.Random(name)
+
+    def next(self) -> float:
+        """Seconds."""
+        return self._random.uniform(0, self._longest_s) if self._longest_s else 0.0
+
+
 class WorkerStream:
     """Copies on a thread of its own; a random delay before each shows missing waits."""
 
-    def __init__(self, name: str, max_delay_s: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, name: str, max_delay_s: float = 0.0) -> None:
         self.name = name
-        self._max_delay_s = max_delay_s
-        self._random = random.Random(f"{name}:{seed}")
+        self._delays = _Delays(name, max_delay_s)
         self._copies = Copies()
         self.take_failed = self._copies.take_failed
         self._work: queue.SimpleQueue[Callable[[], object] | WorkerEvent | None] = (
@@ -194,8 +206,8 @@ class WorkerStream:
             if isinstance(work, WorkerEvent):
                 work.set()
                 continue
-            if self._max_delay_s:
-                time.sleep(self._random.uniform(0, self._max_delay_s))
+            if delay_s := self._delays.next():
+                time.sleep(delay_s)
             work()
 
 
@@ -380,11 +392,12 @@ class CpuDevice:
 
 
 class CudaStream:
-    """A CUDA stream."""
+    """A CUDA stream; a random delay before each copy shows missing waits."""
 
-    def __init__(self, name: str, stream: torch.cuda.Stream) -> None:
+    def __init__(self, name: str, stream: torch.cuda.Stream, max_delay_s: float = 0.0) -> None:
         self.name = name
         self._stream = stream
+        self._delays = _Delays(name, max_delay_s)
         self._failed: list[FailedCopy] = []
 
     def copy(
@@ -396,6 +409,8 @@ class CudaStream:
         """
         try:
             with torch.cuda.stream(self._stream):
+                if delay_s := self._delays.next():
+                    torch.cuda._sleep(int(delay_s * CYCLES_PER_S))  # type: ignore[no-untyped-call]
                 if convert is None:
                     dst.copy_(src, non_blocking=True)
                 else:
@@ -459,7 +474,7 @@ class CudaDevice:
     is_checked = False
     computes_later = True
 
-    def __init__(self, name: str = "cuda") -> None:
+    def __init__(self, name: str = "cuda", max_delay_s: float = 0.0) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"device={name!r} was asked for, but this PyTorch sees no CUDA GPU; "
@@ -472,8 +487,12 @@ class CudaDevice:
         )
         torch.cuda.set_device(self.torch_device)
         self.compute: Stream = CudaStream("compute", torch.cuda.current_stream())
-        self.h2d: Stream = CudaStream("h2d", torch.cuda.Stream())  # type: ignore[no-untyped-call]
-        self.d2h: Stream = CudaStream("d2h", torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        self.h2d: Stream
+        self.d2h: Stream
+        self.h2d, self.d2h = (
+            CudaStream(way, torch.cuda.Stream(), max_delay_s)  # type: ignore[no-untyped-call]
+            for way in ("h2d", "d2h")
+        )
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
         """bfloat16 from compute capability 8.0 on, else float16."""
@@ -542,15 +561,15 @@ def make_device(
 ) -> Device:
     """The Device called "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for anything else.
 
-    copy_workers, max_delay_s: copies on a CPU run on threads, with random delays up to so many
-    seconds.
+    copy_workers: copies on a CPU run on threads. max_delay_s: copies on streams or threads are held
+    up by random delays of up to so many seconds.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return CpuDevice(num_threads, copy_workers, max_delay_s)
     if name == "cuda" or (name.startswith("cuda:") and name[5:].isdigit()):
-        return CudaDevice(name)
+        return CudaDevice(name, max_delay_s)
     raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {name!r}')
 
 

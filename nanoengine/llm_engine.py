@@ -425,10 +425,9 @@ class LLMEngine:
 
     def _make_device(self) -> Device:
         config = self.config
-        device = make_device(config.device, config.num_threads)
-        if device.name == "cpu" and streams(config, "cpu"):
-            delay = config.debug_copy_delay_ms / 1000
-            device = make_device("cpu", config.num_threads, copy_workers=True, max_delay_s=delay)
+        delay_s = config.debug_copy_delay_ms / 1000
+        has_workers = streams(config, "cpu")
+        device = make_device(config.device, config.num_threads, has_workers, delay_s)
         return CheckedDevice(device) if config.debug_kv else device
 
     def _find_model(self) -> tuple[Path, SamplingParams]:

@@ -33,10 +33,14 @@ from nanoengine.step_plan import Load, Store
 
 @dataclass(slots=True)
 class TransferCounters:
-    """Bytes that crossed the link, and how often compute found its data ready or had to wait."""
+    """Bytes that crossed the link, those of fills among them and in how many copies, and how often
+    compute found its data ready or had to wait.
+    """
 
     h2d_bytes: int = 0
     d2h_bytes: int = 0
+    fill_bytes: int = 0
+    num_fill_copies: int = 0
     num_stalls: int = 0
     num_prefetch_hits: int = 0
 
@@ -308,6 +312,8 @@ class OffloadEngine:
             stop = at + len(blocks)
             owners = tuple(transfers.owners.get(slot) for slot in host_slots[at:stop])
             self.fetch(target[at:stop], blocks, owners)
+            self.counters.num_fill_copies += 1
+        self.counters.fill_bytes += len(host_slots) * self._block_bytes
         self.counters.h2d_bytes += len(host_slots) * self._block_bytes
         return h2d.record()
 

@@ -35,10 +35,12 @@ from gpu_measure import (
     ON_GPU,
     QWEN_600M,
     REHEARSAL,
+    lightly_streamed,
     long_context,
     many_streamed,
     needles,
     resident_decode,
+    targets,
     workload,
 )
 from induction import write_checkpoint
@@ -90,14 +92,19 @@ def queued(made: LLMEngine) -> dict[str, dict[str, int]]:
     return {s.name: dict(s.counts) for s in streams if isinstance(s, CheckedStream)}
 
 
-def parity(folder: Path, device: str) -> dict[str, Any]:
-    """fp32 greedy ids against transformers on the CPU: resident, and streamed with ring 2, 3, 4."""
+def parity(
+    folder: Path, device: str, backend: str = "auto", rings: Sequence[int] = (2, 3, 4)
+) -> Any:
+    """fp32 greedy ids against transformers on the CPU: resident, and streamed with these rings,
+    delays before copies.
+    """
     model = reference(folder)
     expected = [reference_greedy(model, prompt, PARAMS.max_tokens) for prompt in prompts()]
     result: dict[str, Any] = {}
-    for ring in (0, 2, 3, 4):
-        settings = STREAM | {"ring_slots": ring} if ring else {"num_gpu_blocks": 200}
-        made = engine(folder, device, dtype="float32", **settings)
+    for ring in (0, *rings):
+        streamed = STREAM | {"ring_slots": ring, "debug_copy_delay_ms": 0.2}
+        settings = streamed if ring else {"num_gpu_blocks": 200}
+        made = engine(folder, device, dtype="float32", attention_backend=backend, **settings)
         driver = Driver(made)
         outputs = driver.run(prompts(), PARAMS)
         equal = [o.outputs[0].token_ids for o in outputs] == expected
@@ -202,9 +209,9 @@ def slots(keys: Sequence[Key]) -> str:
     return " ".join([keys[0][0], *(f"{layer}/{slot}" for _, layer, slot in keys)])
 
 
-def isolation(folder: Path, device: str) -> dict[str, Any]:
+def isolation(folder: Path, device: str, dtype: str) -> dict[str, Any]:
     """Request 50 of a long-lived streaming engine against the same request in a fresh one."""
-    settings = STREAM | {"dtype": "float32", "enable_prefix_caching": False}
+    settings = STREAM | {"dtype": dtype, "enable_prefix_caching": False}
     old = engine(folder, device, **settings)
     driver = Driver(old)
     for i in range(49):
@@ -328,6 +335,7 @@ def main() -> int:
     )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
     parser.add_argument("--json", metavar="FILE", help="also write the result here, indented")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM: runs beside us")
     parser.add_argument("--only", nargs="+", metavar="CHECK", help="only these (default: all)")
     args = parser.parse_args()
     made = make_device(args.device, None)
@@ -365,6 +373,7 @@ def main() -> int:
         checks: dict[str, Callable[[], Any]] = {
             "link": lambda: link(args.device),
             "parity_llama": lambda: parity(llama, args.device),
+            "parity_llama_sdpa": lambda: parity(llama, args.device, "sdpa", (2,)),
             "parity_qwen3": lambda: parity(qwen, args.device),
             "parity_smollm3": lambda: parity(smollm3, args.device),
             "parity_gemma3": lambda: parity(gemma3, args.device),
@@ -373,12 +382,14 @@ def main() -> int:
             "bitwise_bf16": lambda: bitwise(llama, args.device, BLOCK),
             "bitwise_bf16_pages": lambda: bitwise(long, args.device, PAGE),
             "trace": lambda: trace(llama, args.device),
-            "isolation": lambda: isolation(llama, args.device),
+            "isolation": lambda: isolation(llama, args.device, "float32"),
+            "isolation_bf16": lambda: isolation(llama, args.device, "bfloat16"),
             "needles": lambda: needles(induction, scale),
             "resident_decode": lambda: resident_decode(
                 large, scale, gb_per_s("device_read_gb_per_s")
             ),
-            "workload": lambda: workload(small, scale, gb_per_s("device_read_gb_per_s")),
+            "workload": lambda: workload(small, scale, gb_per_s("device_read_gb_per_s"), args.vllm),
+            "lightly_streamed": lambda: lightly_streamed(large, scale, gb_per_s("h2d_gb_per_s")),
             "many_streamed": lambda: many_streamed(large, scale, gb_per_s("h2d_gb_per_s")),
             "long_context": lambda: long_context(large, scale, gb_per_s("h2d_gb_per_s")),
         }
@@ -397,6 +408,7 @@ def main() -> int:
     dicts = [result[check] for check in checks if isinstance(result[check], dict)]
     flat = [part for each in dicts for part in (each, *each.values())]
     result["ok"] &= all(part.get("ok", True) for part in flat if isinstance(part, dict))
+    result["targets"] = targets(result)
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))

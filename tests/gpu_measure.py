@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -265,11 +266,47 @@ def long_context(folder: Path, scale: Scale, link_gb_per_s: float) -> Row:
                     "streamed_gb": round(moved / 1e9, 3),
                     "streamed_gb_per_s": round(moved / step_s / 1e9, 2),
                     "share_of_link": round(moved / step_s / 1e9 / link_gb_per_s, 3),
+                    "mean_piece_mib": mean_piece_mib(made),
                     "least_to_measured": round(least_s / step_s, 3),
                 }
             )
         if not scale.is_rehearsal:
             rows["trace"] = trace_step(made, decode[0])
+        slot_tokens = made.plan.kv.slot_blocks * made.plan.kv.block_size
+    # Larger slots carry the state of attention over less often, and take memory.
+    n = prefill[len(prefill) // 2]
+    with running(folder, scale, slot_tokens=2 * slot_tokens, **settings) as made:
+        rows["prefill_slots_twice_as_large"] = {
+            "context": n,
+            "slot_tokens": 2 * slot_tokens,
+            "offloaded_to_resident": round(resident["prefill"][n] / time_prefill(made, n), 3),
+        }
+    return rows
+
+
+def lightly_streamed(folder: Path, scale: Scale, link_gb_per_s: float) -> list[Row]:
+    """Decode of a request that streams an eighth of what is on the device: where launching kernels
+    would take longer than the copies. With one graph a layer, and kernel by kernel.
+    """
+    rows = []
+    with running(folder, scale, num_gpu_blocks=8) as made:
+        size = token_bytes(made)
+    context = int(9 / 8 * scale.device_gib * GIB / size)
+    for enforce_eager in (False, True):
+        settings = offloaded(scale, context + 256, size)
+        settings |= {"max_model_len": context + 256, "enforce_eager": enforce_eager}
+        with running(folder, scale, **settings) as made:
+            step_s, moved = time_decode(made, [context], 20)
+        copy_s = moved / link_gb_per_s / 1e9
+        rows.append(
+            {
+                "context": context,
+                "enforce_eager": enforce_eager,
+                "step_ms": round(1000 * step_s, 3),
+                "copies_ms": round(1000 * copy_s, 3),
+                "share_of_link": round(copy_s / step_s, 3),
+            }
+        )
     return rows
 
 
@@ -333,7 +370,7 @@ def many_streamed(folder: Path, scale: Scale, link_gb_per_s: float) -> Row:
     settings["max_model_len"] = length + 256
     with running(folder, scale, **settings) as made:
         step_s, moved = time_decode(made, [length] * num, 5)
-        peak = made.kv.peak_streamed
+        peak, piece_mib = made.kv.peak_streamed, mean_piece_mib(made)
     return {
         "requests": num,
         "context": length,
@@ -342,13 +379,21 @@ def many_streamed(folder: Path, scale: Scale, link_gb_per_s: float) -> Row:
         "tokens_per_s": round(num / step_s, 2),
         "streamed_gb_per_s": round(moved / step_s / 1e9, 2),
         "share_of_link": round(moved / step_s / 1e9 / link_gb_per_s, 3),
+        "mean_piece_mib": piece_mib,
         "peak_streamed": peak,
     }
 
 
-def workload(folder: Path, scale: Scale, read_gb_per_s: float) -> Row:
+def mean_piece_mib(made: LLMEngine) -> float:
+    """What a copy into the ring is of, on average."""
+    counters = made.kv.counters
+    return round(counters.fill_bytes / max(1, counters.num_fill_copies) / (1 << 20), 2)
+
+
+def workload(folder: Path, scale: Scale, read_gb_per_s: float, vllm: str | None = None) -> Row:
     """Requests of random lengths, as nano-vllm's benchmark has them (its lengths and seed), and
-    some of them beside transformers' continuous batching.
+    some of them beside transformers' continuous batching. vllm: an interpreter that has it, to do
+    all of them.
     """
     num, num_beside, longest = scale.workload
     rng = random.Random(0)
@@ -378,6 +423,8 @@ def workload(folder: Path, scale: Scale, read_gb_per_s: float) -> Row:
         "peak_gib": round(peak / GIB, 2),
         "used_share": round(1 - free / total, 3),
     }
+    if vllm is not None:
+        row["vllm"] = _vllm(vllm, folder, scale, prompts, lengths)
     try:
         theirs = _transformers(folder, scale, some, short)
     except Exception as error:  # a peer that cannot run here is told, not a failed check
@@ -401,6 +448,71 @@ def _answer(made: LLMEngine, prompts: list[list[int]], lengths: list[int]) -> fl
     while made.has_unfinished_requests:
         made.step()
     return time.perf_counter() - start
+
+
+VLLM = """
+import json, sys, time
+import vllm
+work = json.load(sys.stdin)
+llm = vllm.LLM(work["folder"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+               max_model_len=work["max_model_len"], max_num_seqs=256, enable_prefix_caching=False)
+def answer(lengths):
+    params = [vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+              for n in lengths]
+    start = time.perf_counter()
+    prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    return time.perf_counter() - start
+answer([2] * len(work["lengths"]))
+print(json.dumps({"version": vllm.__version__, "seconds": answer(work["lengths"])}))
+"""
+
+
+def _vllm(
+    python: str, folder: Path, scale: Scale, prompts: list[list[int]], lengths: list[int]
+) -> Row:
+    """All requests by vLLM, random weights in the same shapes."""
+    work = {
+        "folder": str(folder),
+        "max_model_len": 4 * scale.workload[2],
+        "prompts": prompts,
+        "lengths": lengths,
+    }
+    run = subprocess.run(
+        [python, "-c", VLLM], input=json.dumps(work), capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        return {"error": run.stderr.strip().splitlines()[-1:]}
+    found = json.loads(run.stdout.splitlines()[-1])
+    tokens_per_s = round(sum(lengths) / found["seconds"], 1)
+    return {"version": found["version"], "output_tokens_per_s": tokens_per_s}
+
+
+def targets(result: Row) -> Row:
+    """What was aimed at, and the worst that was measured."""
+    found: Row = {}
+
+    def least(name: str, aim: float, values: list[float]) -> None:
+        if values:
+            found[name] = {"least": min(values), "aim": aim, "met": min(values) >= aim}
+
+    long = result.get("long_context", {"prefill": [], "decode": []})
+    work = result.get("workload", {})
+    decode = [row["share_of_read"] for row in result.get("resident_decode", [])]
+    least("offloaded_to_resident_prefill", 0.98, _column(long["prefill"], "offloaded_to_resident"))
+    least("least_to_measured_decode", 0.95, _column(long["decode"], "least_to_measured"))
+    least("mean_piece_mib", 4, _column(long["decode"], "mean_piece_mib"))
+    least("resident_decode_share_of_read", 0.7, decode[:1])
+    least("times_transformers", 5, _column([work.get("beside_transformers", {})], "ratio"))
+    if work:
+        off = abs(work["peak_gib"] / work["planned_gib"] - 1)
+        least("memory_as_planned", 0.98, [round(1 - off, 3)])
+    return found
+
+
+def _column(rows: list[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row]
 
 
 def _transformers(

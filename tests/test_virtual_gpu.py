@@ -75,7 +75,7 @@ def answer(
     [
         ("llama", RESIDENT),
         ("llama", STREAMED),
-        ("llama", STREAMED | {"debug_kv": True}),
+        ("llama", STREAMED | {"debug_kv": True, "debug_copy_delay_ms": 0.1}),
         ("llama", STREAMED | {"attention_backend": "sdpa"}),
         ("qwen3", RESIDENT),
         ("qwen3-window", STREAMED),

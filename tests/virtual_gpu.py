@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from nanoengine.device import CudaDevice
+from nanoengine.device import CYCLES_PER_S, CudaDevice
 
 GPU = torch.device("cuda", 0)
 GET_DEVICE = Tensor.device.__get__
@@ -144,6 +144,7 @@ class VirtualGpu(TorchFunctionMode):
             "get_device_properties": lambda *_: SimpleNamespace(
                 shared_memory_per_block_optin=227 << 10
             ),
+            "_sleep": lambda cycles: self.current.work(cycles / CYCLES_PER_S),
             "Stream": lambda: VirtualStream(self),
             "stream": self._in_stream,
             "graph_pool_handle": lambda: (0, 1),
