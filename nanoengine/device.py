@@ -487,12 +487,9 @@ class CudaDevice:
         )
         torch.cuda.set_device(self.torch_device)
         self.compute: Stream = CudaStream("compute", torch.cuda.current_stream())
-        self.h2d: Stream
-        self.d2h: Stream
-        self.h2d, self.d2h = (
-            CudaStream(way, torch.cuda.Stream(), max_delay_s)  # type: ignore[no-untyped-call]
-            for way in ("h2d", "d2h")
-        )
+        copying = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self.h2d: Stream = CudaStream("h2d", copying[0], max_delay_s)
+        self.d2h: Stream = CudaStream("d2h", copying[1], max_delay_s)
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
         """bfloat16 from compute capability 8.0 on, else float16."""

@@ -273,8 +273,12 @@ def test_streamed_requests_rest_beside_resident_ones_and_nobody_starves(
 
 
 @pytest.mark.parametrize("is_cut_off", [False, True])
-def test_closing_in_the_middle_of_transfers_frees_everything(tiny: Tiny, is_cut_off: bool) -> None:
+def test_closing_in_the_middle_of_transfers_frees_everything(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, is_cut_off: bool
+) -> None:
     """Stores of the last step are under way, and fills, too, where the step was cut off."""
+    for name in ("NUM_ROUNDS", "NUM_WARMUPS", "NUM_STEPS"):
+        monkeypatch.setattr(f"nanoengine.probe.{name}", 1)
     path = tiny("llama")
     driver = make_driver(path, debug_copy_delay_ms=5.0)
     for seed in range(3):
