@@ -227,9 +227,11 @@ def make_attention(
         refusals += [refusal] if refusal else []
         if backend is not None:
             break
-    reasons = "; ".join(
-        [*(f"{', '.join(names)} need {limit}" for limit, names in unmet_by.items()), *refusals]
+    needs = (
+        f"{' and '.join(names)} need{'s' * (len(names) == 1)} {limit}"
+        for limit, names in unmet_by.items()
     )
+    reasons = "; ".join([*needs, *refusals])
     if backend is None:
         raise ConfigError(
             f"attention_backend={wanted!r} cannot be used: {reasons}; change that, or leave it at "

@@ -135,8 +135,9 @@ class VarlenKernel:
 
 
 class SdpaKernel:
-    """What is behind PyTorch's scaled_dot_product_attention, as that keeps the log-sum-exp to
-    itself: one sequence at a time, its blocks gathered.
+    """The operators behind PyTorch's scaled_dot_product_attention, which itself keeps the
+    log-sum-exp: one sequence at a time, its blocks gathered. They are not public, so that a change
+    of theirs would show in `try_kernel`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -434,7 +435,7 @@ def varlen_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
 
 
 def sdpa_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
-    """PyTorch's oldest, always there."""
+    """PyTorch's own for any block size and dtype."""
     return [SdpaKernel(device)], ""
 
 

@@ -732,7 +732,9 @@ def test_a_limit_that_is_not_kept_is_named(
     config = AttentionConfig(dim)
     name = str(dtype).removeprefix("torch.")
     assert ATTENTION_LIMITS["flash-attn"].unmet(name, block, config) == reason
-    with pytest.raises(ConfigError, match=f"'varlen' cannot be used: varlen need {reason}; change"):
+    with pytest.raises(
+        ConfigError, match=f"'varlen' cannot be used: varlen needs {reason}; change"
+    ):
         make_attention("varlen", None, "", torch.device("cuda"), dtype, block, config)
 
 
@@ -761,7 +763,7 @@ def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch)
         return make_attention(wanted, None, no_kernels, device, torch.float16, 256, PLAIN).name
 
     monkeypatch.setattr(attention, "make_flash", make)
-    assert name(device=CPU) == "torch (c need float32 or bfloat16, not float16)"
+    assert name(device=CPU) == "torch (c needs float32 or bfloat16, not float16)"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "nanoengine.triton_attention", None)
         assert name().startswith("torch (the reason; the reason; Triton: ")

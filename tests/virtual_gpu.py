@@ -156,8 +156,8 @@ class VirtualGpu(TorchFunctionMode):
         self._patch.setattr(
             GridExecutor, "__call__", lambda kernel, *a, **k: self._launch(launch, kernel, a, k)
         )
-        operators = torch.ops.aten
-        self._patch.setattr(operators, "_scaled_dot_product_efficient_attention", _sdpa)
+        generator = torch.Generator
+        self._patch.setattr(torch, "Generator", lambda *_: generator())
         gpu = self
 
         def empty_host(_: CudaDevice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -234,6 +234,8 @@ class VirtualGpu(TorchFunctionMode):
         if func is torch.device:
             return func(*args, **kwargs)
         name = func.__name__
+        if name == "_scaled_dot_product_efficient_attention":
+            func = _sdpa
         if name == "pin_memory":
             return self._pin(args[0].clone())
         is_pinned = kwargs.pop("pin_memory", False)
