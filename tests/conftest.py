@@ -44,6 +44,8 @@ def _one_patch_of_triton() -> None:
         from triton.runtime import interpreter
     except ImportError:
         return
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return  # one that does it in another way
     patch, patched = interpreter._patch_lang, set()
 
     def patch_once(function: Callable[..., object]) -> object:

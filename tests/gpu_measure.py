@@ -275,6 +275,7 @@ def long_context(folder: Path, scale: Scale, link_gb_per_s: float) -> Row:
         slot_tokens = made.plan.kv.slot_blocks * made.plan.kv.block_size
     # Larger slots carry the state of attention over less often, and take memory.
     n = prefill[len(prefill) // 2]
+    settings = offloaded(scale, n, size) | {"max_model_len": n + 256}
     with running(folder, scale, slot_tokens=2 * slot_tokens, **settings) as made:
         rows["prefill_slots_twice_as_large"] = {
             "context": n,
