@@ -22,6 +22,7 @@ import torch
 
 import nanoengine
 from nanoengine import benchmark_compare, benchmark_quant, benchmark_scaling, benchmark_tiers
+from nanoengine.config import ATTENTION_LIMITS
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -215,6 +216,7 @@ def _llm(args: argparse.Namespace, **more: Any) -> LLM:
             "max_num_batched_tokens",
             "kv_cache_gib",
             "num_threads",
+            "attention_backend",
         )
         if getattr(args, name, None) is not None
     }
@@ -288,6 +290,8 @@ def _common_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
     sub.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in a step")
     sub.add_argument("--num-threads", type=int, help="CPU threads")
+    backends = ", ".join(ATTENTION_LIMITS)
+    sub.add_argument("--attention-backend", default="auto", help=f"instead of auto: {backends}")
     sub.add_argument("--json", metavar="FILE", help="also write the result here, indented")
 
 

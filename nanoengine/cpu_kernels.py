@@ -56,7 +56,8 @@ def find_compiler() -> str:
         if name and (path := shutil.which(name)):
             return path
     raise KernelBuildError(
-        "no C compiler found ($CC, gcc, cc, clang): install gcc for the faster CPU attention"
+        "no C compiler found ($CC, gcc, cc, clang): install gcc for the faster CPU attention, or "
+        'set attention_backend="sdpa"'
     )
 
 
