@@ -7,11 +7,15 @@ attention backend knows neither schedulers nor sequences, only lengths and block
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+MakeTensor = Callable[[object, torch.dtype], Tensor]
+PACKED_AT = 16  # bytes; kernels are compiled for pointers that are multiples of it
 
 Spans = tuple[tuple[int, int, tuple[int, ...]], ...]
 
@@ -41,6 +45,19 @@ class KVChunk:
     block_table: Tensor
     spans: Spans = ()
     is_last: bool = False
+
+
+def packed(make: MakeTensor, parts: Iterable[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Lists of numbers as tensors that are parts of one, so that they take one copy to a GPU."""
+    step = PACKED_AT // dtype.itemsize
+    numbers: list[int] = []
+    places: list[slice] = []
+    for part in parts:
+        places.append(slice(len(numbers), len(numbers) + len(part)))
+        numbers += part
+        numbers += [0] * (-len(numbers) % step)
+    whole = make(numbers, dtype)
+    return [whole[place] for place in places]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.context import AttentionBackend, ForwardContext, KVCache
+from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.device import Device, Readable
 from nanoengine.models import Decoder
 from nanoengine.sampler import Sampler, read_scores, score_tokens
@@ -186,16 +186,18 @@ class ModelRunner:
             positions.append(0)
             starts.append(len(token_ids))
             kv_lens.append(0)
-        tokens = self._tensor(token_ids, torch.int64)
+        make = self._device.tensor
+        tokens, at, rows = packed(make, (token_ids, positions, logit_rows), torch.int64)
+        query_start, lens = packed(make, (starts, kv_lens), torch.int32)
         if before is not None:
             tokens = self._with_sampled(tokens, batch, starts, before)
         return ForwardContext(
             token_ids=tokens,
-            positions=self._tensor(positions, torch.int64),
-            query_start=self._tensor(starts, torch.int32),
-            kv_lens=self._tensor(kv_lens, torch.int32),
+            positions=at,
+            query_start=query_start,
+            kv_lens=lens,
             lengths=tuple(lengths),
-            logit_rows=self._tensor(logit_rows, torch.int64),
+            logit_rows=rows,
             kv=kv,
             attention=self._attention,
         )
@@ -212,7 +214,7 @@ class ModelRunner:
             if item.start == item.seq.num_tokens
         ]
         if rows:
-            to, at = (self._tensor([*each], torch.int64) for each in zip(*rows, strict=True))
+            to, at = packed(self._device.tensor, [*zip(*rows, strict=True)], torch.int64)
             tokens[to] = before.tokens[at]
         return tokens
 

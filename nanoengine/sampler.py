@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from nanoengine.context import MakeTensor
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence, TokenHistory, TokenScore
 
@@ -24,9 +25,6 @@ def uniform(seed: int, position: int) -> float:
     """
     key = (seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little") + position.to_bytes(8, "little")
     return (xxhash.xxh3_64_intdigest(key) >> 12) / (1 << 52)
-
-
-MakeTensor = Callable[[object, torch.dtype], Tensor]
 
 
 class Sampler:

@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from nanoengine.block_manager import Block
 from nanoengine.block_table import Write
-from nanoengine.context import KVChunk, KVTarget, Spans, StepInputs
+from nanoengine.context import KVChunk, KVTarget, MakeTensor, Spans, StepInputs, packed
 from nanoengine.kv_spec import KVSpec
 from nanoengine.offload import OffloadEngine, TransferCounters, TransferRun
 from nanoengine.placement import Placement
 from nanoengine.sequence import RequestMetrics
 from nanoengine.step_plan import DEVICE, HOST, Part
 
-MakeTensor = Callable[[object, torch.dtype], Tensor]
 Pad = Callable[[int], int]
 
 
@@ -66,15 +66,24 @@ class ChunkTable:
             width = 1 << (width - 1).bit_length()
         rows = [[*span.slots, *[0] * (width - len(span.slots))] for span in spans]
         empty = range(len(spans), num_rows)
-        rows += [[0] * width for _ in empty]
         nothing = [0 for _ in empty]
+        seq_index, first_block, num_blocks, table = packed(
+            tensor,
+            (
+                [*(span.index for span in spans), *empty],
+                [*(span.first for span in spans), *nothing],
+                [*(len(span.slots) for span in spans), *nothing],
+                [*chain(*rows), *[0] * (width * len(empty))],
+            ),
+            torch.int32,
+        )
         return cls(
             part,
             fill_index,
-            tensor([*(span.index for span in spans), *empty], torch.int32),
-            tensor([*(span.first for span in spans), *nothing], torch.int32),
-            tensor([*(len(span.slots) for span in spans), *nothing], torch.int32),
-            tensor(rows, torch.int32),
+            seq_index,
+            first_block,
+            num_blocks,
+            table.view(-1, width),
             tuple((span.index, span.first, span.slots) for span in spans),
             tuple({slot for span in spans for slot in span.slots}),
         )

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from virtual_gpu import Costs, HostWaitError, VirtualGpu, WrongPlaceError
 
 from nanoengine import SamplingParams, probe
+from nanoengine.context import packed
 from nanoengine.device import make_device
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import RequestOutput
@@ -157,7 +158,9 @@ def test_guesses_and_logprobs_are_those_of_a_cpu(
 def test_decode_steps_are_one_graph_or_one_a_layer(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:
-    """Three rows are padded to four; after the first two steps of a kind all are replayed."""
+    """Three rows are padded to four; after the first two steps of a kind all are replayed. What a
+    resident step is told takes four copies, what it sampled before and what it samples one each.
+    """
     for settings, graphs_a_step in ((RESIDENT, 1), (STREAMED, 3)):
         made = engine(tiny("llama"), enable_prefix_caching=False, **settings)
         with decoding(made, [17, 19, 20]):
@@ -165,8 +168,10 @@ def test_decode_steps_are_one_graph_or_one_a_layer(
                 made.step()
             before = sum(graph.num_replays for graph in gpu.graphs)
             captured, streamed = len(gpu.graphs), made.kv.counters.h2d_bytes
+            crossings = gpu.num_crossings
             for _ in range(3):
                 made.step()
+            assert settings is STREAMED or gpu.num_crossings - crossings == 3 * 6
             assert sum(graph.num_replays for graph in gpu.graphs) - before == 3 * graphs_a_step
             assert len(gpu.graphs) == captured
             assert (made.kv.counters.h2d_bytes > streamed) == (settings is STREAMED)
@@ -243,6 +248,20 @@ def test_the_plan_says_what_will_be_held(gpu: VirtualGpu, tiny: Callable[[str], 
     assert abs(gpu.peak / planned - 1) < 0.02
     assert gpu.peak < 0.7 * gpu.memory_bytes
     made.close()
+
+
+def test_lists_that_go_together_take_one_copy(gpu: VirtualGpu) -> None:
+    """Each begins where kernels expect it: at a multiple of 16 bytes."""
+    device = make_device("cuda", None)
+    parts = [7], [1, 2, 3, 4, 5], [], [9, 8]
+    for dtype in (torch.int32, torch.int64):
+        before = gpu.num_crossings
+        made = packed(device.tensor, parts, dtype)
+        assert gpu.num_crossings - before == 1
+        with gpu.left():
+            assert [tensor.tolist() for tensor in made] == [*parts]
+            assert all(tensor.dtype == dtype for tensor in made)
+            assert {(t.data_ptr() - made[0].data_ptr()) % 16 for t in made if len(t)} == {0}
 
 
 def test_it_sees_waits_and_tensors_of_the_host(gpu: VirtualGpu) -> None:

@@ -108,8 +108,8 @@ class VirtualGraph:
 class VirtualGpu(TorchFunctionMode):
     """Enter it, and make engines with device="cuda".
 
-    strict: the host may not wait but for an event. num_waits counts those that it waited for.
-    graphs: all that were captured.
+    strict: the host may not wait but for an event. num_waits counts those that it waited for,
+    num_crossings the copies between host and GPU. graphs: all that were captured.
     """
 
     def __init__(self, costs: Costs | None = None, memory_bytes: int = 1 << 30) -> None:
@@ -117,7 +117,7 @@ class VirtualGpu(TorchFunctionMode):
         self.costs = costs or Costs()
         self.memory_bytes = memory_bytes
         self.strict = False
-        self.host_time, self.num_waits = 0.0, 0
+        self.host_time, self.num_waits, self.num_crossings = 0.0, 0, 0
         self.streams: list[VirtualStream] = []
         self.compute = self.current = VirtualStream(self)
         self.graphs: list[VirtualGraph] = []
@@ -299,6 +299,7 @@ class VirtualGpu(TorchFunctionMode):
         """Count a copy of `host` over the link."""
         if self.strict and not _is_pinned(host) and host.dim():
             raise HostWaitError("a copy between the GPU and memory that is not pinned")
+        self.num_crossings += 1
         self.current.work(host.nbytes / self.costs.link_bytes_per_s)
 
     def _compute(
