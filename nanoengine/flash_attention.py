@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import AttentionConfig
-from nanoengine.context import ForwardContext, KVChunk, Spans
+from nanoengine.context import ForwardContext, KVChunk, Spans, packed
 from nanoengine.device import to_device
 
 TRIAL_TOLERANCE = 0.05
@@ -351,19 +352,21 @@ def seen_by(begin: int, end: int, num_queries: int, kv_len: int) -> tuple[range,
 
 
 def _call(chunk: KVChunk, asks: Sequence[_Ask], causal: bool) -> KernelCall:
-    device, num = chunk.k.device, len(asks)
+    device = chunk.k.device
     queries, keys = [len(ask.rows) for ask in asks], [ask.num_keys for ask in asks]
-    packed = to_device(
-        [*accumulate(queries, initial=0), *accumulate(keys, initial=0), *keys], torch.int32, device
+    query_start, key_start, num_keys = packed(
+        partial(to_device, device=device),
+        ([*accumulate(queries, initial=0)], [*accumulate(keys, initial=0)], keys),
+        torch.int32,
     )
     table = chunk.block_table
-    if num < len(chunk.spans):
+    if len(asks) < len(chunk.spans):
         table = table[to_device([ask.span for ask in asks], torch.int64, device)]
     return KernelCall(
         rows=_rows(asks, device),
-        query_start=packed[: num + 1],
-        key_start=packed[num + 1 : 2 * num + 2],
-        num_keys=packed[2 * num + 2 :],
+        query_start=query_start,
+        key_start=key_start,
+        num_keys=num_keys,
         block_table=table,
         lengths=tuple(zip(queries, keys, strict=True)),
         max_queries=max(queries),

@@ -94,7 +94,7 @@ def queued(made: LLMEngine) -> dict[str, dict[str, int]]:
 
 def parity(
     folder: Path, device: str, backend: str = "auto", rings: Sequence[int] = (2, 3, 4)
-) -> Any:
+) -> dict[str, Any]:
     """fp32 greedy ids against transformers on the CPU: resident, and streamed with these rings,
     delays before copies.
     """

@@ -24,6 +24,7 @@ import transformers
 from nanoengine import SamplingParams
 from nanoengine.config import GIB
 from nanoengine.llm_engine import LLMEngine
+from nanoengine.loader import read_model_config
 from nanoengine.models import weight_shapes
 from nanoengine.niah import induction_samples
 from nanoengine.probe import PROBE_ID, probe_sequence
@@ -290,8 +291,7 @@ def lightly_streamed(folder: Path, scale: Scale, link_gb_per_s: float) -> list[R
     would take longer than the copies. With one graph a layer, and kernel by kernel.
     """
     rows = []
-    with running(folder, scale, num_gpu_blocks=8) as made:
-        size = token_bytes(made)
+    size = read_model_config(folder).kv_bytes_per_token(2)
     context = int(9 / 8 * scale.device_gib * GIB / size)
     for enforce_eager in (False, True):
         settings = offloaded(scale, context + 256, size)
@@ -364,8 +364,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 def many_streamed(folder: Path, scale: Scale, link_gb_per_s: float) -> Row:
     """Several long requests in each step, with room on the device for one of them."""
     num, length = scale.batch
-    with running(folder, scale, num_gpu_blocks=8) as made:
-        size = token_bytes(made)
+    size = read_model_config(folder).kv_bytes_per_token(2)
     settings = offloaded(scale, num * (length + 256), size)
     settings["kv_cache_gib"] = length * size / GIB
     settings["max_model_len"] = length + 256

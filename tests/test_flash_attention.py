@@ -34,6 +34,7 @@ from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
 from nanoengine.errors import ConfigError
 from nanoengine.flash_attention import (
+    FindKernels,
     FlashAttention,
     FlashAttnKernel,
     KernelCall,
@@ -880,11 +881,12 @@ def test_num_splits_is_passed_only_if_set() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("find", [flash_attn_kernels, varlen_kernels, sdpa_kernels])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_real_kernel_on_a_gpu(dtype: torch.dtype) -> None:
+def test_a_real_kernel_on_a_gpu(find: FindKernels, dtype: torch.dtype) -> None:
     """Blocks of 256 over two pools: decodes, prefills and boundaries inside spans."""
     device = torch.device("cuda")
-    backend, why = make_flash(device, dtype, 256, PLAIN)
+    backend, why = make_flash(find, device, dtype, 256, PLAIN)
     if backend is None:
         pytest.skip(why)
     lengths = ((1, 1500), (300, 1300), (1, 256), (513, 513), (1, 257))

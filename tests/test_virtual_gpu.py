@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import expected, host_gib, small_engine, token_ids
+from driver import Driver, answer, expected, host_gib, small_engine, token_ids
 from gpu_measure import decoding
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -22,7 +22,6 @@ from nanoengine import SamplingParams, probe
 from nanoengine.context import packed
 from nanoengine.device import make_device
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.outputs import RequestOutput
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"
@@ -61,19 +60,6 @@ def prompt(num_tokens: int) -> list[int]:
     return [(num_tokens * 31 + n) % 256 for n in range(num_tokens)]
 
 
-def answer(
-    made: LLMEngine, prompts: list[list[int]], each: list[SamplingParams]
-) -> tuple[list[RequestOutput], int]:
-    """The outputs, and in how many steps."""
-    ids = [made.add_request(p, params) for p, params in zip(prompts, each, strict=True)]
-    found, num_steps = {}, 0
-    while made.has_unfinished_requests:
-        found |= {output.request_id: output for output in made.step()}
-        num_steps += 1
-    made.kv.check()
-    return [found[i] for i in ids], num_steps
-
-
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
@@ -97,11 +83,12 @@ def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
         wanted = [expected(folder, p, NUM_TOKENS) for p in prompts]
     made = engine(folder, **settings)
     gpu.strict, before = True, gpu.num_waits
-    outputs, num_steps = answer(made, prompts, [GREEDY] * 2)
+    driver = Driver(made)
+    outputs = driver.run(prompts, GREEDY)
     waits = gpu.num_waits - before
     gpu.strict = False
     assert token_ids(outputs) == wanted
-    assert num_steps - 2 < waits <= num_steps  # for tokens, and nothing else
+    assert driver.num_steps - 2 < waits <= driver.num_steps  # for tokens, and nothing else
     if "enable_cpu_offload" in settings:
         assert made.kv.counters.h2d_bytes > 3 * made.plan.kv.block_bytes
     assert any(graph.num_replays for graph in gpu.graphs)
@@ -124,10 +111,11 @@ def test_what_requests_ask_for_needs_no_other_wait(
     for device in ("cpu", "cuda"):
         made = engine(tiny("llama"), device=device, **RESIDENT)
         gpu.strict, before = True, gpu.num_waits
-        outputs, num_steps = answer(made, prompts, each)
+        driver = Driver(made)
+        outputs = driver.run(prompts, each)
         waits = gpu.num_waits - before
         gpu.strict = False
-        assert waits == (num_steps if device == "cuda" else 0)
+        assert waits == (driver.num_steps if device == "cuda" else 0)
         found.append([[c.token_ids for c in output.outputs] for output in outputs])
         made.close()
     assert found[0] == found[1]
@@ -143,7 +131,7 @@ def test_guesses_and_logprobs_are_those_of_a_cpu(
         settings = STREAMED | {"kv_offload_dtype": "int8", "offload_mode": "stream"}
         made = engine(tiny("llama"), device=device, speculative="ngram:3", **settings)
         gpu.strict = device == "cuda"
-        outputs, _ = answer(made, prompts, [params] * 2)
+        outputs = answer(made, prompts, [params] * 2)
         gpu.strict = False
         found.append(outputs)
         made.close()

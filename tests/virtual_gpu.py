@@ -28,7 +28,7 @@ GPU = torch.device("cuda", 0)
 GET_DEVICE = Tensor.device.__get__
 GET_IS_CUDA = Tensor.is_cuda.__get__
 # What copies between host and GPU, and may be told so.
-TRANSFERS = {"copy_", "to", "_foreach_copy_"}
+TRANSFERS = {"copy_", "_foreach_copy_"}
 # What the host cannot have without waiting for the GPU.
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
 READS |= {"nonzero", "masked_select", "unique", "argwhere", "equal", "allclose"}
@@ -112,14 +112,13 @@ class VirtualGpu(TorchFunctionMode):
     num_crossings the copies between host and GPU. graphs: all that were captured.
     """
 
-    def __init__(self, costs: Costs | None = None, memory_bytes: int = 1 << 30) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.costs = costs or Costs()
-        self.memory_bytes = memory_bytes
+        self.costs, self.memory_bytes = Costs(), 1 << 30
         self.strict = False
         self.host_time, self.num_waits, self.num_crossings = 0.0, 0, 0
         self.streams: list[VirtualStream] = []
-        self.compute = self.current = VirtualStream(self)
+        self.current = VirtualStream(self)
         self.graphs: list[VirtualGraph] = []
         self._capturing: VirtualGraph | None = None
         self._storages: dict[int, list[int]] = {}  # data pointer -> [tensors, bytes]
@@ -130,10 +129,11 @@ class VirtualGpu(TorchFunctionMode):
     # -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> VirtualGpu:
-        for name in ("set_device", "empty_cache", "reset_peak_memory_stats"):
-            self._patch.setattr(torch.cuda, name, getattr(self, f"_{name}", lambda *_: None))
         for name, replacement in {
             "is_available": lambda: True,
+            "set_device": lambda _: None,
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": self._forget_peak,
             "is_bf16_supported": lambda **_: True,
             "current_device": lambda: 0,
             "current_stream": lambda *_: self.current,
@@ -178,7 +178,7 @@ class VirtualGpu(TorchFunctionMode):
         yield
         self.__enter__()
 
-    def _reset_peak_memory_stats(self, *_: object) -> None:
+    def _forget_peak(self, _: object) -> None:
         self.peak = self.allocated
 
     @contextlib.contextmanager
@@ -252,7 +252,7 @@ class VirtualGpu(TorchFunctionMode):
             if is_pinned or any(_is_pinned(t) and _shares(t, out) for t in given):
                 self._pin(out)
             return out
-        if name in ("copy_", "_foreach_copy_") and len(here) < len(given):
+        if name in TRANSFERS and len(here) < len(given):
             return self._transfer(func, args, kwargs)
         if name in MAKES_ROOM and target is not None and target.type == "cpu":
             return func(*args, **kwargs)
