@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from nanoengine.errors import EngineClosedError, RequestError
+from nanoengine.home_process import HomeProcess, join
 from nanoengine.llm import LLM, Messages, Prompt, TemplateKwargs
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -211,6 +212,7 @@ class _EngineThread:
     """The thread that owns the LLM. Other threads call `post`, `leave` and `stop` only."""
 
     def __init__(self, model: str | Path, settings: dict[str, Any]) -> None:
+        self._home = HomeProcess()
         self._changed = threading.Condition()  # guards the next three
         self._posted: list[tuple[Callable[[LLM], Any], Future[Any]]] = []
         self._is_closed = False
@@ -235,6 +237,7 @@ class _EngineThread:
 
     def post(self, function: Callable[[LLM], Answer]) -> Future[Answer]:
         """Have the engine's thread call `function` with the LLM, before its next step."""
+        self._home.check("this engine")
         done: Future[Answer] = Future()
         with self._changed:
             if self._is_closed:
@@ -245,16 +248,19 @@ class _EngineThread:
 
     def leave(self, mailbox: _Mailbox) -> None:
         """The caller of a request is gone: end it."""
+        if not self._home.is_here:
+            return
         with self._changed:
             if not self._is_closed:
                 self._posted.append((lambda _: self._forget(mailbox), Future()))
                 self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread and wait for that."""
+        """End the thread and wait for that. In a fork of the process there is none."""
+        if not self._home.is_here:
+            return
         self._refuse(None)
-        if threading.current_thread() is not self._thread:  # where garbage may be collected
-            self._thread.join()
+        join(self._thread)
 
     def _refuse(self, cause: BaseException | None) -> None:
         with self._changed:

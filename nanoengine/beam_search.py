@@ -11,7 +11,7 @@ from heapq import nlargest
 from types import TracebackType
 from typing import Any, Self
 
-from nanoengine.errors import InvalidParamsError, TransferError
+from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import BeamSearchOutput, BeamSearchSequence
 from nanoengine.sampling_params import BeamSearchParams
@@ -66,7 +66,7 @@ class BeamSearch:
         self._prompt_token_ids = list(first.token_ids)
         self._live = [_Beam(first, 0.0)]
         self._ended: list[BeamSearchSequence] = []
-        self._error: TransferError | None = None
+        self._error: RequestError | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -83,7 +83,7 @@ class BeamSearch:
         """After a step of the engine: once every live beam has its token, choose those that go
         on.
         """
-        self._error = next((beam.seq.failure for beam in self._live if beam.seq.failure), None)
+        self._error = next((beam.seq.error for beam in self._live if beam.seq.error), None)
         if self._error is not None:
             self.close()
         elif all(beam.seq.scores for beam in self._live):

@@ -15,12 +15,15 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Generator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
 import xxhash
 from torch import Tensor
 
+from nanoengine.cache_folders import cache_folders, is_private
 from nanoengine.call_tape import CallTape
 from nanoengine.context import KVChunk, KVTarget
 from nanoengine.errors import EngineError
@@ -61,39 +64,47 @@ def find_compiler() -> str:
     )
 
 
-def cache_dir() -> Path:
-    """Our private folder for compiled kernels; a fresh temporary one where it is not ours alone.
-
-    We load machine code from there, so a folder that another user owns or may write is not used.
-    """
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "nanoengine" / "kernels"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = folder.lstat()
-        if info.st_uid == os.getuid() and not info.st_mode & 0o022 and folder.is_dir():
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="nanoengine-kernels-"))
-
-
 def load_library(
     source: Path, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()
 ) -> ctypes.CDLL:
-    """Compile `source` (or take it from the cache) and load it. Raises KernelBuildError."""
-    path = build_library(folder or cache_dir(), extra_cflags, source)
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise KernelBuildError(f"cannot load {path}: {error}") from error
+    """Compile `source` (or take it from the cache) and load it. Raises KernelBuildError.
+
+    folder: where it is kept (None: in the first cache folder that is ours alone and serves).
+    """
+    problem = KernelBuildError(
+        "no folder for compiled kernels can be written: set XDG_CACHE_HOME to one"
+    )
+    with closing(_kernel_folders(folder)) as folders:
+        for each in folders:
+            try:
+                path = build_library(each, extra_cflags, source)
+                return ctypes.CDLL(str(path))
+            except OSError as error:  # full, read-only, or mounted so that no code runs
+                problem = KernelBuildError(f"compiled kernels cannot be kept in {each}: {error}")
+                problem.__cause__ = error
+    raise problem
+
+
+def _kernel_folders(wanted: Path | None) -> Generator[Path]:
+    """The wanted one; else those of the cache that are ours alone, and at last a temporary one that
+    does not stay.
+    """
+    if wanted is not None:
+        yield wanted
+        return
+    for folder in (cache / "kernels" for cache in cache_folders()):
+        if is_private(folder) and os.access(folder, os.W_OK):
+            yield folder
+    with suppress(OSError), tempfile.TemporaryDirectory(prefix="nanoengine-") as name:
+        yield Path(name)
 
 
 def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
     """Compile `source` into `folder` unless that very build is already there; returns the .so.
 
     Two processes may build at once: each writes its own temporary file and renames it. A file torn
-    by a crash is built again. Raises KernelBuildError when there is no compiler or it fails.
+    by a crash is built again. Raises KernelBuildError when there is no compiler or it fails, and
+    OSError where the folder does not serve.
     """
     compiler = find_compiler()
     command = [compiler, *CFLAGS, *extra_cflags]
@@ -132,22 +143,24 @@ def cpu_flags() -> bytes:
 
 def _compile(command: list[str], source: Path, target: Path) -> None:
     handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
-    os.close(handle)
     try:
-        _run([*command, str(source), "-o", temporary, "-lm"])
+        os.close(handle)
+        _run([*command, str(source), "-o", temporary, "-lm"], target.parent)
         with open(temporary, "r+b") as file:
             # After the end of an ELF file, where no loader looks.
             file.write(xxhash.xxh3_128_digest(file.read()))
         os.replace(temporary, target)
-    except OSError as error:
-        raise KernelBuildError(f"cannot write {target}: {error}") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _run(command: list[str]) -> bytes:
+def _run(command: list[str], folder: Path | None = None) -> bytes:
+    """folder: for the program's own temporary files."""
+    environment = None if folder is None else os.environ | {"TMPDIR": str(folder)}
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, timeout=_BUILD_TIMEOUT_S, env=environment, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"cannot run {command[0]}: {error}") from error
     if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""The one file that knows a platform: dtype, memory, threads, streams and events.
+"""The one file that knows a platform: dtype, memory, threads, and which streams it has.
 
 Everything else asks a Device and never looks at `torch.cuda` or the machine itself.
 """
@@ -6,218 +6,41 @@ Everything else asks a Device and never looks at `torch.cuda` or the machine its
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import mmap
 import os
-import queue
-import random
+import re
 import resource
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from nanoengine.config import MAX_THREADS
+from nanoengine.copy_streams import (
+    Convert,
+    Delays,
+    Event,
+    FailedCopy,
+    InlineStream,
+    Stream,
+    WorkerStream,
+)
 from nanoengine.errors import ConfigError
+from nanoengine.home_process import HomeProcess
 
-Convert = Callable[[Tensor, Tensor], None]
 CYCLES_PER_S = 1_500_000_000  # of a GPU, about
-
-
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def is_done(self) -> bool:
-        """True once all work before the point has ended."""
-        ...
-
-
-class Stream(Protocol):
-    """Work that runs in order; against other streams only events order it."""
-
-    name: str
-
-    def copy(
-        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
-    ) -> None:
-        """Copy contiguous `src` to contiguous `dst`, of the same bytes or, given a function that
-        does convert(dst, src), as that makes them.
-
-        A copy that fails stops nothing; `take_failed` tells its owner.
-        """
-        ...
-
-    def fill(self, dst: Tensor, value: float) -> None:
-        """Fill a contiguous tensor."""
-        ...
-
-    def record(self) -> Event:
-        """An event that is done when all work queued so far is."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Let all later work of this stream begin after the event."""
-        ...
-
-    def take_failed(self) -> list[FailedCopy]:
-        """The copies that failed since the last call. One that an event followed which is done is
-        among them.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FailedCopy:
-    """A copy that could not be made, by its owner, and why."""
-
-    owner: object
-    error: Exception
-
-
-class Copies:
-    """Makes copies and remembers those that failed."""
-
-    def __init__(self) -> None:
-        self._failed: deque[FailedCopy] = deque()
-
-    def make(self, dst: Tensor, src: Tensor, owner: object, convert: Convert | None) -> None:
-        """Copy `src` to `dst`, both contiguous in host memory: its bytes, or as `convert` does."""
-        try:
-            (convert or _copy_bytes)(dst, src)
-        except Exception as error:  # told to whoever asks for the owner's copies
-            self._failed.append(FailedCopy(owner, error))
-
-    def take_failed(self) -> list[FailedCopy]:
-        """See Stream."""
-        return [self._failed.popleft() for _ in range(len(self._failed))]
-
-
-class DoneEvent:
-    """An event of work that ran inline."""
-
-    def is_done(self) -> bool:
-        """Always."""
-        return True
-
-
-class InlineStream:
-    """Runs everything at once, in the calling thread: compute on a CPU, and copies where none
-    overlap.
-
-    Waiting for another stream's event blocks the caller.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._copies = Copies()
-        self.take_failed = self._copies.take_failed
-
-    def copy(
-        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
-    ) -> None:
-        """See Stream."""
-        self._copies.make(dst, src, owner, convert)
-
-    def fill(self, dst: Tensor, value: float) -> None:
-        """See Stream."""
-        dst.fill_(value)
-
-    def record(self) -> Event:
-        """See Stream."""
-        return DoneEvent()
-
-    def wait(self, event: Event) -> None:
-        """See Stream."""
-        if isinstance(event, WorkerEvent):
-            event.block()
-
-
-class WorkerEvent:
-    """An event in the queue of a WorkerStream."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self.is_done = self._done.is_set
-        self.set = self._done.set  # called by the worker
-        self.block = self._done.wait
-
-
-class _Delays:
-    """Random ones, the same for each stream of this name."""
-
-    def __init__(self, name: str, longest_s: float) -> None:
-        self._longest_s = longest_s
-        self._random = random.Random(name)
-
-    def next(self) -> float:
-        """Seconds."""
-        return self._random.uniform(0, self._longest_s) if self._longest_s else 0.0
-
-
-class WorkerStream:
-    """Copies on a thread of its own; a random delay before each shows missing waits."""
-
-    def __init__(self, name: str, max_delay_s: float = 0.0) -> None:
-        self.name = name
-        self._delays = _Delays(name, max_delay_s)
-        self._copies = Copies()
-        self.take_failed = self._copies.take_failed
-        self._work: queue.SimpleQueue[Callable[[], object] | WorkerEvent | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name=f"nanoengine-{name}", daemon=True)
-        self._thread.start()
-
-    def copy(
-        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
-    ) -> None:
-        """See Stream."""
-        self._work.put(lambda: self._copies.make(dst, src, owner, convert))
-
-    def fill(self, dst: Tensor, value: float) -> None:
-        """See Stream."""
-        self._work.put(lambda: dst.fill_(value))
-
-    def record(self) -> Event:
-        """See Stream."""
-        event = WorkerEvent()
-        self._work.put(event)
-        return event
-
-    def wait(self, event: Event) -> None:
-        """See Stream."""
-        if isinstance(event, WorkerEvent) and not event.is_done():
-            self._work.put(event.block)
-
-    def close(self) -> None:
-        """End the thread once its queue is empty."""
-        self._work.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            if isinstance(work, WorkerEvent):
-                work.set()
-                continue
-            if delay_s := self._delays.next():
-                time.sleep(delay_s)
-            work()
-
-
-def _copy_bytes(dst: Tensor, src: Tensor) -> None:
-    """numpy's copy is a plain memcpy: it releases the GIL and starts no team of threads."""
-    np.copyto(_as_bytes(dst), _as_bytes(src))
-
-
-def _as_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    return tensor.view(torch.uint8).numpy()
+# Of the two versions of control groups: where they are, a group's limit and use, and of the latter
+# what the system takes back first.
+GROUPS_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+GROUPS_V1 = (
+    *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    "total_inactive_file",
+)
 
 
 def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -315,6 +138,8 @@ class CpuDevice:
         self, num_threads: int | None = None, copy_workers: bool = False, max_delay_s: float = 0.0
     ) -> None:
         self.num_threads = num_threads or _num_threads()
+        if self.num_threads > 1:
+            _home_of_threads().check("OpenMP (num_threads=1 does without)")
         torch.set_num_threads(self.num_threads)
         self._workers = (
             [WorkerStream(name, max_delay_s) for name in ("h2d", "d2h")] if copy_workers else []
@@ -335,7 +160,7 @@ class CpuDevice:
 
     def host_memory(self) -> int:
         """See Device."""
-        return _available_memory()
+        return available_memory()
 
     def peak_memory_mib(self) -> float:
         """Peak resident set of the process."""
@@ -388,7 +213,6 @@ class CpuDevice:
         """See Device."""
         for worker in self._workers:
             worker.close()
-        self._workers = []
 
 
 class CudaStream:
@@ -397,7 +221,7 @@ class CudaStream:
     def __init__(self, name: str, stream: torch.cuda.Stream, max_delay_s: float = 0.0) -> None:
         self.name = name
         self._stream = stream
-        self._delays = _Delays(name, max_delay_s)
+        self._delays = Delays(name, max_delay_s)
         self._failed: list[FailedCopy] = []
 
     def copy(
@@ -504,7 +328,7 @@ class CudaDevice:
 
     def host_memory(self) -> int:
         """See Device."""
-        return _available_memory()
+        return available_memory()
 
     def peak_memory_mib(self) -> float:
         """Peak allocated by torch on the GPU."""
@@ -565,36 +389,86 @@ def make_device(
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
         return CpuDevice(num_threads, copy_workers, max_delay_s)
-    if name == "cuda" or (name.startswith("cuda:") and name[5:].isdigit()):
+    if name == "cuda":
+        return CudaDevice(name, max_delay_s)
+    if re.fullmatch("cuda:(0|[1-9][0-9]{0,8})", name):
+        num_gpus = torch.cuda.device_count()
+        if torch.cuda.is_available() and int(name[5:]) >= max(1, num_gpus):
+            raise ConfigError(
+                f"device={name!r} was asked for, but the last of {num_gpus} is cuda:{num_gpus - 1}"
+            )
         return CudaDevice(name, max_delay_s)
     raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {name!r}')
 
 
-def _read_kib(path: str, name: str) -> int:
+def _read_kib(path: Path, name: str) -> int:
     with open(path) as lines:
         info = dict(line.split(":", 1) for line in lines)
     return int(info[name].split()[0])
 
 
-def _available_memory() -> int:
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that the process may still take: what the machine has, or what a control
+    group (a container's limit) leaves, if that is less. root: where the machine's files are.
+    """
     try:
-        return _read_kib("/proc/meminfo", "MemAvailable") << 10
+        available = _read_kib(root / "proc/meminfo", "MemAvailable") << 10
     except (OSError, KeyError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([available, *_left_by_groups(root)])
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """What each limit leaves: on the process's control group, and on those above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, *files = GROUPS_V1 if controllers else GROUPS_V2
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            left = _left_by_group((root / top).joinpath(*parts[:depth]), *files)
+            if left is not None:
+                yield left
+
+
+def _left_by_group(folder: Path, limit: str, used: str, cache: str) -> int | None:
+    """What a group may still take, which counts what it only caches; None without a limit."""
+    try:
+        most, current = (int((folder / name).read_text()) for name in (limit, used))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, most - current + int(stat[cache]))
+    except (OSError, ValueError, KeyError):  # not here, or "max"
+        return None
 
 
 def _peak_resident_kib() -> float:
     """The system's own mark: getrusage's is carried over from the process that started this one."""
     try:
-        return _read_kib("/proc/self/status", "VmHWM")
+        return _read_kib(Path("/proc/self/status"), "VmHWM")
     except (OSError, KeyError):
         unit = 1024 if sys.platform == "darwin" else 1
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
+@functools.cache
+def _home_of_threads() -> HomeProcess:
+    """The first process that computes with several threads; a fork of it inherits the answer."""
+    return HomeProcess()
+
+
 def _num_threads() -> int:
     """What OMP_NUM_THREADS says, as for every other OpenMP program; else all usable cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and int(asked):
-        return int(asked)
+    digits = asked.lstrip("0")
+    if digits.isdecimal():
+        if len(digits) > 9 or int(digits) > MAX_THREADS:
+            raise ConfigError(
+                f"OMP_NUM_THREADS={asked[:20]} is above {MAX_THREADS} threads; lower it, or give "
+                "num_threads"
+            )
+        return int(digits)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,8 +12,10 @@ EngineError
 │   ├── InvalidParamsError      a sampling parameter is out of range
 │   ├── InvalidPromptError      empty, of a wrong type, or a token id outside the vocabulary
 │   ├── PromptTooLongError      could not finish even alone in an empty engine
-│   └── TransferError           a copy of its KV between device and host memory failed
-└── EngineClosedError           the engine was closed
+│   ├── TransferError           a copy of its KV between device and host memory failed
+│   └── LogitsError             the model computed logits that are no numbers
+├── EngineClosedError           the engine was closed
+└── ForkedProcessError          the engine, or its threads, belong to the process before a fork
 """
 
 
@@ -69,5 +71,15 @@ class TransferError(RequestError, RuntimeError):
     """A copy of the request's KV between device and host memory failed."""
 
 
+class LogitsError(RequestError, ArithmeticError):
+    """The model computed logits that are no numbers, or left no token to choose."""
+
+
 class EngineClosedError(EngineError, RuntimeError):
     """The engine was closed."""
+
+
+class ForkedProcessError(EngineError, RuntimeError):
+    """The engine, or the threads that it needs, belong to the process that this one was forked
+    from.
+    """

@@ -12,6 +12,7 @@ sequences.
 from __future__ import annotations
 
 import threading
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from nanoengine.device import Device
 from nanoengine.errors import OutOfMemoryError
+from nanoengine.home_process import HomeProcess, join
 from nanoengine.step_plan import slot_runs
 
 LARGEST_PIECE = 1 << 30
@@ -46,8 +48,61 @@ def piece_sizes(num_blocks: int, block_bytes: int, smallest: int = SMALLEST_PIEC
     return sizes
 
 
+class _Pieces:
+    """What a thread takes from the system, in order, and readers wait for. Knows no pool, so that
+    one can be dropped while the thread works.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.may_go_on = threading.Event()  # past the first
+        self._taken: list[Tensor] = []
+        self._changed = threading.Condition()
+
+    def take_all(
+        self,
+        empty_host: Callable[[tuple[int, ...], torch.dtype], Tensor],
+        shapes: Iterable[tuple[int, ...]],
+        dtype: torch.dtype,
+    ) -> None:
+        """The thread's work."""
+        for shape in shapes:
+            try:
+                piece = empty_host(shape, dtype)
+            except Exception as error:  # told to whoever needs the piece
+                self.end(error)
+                return
+            with self._changed:
+                if self.error is not None:
+                    return
+                self._taken.append(piece)
+                self._changed.notify_all()
+            self.may_go_on.wait()
+
+    def get(self, index: int) -> Tensor | None:
+        """A piece, once it is there; None where `error` says why it never will be."""
+        if index >= len(self._taken):
+            self.may_go_on.set()
+            with self._changed:
+                self._changed.wait_for(lambda: index < len(self._taken) or self.error is not None)
+        return self._taken[index] if index < len(self._taken) else None
+
+    def end(self, error: Exception) -> None:
+        """Take no more; whoever waits is told why."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+        self.may_go_on.set()
+
+    def drop(self) -> None:
+        """Give what was taken back."""
+        self._taken = []
+
+
 class HostPool:
-    """Owns the host tier's memory."""
+    """Owns the host tier's memory. Its thread ends with the last piece, with `close`, when the pool
+    is dropped, or when Python ends.
+    """
 
     def __init__(
         self, device: Device, layer_blocks: tuple[int, int, Sequence[int]], dtype: torch.dtype
@@ -57,15 +112,14 @@ class HostPool:
         block_bytes = torch.Size(block).numel() * dtype.itemsize * self.num_layers
         sizes = piece_sizes(self.num_blocks, block_bytes)
         self._starts = list(accumulate(sizes, initial=0))
-        self._pieces: list[Tensor] = []
-        self._error: Exception | None = None
-        self._closing = False
-        self._may_go_on = threading.Event()
-        self._changed = threading.Condition()
-        shapes = [(self.num_layers, size, *block) for size in sizes]
-        take = (device.empty_host, shapes, dtype)
-        self._thread = threading.Thread(target=self._take_all, args=take, daemon=True)
-        self._thread.start()
+        self._pieces = _Pieces()
+        take = (device.empty_host, [(self.num_layers, size, *block) for size in sizes], dtype)
+        thread = threading.Thread(
+            target=self._pieces.take_all, args=take, name="nanoengine-host", daemon=True
+        )
+        self._end = weakref.finalize(self, _end_thread, HomeProcess(), self._pieces, thread)
+        if sizes:
+            thread.start()
 
     @property
     def num_pieces(self) -> int:
@@ -85,20 +139,18 @@ class HostPool:
         """One layer of a piece, [blocks, 2, block_size, kv_heads, head_dim]; waits until it is
         there. Raises OutOfMemoryError if it could not be had.
         """
-        if piece >= len(self._pieces):
-            self.take_rest()
-            with self._changed:
-                self._changed.wait_for(lambda: piece < len(self._pieces) or self._error is not None)
-        if piece >= len(self._pieces):
+        taken = self._pieces.get(piece)
+        if taken is None:
+            error = self._pieces.error
             raise OutOfMemoryError(
                 f"host memory for KV blocks {self._starts[piece]} to {self._starts[piece + 1] - 1} "
-                f"of {self.num_blocks} could not be had ({self._error}); lower kv_offload_gib"
-            ) from self._error
-        return self._pieces[piece][layer]
+                f"of {self.num_blocks} could not be had ({error}); lower kv_offload_gib"
+            ) from error
+        return taken[layer]
 
     def take_rest(self) -> None:
         """Take all pieces after the first: not while something is timed, as it holds up a GPU."""
-        self._may_go_on.set()
+        self._pieces.may_go_on.set()
 
     def block(self, layer: int, slot: int) -> Tensor:
         """One layer of a block, [2, block_size, kv_heads, head_dim]."""
@@ -123,29 +175,13 @@ class HostPool:
 
     def close(self) -> None:
         """Give the memory back; what is still to be taken is not."""
-        self._closing = True
-        self._may_go_on.set()
-        self._thread.join()
-        self._pieces = []
-        self._error = self._error or RuntimeError("the engine was closed")
+        self._end()
+        self._pieces.drop()
 
-    def _take_all(
-        self,
-        empty_host: Callable[[tuple[int, ...], torch.dtype], Tensor],
-        shapes: list[tuple[int, ...]],
-        dtype: torch.dtype,
-    ) -> None:
-        for shape in shapes:
-            if self._closing:
-                return
-            try:
-                piece = empty_host(shape, dtype)
-            except Exception as error:  # told to whoever needs the piece
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._pieces.append(piece)
-                self._changed.notify_all()
-            self._may_go_on.wait()
+
+def _end_thread(home: HomeProcess, pieces: _Pieces, thread: threading.Thread) -> None:
+    """Let the thread end. In a fork of the process there is none."""
+    if not home.is_here:
+        return
+    pieces.end(RuntimeError("the engine was closed"))
+    join(thread)

@@ -7,33 +7,25 @@ with LLM("smollm2-135m") as llm:
 
 from __future__ import annotations
 
-import signal
-import threading
+import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from tqdm import tqdm
 
 from nanoengine.beam_search import BeamSearch, BeamSearches, beam_params
-from nanoengine.errors import (
-    EngineClosedError,
-    EngineError,
-    InvalidParamsError,
-    InvalidPromptError,
-    RequestError,
-)
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
 from nanoengine.llm_engine import LLMEngine, refused
 from nanoengine.outputs import BeamSearchOutput, RequestOutput
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.streaming import DeltaStream, RequestStream, StreamDelta
 from nanoengine.tokenizer import Tokenizer
+from nanoengine.turns import Turn, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +64,9 @@ class LLM:
         Raises ConfigError for a setting that is unknown or cannot be honoured, ModelLoadError for
         the model.
         """
-        self.llm_engine = LLMEngine(model, **settings)
-        self._in_use = threading.Lock()
-        self._abandoned: deque[int] = deque()
+        engine = LLMEngine(model, **settings)
+        self.llm_engine = engine
+        self._turns = Turns(engine.check_open, engine.abort, engine.close)
 
     @property
     def plan(self) -> Any:
@@ -118,7 +110,12 @@ class LLM:
         Raises InvalidPromptError when the model has no chat template or it refuses the messages,
         InvalidParamsError for what is no template variable.
         """
-        many = bool(messages) and isinstance(messages[0], list)
+        if not isinstance(messages, list | tuple):
+            raise InvalidPromptError(
+                'messages must be a list of {"role": ..., "content": ...}, or a list of such '
+                f"lists, got {type(messages).__name__}"
+            )
+        many = bool(messages) and isinstance(messages[0], list | tuple)
         conversations: list[Any] = list(messages) if many else [messages]
         variables = chat_template_kwargs
         requests = [self._chat_request(c, add_generation_prompt, variables) for c in conversations]
@@ -144,10 +141,9 @@ class LLM:
         requests = [_request(p) for p in ([prompts] if single else prompts)]
         searches: list[BeamSearch | BeamSearchOutput] = []
         with (
-            self._turn(),
-            _InterruptBetweenSteps() as interrupt,
+            Turn(self._turns) as turn,
             BeamSearches(self.llm_engine, params) as running,
-            tqdm(total=len(requests), desc="searches", disable=not use_tqdm) as bar,
+            _progress_bar("searches", len(requests), use_tqdm) as bar,
         ):
             for request in requests:
                 try:
@@ -160,8 +156,7 @@ class LLM:
                     searches.append(BeamSearchOutput(shown.prompt, ids, [], error))
                     bar.update()
             while not running.is_finished:
-                interrupt.check()
-                bar.update(running.step())
+                bar.update(turn.run(running.step))
         return [s.output if isinstance(s, BeamSearch) else s for s in searches]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
@@ -209,11 +204,14 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV that no running request uses."""
-        self.llm_engine.kv.reset_prefix_cache()
+        with Turn(self._turns):
+            self.llm_engine.kv.reset_prefix_cache()
 
     def close(self) -> None:
-        """Free weights and KV; closing twice is fine."""
-        self.llm_engine.close()
+        """Free weights and KV; closing twice is fine. A call that another thread is in ends after
+        its step, with EngineClosedError. In a fork of the process this does nothing.
+        """
+        self._turns.close()
 
     def __enter__(self) -> Self:
         return self
@@ -242,7 +240,7 @@ class LLM:
     ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         positions: dict[int | str, int] = {}
-        with self._turn(), _InterruptBetweenSteps() as interrupt:
+        with Turn(self._turns) as turn:
             try:
                 for index, (request, param) in enumerate(
                     zip(requests, _params_for(params, len(requests)), strict=True)
@@ -253,7 +251,7 @@ class LLM:
                         if single:
                             raise
                         outputs[index] = refused(request.text, request.prompt, error)
-                for output in self._run(set(positions), use_tqdm, interrupt):
+                for output in self._run(set(positions), use_tqdm, turn):
                     outputs[positions[output.request_id]] = output
             except BaseException:
                 self.llm_engine.abort(map(int, positions))
@@ -268,63 +266,26 @@ class LLM:
     def _stream(self, request: _Request, params: SamplingParams | None) -> DeltaStream:
         if request.error is not None:
             raise request.error
-        with self._turn():
+        with Turn(self._turns):
             stream = self.llm_engine.add_stream(
                 request.prompt, params, request.text, request.cache_salt
             )
-        return DeltaStream(stream, self._advance, self._abandon)
+        return DeltaStream(stream, self._advance, self._turns.abandon)
 
     def _advance(self, stream: RequestStream) -> list[StreamDelta]:
         """Step until the stream has something new."""
-        with self._turn(), _InterruptBetweenSteps() as interrupt:
-            self.llm_engine.check_open()
+        with Turn(self._turns) as turn:
             while not (deltas := stream.take()):
-                self.llm_engine.step()
-                interrupt.check()
+                turn.run(self.llm_engine.step)
             return deltas
 
-    def _abandon(self, request_id: int) -> None:
-        """End a request now, or when the call that is in the engine ends: garbage is collected at
-        any point of any thread.
-        """
-        self._abandoned.append(request_id)
-        if self._in_use.acquire(blocking=False):
-            try:
-                self._end_abandoned()
-            finally:
-                self._in_use.release()
-
-    def _end_abandoned(self) -> None:
-        while self._abandoned:
-            request_id = self._abandoned.popleft()
-            with suppress(EngineClosedError):
-                self.llm_engine.abort(request_id)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Keeps every other call out of the engine."""
-        if not self._in_use.acquire(blocking=False):
-            raise EngineError(
-                "this LLM is in use by another thread; one at a time may call it. AsyncLLM takes "
-                "calls from any thread"
-            )
-        try:
-            self._end_abandoned()
-            yield
-            self._end_abandoned()
-        finally:
-            self._in_use.release()
-
-    def _run(
-        self, left: set[int | str], use_tqdm: bool, interrupt: _InterruptBetweenSteps
-    ) -> Iterator[RequestOutput]:
+    def _run(self, left: set[int | str], use_tqdm: bool, turn: Turn) -> Iterator[RequestOutput]:
         """Step until every request of `left` is finished."""
         num_in = num_out = 0
         start = time.perf_counter()
-        with tqdm(total=len(left), desc="requests", disable=not (use_tqdm and left)) as bar:
+        with _progress_bar("requests", len(left), use_tqdm and bool(left)) as bar:
             while left:
-                interrupt.check()
-                for output in self.llm_engine.step():
+                for output in turn.run(self.llm_engine.step):
                     if output.request_id not in left:
                         continue
                     left.remove(output.request_id)
@@ -337,38 +298,9 @@ class LLM:
                     yield output
 
 
-class _InterruptBetweenSteps:
-    """Holds Ctrl-C back until a step has ended, so that no bookkeeping is cut in half.
-
-    A second Ctrl-C is let through at once. Outside the main thread there are no signals to hold.
-    """
-
-    def __init__(self) -> None:
-        self._pending = False
-        self._previous: Any = None
-        self._installed = False
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.getsignal(signal.SIGINT)
-            if self._previous is signal.default_int_handler:
-                signal.signal(signal.SIGINT, self._note)
-                self._installed = True
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def check(self) -> None:
-        """Raise the KeyboardInterrupt that came during the last step."""
-        if self._pending:
-            raise KeyboardInterrupt
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self._pending:
-            raise KeyboardInterrupt
-        self._pending = True
+def _progress_bar(what: str, total: int, is_wanted: bool) -> tqdm:
+    """On stderr, where there is one: a program without a console has none."""
+    return tqdm(total=total, desc=what, disable=not is_wanted or sys.stderr is None)
 
 
 def _is_single(prompts: object) -> bool:
@@ -378,8 +310,9 @@ def _is_single(prompts: object) -> bool:
         raise InvalidPromptError(
             "prompts must be text, token ids, a dict or a list of these, got "
             + type(prompts).__name__
+            + ("; call its tolist()" if hasattr(prompts, "tolist") else "")
         )
-    return bool(prompts) and all(isinstance(p, int) for p in prompts)
+    return bool(prompts) and all(hasattr(p, "__index__") for p in prompts)
 
 
 def _request(prompt: Any) -> _Request:
@@ -413,6 +346,11 @@ def _template_variables(add_generation_prompt: bool, kwargs: TemplateKwargs) -> 
 def _params_for(params: Params, count: int) -> list[SamplingParams | None]:
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, list | tuple):
+        raise InvalidParamsError(
+            "sampling_params must be a SamplingParams or a list with one for each prompt, got "
+            + type(params).__name__
+        )
     if len(params) != count:
         raise InvalidParamsError(f"{count} prompts, but {len(params)} sampling parameters")
     return list(params)

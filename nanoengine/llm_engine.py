@@ -10,16 +10,14 @@ Not thread-safe: one thread at a time may call an engine.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import count
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from nanoengine.attention import make_attention
 from nanoengine.config import EngineConfig, ModelConfig, make_config
@@ -32,13 +30,12 @@ from nanoengine.errors import (
     ConfigError,
     EngineClosedError,
     EngineError,
-    InvalidParamsError,
-    InvalidPromptError,
-    ModelLoadError,
-    PromptTooLongError,
+    ModelNotFoundError,
     RequestError,
 )
 from nanoengine.generation_config import read_sampling_params
+from nanoengine.home_process import HomeProcess
+from nanoengine.input_processor import InputProcessor
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.loader import LoadedModel, find_model, load_model
@@ -56,22 +53,10 @@ from nanoengine.quant import Quantizer
 from nanoengine.sampler import Sampler
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.scheduler import Scheduler
-from nanoengine.sequence import RequestMetrics, Sequence, TokenHistory, TokenScore
-from nanoengine.speculative import PromptLookup
+from nanoengine.sequence import Sequence, TokenScore
 from nanoengine.stream_check import CheckedDevice
 from nanoengine.streaming import RequestStream
-from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A checked prompt: its tokens, how many there may be in all, the text they came from."""
-
-    token_ids: list[int]
-    limit: int
-    text: str | None
-    salt: str
-    is_streamed: bool
+from nanoengine.tokenizer import Tokenizer
 
 
 class LLMEngine:
@@ -79,8 +64,16 @@ class LLMEngine:
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
         """See config.EngineConfig for the settings. Raises ConfigError and ModelLoadError."""
+        self._home = HomeProcess()
         self.config: EngineConfig = make_config(model, settings)
-        self.device: Device = self._make_device()
+        with ExitStack() as started:  # what fails, or is interrupted, leaves no thread behind
+            self.device: Device = self._make_device()
+            started.callback(self.device.close_streams)
+            self._start(started)
+            self._parts = started.pop_all()
+
+    def _start(self, started: ExitStack) -> None:
+        """Load the model, divide the memory, make the parts; `started` ends them."""
         dtype, why = self._dtype()
         kernels, no_kernels = self._kernels()
         ops = self._layer_ops(kernels, dtype, quantizer := self._quantizer(dtype))
@@ -115,6 +108,7 @@ class LLMEngine:
             self.config.debug_kv,
             pad_decode=graph_size if self._uses_graphs(ops, attention) else None,
         )
+        started.callback(self.kv.close)
         self._runner: ModelRunner | None = self._make_runner(loaded, attention, ops, self.kv)
         self.decode_costs: DecodeCosts | None = None
         if self.plan.kv.num_host_blocks:
@@ -125,7 +119,9 @@ class LLMEngine:
             self.plan.max_num_batched_tokens,
             self.plan.stream_blocks_per_step,
         )
-        self._ids = count()
+        self._inputs = InputProcessor(
+            self.config, loaded.config, self.plan, self._tokenizer, self._default_params
+        )
         self._requests: dict[int, list[Sequence]] = {}  # unfinished ones, with their completions
         self._runs_ahead = self.device.computes_later and not self.device.is_checked
         self._under_way: StepTokens | None = None
@@ -169,20 +165,8 @@ class LLMEngine:
     ) -> list[Sequence]:
         """Queue a request's completions."""
         self._alive()
-        params = params or self._default_params
-        if not isinstance(params, SamplingParams):
-            raise InvalidParamsError(f"expected SamplingParams, got {type(params).__name__}")
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
-        limit = self._check_length(len(token_ids), params)
-        text = prompt if isinstance(prompt, str) else prompt_text
-        asked = _Prompt(token_ids, limit, text, self._checked_salt(cache_salt), is_streamed)
-        first = self._sequence(asked, params)
-        seqs = [first]
-        for index in range(1, params.n):
-            seed = None if params.seed is None else params.seed + index
-            alike = replace(params, seed=seed, prompt_logprobs=None)
-            seqs.append(self._sequence(asked, alike, index, first))
-        self._requests[first.seq_id] = seqs
+        seqs = self._inputs.sequences(prompt, params, prompt_text, cache_salt, is_streamed)
+        self._requests[seqs[0].seq_id] = seqs
         for seq in seqs:
             self.scheduler.add(seq)
         return seqs
@@ -208,40 +192,7 @@ class LLMEngine:
 
     def fork(self, seq: Sequence, token_id: int) -> Sequence:
         """A beam with another last token, not queued yet."""
-        return seq.fork(next(self._ids), token_id)
-
-    def _sequence(
-        self,
-        prompt: _Prompt,
-        params: SamplingParams,
-        index: int = 0,
-        source: Sequence | None = None,
-    ) -> Sequence:
-        seq_id = next(self._ids)
-        guesses = self.config.num_guesses and not params.follows_history
-        seq = Sequence(
-            seq_id=seq_id,
-            token_ids=list(prompt.token_ids),
-            num_prompt_tokens=len(prompt.token_ids),
-            params=params,
-            seed=self._request_seed(seq_id) if params.seed is None else params.seed,
-            stop_token_ids=frozenset(params.stop_ids)
-            | frozenset(() if params.ignore_eos else self.model_config.eos_token_ids),
-            max_total_tokens=prompt.limit,
-            metrics=RequestMetrics(time.perf_counter()),
-            prompt=prompt.text,
-            cache_salt=prompt.salt,
-            index=index,
-            source=source,
-            guesser=PromptLookup() if guesses else None,
-            history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
-            bad_words=self._bad_words(params),
-        )
-        self._check_choice(seq)
-        wants_text = params.stop_strings or (prompt.is_streamed and self._tokenizer is not None)
-        if wants_text and params.detokenize:
-            seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
-        return seq
+        return seq.fork(self._inputs.next_id(), token_id)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that it finished.
@@ -282,33 +233,29 @@ class LLMEngine:
         """True while any request is waiting or running."""
         return self._alive().has_work
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises InvalidPromptError when it is empty."""
-        return self._checked_ids(self.tokenizer.encode(text) if text else [])
-
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises InvalidPromptError when it came without one."""
-        if self._tokenizer is None:
-            raise InvalidPromptError("the model came without a tokenizer; give token ids")
-        return self._tokenizer
+        return self._inputs.tokenizer
 
     def model_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json says. Raises CorruptModelError."""
         return read_sampling_params(self._folder)
 
     def check_open(self) -> None:
-        """Raises EngineClosedError after close()."""
+        """Raises EngineClosedError after close(), ForkedProcessError in a fork of the process."""
         self._live_runner()
 
     def close(self) -> None:
-        """Free weights and KV. A closed engine refuses everything; closing twice is fine."""
-        if self._runner is not None:
+        """Free weights and KV. A closed engine refuses everything; closing twice is fine. In a fork
+        of the process this does nothing: threads and memory are the first process's.
+        """
+        if self._runner is not None and self._home.is_here:
             self.scheduler.abort(
                 [s.seq_id for s in [*self.scheduler.running, *self.scheduler.waiting]]
             )
             self._runner = self._under_way = None
-            self.kv.close()
+            self._parts.close()
 
     # -- parts
     # ---------------------------------------------------------------------------------------
@@ -367,6 +314,7 @@ class LLMEngine:
         )
 
     def _live_runner(self) -> ModelRunner:
+        self._home.check("this engine")
         if self._runner is None:
             raise EngineClosedError("the engine was closed; make a new LLM")
         return self._runner
@@ -437,89 +385,12 @@ class LLMEngine:
         return folder, read_sampling_params(folder) if is_asked else SamplingParams()
 
     def _load_tokenizer(self, model_folder: Path) -> Tokenizer | None:
-        folder = Path(self.config.tokenizer) if self.config.tokenizer else model_folder
+        if self.config.tokenizer:
+            return Tokenizer.from_folder(Path(self.config.tokenizer))
         try:
-            return Tokenizer.from_folder(folder)
-        except ModelLoadError:
-            if self.config.load_format == "dummy" and self.config.tokenizer is None:
-                return None
-            raise
-
-    def _checked_ids(self, prompt: object) -> list[int]:
-        vocab = self.model_config.vocab_size
-        if not isinstance(prompt, list | tuple):
-            raise InvalidPromptError(
-                f"a prompt is text or a list of token ids, got {type(prompt).__name__}"
-            )
-        if not prompt:
-            raise InvalidPromptError("the prompt is empty: at least one token is needed")
-        for token_id in prompt:
-            if isinstance(token_id, bool) or not isinstance(token_id, int):
-                raise InvalidPromptError(f"a prompt holds {token_id!r}, which is no token id")
-            if not 0 <= token_id < vocab:
-                raise InvalidPromptError(
-                    f"token id {token_id} is outside the vocabulary of {vocab} tokens"
-                )
-        return list(prompt)
-
-    def _checked_salt(self, salt: object) -> str:
-        if salt is not None and not (isinstance(salt, str) and salt):
-            raise InvalidPromptError(f"cache_salt must be a text that is not empty, got {salt!r}")
-        return salt or ""
-
-    def _check_length(self, num_prompt: int, params: SamplingParams) -> int:
-        """Most tokens the request may have in all; generation past max_model_len ends as
-        "length".
-        """
-        limit = self.plan.max_model_len
-        if num_prompt >= limit:
-            raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens and needs room for at least one more, but "
-                "the limit is "
-                f"{limit} ({self.plan.max_model_len_bound}); {self._how_to_raise()}"
-            )
-        most = (self.config.max_model_len or self.model_config.max_position) - num_prompt
-        if params.max_tokens is None:
-            return limit
-        self.kv.spec.check_fits(num_prompt, min(params.max_tokens, most))
-        return min(limit, num_prompt + params.max_tokens)
-
-    def _check_choice(self, seq: Sequence) -> None:
-        """Raise InvalidParamsError where tokens are named that do not exist, or none is left to
-        choose.
-        """
-        params, vocab = seq.params, self.model_config.vocab_size
-        for name, ids in params.named_ids.items():
-            for token_id in ids:
-                if token_id >= vocab:
-                    raise InvalidParamsError(
-                        f"{name}: token id {token_id} is outside the vocabulary of {vocab} tokens"
-                    )
-        if params.allowed_token_ids is None:
-            return
-        banned = {word[-1] for word in seq.bad_words}
-        banned |= seq.stop_token_ids if params.min_tokens else set()
-        if banned.issuperset(params.allowed_token_ids):
-            raise InvalidParamsError(
-                f"bad_words and min_tokens may forbid all of allowed_token_ids "
-                f"({sorted(params.allowed_token_ids)}): no token could be chosen"
-            )
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word, at the beginning of a text and after a space."""
-        texts = [space + word.strip() for word in params.forbidden_words for space in ("", " ")]
-        words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return tuple(dict.fromkeys(word for word in words if word))
-
-    def _how_to_raise(self) -> str:
-        if self.config.max_model_len is not None:
-            return f"raise max_model_len (the model has {self.model_config.max_position} positions)"
-        if self.plan.max_model_len < self.model_config.max_position:
-            return f"the model itself has {self.model_config.max_position} positions"
-        return "the model cannot read more: shorten the prompt"
-
-    def _request_seed(self, seq_id: int) -> int:
-        return xxhash.xxh3_64_intdigest(f"{self.config.seed}:{seq_id}".encode())
+            return Tokenizer.from_folder(model_folder)
+        except ModelNotFoundError:
+            return None  # token ids will do
 
     def _outputs(self, ended: Iterable[Sequence]) -> list[RequestOutput]:
         """Of the requests whose last completion is among the ended sequences."""
@@ -544,7 +415,7 @@ class LLMEngine:
 
     def _output(self, seqs: list[Sequence]) -> RequestOutput:
         seq = seqs[0]
-        failures = (each.failure for each in seqs)
+        failures = (each.error for each in seqs)
         is_prompt_scored = seq.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=seq.seq_id,
@@ -568,7 +439,7 @@ class LLMEngine:
         token_ids = seq.output_token_ids
         if seq.finish_reason == "stop" and not seq.params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the token that ended the text is not part of it
-        return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+        return self._tokenizer.decode(token_ids, seq.params.skip_special_tokens)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids, special ones left out; "" where there is no tokenizer."""
@@ -589,6 +460,6 @@ class LLMEngine:
 
 def refused(text: str | None, prompt: object, error: RequestError) -> RequestOutput:
     """The output of a request that never entered the engine."""
-    ids = [t for t in prompt if isinstance(t, int)] if isinstance(prompt, list | tuple) else []
+    ids = [t for t in prompt if type(t) is int] if isinstance(prompt, list | tuple) else []
     text = prompt if isinstance(prompt, str) else text
     return RequestOutput(-1, text, ids, [CompletionOutput(0, "", [], "error")], error=error)

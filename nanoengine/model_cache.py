@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from nanoengine.cache_folders import cache_folders
 from nanoengine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ MANIFEST_VERSION = 2
 STAGING_PREFIX = ".building-"
 STALE_SECONDS = 24 * 3600
 READ_BYTES = 8 << 20
+NO_FOLDER = "there is neither a home nor a temporary folder"
 # A file that changed so lately may change again without showing another time.
 SETTLED_NS = 1_000_000_000
 
@@ -194,25 +195,7 @@ def _remove_leftovers(root: Path) -> None:
 
 def _roots() -> list[Path]:
     """Where converted models may be, the user's cache first."""
-    configured = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    cache = configured if configured.is_absolute() else Path.home() / ".cache"
-    roots = [cache / "nanoengine" / "models"]
-    fallback = _fallback_root()
-    return roots if fallback is None else [*roots, fallback]
-
-
-def _fallback_root() -> Path | None:
-    """A folder of this user among the temporary files; None if somebody else could have filled
-    it."""
-    uid = os.getuid() if hasattr(os, "getuid") else 0
-    root = Path(tempfile.gettempdir()) / f"nanoengine-{uid}"
-    try:
-        root.mkdir(mode=0o700, exist_ok=True)
-        status = root.lstat()
-    except OSError:
-        return None
-    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
-    return root if is_private and status.st_uid == uid else None
+    return [folder / "models" for folder in cache_folders()]
 
 
 def _writable_root() -> Path:
@@ -229,7 +212,7 @@ def _writable_root() -> Path:
             logger.warning("cannot write %s; converted models go to %s", problems[0], root)
         return root
     raise ModelLoadError(
-        f"no folder for converted models can be written ({'; '.join(problems)}); "
+        f"no folder for converted models can be written ({'; '.join(problems) or NO_FOLDER}); "
         "set XDG_CACHE_HOME to a folder of yours"
     )
 

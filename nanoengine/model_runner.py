@@ -215,7 +215,7 @@ class ModelRunner:
         ]
         if rows:
             to, at = packed(self._device.tensor, [*zip(*rows, strict=True)], torch.int64)
-            tokens[to] = before.tokens[at]
+            tokens[to] = before.tokens[at].clamp(min=0)  # NO_TOKEN: of a request that fails
         return tokens
 
     def _tensor(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -25,7 +25,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanoengine.device import Convert, Device, Event, Stream
+from nanoengine.copy_streams import Convert, Event, Stream
+from nanoengine.device import Device
 from nanoengine.host_pool import HostPool
 from nanoengine.kv_codec import Int8Codec
 from nanoengine.step_plan import Load, Store

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from nanoengine.context import MakeTensor
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Sequence, TokenHistory, TokenScore
+from nanoengine.sequence import NO_TOKEN, Sequence, TokenHistory, TokenScore
+
+LARGEST_LOGIT = 1e36  # over the lowest temperature it is still a number
 
 
 def uniform(seed: int, position: int) -> float:
@@ -38,7 +40,8 @@ class Sampler:
         self._tensor = tensor
 
     def sample(self, logits: Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Tensor:
-        """logits [n, vocab] of any float dtype, one row a sequence; returns int64 [n], token ids.
+        """logits [n, vocab] of any float dtype, one row a sequence; returns int64 [n], token ids,
+        NO_TOKEN for a row that has a NaN or whose largest logit is not finite. -inf is fine.
 
         positions: of the tokens to choose; what comes before them may not be appended yet.
         """
@@ -51,13 +54,14 @@ class Sampler:
             logits = logits.to(torch.float32, copy=True)
             for row, seq, position in changed:
                 self._adjust(logits[row], seq, position)
-        tokens = self._argmax(logits)
+        tokens = self._argmax(logits)  # a NaN counts as the largest
+        largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         drawn = [i for i, s in enumerate(seqs) if not s.params.greedy]
         if drawn:
             rows = self._tensor(drawn, torch.int64)
             numbers = [uniform(seqs[i].seed, positions[i]) for i in drawn]
             tokens[rows] = self._draw(logits[rows].float(), [seqs[i] for i in drawn], numbers)
-        return tokens
+        return torch.where(largest.abs() < LARGEST_LOGIT, tokens, NO_TOKEN)
 
     def _adjust(self, row: Tensor, seq: Sequence, position: int) -> None:
         """What the request's parameters do to the logits of one token, fp32 [vocab], in vLLM's
@@ -109,17 +113,17 @@ class Sampler:
         cumulative = torch.softmax(logits, dim=1, dtype=torch.float64).cumsum(dim=1)
         u = column(numbers) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, u, right=True).squeeze(1)
-        return tokens.clamp_(max=logits.shape[1] - 1)  # a row of NaN, too, gives a token
+        return tokens.clamp_(max=logits.shape[1] - 1)  # of a row with NaN nobody takes it
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
     """How likely tokens are by these logits, and which are likeliest: what `read_scores` reads.
 
-    logits [n, vocab], tokens int64 [n]. Returns float64 [n, 2 + 2 k]: log-probability and rank of
+    logits [n, vocab], tokens int64 [n], whose NO_TOKENs get any score. Returns float64 [n, 2 + 2 k]: log-probability and rank of
     the token, the k largest log-probabilities, and the ids that have them.
     """
     logprobs = torch.log_softmax(logits.float(), dim=1)
-    chosen = logprobs.gather(1, tokens.unsqueeze(1))
+    chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
     values, ids = logprobs.topk(min(num_likeliest, logits.shape[1]), dim=1)
     return torch.cat([part.double() for part in (chosen, ranks, values, ids)], dim=1)

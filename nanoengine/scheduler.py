@@ -15,7 +15,9 @@ from itertools import islice
 from typing import Protocol
 
 from nanoengine.config import EngineConfig
+from nanoengine.errors import LogitsError, TransferError
 from nanoengine.sequence import (
+    NO_TOKEN,
     Admission,
     ScheduledBatch,
     ScheduledSequence,
@@ -126,7 +128,8 @@ class Scheduler:
         wanted = set(seq_ids)
         ended = [s for s in [*self.running, *self.waiting] if s.seq_id in wanted]
         for seq in ended:
-            self._end(seq, "abort")
+            seq.finish("abort")
+            self._end(seq)
         self._drop_finished()
         return ended
 
@@ -203,7 +206,7 @@ class Scheduler:
             if drawn and item.seq.metrics.first_token_time is None:
                 item.seq.metrics.first_token_time = now
             if item.seq.is_finished:
-                self._end(item.seq, "stop")
+                self._end(item.seq)
                 ended.append(item.seq)
             elif drawn and item.seq.num_candidates:
                 self._pause(item.seq)
@@ -211,10 +214,15 @@ class Scheduler:
         return ended
 
     def _take_tokens(self, item: ScheduledSequence, accepted: list[int]) -> None:
-        """Append tokens until one ends the sequence; what they have KV of is counted."""
+        """Append tokens until one ends the sequence; what they have KV of is counted, unless the
+        sequence failed: nobody is to find it.
+        """
         seq = item.seq
         num_taken = 0
         for token in accepted:
+            if token == NO_TOKEN:
+                seq.fail(_no_token(seq))
+                return
             seq.append(token)
             num_taken += 1
             if seq.is_finished:
@@ -243,8 +251,8 @@ class Scheduler:
     def _fail(self, failed: Mapping[int, str]) -> list[Sequence]:
         ended = [s for s in [*self.running, *self.waiting] if s.seq_id in failed]
         for seq in ended:
-            seq.error = failed[seq.seq_id]
-            self._end(seq, "error")
+            seq.fail(TransferError(failed[seq.seq_id]))
+            self._end(seq)
         return ended
 
     def _schedule_running(
@@ -356,8 +364,8 @@ class Scheduler:
         seq.status = SequenceStatus.PAUSED
         self.waiting.append(seq)
 
-    def _end(self, seq: Sequence, reason: str) -> None:
-        seq.finish(reason)
+    def _end(self, seq: Sequence) -> None:
+        """Free what a finished sequence holds."""
         seq.metrics.finished_time = time.perf_counter()
         seq.metrics.num_tokens = seq.num_output_tokens
         self._pacer.forget(seq)
@@ -366,3 +374,11 @@ class Scheduler:
     def _drop_finished(self) -> None:
         self.running = [s for s in self.running if not s.is_finished]
         self.waiting = deque(s for s in self.waiting if not s.is_finished)
+
+
+def _no_token(seq: Sequence) -> LogitsError:
+    return LogitsError(
+        f"the model's logits for token {seq.num_tokens} of this request are no finite numbers, or "
+        "leave no token to choose: its weights may be damaged, or too large for their dtype (try "
+        'dtype="float32")'
+    )

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from nanoengine.errors import TransferError
+from nanoengine.errors import RequestError
 from nanoengine.sampling_params import SamplingParams
+
+NO_TOKEN = -1  # what is sampled where no token can be
 
 
 class Admission(Enum):
@@ -80,6 +82,7 @@ class TextStream(Protocol):
     @property
     def text(self) -> str: ...
     def add(self, token_id: int) -> str: ...
+    def flush(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class Sequence:
     num_cached_on_host: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error: str | None = None
+    error: RequestError | None = None
     text: str | None = None
     text_stream: TextStream | None = None
     guesser: Guesser | None = None
@@ -162,11 +165,6 @@ class Sequence:
     def num_likeliest(self) -> int | None:
         """How many likely tokens are scored beside each of the output; None: no scores."""
         return self.num_candidates or self.params.logprobs
-
-    @property
-    def failure(self) -> TransferError | None:
-        """`error` as what is raised or shown on an output."""
-        return None if self.error is None else TransferError(self.error)
 
     @property
     def num_tokens(self) -> int:
@@ -218,20 +216,21 @@ class Sequence:
         if self.history is not None:
             self.history.add(token_id)
         may_stop = self.num_output_tokens > self.params.min_tokens
-        if self._stop_string_found(token_id):
-            return
-        if may_stop and token_id in self.stop_token_ids:
+        is_stopped = may_stop and token_id in self.stop_token_ids
+        is_last = is_stopped or self.num_tokens >= self.max_total_tokens
+        if self.text_stream is not None:
+            new = self.text_stream.add(token_id)
+            if is_last:
+                new += self.text_stream.flush()  # half a code point may be a stop string, too
+            if may_stop and new and self._stop_string_found(self.text_stream.text, new):
+                return
+        if is_stopped:
             self.finish("stop", token_id if token_id in self.params.stop_ids else None)
-        elif self.num_tokens >= self.max_total_tokens:
+        elif is_last:
             self.finish("length")
 
-    def _stop_string_found(self, token_id: int) -> bool:
-        if self.text_stream is None:
-            return False
-        new = self.text_stream.add(token_id)
-        if self.num_output_tokens <= self.params.min_tokens or not new:
-            return False
-        text = self.text_stream.text
+    def _stop_string_found(self, text: str, new: str) -> bool:
+        """End the sequence where its text, `new` the last of it, has a stop string."""
         hits = []
         for stop in self.params.stop_strings:
             at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
@@ -244,6 +243,11 @@ class Sequence:
         self.text = text[:end]
         self.finish("stop", stop)
         return True
+
+    def fail(self, error: RequestError) -> None:
+        """End the sequence by an error."""
+        self.error = error
+        self.finish("error")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the sequence; the first reason stays."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanoengine.device import Convert, Device, Event, FailedCopy, Readable, Stream
+from nanoengine.copy_streams import Convert, Event, FailedCopy, Stream
+from nanoengine.device import Device, Readable
 from nanoengine.errors import EngineError
 
 Key = tuple[str, int, int]

@@ -120,7 +120,7 @@ class CompletionStream:
             token_ids,
             whole.finish_reason,
             whole.stop_reason,
-            seq.failure,
+            seq.error,
             scored,
         )
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoengine import SamplingParams
 from nanoengine.block_manager import Block
 from nanoengine.config import GIB
-from nanoengine.device import Convert
+from nanoengine.copy_streams import Convert
 from nanoengine.kv_cache import HybridKVCacheManager, StepKV
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.loader import read_model_config

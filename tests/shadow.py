@@ -25,7 +25,8 @@ from torch import Tensor
 from nanoengine.block_manager import Block
 from nanoengine.config import EngineConfig
 from nanoengine.context import KVChunk
-from nanoengine.device import Convert, CpuDevice, Event, InlineStream, WorkerEvent, WorkerStream
+from nanoengine.copy_streams import Convert, Event, InlineStream, WorkerEvent, WorkerStream
+from nanoengine.device import CpuDevice
 from nanoengine.host_pool import HostPool
 from nanoengine.kv_cache import HybridKVCacheManager, StepKV
 from nanoengine.kv_spec import KVSpec

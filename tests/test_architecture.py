@@ -19,8 +19,14 @@ PACKAGE = "nanoengine"
 
 # A file imports only rows above its own ...
 ROWS = (
-    ("errors", "config", "sampling_params", "metrics", "collector"),
-    ("sequence", "context", "device", "outputs", "stream_check", "streaming"),
+    (
+        *("errors", "checked_values", "config", "sampling_params", "metrics", "collector"),
+        *("home_process", "cache_folders", "turns"),
+    ),
+    (
+        *("sequence", "context", "copy_streams", "device", "outputs"),
+        *("stream_check", "streaming"),
+    ),
     (
         *("block_manager", "block_table", "step_plan", "placement", "host_pool", "offload"),
         *("kv_codec", "kv_spec", "step_kv", "kv_cache"),
@@ -46,7 +52,7 @@ ROWS = (
         *("checked_json", "rope_json", "generation_config", "loader"),
     ),
     ("memory_plan", "scheduler", "model_runner", "probe"),
-    ("llm_engine", "beam_search", "llm", "async_llm"),
+    ("input_processor", "llm_engine", "beam_search", "llm", "async_llm"),
     (
         *("benchmark_limits", "peers", "benchmark_compare", "benchmark_tiers"),
         *("benchmark_scaling", "benchmark_quant", "benchmark"),
@@ -55,6 +61,8 @@ ROWS = (
 )
 # ... and, inside its row, only what is listed here. Everyone may import errors.
 ARROWS = {
+    "config": {"checked_values"},
+    "sampling_params": {"checked_values"},
     "context": {"sequence"},
     "block_table": {"block_manager"},
     "placement": {"block_manager", "step_plan"},
@@ -75,7 +83,9 @@ ARROWS = {
     "models": {"layers", "rope"},
     "sampler": {"structured", "speculative"},
     "outputs": {"sequence"},
-    "stream_check": {"device"},
+    "turns": {"home_process"},
+    "device": {"copy_streams"},
+    "stream_check": {"copy_streams", "device"},
     "streaming": {"sequence", "outputs"},
     "tokenizer": {"chat_template"},
     "gguf_metadata": {"gguf_structure"},
@@ -85,6 +95,7 @@ ARROWS = {
     "loader": {"checked_json", "rope_json", "model_cache", "hub", "gguf_convert", "tokenizer"},
     "generation_config": {"checked_json"},
     "probe": {"model_runner"},
+    "llm_engine": {"input_processor"},
     "beam_search": {"llm_engine"},
     "llm": {"llm_engine", "beam_search"},
     "async_llm": {"llm"},

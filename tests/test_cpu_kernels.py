@@ -379,17 +379,6 @@ def test_another_header_is_another_build(tmp_path):
     assert len(list(tmp_path.glob("*.so"))) == 2
 
 
-def test_cache_folder_is_private(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = cpu_kernels.cache_dir()
-    assert folder == tmp_path / "nanoengine" / "kernels"
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o777)
-    elsewhere = cpu_kernels.cache_dir()
-    assert elsewhere != folder
-    elsewhere.rmdir()
-
-
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

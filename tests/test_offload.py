@@ -562,7 +562,8 @@ def test_closing_ends_the_copy_threads_and_a_second_engine_works(tiny: Tiny) -> 
     for _ in range(2):
         driver = make_driver(path, num_gpu_blocks=2, **STREAM)
         workers = set(threading.enumerate()) - before
-        assert len(workers) == 2
+        names = {thread.name for thread in workers}
+        assert {"nanoengine-h2d", "nanoengine-d2h"} <= names  # that of the host pool may have ended
         driver.engine.add_request(prompt, greedy(50))
         driver.step()
         driver.engine.close()  # with a request half way

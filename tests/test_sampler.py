@@ -10,7 +10,7 @@ import torch
 
 from nanoengine.sampler import Sampler, uniform
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import RequestMetrics, Sequence
+from nanoengine.sequence import NO_TOKEN, RequestMetrics, Sequence
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 DRAWS = 20_000
@@ -112,7 +112,19 @@ def test_low_precision_rows_are_sampled_in_full_precision() -> None:
     assert abs(late - 0.5) < 5 * math.sqrt(0.25 / DRAWS)
 
 
-def test_a_row_of_nan_gives_a_token() -> None:
-    """Not an index past the vocabulary, on which the next step would fail for everybody."""
-    tokens = choose(torch.full((2, 6), torch.nan), [sequence(SamplingParams(), 1)] * 2)
-    assert all(0 <= token < 6 for token in tokens)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_that_has_no_finite_largest_logit_gives_no_token(
+    bad: float, dtype: torch.dtype
+) -> None:
+    logits = torch.tensor([LOGITS, LOGITS, [-torch.inf] * 5 + [1.0]], dtype=dtype)
+    logits[1, 4] = bad
+    for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2)):
+        first, second, third = choose(logits, [sequence(params, 1)] * 3)
+        assert 0 <= first < 6 and second == NO_TOKEN and third == 5
+    only = SamplingParams(temperature=0, allowed_token_ids=[3, 4])
+    assert choose(logits[1:2], [sequence(only)]) == [NO_TOKEN]
+
+
+def test_a_row_without_any_token_left_gives_none() -> None:
+    assert choose(torch.full((1, 6), -torch.inf), [sequence(SamplingParams())]) == [NO_TOKEN]

@@ -224,7 +224,7 @@ def test_failed_sequences_end_with_a_reason_wherever_they_are_and_others_go_on()
         s.add(sequence(seq_id, 5))
     batch = s.schedule()
     ended = s.postprocess(batch, [8, 9], {0: "copy failed", 2: "lost"})
-    assert [(e.seq_id, e.finish_reason, e.error) for e in ended] == [
+    assert [(e.seq_id, e.finish_reason, str(e.error)) for e in ended] == [
         (0, "error", "copy failed"),
         (2, "error", "lost"),
     ]

@@ -12,7 +12,8 @@ import torch
 from driver import host_gib
 
 from nanoengine import SamplingParams
-from nanoengine.device import CpuDevice, Device, DoneEvent, InlineStream, WorkerStream
+from nanoengine.copy_streams import DoneEvent, InlineStream, WorkerStream
+from nanoengine.device import CpuDevice, Device
 from nanoengine.llm_engine import LLMEngine
 from nanoengine.stream_check import CheckedDevice, Key, RaceError, TraceEntry
 

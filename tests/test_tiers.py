@@ -292,7 +292,8 @@ def test_closing_in_the_middle_of_transfers_frees_everything(
         assert step.run._filled, "nothing is under way"
     driver.engine.close()
     assert not any(worker.is_alive() for worker in workers)
-    assert not kv._offload.host._pieces and not kv._pool.numel() and not kv._offload.ring.numel()
+    offload = kv._offload
+    assert not offload.host._pieces._taken and not kv._pool.numel() and not offload.ring.numel()
     driver.engine.close()
     again = make_driver(path)
     assert token_ids(again.run([some_ids(0, 9)], greedy(3)))[0] == expected(path, some_ids(0, 9), 3)

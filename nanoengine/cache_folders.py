@@ -1,0 +1,49 @@
+"""Where this user's converted models and compiled kernels may be kept.
+
+We load machine code and weights from there, so among the temporary files a folder that somebody
+else may have filled is not used, and the working directory, which may come from anywhere, never is.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+TEMPORARY_VARIABLES = ("TMPDIR", "TEMP", "TMP")
+TEMPORARY_FOLDERS = ("/tmp", "/var/tmp")
+
+
+def cache_folders() -> Iterator[Path]:
+    """Best first: the user's cache, be it there or not, and private folders that could be made
+    among the temporary files.
+
+    The cache is in $XDG_CACHE_HOME, or in ~/.cache where that is no absolute path: by the XDG base
+    directory specification it then counts as unset. A container may have neither.
+    """
+    configured, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
+    if os.path.isabs(configured):
+        yield Path(configured, "nanoengine")
+    elif os.path.isabs(home):
+        yield Path(home, ".cache", "nanoengine")
+    named = (os.environ.get(name, "") for name in TEMPORARY_VARIABLES)
+    for parent in dict.fromkeys((*named, *TEMPORARY_FOLDERS)):
+        folder = Path(parent, f"nanoengine-{_user()}")
+        if os.path.isabs(parent) and os.path.isdir(parent) and is_private(folder):
+            yield folder
+
+
+def is_private(folder: Path) -> bool:
+    """Whether the folder, made now if it is missing, is this user's, and nobody else may write."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except (OSError, ValueError):
+        return False
+    is_closed = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
+    return is_closed and (status.st_uid == _user() or not hasattr(os, "getuid"))
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
