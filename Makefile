@@ -7,6 +7,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEVICE ?= cuda
 GPU_ARGS ?=
+FUZZ_ARGS ?=
+STORM_ARGS ?=
 
 # Called as a module: pip's own script cannot be trusted in a path with a space in it.
 PY := .venv/bin/python
@@ -28,6 +30,12 @@ test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow' for the s
 
 mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
 	$(PY) tests/run_mutants.py
+
+fuzz: .venv/.test ## damaged files and odd values: 100,000 to read, 3,000 to load; FUZZ_ARGS are passed on
+	$(PY) tests/fuzz.py $(FUZZ_ARGS)
+
+storms: .venv/.test ## interrupts, closing, forks, exits at random instants; STORM_ARGS are passed on
+	$(PY) tests/storms.py $(STORM_ARGS)
 
 check: .venv/.dev ## lint, formatting and types
 	$(PY) -m ruff check .

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import xxhash
 
@@ -40,34 +42,80 @@ class Block:
 
 
 class SlotPool:
-    """The free slots of one tier."""
+    """The free slots of one tier. Only those that were ever used take memory."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._free = dict.fromkeys(range(num_slots - 1, -1, -1))  # the last one is taken first
+        self._given: dict[int, None] = {}  # free again, the last one is taken first
+        self._next = 0  # from here on slots were never used ...
+        self._ahead: set[int] = set()  # ... but for these, which somebody preferred
 
     @property
     def num_free(self) -> int:
         """Slots that `take` can hand out."""
-        return len(self._free)
+        return len(self._given) + self.num_slots - self._next - len(self._ahead)
 
     def take(self, preferred: int | None = None) -> int | None:
-        """`preferred` if it is free, else the slot that was freed last, else None."""
-        if preferred is not None and preferred in self._free:
-            del self._free[preferred]
+        """`preferred` if it is free, else the slot that was freed last, else the lowest that was
+        never used, else None.
+        """
+        if preferred is not None and self._is_free(preferred):
+            if preferred in self._given:
+                del self._given[preferred]
+            else:
+                self._ahead.add(preferred)
             return preferred
-        return self._free.popitem()[0] if self._free else None
+        if self._given:
+            return self._given.popitem()[0]
+        while self._next in self._ahead:
+            self._ahead.remove(self._next)
+            self._next += 1
+        if self._next == self.num_slots:
+            return None
+        self._next += 1
+        return self._next - 1
 
     def give(self, slot: int) -> None:
         """The slot is free again."""
-        self._free[slot] = None
+        if not self._is_free(slot):
+            self._given[slot] = None
+
+    @contextmanager
+    def all_taken_but(self, num_kept: int) -> Iterator[None]:
+        """Hide all free slots but the `num_kept` that would be taken last; what is freed meanwhile
+        is there, too.
+        """
+        kept = list(islice(self._last_first(), num_kept))
+        hidden = self._given, self._next, self._ahead
+        self._given, self._next, self._ahead = dict.fromkeys(kept), self.num_slots, set()
+        try:
+            yield
+        finally:
+            left = self._given
+            self._given, self._next, self._ahead = hidden
+            for slot in kept:
+                if slot not in left:
+                    self.take(slot)
+            for slot in left:
+                self.give(slot)
 
     def check(self, held: Iterable[int]) -> None:
         """Raise AssertionError unless free and held slots are all slots, each once."""
         slots = list(held)
         assert len(set(slots)) == len(slots), "a slot is held twice"
-        assert not self._free.keys() & set(slots), "a slot is both free and held"
-        assert len(self._free) + len(slots) == self.num_slots, "slots leaked"
+        assert not any(self._is_free(slot) for slot in slots), "a slot is both free and held"
+        assert self.num_free + len(slots) == self.num_slots, "slots leaked"
+
+    def _is_free(self, slot: int) -> bool:
+        is_new = self._next <= slot < self.num_slots and slot not in self._ahead
+        return is_new or slot in self._given
+
+    def _last_first(self) -> Iterator[int]:
+        """The free slots, in the order opposite to that in which they would be taken."""
+        for slot in range(self.num_slots - 1, self._next - 1, -1):
+            if slot not in self._ahead:
+                yield slot
+        yield from self._given
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,13 @@ Nothing here touches torch or the disk; `loader.py` builds a ModelConfig from a 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nanoengine.checked_values import MAX_COUNT, SEEDS, integer, number, shown
 from nanoengine.errors import ConfigError
 
 GIB = 1 << 30
@@ -182,9 +184,36 @@ DTYPES = {
 OFFLOAD_MODES = ("auto", "stream", "in_place")
 OFFLOAD_DTYPES = ("int8",)
 MAX_GUESSES = 64
-GENERATION_CONFIGS = ("auto", "vllm", None)
+MAX_THREADS = 1024
+MAX_GIB = 1 << 20
+MAX_NAME = 64  # characters of an unknown setting's name that are looked at
+GENERATION_CONFIGS = ("auto", "vllm")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "gguf")
+FLAGS = ("enable_prefix_caching", "enforce_eager", "enable_cpu_offload", "debug_kv")
+DEVICE_NAMES = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
+# The least and the most of every count; where None is its default, it may be None.
+COUNTS = {
+    "max_model_len": (1, MAX_COUNT),
+    "max_num_seqs": (1, MAX_COUNT),
+    "max_num_batched_tokens": (1, MAX_COUNT),
+    "num_gpu_blocks": (1, MAX_COUNT),
+    "kvcache_block_size": (1, 1 << 20),
+    "seed": SEEDS,
+    "num_threads": (1, MAX_THREADS),
+    "max_num_partial_prefills": (1, MAX_COUNT),
+    "max_long_partial_prefills": (1, MAX_COUNT),
+    "long_prefill_token_threshold": (1, MAX_COUNT),
+    "decode_reserve_blocks": (0, MAX_COUNT),
+    "ring_slots": (2, 1 << 16),
+    "slot_tokens": (1, MAX_COUNT),
+}
+# What every budget is below, and its unit.
+BUDGETS = {
+    "kv_cache_gib": (MAX_GIB, "GiB"),
+    "kv_offload_gib": (MAX_GIB, "GiB"),
+    "stream_mib_per_step": (MAX_GIB << 10, "MiB"),
+}
 
 # Settings that users of other engines bring, and what they are called here.
 ELSEWHERE = {
@@ -217,7 +246,8 @@ NOT_YET = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every setting of the engine; None means "planned at start-up".
+    """Every setting of the engine; None means "planned at start-up". COUNTS and BUDGETS say between
+    what numbers must be.
 
     model: a Hugging Face folder, a .gguf file, a hub id ("organisation/model") or "smollm2-135m".
     tokenizer: another folder for it.
@@ -305,75 +335,79 @@ class EngineConfig:
     debug_copy_delay_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", str(self.model))
-        dtype = str(self.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        object.__setattr__(self, "dtype", DTYPES[dtype])
-        if self.load_format not in LOAD_FORMATS:
-            raise ConfigError(
-                f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {self.load_format!r}"
-            )
-        if self.attention_backend not in ("auto", *ATTENTION_LIMITS):
-            raise ConfigError(
-                f"attention_backend must be one of auto, {', '.join(ATTENTION_LIMITS)}, got "
-                f"{self.attention_backend!r}"
-            )
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
-            raise ConfigError(_bad_quantization(self.quantization))
-        if self.offload_mode not in OFFLOAD_MODES:
-            raise ConfigError(
-                f"offload_mode must be one of {', '.join(OFFLOAD_MODES)}, got {self.offload_mode!r}"
-            )
-        if self.generation_config not in GENERATION_CONFIGS:
-            raise ConfigError(
-                'generation_config must be "auto" (the model\'s), "vllm" or None (SamplingParams\' '
-                f"own defaults), got {self.generation_config!r}"
-            )
-        for name in ("enable_prefix_caching", "enforce_eager", "enable_cpu_offload", "debug_kv"):
+        self._set("model", _path("model", self.model))
+        if self.tokenizer is not None:
+            self._set("tokenizer", _path("tokenizer", self.tokenizer))
+        self._check_choices()
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         self._check_counts()
         self._check_memory()
+        self._check_offload_dtype()
         if self.speculative is not None and not self.num_guesses:
             raise ConfigError(
                 f'speculative must be "ngram:K" with K from 1 to {MAX_GUESSES}, '
-                f"got {self.speculative!r}"
+                f"got {shown(self.speculative)}"
             )
 
     @property
     def num_guesses(self) -> int:
         """Most tokens guessed a step and request; 0 without speculation."""
-        found = re.fullmatch(r"ngram:([0-9]{1,3})", str(self.speculative))
+        spelled = self.speculative if isinstance(self.speculative, str) else ""
+        found = re.fullmatch(r"ngram:([0-9]{1,3})", spelled)
         return int(found[1]) if found and 1 <= int(found[1]) <= MAX_GUESSES else 0
 
-    def _check_counts(self) -> None:
-        required = (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "kvcache_block_size",
-            "max_num_partial_prefills",
-            "max_long_partial_prefills",
-        )
-        optional = (
-            "max_model_len",
-            "num_gpu_blocks",
-            "num_threads",
-            "long_prefill_token_threshold",
-            "slot_tokens",
-        )
-        for name in required:
-            _count(name, getattr(self, name), 1)
-        for name in optional:
-            if getattr(self, name) is not None:
-                _count(name, getattr(self, name), 1)
-        _count("decode_reserve_blocks", self.decode_reserve_blocks, 0)
-        _count("ring_slots", self.ring_slots, 2)
-        _count("seed", self.seed, -(1 << 63))
-        if self.tensor_parallel_size != 1:
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_choices(self) -> None:
+        dtype = _torch_name(self.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
+        self._set("dtype", DTYPES[dtype])
+        device = _torch_name(self.device)
+        if not re.fullmatch(DEVICE_NAMES, device):
             raise ConfigError(
-                f"tensor_parallel_size must be 1 for now, got {self.tensor_parallel_size!r}"
+                f'device must be "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}'
             )
+        self._set("device", device)
+        choices = {
+            "load_format": LOAD_FORMATS,
+            "attention_backend": ("auto", *ATTENTION_LIMITS),
+            "offload_mode": OFFLOAD_MODES,
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if not _is_one_of(value, allowed):
+                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
+        if self.quantization is not None and not _is_one_of(self.quantization, QUANTIZATIONS):
+            raise ConfigError(_bad_quantization(self.quantization))
+        asked = self.generation_config
+        if asked is not None and not _is_one_of(asked, GENERATION_CONFIGS):
+            raise ConfigError(
+                'generation_config must be "auto" (the model\'s), "vllm" or None (SamplingParams\' '
+                f"own defaults), got {shown(asked)}"
+            )
+
+    def _check_counts(self) -> None:
+        optional = {field.name for field in fields(self) if field.default is None}
+        for name, (low, high) in COUNTS.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            found = integer(value)
+            if found is None or not low <= found <= high:
+                raise ConfigError(
+                    f"{name} must be an integer of at least {low} and at most {high}, "
+                    f"got {shown(value)}"
+                )
+            self._set(name, found)
+        if integer(self.tensor_parallel_size) != 1:
+            raise ConfigError(
+                f"tensor_parallel_size must be 1 for now, got {shown(self.tensor_parallel_size)}"
+            )
+        self._set("tensor_parallel_size", 1)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -385,9 +419,11 @@ class EngineConfig:
         dtype = self.kv_offload_dtype
         if dtype is None:
             return
-        if dtype not in OFFLOAD_DTYPES:
+        if not _is_one_of(dtype, OFFLOAD_DTYPES):
             allowed = ", ".join(OFFLOAD_DTYPES)
-            raise ConfigError(f"kv_offload_dtype must be None or one of {allowed}, got {dtype!r}")
+            raise ConfigError(
+                f"kv_offload_dtype must be None or one of {allowed}, got {shown(dtype)}"
+            )
         if not self.enable_cpu_offload:
             raise ConfigError(f"kv_offload_dtype={dtype!r} needs enable_cpu_offload=True")
         if self.offload_mode == "in_place":
@@ -397,22 +433,26 @@ class EngineConfig:
             )
 
     def _check_memory(self) -> None:
-        share = self.gpu_memory_utilization
-        if not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {share!r}")
-        for name in ("kv_cache_gib", "kv_offload_gib"):
-            gib = getattr(self, name)
-            if gib is not None and not (isinstance(gib, int | float) and 0 < gib < 1 << 20):
-                raise ConfigError(f"{name} must be a positive number of GiB, got {gib!r}")
-        mib = self.stream_mib_per_step
-        if mib is not None and not (isinstance(mib, int | float) and mib > 0):
-            raise ConfigError(f"stream_mib_per_step must be a positive number of MiB, got {mib!r}")
+        asked = self.gpu_memory_utilization
+        share = number(asked)
+        if share is None or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {shown(asked)}")
+        self._set("gpu_memory_utilization", share)
+        for name, (high, unit) in BUDGETS.items():
+            value = getattr(self, name)
+            found = number(value)
+            if value is not None and (found is None or not 0 < found < high):
+                raise ConfigError(
+                    f"{name} must be a positive number of {unit} below {high}, got {shown(value)}"
+                )
+            self._set(name, found)
+        asked = self.debug_copy_delay_ms
+        delay = number(asked)
+        if delay is None or not 0 <= delay <= 1000:
+            raise ConfigError(f"debug_copy_delay_ms must be between 0 and 1000, got {shown(asked)}")
+        self._set("debug_copy_delay_ms", delay)
         if self.kv_offload_gib is not None and not self.enable_cpu_offload:
             raise ConfigError("kv_offload_gib needs enable_cpu_offload=True")
-        self._check_offload_dtype()
-        delay = self.debug_copy_delay_ms
-        if not isinstance(delay, int | float) or not 0 <= delay <= 1000:
-            raise ConfigError(f"debug_copy_delay_ms must be between 0 and 1000, got {delay!r}")
         if self.kv_cache_gib is not None and self.num_gpu_blocks is not None:
             raise ConfigError("give kv_cache_gib or num_gpu_blocks, not both")
 
@@ -428,7 +468,9 @@ def make_config(model: Any, settings: dict[str, Any]) -> EngineConfig:
     return EngineConfig(model, **settings)
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def _unknown(name: object, known: Iterable[str]) -> str:
+    if not isinstance(name, str):
+        return f"unknown setting {shown(name)}; the name of a setting is a text"
     if name in NOT_YET:
         return f"{name}: {NOT_YET[name]} is not here yet"
     if name == "cpu_offload_gb":
@@ -438,17 +480,39 @@ def _unknown(name: str, known: Iterable[str]) -> str:
         )
     if name in ELSEWHERE:
         return f"unknown setting {name!r}; here it is {ELSEWHERE[name]}"
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return f"unknown setting {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = difflib.get_close_matches(name[:MAX_NAME], sorted(known), n=1, cutoff=0.5)
+    return f"unknown setting {shown(name)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _bad_quantization(value: object) -> str:
-    near = difflib.get_close_matches(str(value).lower(), QUANTIZATIONS, n=1, cutoff=0.3)
+    spelled = value[:MAX_NAME].lower() if isinstance(value, str) else ""
+    near = difflib.get_close_matches(spelled, QUANTIZATIONS, n=1, cutoff=0.3)
     allowed = ", ".join(QUANTIZATIONS)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"quantization must be None or one of {allowed}, got {value!r}{hint}"
+    return f"quantization must be None or one of {allowed}, got {shown(value)}{hint}"
 
 
-def _count(name: str, value: object, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+def _path(name: str, value: object) -> str:
+    """The path, or the name of a model, as a text that the system can be asked for."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise ConfigError(f"{name} must be a text or a path, got {shown(value)}")
+    try:
+        is_odd = b"\0" in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_odd = True
+    if is_odd:
+        raise ConfigError(f"{name} must be a text that can name a file, got {shown(value)}")
+    return path
+
+
+def _torch_name(value: object) -> str:
+    """A text as it is; torch's own as it writes them, "torch.bfloat16" and "cuda:1"; else ""."""
+    kind = type(value)
+    is_torch_s = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
+    return str(value) if is_torch_s else value if isinstance(value, str) else ""
+
+
+def _is_one_of(value: object, allowed: Iterable[str]) -> bool:
+    """For values of any type: some have no hash, and some do not compare."""
+    return isinstance(value, str) and value in allowed

@@ -12,6 +12,7 @@ from itertools import count
 
 import xxhash
 
+from nanoengine.checked_values import shown
 from nanoengine.config import EngineConfig, ModelConfig
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError
 from nanoengine.memory_plan import MemoryPlan
@@ -89,7 +90,7 @@ class InputProcessor:
         first = self._sequence(asked, params)
         seqs = [first]
         for index in range(1, params.n):
-            seed = None if params.seed is None else params.seed + index
+            seed = None if params.seed is None else (params.seed + index) % (1 << 64)
             alike = replace(params, seed=seed, prompt_logprobs=None)
             seqs.append(self._sequence(asked, alike, index, first))
         return seqs
@@ -142,7 +143,7 @@ class InputProcessor:
         for token_id in (ids := [_token_id(each) for each in prompt]):
             if not 0 <= token_id < vocab:
                 raise InvalidPromptError(
-                    f"token id {str(token_id)[:40]} is outside the vocabulary of {vocab} tokens"
+                    f"token id {shown(token_id)} is outside the vocabulary of {vocab} tokens"
                 )
         return ids
 
@@ -181,7 +182,7 @@ class InputProcessor:
         if banned.issuperset(params.allowed_token_ids):
             raise InvalidParamsError(
                 f"bad_words and min_tokens may forbid all of allowed_token_ids "
-                f"({sorted(params.allowed_token_ids)}): no token could be chosen"
+                f"({shown(sorted(params.allowed_token_ids))}): no token could be chosen"
             )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
@@ -206,9 +207,7 @@ def _checked_salt(salt: object) -> str:
     if salt is None:
         return ""
     if not (isinstance(salt, str) and salt and _is_utf8(salt)):
-        raise InvalidPromptError(
-            f"cache_salt must be a text that is not empty, got {repr(salt)[:100]}"
-        )
+        raise InvalidPromptError(f"cache_salt must be a text that is not empty, got {shown(salt)}")
     return salt
 
 
@@ -217,7 +216,7 @@ def _token_id(value: object) -> int:
     if not isinstance(value, bool):
         with suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type]
-    raise InvalidPromptError(f"a prompt holds {repr(value)[:100]}, which is no token id")
+    raise InvalidPromptError(f"a prompt holds {shown(value)}, which is no token id")
 
 
 def _is_utf8(text: str) -> bool:

@@ -273,14 +273,8 @@ class HybridKVCacheManager:
     @contextmanager
     def full_device(self, keep_free: int) -> Iterator[None]:
         """Take all free device slots but `keep_free`, so that host blocks stay where they are."""
-        free = self._manager.device
-        taken = [free.take() for _ in range(free.num_free - keep_free)]
-        try:
+        with self._manager.device.all_taken_but(keep_free):
             yield
-        finally:
-            for slot in reversed(taken):  # in the order in which they were free
-                if slot is not None:
-                    free.give(slot)
 
     def ring_pieces(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
         """Pairs of (part of the ring, host blocks) to time `fetch` with; none without a ring."""

@@ -39,7 +39,13 @@ from nanoengine.input_processor import InputProcessor
 from nanoengine.kv_cache import HybridKVCacheManager
 from nanoengine.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.loader import LoadedModel, find_model, load_model
-from nanoengine.memory_plan import MemoryPlan, plan_memory, streams
+from nanoengine.memory_plan import (
+    MemoryPlan,
+    activation_bytes,
+    check_step_fits,
+    plan_memory,
+    streams,
+)
 from nanoengine.model_runner import ModelRunner, StepCaches, StepTokens
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoengine.probe import (
@@ -305,6 +311,9 @@ class LLMEngine:
         config = self.config
         if config.num_gpu_blocks or config.kv_cache_gib or not self.device.computes_later:
             return None
+        tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+        estimated = activation_bytes(loaded.config, tokens, seqs, dtype.itemsize)
+        check_step_fits(config, estimated, self.device.memory()[0])  # before it is tried
         return profile_step(
             lambda kv: self._make_runner(loaded, attention, ops, kv),
             loaded.config,

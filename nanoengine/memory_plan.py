@@ -177,31 +177,89 @@ def _kv_spec(
         slot_tokens = config.slot_tokens or planned
         slot_blocks = max(1, slot_tokens // config.kvcache_block_size)
     spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
+    _check_asked(config, spec, device, activations)
     spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
     if not config.enable_cpu_offload:
         return spec
-    host_bytes = _host_bytes(config, device)
+    host_bytes = _host_bytes(config, spec, device, activations)
     num_host_blocks = host_bytes // spec.host_block_bytes
     if not num_host_blocks:
         raise OutOfMemoryError(
-            f"kv_offload_gib gives {_gib(host_bytes)}, but one block needs "
-            f"{_gib(spec.host_block_bytes)}"
+            f"{_gib(host_bytes)} of host memory are left for KV, but one block of "
+            f"{spec.block_size} tokens needs {_gib(spec.host_block_bytes)}; raise kv_offload_gib "
+            "or lower kvcache_block_size"
         )
     spare = max(1, config.decode_reserve_blocks)
+    if spare >= spec.num_blocks + num_host_blocks:
+        raise OutOfMemoryError(
+            f"decode_reserve_blocks={config.decode_reserve_blocks} leaves none of "
+            f"{spec.num_blocks} device and {num_host_blocks} host KV blocks; lower "
+            "decode_reserve_blocks"
+        )
     return replace(spec, num_host_blocks=num_host_blocks, spare_blocks=spare)
 
 
-def _host_bytes(config: EngineConfig, device: Device) -> int:
-    available = device.host_memory()
-    if config.kv_offload_gib is None:
-        return min(DEFAULT_HOST_KV_BYTES, available // 4)
-    asked = int(config.kv_offload_gib * GIB)
-    if asked > available:
+def _check_asked(config: EngineConfig, spec: KVSpec, device: Device, activations: int) -> None:
+    """Raise OutOfMemoryError, naming the setting, if more is asked for than there is."""
+    free, _ = device.memory()
+    check_step_fits(config, activations, free)
+    if spec.ring_bytes > free - activations:
         raise OutOfMemoryError(
-            f"kv_offload_gib asks for {_gib(asked)} of host memory, but {_gib(available)} are "
-            "available; lower kv_offload_gib"
+            f"a ring of {spec.ring_slots} slots of {spec.slot_blocks * spec.block_size} tokens "
+            f"needs {_gib(spec.ring_bytes)}, but {_gib(free - activations)} are left beside "
+            "activations; lower slot_tokens or ring_slots"
         )
-    return asked
+    room = free - activations - spec.ring_bytes
+    setting, asked = _asked_on_device(config, spec)
+    if asked > room:
+        raise OutOfMemoryError(
+            f"{setting}={getattr(config, setting)} asks for {_gib(asked)} of KV, but {_gib(room)} "
+            f"are left beside activations and ring; lower {setting}"
+        )
+    asked_on_host = _asked_on_host(config)
+    room = _host_room(device, activations + spec.ring_bytes + asked)
+    if asked_on_host > room:
+        too = f" or {setting}" if asked and device.name == "cpu" else ""
+        raise OutOfMemoryError(
+            f"kv_offload_gib={config.kv_offload_gib} asks for {_gib(asked_on_host)} of host "
+            f"memory, but {_gib(room)} are available; lower kv_offload_gib{too}"
+        )
+
+
+def check_step_fits(config: EngineConfig, activations: int, free: int) -> None:
+    """Raise OutOfMemoryError if a step of the largest size needs more than the `free` bytes."""
+    if activations > free:
+        raise OutOfMemoryError(
+            f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and "
+            f"max_num_seqs={config.max_num_seqs} needs up to {_gib(activations)}, but {_gib(free)} "
+            "are available; lower max_num_batched_tokens or max_num_seqs"
+        )
+
+
+def _asked_on_device(config: EngineConfig, spec: KVSpec) -> tuple[str, int]:
+    """The setting that says how much KV the device holds, and its bytes; 0 where it is planned."""
+    if config.num_gpu_blocks is not None:
+        return "num_gpu_blocks", config.num_gpu_blocks * spec.block_bytes
+    return "kv_cache_gib", int((config.kv_cache_gib or 0) * GIB)
+
+
+def _asked_on_host(config: EngineConfig) -> int:
+    return int((config.kv_offload_gib or 0) * GIB)
+
+
+def _host_room(device: Device, on_device: int) -> int:
+    """Host memory that is available for KV. on_device: bytes to be taken there, which on a CPU is
+    the same memory.
+    """
+    return max(0, device.host_memory() - (on_device if device.name == "cpu" else 0))
+
+
+def _host_bytes(config: EngineConfig, spec: KVSpec, device: Device, activations: int) -> int:
+    if config.kv_offload_gib is not None:
+        return _asked_on_host(config)
+    on_device = activations + spec.ring_bytes + spec.num_blocks * spec.block_bytes
+    quarter = device.host_memory() // 4
+    return min(DEFAULT_HOST_KV_BYTES, quarter, _host_room(device, on_device))
 
 
 def _device_blocks(
@@ -210,25 +268,23 @@ def _device_blocks(
     if config.num_gpu_blocks is not None:
         return config.num_gpu_blocks
     free, total = device.memory()
+    room = free - activations - spec.ring_bytes
     positions = min(config.max_model_len or model.max_position, model.max_position)
     # No more than all requests at full length could ever use.
     most = config.max_num_seqs * -(-positions // spec.block_size) * spec.block_bytes
+    setting = "kv_cache_gib"
     if config.kv_cache_gib is not None:
-        budget, setting = int(config.kv_cache_gib * GIB), "kv_cache_gib"
+        _, budget = _asked_on_device(config, spec)
     elif device.name == "cpu":
-        budget = min(DEFAULT_CPU_KV_BYTES, (free - activations) // 2, most)
-        setting = "kv_cache_gib"
+        half, beside_host = (free - activations) // 2, room - _asked_on_host(config)
+        budget = min(DEFAULT_CPU_KV_BYTES, half, beside_host, most)
     else:
-        budget = int(total * config.gpu_memory_utilization) - (total - free)
-        budget, setting = (
-            min(budget - activations - spec.ring_bytes, most),
-            "gpu_memory_utilization",
-        )
+        setting = "gpu_memory_utilization"
+        budget = min(room - total + int(total * config.gpu_memory_utilization), most)
     if budget < spec.block_bytes:
         raise OutOfMemoryError(
             f"{_gib(max(0, budget))} are left for KV, but one block of {spec.block_size} tokens "
-            "needs "
-            f"{_gib(spec.block_bytes)}; raise {setting} or lower kvcache_block_size"
+            f"needs {_gib(spec.block_bytes)}; raise {setting} or lower kvcache_block_size"
         )
     return budget // spec.block_bytes
 

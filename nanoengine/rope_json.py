@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from nanoengine.checked_json import MAX_SIZE, CheckedJson, positive
+from nanoengine.checked_values import shown
 from nanoengine.config import RopeConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.rope import (
@@ -31,7 +32,7 @@ def read_rope(
     max_model_len is within the original positions, the long ones otherwise.
     Raises UnsupportedModelError for another kind, CorruptModelError for impossible numbers.
     """
-    key = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
+    key = "rope_scaling" if content.get("rope_parameters") in (None, {}) else "rope_parameters"
     values = _object(content, key, content.get(key))
     return _read(content, values, "rope_theta", head_dim, may_turn_a_part, max_model_len)
 
@@ -47,8 +48,8 @@ def read_ropes_by_kind(
     both = _object(content, "rope_parameters", content.get("rope_parameters"))
     if both.keys() - {"full_attention", "sliding_attention"}:
         raise UnsupportedModelError(
-            f"{content.path}: RoPE {both} is not supported; 'rope_parameters' must hold those of "
-            "'full_attention' and of 'sliding_attention'"
+            f"{content.path}: RoPE {shown(both)} is not supported; 'rope_parameters' must hold "
+            "those of 'full_attention' and of 'sliding_attention'"
         )
     full, sliding = (
         _object(content, f"rope_parameters.{kind}", both.get(kind))
@@ -62,7 +63,7 @@ def read_ropes_by_kind(
 
 def _object(content: CheckedJson, key: str, value: Any) -> dict[str, Any]:
     if value is not None and not isinstance(value, dict):
-        raise CorruptModelError(f"{content.path}: {key!r} must be an object, not {value!r}")
+        raise CorruptModelError(f"{content.path}: {key!r} must be an object, not {shown(value)}")
     return value or {}
 
 
@@ -81,7 +82,7 @@ def _read(
         kind = "longrope"  # its names in Phi-3's first checkpoints
     if kind not in ROPE_KINDS or any(isinstance(value, dict) for value in values.values()):
         raise UnsupportedModelError(
-            f"{content.path}: RoPE {kind!r} {values} is not supported; supported: "
+            f"{content.path}: RoPE {shown(kind)} {shown(values)} is not supported; supported: "
             f"{', '.join(ROPE_KINDS)}, the same in all layers but for Gemma 3"
         )
     theta = values.get("rope_theta")
@@ -183,7 +184,7 @@ def _yarn(scaling: _Scaling, rope: RopeConfig, dim: int) -> tuple[RopeConfig, in
         scaling.corrupt(f"rope_theta {rope.theta} must be above 1")
     truncate = scaling.values.get("truncate", True)
     if not isinstance(truncate, bool):
-        scaling.corrupt(f"truncate is {truncate!r}, neither true nor false")
+        scaling.corrupt(f"truncate is {shown(truncate)}, neither true nor false")
     attention_factor = yarn_attention_factor(factor)
     if scaling.values.get("mscale") and scaling.values.get("mscale_all_dim"):
         both = scaling.real("mscale"), scaling.real("mscale_all_dim")
@@ -221,7 +222,7 @@ def _longrope(scaling: _Scaling, rope: RopeConfig, dim: int) -> tuple[RopeConfig
 def _divisors(scaling: _Scaling, key: str, size: int) -> tuple[float, ...]:
     listed = scaling.values.get(key)
     if not isinstance(listed, list) or len(listed) != size:
-        what = f"{len(listed)} entries" if isinstance(listed, list) else repr(listed)
+        what = f"{len(listed)} entries" if isinstance(listed, list) else shown(listed)
         scaling.corrupt(f"{key} must be a list of {size} numbers, not {what}")
     return tuple(positive(scaling.content.path, f"RoPE {key}", value) for value in listed)
 

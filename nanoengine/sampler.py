@@ -119,8 +119,9 @@ class Sampler:
 def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
     """How likely tokens are by these logits, and which are likeliest: what `read_scores` reads.
 
-    logits [n, vocab], tokens int64 [n], whose NO_TOKENs get any score. Returns float64 [n, 2 + 2 k]: log-probability and rank of
-    the token, the k largest log-probabilities, and the ids that have them.
+    logits [n, vocab], tokens int64 [n], whose NO_TOKENs get any score. Returns float64
+    [n, 2 + 2 k]: log-probability and rank of the token, the k largest log-probabilities, and the
+    ids that have them.
     """
     logprobs = torch.log_softmax(logits.float(), dim=1)
     chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))

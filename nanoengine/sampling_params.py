@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from nanoengine.checked_values import MAX_COUNT, SEEDS, integer, number, shown
 from nanoengine.errors import InvalidParamsError
 
 MAX_STOPS = 64
@@ -13,6 +14,9 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_COMPLETIONS = 1024
 MAX_BEAM_WIDTH = 128
+# Within these, logits that a penalty divides or multiplies stay finite in fp32.
+PENALTIES = (0.01, 100.0)
+FLAGS = ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output")
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 
@@ -21,27 +25,31 @@ MIN_TEMPERATURE = 0.01
 class SamplingParams:
     """How to choose the next tokens of one request, with vLLM's names and defaults.
 
-    temperature: 0 is greedy, 1 the model's own distribution; between 0 and 0.01 counts as 0.01.
+    temperature: 0 is greedy, 1 the model's own distribution, at most 100; between 0 and 0.01 counts
+    as 0.01, below 0.00001 as 0.
     top_k: keep the k most likely tokens (0 or -1: all).
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
-    seed: makes sampling depend on (seed, position) only; None draws one from the engine's seed.
-    stop: a string or strings that end the text (not part of it); stop_token_ids: ids that end it.
+    seed: makes sampling depend on (seed, position) only; None draws one from the engine's seed. It
+    fits 64 bits, signed or not.
+    stop: a string or up to 64 that end the text (not part of it); stop_token_ids: ids that end it.
     ignore_eos: go on past the model's end-of-sequence tokens.
     max_tokens: most tokens to generate (None: as many as the context holds).
     min_tokens: before so many, neither end-of-sequence nor stops end the text.
     skip_special_tokens: leave special tokens out of the text.
     repetition_penalty: divide positive logits of tokens in prompt or output by it, multiply
-    negative ones (arXiv 1909.05858); 1 is off.
+    negative ones (arXiv 1909.05858); in [0.01, 100], 1 is off.
     presence_penalty, frequency_penalty: take this from the logits of tokens in the output, once, or
     for each time; in [-2, 2].
-    logit_bias: {token id: what is added to its logit, within -100 to 100}.
-    allowed_token_ids: only these may be chosen. bad_words: texts that the output may not contain.
+    logit_bias: {token id: what is added to its logit, within -100 to 100}; an id may be a text of
+    digits, as in JSON.
+    allowed_token_ids: only these may be chosen. bad_words: up to 64 texts that the output may not
+    contain.
     logprobs, prompt_logprobs: of each token of the output, or of the prompt after its first, the
     log-probability and rank in the model's own distribution, and so many of the likeliest tokens
     (0 to 20; None: nothing).
-    n: independent completions of the prompt, whose KV they share; with a seed, completion i has
-    seed + i.
+    n: independent completions of the prompt, up to 1024, whose KV they share; with a seed,
+    completion i has seed + i.
     detokenize: False leaves the text empty. include_stop_str_in_output: keep the stop in the text.
 
     Raises InvalidParamsError for a value out of range.
@@ -71,58 +79,54 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
+        self._set("temperature", _number("temperature", self.temperature, 0.0, 100.0))
+        self._set("top_p", _number("top_p", self.top_p, 0.0, 1.0))
         if self.top_p == 0.0:
             raise InvalidParamsError("top_p must be in (0, 1], got 0; use temperature=0 for greedy")
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _integer("top_k", self.top_k, -1, 1 << 31)
-        _integer("min_tokens", self.min_tokens, 0, 1 << 31)
-        _integer("n", self.n, 1, MAX_COMPLETIONS)
+        self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
+        self._set("top_k", _integer("top_k", self.top_k, -1, MAX_COUNT))
+        self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_COUNT))
+        self._set("n", _integer("n", self.n, 1, MAX_COMPLETIONS))
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 1 << 31)
+            self._set("max_tokens", _integer("max_tokens", self.max_tokens, 1, MAX_COUNT))
             if self.min_tokens > self.max_tokens:
                 raise InvalidParamsError(
                     f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
                 )
         if self.seed is not None:
-            _integer("seed", self.seed, -(1 << 63), (1 << 64) - 1)
+            self._set("seed", _integer("seed", self.seed, *SEEDS))
         self._check_adjustments()
-        flags = ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output")
-        for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidParamsError(
-                    f"{name} must be True or False, got {getattr(self, name)!r}"
-                )
-        object.__setattr__(self, "stop", _texts("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        for name in FLAGS:
+            _flag(name, getattr(self, name))
+        self._set("stop", _texts("stop", self.stop))
+        self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.stop and not self.detokenize:
             raise InvalidParamsError("stop strings are found in the text: they need detokenize")
         if 0 < self.temperature < MIN_TEMPERATURE:
-            object.__setattr__(
-                self, "temperature", 0.0 if self.temperature < GREEDY_BELOW else MIN_TEMPERATURE
-            )
+            self._set("temperature", 0.0 if self.temperature < GREEDY_BELOW else MIN_TEMPERATURE)
         if self.greedy and self.n > 1:
             raise InvalidParamsError(
                 f"n={self.n} greedy completions would all be the same; raise temperature above 0"
             )
 
     def _check_adjustments(self) -> None:
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0:
-            raise InvalidParamsError("repetition_penalty must be above 0; 1 is off")
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        name, hint = "repetition_penalty", "; 1 is off"
+        self._set(name, _number(name, self.repetition_penalty, *PENALTIES, hint))
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._set(name, _number(name, getattr(self, name), -2.0, 2.0))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
+                self._set(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
+        self._set("logit_bias", _biases(self.logit_bias))
+        self._set("bad_words", _texts("bad_words", self.bad_words))
         if self.allowed_token_ids is not None:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise InvalidParamsError("allowed_token_ids is empty: no token could be chosen")
-            object.__setattr__(self, "allowed_token_ids", allowed)
+            self._set("allowed_token_ids", allowed)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -194,36 +198,51 @@ class BeamSearchParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
-        _integer("max_tokens", self.max_tokens, 1, 1 << 31)
-        _number("length_penalty", self.length_penalty, -10.0, 10.0)
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+        made = {
+            "beam_width": _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH),
+            "max_tokens": _integer("max_tokens", self.max_tokens, 1, MAX_COUNT),
+            "length_penalty": _number("length_penalty", self.length_penalty, -10.0, 10.0),
+        }
+        for name, value in made.items():
+            object.__setattr__(self, name, value)
+        ends = self.early_stopping
+        if not isinstance(ends, bool) and not (isinstance(ends, str) and ends == "never"):
             raise InvalidParamsError(
-                f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
+                f'early_stopping must be True, False or "never", got {shown(ends)}'
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise InvalidParamsError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        _flag("ignore_eos", self.ignore_eos)
 
 
-def _number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidParamsError(f"{name} must be a finite number, got {value!r}")
-    if not low <= value <= high:
-        raise InvalidParamsError(f"{name} must be between {low:g} and {high:g}, got {value}")
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InvalidParamsError(f"{name} must be True or False, got {shown(value)}")
 
 
-def _integer(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParamsError(f"{name} must be an integer, got {value!r}")
-    if not low <= value <= high:
-        raise InvalidParamsError(f"{name} must be between {low} and {high}, got {value}")
+def _number(name: str, value: object, low: float, high: float, hint: str = "") -> float:
+    found = number(value)
+    if found is None:
+        raise InvalidParamsError(f"{name} must be a finite number, got {shown(value)}")
+    if not low <= found <= high:
+        raise InvalidParamsError(
+            f"{name} must be between {low:g} and {high:g}{hint}, got {shown(found)}"
+        )
+    return found
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    found = integer(value)
+    if found is None:
+        raise InvalidParamsError(f"{name} must be an integer, got {shown(value)}")
+    if not low <= found <= high:
+        raise InvalidParamsError(f"{name} must be between {low} and {high}, got {shown(found)}")
+    return found
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
     texts = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(texts, tuple | list) or not all(isinstance(s, str) and s for s in texts):
         raise InvalidParamsError(
-            f"{name} must be a non-empty string or a list of them, got {value!r}"
+            f"{name} must be a non-empty string or a list of them, got {shown(value)}"
         )
     if len(texts) > MAX_STOPS:
         raise InvalidParamsError(f"{name}: at most {MAX_STOPS} strings, got {len(texts)}")
@@ -234,21 +253,33 @@ def _ids(name: str, ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
     if not isinstance(ids, tuple | list):
-        raise InvalidParamsError(f"{name} must be a list of token ids, got {ids!r}")
-    for token_id in ids:
-        _integer(name, token_id, 0, 1 << 31)
-    return tuple(ids)
+        raise InvalidParamsError(f"{name} must be a list of token ids, got {shown(ids)}")
+    return tuple(_integer(name, token_id, 0, MAX_COUNT) for token_id in ids)
 
 
 def _biases(biases: object) -> tuple[tuple[int, float], ...]:
-    pairs = () if biases is None else biases.items() if isinstance(biases, Mapping) else biases
-    try:
-        made = tuple((int(token_id), value) for token_id, value in pairs)  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as error:
-        raise InvalidParamsError(
-            f"logit_bias must be a dict from token ids to numbers, got {biases!r}"
-        ) from error
-    for token_id, value in made:
-        _integer("logit_bias", token_id, 0, 1 << 31)
-        _number(f"logit_bias of token {token_id}", value, -MAX_BIAS, MAX_BIAS)
-    return made
+    if biases is None:
+        return ()
+    if not isinstance(biases, Mapping | tuple | list):
+        raise _no_biases(biases)
+    made: dict[int, float] = {}
+    for pair in biases.items() if isinstance(biases, Mapping) else biases:
+        try:
+            key, value = pair
+        except (TypeError, ValueError) as error:
+            raise _no_biases(biases) from error
+        if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key):
+            key = int(key)  # JSON has no other keys than texts
+        if integer(key) is None:
+            raise _no_biases(biases)
+        token_id = _integer("logit_bias", key, 0, MAX_COUNT)
+        if token_id in made:
+            raise InvalidParamsError(f"logit_bias names token {token_id} twice")
+        made[token_id] = _number(f"logit_bias of token {token_id}", value, -MAX_BIAS, MAX_BIAS)
+    return tuple(made.items())
+
+
+def _no_biases(value: object) -> InvalidParamsError:
+    return InvalidParamsError(
+        f"logit_bias must be a dict from token ids to numbers, got {shown(value)}"
+    )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanoengine import block_manager
 from nanoengine.block_manager import Block, BlockKey, BlockManager, SlotPool, block_key
@@ -171,6 +174,125 @@ def test_slots_are_taken_next_to_each_other_where_that_is_asked_for() -> None:
     assert pool.take(3) == 3 and pool.take() == 1 and pool.take() is None
     pool.give(3)
     assert pool.take(99) == 3
+
+
+class PlainPool:
+    """What SlotPool must do, by a dict of all free slots."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.free = dict.fromkeys(range(num_slots - 1, -1, -1))  # the last one is taken first
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def take(self, preferred: int | None = None) -> int | None:
+        if preferred is not None and preferred in self.free:
+            del self.free[preferred]
+            return preferred
+        return self.free.popitem()[0] if self.free else None
+
+    def give(self, slot: int) -> None:
+        self.free[slot] = None
+
+    def check(self, held: Iterable[int]) -> None:
+        slots = list(held)
+        assert len(set(slots)) == len(slots), "a slot is held twice"
+        assert not self.free.keys() & set(slots), "a slot is both free and held"
+        assert len(self.free) + len(slots) == self.num_slots, "slots leaked"
+
+
+Pool = SlotPool | PlainPool
+SLOTS = st.integers(-1, 9)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.none() | SLOTS),
+        st.tuples(st.just("give"), SLOTS),
+        st.tuples(st.just("give back"), SLOTS),
+        st.tuples(st.just("check"), st.lists(SLOTS, max_size=9)),
+        st.tuples(st.just("full"), st.tuples(st.integers(0, 4), st.lists(st.none() | SLOTS))),
+    ),
+    max_size=60,
+)
+
+
+def complaint(pool: Pool, held: Iterable[int]) -> str:
+    """What `check` says of the pool."""
+    try:
+        pool.check(held)
+    except AssertionError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def plainly_full(pool: PlainPool, num_kept: int, asked: list[int | None]) -> list[int | None]:
+    """The slots that are taken while all free ones but `num_kept` are."""
+    taken = [pool.take() for _ in range(pool.num_free - num_kept)]
+    found = [pool.take(preferred) for preferred in asked]
+    for slot in reversed(taken):
+        assert slot is not None
+        pool.give(slot)
+    return found
+
+
+def full(pool: SlotPool, num_kept: int, asked: list[int | None]) -> list[int | None]:
+    with pool.all_taken_but(num_kept):
+        return [pool.take(preferred) for preferred in asked]
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(st.integers(0, 8), STEPS)
+def test_slots_come_in_the_order_of_a_dict_of_all(num_slots: int, steps: list[tuple]) -> None:
+    """Any steps, misuse too: slots freed twice, never taken, or out of range."""
+    pool, plain = SlotPool(num_slots), PlainPool(num_slots)
+    held: list[int] = []
+    for step, asked in steps:
+        if step == "take":
+            slot = pool.take(asked)
+            assert slot == plain.take(asked)
+            held += [] if slot is None else [slot]
+        elif step == "full":
+            found = full(pool, *asked)
+            assert found == plainly_full(plain, *asked)
+            held += [slot for slot in found if slot is not None]
+        elif step == "check":
+            assert complaint(pool, asked) == complaint(plain, asked)
+        elif step == "give" or held:
+            slot = held.pop(asked % len(held)) if step == "give back" else asked
+            pool.give(slot)
+            plain.give(slot)
+        assert pool.num_free == plain.num_free
+        assert complaint(pool, held) == complaint(plain, held)
+    while (slot := plain.take()) is not None:
+        assert pool.take() == slot
+    assert pool.take() is None
+
+
+def test_a_pool_of_a_billion_slots_costs_nothing() -> None:
+    start = time.perf_counter()
+    manager = BlockManager(10**9, 10**9, 2)
+    pool = manager.device
+    assert (pool.take(), pool.take(10**9 - 1), pool.take()) == (0, 10**9 - 1, 1)
+    assert pool.num_free == 10**9 - 3
+    with pool.all_taken_but(1):
+        assert (pool.take(5), pool.take()) == (10**9 - 2, None)
+    pool.give(10**9 - 1)
+    assert pool.take() == 10**9 - 1 and pool.take() == 2
+    with pytest.raises(AssertionError, match="leaked"):
+        manager.check({})
+    assert time.perf_counter() - start < 1
+
+
+def test_slots_freed_while_the_others_are_hidden_are_taken_first() -> None:
+    pool = SlotPool(4)
+    assert [pool.take() for _ in range(2)] == [0, 1]
+    with pool.all_taken_but(1):
+        assert pool.take() == 3 and pool.take() is None
+        pool.give(0)
+        assert pool.num_free == 1
+    assert [pool.take() for _ in range(3)] == [0, 2, None]
+    pool.check([0, 1, 2, 3])
 
 
 def _lose_a_slot(manager: BlockManager, a: Block, b: Block) -> None:

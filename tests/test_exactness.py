@@ -114,6 +114,17 @@ def test_generated_blocks_are_reused(tiny: Callable[[str], Path]) -> None:
     assert follow_up.num_cached_tokens == (len(prompt) + NUM_OUT - 1) // BLOCK * BLOCK
 
 
+def test_the_beginning_of_a_text_outlives_its_end_in_the_cache(
+    tiny: Callable[[str], Path],
+) -> None:
+    """Another request takes some of its blocks: the deepest ones, as the others lead to them."""
+    driver = Driver(make_engine(tiny("llama"), num_gpu_blocks=14))
+    prompt, other = [i % 7 for i in range(10 * BLOCK)], [9 + i % 7 for i in range(8 * BLOCK)]
+    driver.run([prompt])
+    driver.run([other])
+    assert driver.run([prompt])[0].num_cached_tokens >= 3 * BLOCK
+
+
 def test_the_smallest_pool_serves_what_fits(tiny: Callable[[str], Path]) -> None:
     """Two blocks, six requests: one runs at a time and every answer is right."""
     path = tiny("llama")

@@ -92,6 +92,14 @@ def test_min_tokens_holds_stops_back() -> None:
         assert choose(torch.tensor([LOGITS]), [seq]) == [expected]
 
 
+def test_min_tokens_ends_in_time_beside_another_adjustment() -> None:
+    """A logit_bias adjusts every row, so min_tokens must know by itself when it is over."""
+    params = SamplingParams(temperature=0, min_tokens=2, logit_bias={5: 0.5})
+    for num_out, expected in ((1, 1), (2, 0), (3, 0)):
+        seq = sequence(params, num_out=num_out, stops=frozenset({0}))
+        assert choose(torch.tensor([LOGITS]), [seq]) == [expected]
+
+
 def test_a_token_that_is_not_appended_yet_counts() -> None:
     """Drawn ahead or in its turn: the same position, the same token; and min_tokens counts it."""
     logits = torch.tensor([LOGITS]).expand(200, -1)

@@ -51,8 +51,8 @@ def expected_ids(
     where it has none.
     """
     model, tokens = reference(path), list(prompt)
-    words = [engine.encode(word)[1:] for word in params.forbidden_words]
-    words += [engine.encode(" " + word)[1:] for word in params.forbidden_words]
+    words = [engine.tokenizer.encode(word)[1:] for word in params.forbidden_words]
+    words += [engine.tokenizer.encode(" " + word)[1:] for word in params.forbidden_words]
     for _ in range(params.max_tokens or 0):
         row = reference_logits(model, tokens)[-1:].clone()
         output = torch.tensor([tokens[len(prompt) :]], dtype=torch.int64)
@@ -224,7 +224,7 @@ def test_a_stop_stays_in_the_text_if_asked(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"repetition_penalty": 0}, "above 0"),
+        ({"repetition_penalty": 0}, "between 0.01 and 100; 1 is off, got 0"),
         ({"repetition_penalty": float("nan")}, "finite"),
         ({"presence_penalty": 2.5}, "between -2 and 2, got 2.5"),
         ({"frequency_penalty": "1"}, "finite number"),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nanoengine import SamplingParams
 from nanoengine.errors import ConfigError
+from nanoengine.sequence import ScheduledBatch
 from nanoengine.speculative import LONGEST, SHORTEST, PromptLookup
 
 BLOCK = 8
@@ -92,6 +93,24 @@ def test_greedy_ids_are_those_of_transformers(
         accepted = sum(output.metrics.num_accepted for output in outputs)
         assert 10 < accepted < guessed
     engine.close()
+
+
+def test_nothing_is_guessed_past_the_last_token(tiny: Callable[[str], Path]) -> None:
+    """The last token that a request may have is sampled, never computed."""
+    engine = small_engine(tiny("llama"), speculative="ngram:5")
+    begin, seen = engine.kv.begin, []
+
+    def watched(batch: ScheduledBatch) -> Any:
+        for item in batch.items:
+            seen.append(bool(item.guesses))
+            assert item.start + item.num_tokens < item.seq.max_total_tokens
+        return begin(batch)
+
+    engine.kv.begin = watched  # type: ignore[method-assign]
+    each = [SamplingParams(**GREEDY, max_tokens=n) for n in LENGTHS]
+    outputs = answer(engine, repetitive_prompts(), each)
+    engine.close()
+    assert [len(output.outputs[0].token_ids) for output in outputs] == LENGTHS and any(seen)
 
 
 def test_sampled_tokens_stops_and_scores_stay_the_same(tiny: Callable[[str], Path]) -> None:

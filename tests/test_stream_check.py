@@ -15,6 +15,8 @@ from nanoengine import SamplingParams
 from nanoengine.copy_streams import DoneEvent, InlineStream, WorkerStream
 from nanoengine.device import CpuDevice, Device
 from nanoengine.llm_engine import LLMEngine
+from nanoengine.offload import OffloadEngine, StepTransfers
+from nanoengine.step_plan import Store
 from nanoengine.stream_check import CheckedDevice, Key, RaceError, TraceEntry
 
 SLOT = ("device", 0, 3)
@@ -277,6 +279,18 @@ def unordered(trace: Sequence[TraceEntry]) -> set[tuple[Key, str, str]]:
         if a.stream != b.stream and shared and not before[second] >> first & 1:
             found |= {(key, a.stream, b.stream) for key in shared}
     return found
+
+
+def test_a_copy_on_the_device_waits_for_the_store_that_reads_its_target(
+    device: CheckedDevice,
+) -> None:
+    """A step that fails gives slots back while its stores still read them."""
+    pool = torch.zeros(2, 4, 2, 8, 1, 16)
+    offload = OffloadEngine(device, pool, num_host_blocks=4, ring_slots=2, slot_blocks=1)
+    run = offload.begin(StepTransfers(stores=(Store(0, 0, 0, 8),)))
+    offload.copy_on_device(source=1, target=0, num_tokens=5)
+    run.end()
+    offload.close()
 
 
 def test_a_streamed_run_is_ordered_by_its_trace_alone(tiny: Callable[[str], Path]) -> None:

@@ -1,0 +1,245 @@
+"""What is asked for is held against the memory that is there, before any is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
+from nanoengine.device import available_memory
+from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.llm_engine import LLMEngine
+from nanoengine.memory_plan import MemoryPlan, plan_memory
+
+MIB = 1 << 20
+BLOCK = 2 * 16 * 2 * 64 * 2 * 256  # bytes: K and V of 16 layers, 2 heads of 64, bf16, 256 tokens
+MODEL = ModelConfig(
+    architecture="llama",
+    vocab_size=50_000,
+    hidden_size=512,
+    intermediate_size=2048,
+    num_layers=16,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    max_position=8192,
+    tie_word_embeddings=True,
+    rope=RopeConfig(10_000.0),
+)
+OFFLOAD = {"enable_cpu_offload": True}
+STREAM = OFFLOAD | {"offload_mode": "stream"}
+
+
+@dataclass
+class Machine:
+    """A device with so much memory, beside a host with so much."""
+
+    name: str
+    free: int
+    host: int
+
+    @property
+    def computes_later(self) -> bool:
+        return self.name != "cpu"
+
+    def memory(self) -> tuple[int, int]:
+        return self.free, 24 * GIB
+
+    def host_memory(self) -> int:
+        return self.host
+
+
+def cpu(gib: float) -> Machine:
+    return Machine("cpu", int(gib * GIB), int(gib * GIB))
+
+
+def gpu(gib: float, host_gib: float) -> Machine:
+    return Machine("cuda", int(gib * GIB), int(host_gib * GIB))
+
+
+def plan(machine: Machine, profiled: int | None = None, **settings: Any) -> MemoryPlan:
+    config = make_config("m", settings)
+    return plan_memory(
+        config,
+        MODEL,
+        machine,
+        torch.bfloat16,
+        "",
+        "",
+        0,
+        "torch",
+        profiled,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "blocks"),
+    [
+        (cpu(64), {}, (2048, 0)),
+        (cpu(64), OFFLOAD, (2048, 2048)),
+        (cpu(6), OFFLOAD, (1503, 768)),
+        (cpu(1), STREAM, (223, 128)),
+        (cpu(64), {"max_num_seqs": 4}, (128, 0)),
+        (gpu(20, 64), OFFLOAD, (2048, 2048)),
+        (gpu(6, 4), OFFLOAD, (1377, 512)),
+        (cpu(6), OFFLOAD | {"kv_cache_gib": 1}, (512, 768)),
+        (cpu(6), STREAM | {"num_gpu_blocks": 9, "kv_offload_gib": 2}, (9, 1024)),
+    ],
+)
+def test_what_fits_is_planned_in_full(
+    machine: Machine, settings: dict[str, Any], blocks: tuple[int, int]
+) -> None:
+    found = plan(machine, 900 * MIB if machine.name == "cuda" else None, **settings).kv
+    assert (found.num_blocks, found.num_host_blocks) == blocks and found.block_bytes == BLOCK
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "words"),
+    [
+        (
+            cpu(8),
+            {"num_gpu_blocks": 10**9},
+            r"^num_gpu_blocks=1000000000 asks for 1953125.000 GiB of KV, .* 7.\d+ GiB are left "
+            r"beside .*; lower num_gpu_blocks$",
+        ),
+        (cpu(8), {"kv_cache_gib": 1e5}, "asks for 100000.000 GiB .* lower kv_cache_gib$"),
+        (cpu(8), {"kv_cache_gib": 7.9}, "asks for 7.900 GiB of KV, .* lower kv_cache_gib$"),
+        (gpu(20, 64), {"num_gpu_blocks": 20 * 512}, "asks for 20.000 GiB .* lower num_gpu_blocks$"),
+        (
+            cpu(8),
+            {"max_num_batched_tokens": 10**9},
+            r"max_num_batched_tokens=1000000000 and max_num_seqs=64 .* [\d.]+ GiB, but 8.000 GiB "
+            r".*; lower max_num_batched_tokens or max_num_seqs$",
+        ),
+        (cpu(8), {"max_num_seqs": 10**9, "max_num_batched_tokens": 10**9}, "max_num_seqs=10000"),
+        (
+            cpu(8),
+            {"max_num_batched_tokens": 10**9, "num_gpu_blocks": 4},
+            "lower max_num_batched_tokens or max_num_seqs$",
+        ),
+        (
+            cpu(8),
+            STREAM | {"slot_tokens": 2**31 - 1},
+            r"ring of 4 slots of 2147483392 tokens .*; lower slot_tokens or ring_slots$",
+        ),
+        (cpu(8), STREAM | {"ring_slots": 1 << 16}, "lower slot_tokens or ring_slots$"),
+        (
+            cpu(8),
+            OFFLOAD | {"kv_offload_gib": 5, "kv_cache_gib": 4},
+            r"kv_offload_gib=5 asks for 5.000 GiB of host memory, .* 3.\d+ GiB .*; "
+            r"lower kv_offload_gib or kv_cache_gib$",
+        ),
+        (
+            cpu(8),
+            OFFLOAD | {"kv_offload_gib": 5, "num_gpu_blocks": 2048},
+            "lower kv_offload_gib or num_gpu_blocks$",
+        ),
+        (gpu(20, 8), OFFLOAD | {"kv_offload_gib": 9}, "8.000 GiB are available; lower kv_offload_"),
+        (gpu(20, 64), OFFLOAD | {"decode_reserve_blocks": 10**9}, "lower decode_reserve_blocks$"),
+    ],
+)
+def test_more_than_there_is_is_refused_and_the_setting_named(
+    machine: Machine, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(OutOfMemoryError, match=words):
+        plan(machine, **settings)
+
+
+def test_on_a_gpu_the_tiers_do_not_share_their_memory() -> None:
+    found = plan(gpu(20, 8), **OFFLOAD, kv_cache_gib=18, kv_offload_gib=8).kv
+    assert (found.num_blocks, found.num_host_blocks) == (18 * 512, 8 * 512)
+
+
+def test_on_a_cpu_what_is_planned_gives_way_to_what_is_asked_for() -> None:
+    """The device's share to the host's, and the other way round."""
+    host = plan(cpu(8), **OFFLOAD, kv_offload_gib=6).kv
+    assert host.num_host_blocks == 6 * 512 and 1.5 * 512 < host.num_blocks < 2 * 512
+    device = plan(cpu(8), **OFFLOAD, kv_cache_gib=7).kv
+    assert device.num_blocks == 7 * 512 and 0.5 * 512 < device.num_host_blocks < 512
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_gpu_blocks": 2**31 - 1}, "lower num_gpu_blocks"),
+        ({"kv_cache_gib": 1e5}, "lower kv_cache_gib"),
+        ({"max_num_batched_tokens": 10**9}, "lower max_num_batched_tokens"),
+        ({"max_num_seqs": 10**9, "max_num_batched_tokens": 10**9}, "max_num_seqs"),
+        (STREAM | {"slot_tokens": 2**31 - 1}, "lower slot_tokens"),
+        (STREAM | {"ring_slots": 1 << 16, "slot_tokens": 1 << 20}, "ring_slots"),
+        (OFFLOAD | {"kv_offload_gib": 1e5}, "lower kv_offload_gib"),
+        (OFFLOAD | {"decode_reserve_blocks": 2**31 - 1}, "lower decode_reserve_blocks"),
+    ],
+)
+def test_an_engine_that_asks_for_too_much_does_not_start(
+    tiny: Callable[[str], Path], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLMEngine(tiny("llama"), device="cpu", dtype="float32", **settings)
+
+
+# The memory of a machine, and of the control groups on it.
+
+MEMINFO = "MemTotal:       33554432 kB\nMemAvailable:   16777216 kB\n"  # 16 GiB of 32
+
+
+def group(folder: Path, version: int, limit: str, used: int, cached: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\nactive_file 7\n")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine with 16 GiB available, and no control groups."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(MEMINFO)
+    return tmp_path
+
+
+def test_without_control_groups_the_machine_s_memory_counts(root: Path) -> None:
+    assert available_memory(root) == 16 * GIB
+    (root / "proc/self/cgroup").write_text("0::/user.slice\n")
+    assert available_memory(root) == 16 * GIB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_s_limit_counts_less_what_is_used_and_not_cached(
+    root: Path, version: int
+) -> None:
+    """Its own group is the root of what it sees, whatever path the host has for it."""
+    listed = {1: "5:cpu,memory:/docker/abc\n1:cpu:/x\n0::/\n", 2: "0::/../../host/path\n"}[version]
+    base = root / {1: "sys/fs/cgroup/memory", 2: "sys/fs/cgroup"}[version]
+    (root / "proc/self/cgroup").write_text(listed)
+    group(base, version, str(4 * GIB), 3 * GIB, GIB // 2)
+    assert available_memory(root) == 1.5 * GIB
+    group(base, version, str(4 * GIB), 5 * GIB)
+    assert available_memory(root) == 0
+    group(base, version, str(64 * GIB), 0)
+    assert available_memory(root) == 16 * GIB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_smallest_limit_from_the_process_s_group_to_the_root_counts(
+    root: Path, version: int
+) -> None:
+    unlimited = {1: "9223372036854771712", 2: "max"}[version]
+    base = root / {1: "sys/fs/cgroup/memory", 2: "sys/fs/cgroup"}[version]
+    (root / "proc/self/cgroup").write_text({1: "4:memory:/a/b/c\n", 2: "0::/a/b/c\n"}[version])
+    group(base / "a/b/c", version, str(8 * GIB), GIB)
+    group(base / "a/b", version, unlimited, 2 * GIB)
+    group(base / "a", version, str(6 * GIB), 2 * GIB)
+    group(base / "z", version, str(MIB), 0)
+    assert available_memory(root) == 4 * GIB
+    group(base / "a/b/c", version, str(3 * GIB), GIB)
+    assert available_memory(root) == 2 * GIB
