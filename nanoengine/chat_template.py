@@ -1,16 +1,15 @@
-"""A model's chat template, compiled: messages to one text, as transformers renders them.
+"""A model's chat template: messages to one text, as transformers renders them.
 
-jinja2 is imported with the first template: a start that needs none does without.
+Owns what a template is given; template_process.py renders it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError
+from nanoengine.template_process import TemplateProcess
 
 # Arguments of transformers' method of the same name that are no template variables.
 NOT_TEMPLATE_VARIABLES = frozenset(
@@ -33,40 +32,12 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """One template. It comes with the model, so it runs in a sandbox; the settings are
-    transformers'.
-    """
+    """One template, which a process of its own renders: it comes with the model."""
 
-    def __init__(self, source: str) -> None:
-        """Raises InvalidPromptError when it does not compile."""
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.parser import Parser
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        class GenerationTag(Extension):
-            """Accepts `{% generation %}` blocks, with which training marks an assistant's part."""
-
-            tags = {"generation"}  # noqa: RUF012 (the name and the type are jinja2's)
-
-            def parse(self, parser: Parser) -> nodes.Node:
-                line = next(parser.stream).lineno
-                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-                return nodes.Scope(body, lineno=line)
-
-        def raise_exception(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = _strftime_now
-        try:
-            self._template = environment.from_string(source)
-        except (TemplateError, RecursionError) as error:
-            raise InvalidPromptError(f"the model's chat template is broken: {error}") from error
+    def __init__(self, source: str, process: TemplateProcess) -> None:
+        """source: Jinja, which may be broken; `render` says so."""
+        self._source = source
+        self._process = process
 
     def render(
         self,
@@ -83,33 +54,9 @@ class ChatTemplate:
                 "apply_chat_template renders the model's own template to text"
             )
         given = {"tools": None, "documents": None, **special_tokens, **variables}
+        given["add_generation_prompt"] = add_generation_prompt
         plain = {name: _plain(value, name) for name, value in given.items()}
-        checked = _plain_messages(messages)
-        try:
-            return self._template.render(
-                messages=checked, add_generation_prompt=add_generation_prompt, **plain
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            raise InvalidPromptError(
-                f"the chat template refuses these messages: {error}"
-            ) from error
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML, which a prompt does not want."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+        return self._process.render(self._source, plain | {"messages": _plain_messages(messages)})
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanoengine.checked_json import read_json
+from nanoengine.checked_json import read_json_if_any
 from nanoengine.errors import CorruptModelError, InvalidParamsError
 from nanoengine.sampling_params import SamplingParams
 
@@ -18,7 +18,7 @@ def read_sampling_params(folder: Path) -> SamplingParams:
     Raises CorruptModelError, naming the file, when it is no JSON object or a value is out of range.
     """
     path = folder / "generation_config.json"
-    values = read_json(path) if path.is_file() else {}
+    values = read_json_if_any(path)
     given = {key: values[key] for key in SAMPLING_KEYS if values.get(key) is not None}
     try:
         return SamplingParams(**given)

@@ -205,6 +205,10 @@ def _model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, An
             )
     if "token_embd.weight" not in stored:
         raise CorruptModelError(f"{metadata.path} has no tensor 'token_embd.weight'")
+    if metadata.number("block_count") > len(stored):
+        raise CorruptModelError(
+            f"{metadata.path}: {metadata.number('block_count')} layers of {len(stored)} tensors"
+        )
     theta = metadata.real("rope.freq_base", 10000.0)
     settings = FIXED_SETTINGS.get(metadata.architecture, {})
     if metadata.architecture == "phi3":

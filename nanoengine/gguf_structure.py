@@ -9,43 +9,102 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 
 MAX_COUNT = 10_000_000  # tensors, metadata entries, array elements, tensor dimensions
 MAX_DIMS = 4
+MAX_SHOWN = 100  # bytes of a name in an error
 
 _UINT32, _STRING, _ARRAY = 4, 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
 def check_structure(path: Path) -> None:
-    """Check every length and offset of a GGUF against the file's size.
+    """Check every length and offset of a GGUF against the file's size, and every name for another
+    of its kind.
 
-    Raises CorruptModelError, or UnsupportedModelError for another version or byte order.
+    Tensors must lie one after the other, as llama.cpp demands it: a wrong offset would be read as
+    other weights. Raises CorruptModelError, or UnsupportedModelError for another version or byte
+    order.
     """
     if path.stat().st_size < 24:
         raise CorruptModelError(f"{path} is no GGUF file: only {path.stat().st_size} bytes")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(path, data)
         num_tensors, num_fields = _read_head(cursor)
-        alignment = 32
-        for _ in range(num_fields):
-            key = cursor.string()
-            value = _skip_value(cursor, cursor.uint32())
-            if key == b"general.alignment" and value is not None:
-                alignment = value
-        if alignment <= 0 or alignment & (alignment - 1):
-            raise CorruptModelError(f"{path} is damaged: alignment {alignment} is no power of two")
-        ends = [_read_tensor_info(cursor) for _ in range(num_tensors)]
-        data_start = -(-cursor.position // alignment) * alignment
-        for name, end in ends:
-            if data_start + end > len(data):
-                raise CorruptModelError(
-                    f"{path} is truncated: tensor {name!r} ends at byte {data_start + end}, "
-                    f"the file has {len(data)}"
-                )
+        alignment = _read_fields(cursor, num_fields)
+        tensors = [_read_tensor_info(cursor) for _ in range(num_tensors)]
+        _check_unique(path, "tensor", [tensor.name for tensor in tensors])
+        _check_places(cursor, tensors, alignment)
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    """offset, size: bytes, the offset from the start of the data."""
+
+    name: bytes
+    offset: int
+    size: int
+
+
+def _read_fields(cursor: _Cursor, count: int) -> int:
+    """Step over the metadata; returns the alignment of the data, in bytes."""
+    alignment: int | None = 32
+    keys = []
+    for _ in range(count):
+        keys.append(cursor.string())
+        value = _skip_value(cursor, cursor.uint32())
+        if keys[-1] == b"general.alignment":
+            alignment = value
+    _check_unique(cursor.path, "metadata key", keys)
+    if not alignment or alignment & (alignment - 1):
+        raise CorruptModelError(
+            f"{cursor.path} is damaged: its alignment is no power of two of type uint32"
+        )
+    return alignment
+
+
+def _check_unique(path: Path, what: str, names: list[bytes]) -> None:
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise CorruptModelError(f"{path} is damaged: the {what} {_text(twice)!r} is there twice")
+
+
+def _check_places(cursor: _Cursor, tensors: list[_TensorInfo], alignment: int) -> None:
+    """cursor: behind the last tensor's description."""
+    path, file_size = cursor.path, len(cursor.data)
+    data_start = _aligned(cursor.position, alignment)
+    expected = 0
+    for tensor in tensors:
+        if tensor.offset != expected:
+            raise CorruptModelError(
+                f"{path} is damaged: tensor {_text(tensor.name)!r} is at offset {tensor.offset}, "
+                f"but those before it end at {expected}"
+            )
+        end = data_start + tensor.offset + tensor.size
+        if end > file_size:
+            raise CorruptModelError(
+                f"{path} is truncated: tensor {_text(tensor.name)!r} ends at byte {end}, "
+                f"the file has {file_size}"
+            )
+        expected = _aligned(tensor.offset + tensor.size, alignment)
+    if file_size > data_start + expected:
+        raise CorruptModelError(
+            f"{path} is damaged: the last tensor ends at byte {data_start + expected}, the file "
+            f"has {file_size}"
+        )
+
+
+def _aligned(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment
+
+
+def _text(name: bytes) -> str:
+    return name[:MAX_SHOWN].decode("utf-8", errors="replace")
 
 
 class _Cursor:
@@ -125,15 +184,14 @@ def _skip_array(cursor: _Cursor) -> None:
         raise CorruptModelError(f"{cursor.path} is damaged: an array of value type {kind}")
 
 
-def _read_tensor_info(cursor: _Cursor) -> tuple[str, int]:
-    """Name of a tensor and where it ends, in bytes after the start of the data."""
+def _read_tensor_info(cursor: _Cursor) -> _TensorInfo:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType  # 0.3 s, seldom needed
 
-    name = cursor.string().decode("utf-8", errors="replace")
+    name = cursor.string()
     num_dims = cursor.uint32()
     if not 1 <= num_dims <= MAX_DIMS:
         raise CorruptModelError(
-            f"{cursor.path} is damaged: tensor {name!r} has {num_dims} dimensions"
+            f"{cursor.path} is damaged: tensor {_text(name)!r} has {num_dims} dimensions"
         )
     dims = [cursor.count("elements in one tensor dimension") for _ in range(num_dims)]
     kind, offset = cursor.uint32(), cursor.uint64()
@@ -141,9 +199,11 @@ def _read_tensor_info(cursor: _Cursor) -> tuple[str, int]:
         block_elements, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except (ValueError, KeyError) as error:
         raise UnsupportedModelError(
-            f"{cursor.path}: tensor {name!r} has the unknown type {kind}; "
+            f"{cursor.path}: tensor {_text(name)!r} has the unknown type {kind}; "
             "a newer `gguf` package may know it"
         ) from error
     if 0 in dims or dims[0] % block_elements:
-        raise CorruptModelError(f"{cursor.path} is damaged: tensor {name!r} has the shape {dims}")
-    return name, offset + math.prod(dims) // block_elements * block_bytes
+        raise CorruptModelError(
+            f"{cursor.path} is damaged: tensor {_text(name)!r} has the shape {dims}"
+        )
+    return _TensorInfo(name, offset, math.prod(dims) // block_elements * block_bytes)

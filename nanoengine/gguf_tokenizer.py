@@ -91,7 +91,8 @@ def write_tokenizer(metadata: Metadata, target: Path, vocab_size: int) -> list[i
         named["bos"] if _flag(metadata, "add_bos_token", adds_bos) else None,
         named["eos"] if _flag(metadata, "add_eos_token", False) else None,
     )
-    backend.save(str(target / "tokenizer.json"))
+    # The library's own `save` says of a full disk only that something went wrong.
+    (target / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     content = json.dumps(_config(metadata, vocabulary, added), indent=2, ensure_ascii=False)
     (target / "tokenizer_config.json").write_text(content + "\n", encoding="utf-8")
     ends = [i for key in ("eos", "eot", "eom") if (i := named[key]) is not None]
@@ -118,6 +119,8 @@ def _read_vocabulary(metadata: Metadata, vocab_size: int) -> _Vocabulary:
         )
     types = metadata.get("tokenizer.ggml.token_type", list, [1] * len(texts))
     _check_length(metadata, "token types", types, texts)
+    if not all(type(kind) is int and 0 <= kind <= _BYTE for kind in types):
+        raise CorruptModelError(f"{metadata.path}: token types must be integers from 0 to {_BYTE}")
     ends = [i for i, text in enumerate(texts) if text in END_TEXTS]
     special = {i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)}.union(ends)
     user_defined = {i for i, kind in enumerate(types) if kind == _USER_DEFINED} - special
@@ -131,7 +134,8 @@ def _check_length(metadata: Metadata, what: str, values: list[Any], texts: list[
 
 def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     pre = metadata.get("tokenizer.ggml.pre", str, "default")
-    return build_byte_level_bpe(vocabulary.ids(), _merges(metadata), pre), pre == "llama-bpe"
+    backend = build_byte_level_bpe(vocabulary.ids(), _merges(metadata), pre, metadata.path)
+    return backend, pre == "llama-bpe"
 
 
 def _sentencepiece(
@@ -201,23 +205,27 @@ def _config(
 
 
 def build_byte_level_bpe(
-    vocab: Mapping[str, int], merges: Sequence[tuple[str, str]], pre: str
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    pre: str,
+    where: object = "the tokenizer",
 ) -> tokenizers.Tokenizer:
     """A GPT-2 style tokenizer with the ids of llama.cpp for `tokenizer.ggml.pre` equal to `pre`.
 
-    Like llama.cpp it normalises nothing and drops bytes that the vocabulary lacks.
+    Like llama.cpp it normalises nothing and drops bytes that the vocabulary lacks. where: the file,
+    for errors.
     Raises UnsupportedModelError for another `pre`, CorruptModelError for merges that fit no
     vocabulary.
     """
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"the GGUF tokenizer splits text by {pre!r}; supported: {', '.join(PRE_TOKENIZERS)}"
+            f"{where} splits text by {pre[:100]!r}; supported: {', '.join(PRE_TOKENIZERS)}"
         )
     try:
         bpe = models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe")
     except Exception as error:  # the library raises plain Exception
         raise CorruptModelError(
-            f"the tokenizer's merges do not fit its vocabulary: {error}"
+            f"{where}: the merges do not fit the vocabulary: {str(error)[:100]}"
         ) from error
     backend = tokenizers.Tokenizer(bpe)
     backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer_steps(vocab, pre))

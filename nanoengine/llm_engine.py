@@ -395,7 +395,7 @@ class LLMEngine:
 
     def _load_tokenizer(self, model_folder: Path) -> Tokenizer | None:
         if self.config.tokenizer:
-            return Tokenizer.from_folder(Path(self.config.tokenizer))
+            return Tokenizer.from_folder(Path(self.config.tokenizer).expanduser())
         try:
             return Tokenizer.from_folder(model_folder)
         except ModelNotFoundError:
@@ -448,7 +448,11 @@ class LLMEngine:
         token_ids = seq.output_token_ids
         if seq.finish_reason == "stop" and not seq.params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the token that ended the text is not part of it
-        return self._tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+        try:
+            return self._tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+        except RequestError as error:
+            seq.error, seq.finish_reason = error, "error"
+            return ""
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids, special ones left out; "" where there is no tokenizer."""

@@ -22,7 +22,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanoengine import model_cache
-from nanoengine.checked_json import CheckedJson, read_json
+from nanoengine.checked_json import (
+    MAX_REASON,
+    CheckedJson,
+    has_file,
+    read_json,
+    read_json_if_any,
+)
+from nanoengine.checked_values import shown
 from nanoengine.config import ModelConfig
 from nanoengine.errors import (
     ConfigError,
@@ -44,6 +51,7 @@ from nanoengine.models import (
     weight_shapes,
 )
 from nanoengine.rope_json import read_rope, read_ropes_by_kind
+from nanoengine.tokenizer import read_eos_id
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +61,9 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Buffers that old checkpoints carry and every model computes itself.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
+MAX_HUB_ID = 200  # characters, twice what the hub allows
+MAX_FILE_NAME = 255  # characters, the most that file systems take
+MAX_LAYERS = 10_000
 NUM_SHOWN = 5
 REMAP_BYTES = 64 << 20
 
@@ -65,16 +76,31 @@ def resolve_model(name: str | Path) -> Path:
     model of the hub is downloaded once, into the hub's cache.
     Raises ModelNotFoundError for a name that leads nowhere, other ModelLoadErrors for a bad GGUF.
     """
-    path = Path(name).expanduser()
+    path = _given_path(name)
     if path.is_dir():
         return path
     if path.is_file():
         return _convert_once(path)
     if str(name) == BUNDLED_MODEL:
         return _convert_once(_bundled_gguf())
-    if is_hub_id(str(name)):
+    if is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
         return hub_folder(str(name))
     _raise_not_found(str(name))
+
+
+def _given_path(name: str | Path) -> Path:
+    """ModelNotFoundError for a name that the system takes for no path, or does not let us see."""
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelNotFoundError(
+            f"there is no model at {shown(str(name))}, which cannot be a path: {reason}"
+        ) from error
+    return path
 
 
 def describe_weights(folder: Path) -> str:
@@ -90,7 +116,10 @@ def _convert_once(path: Path) -> Path:
             "or a .gguf file"
         )
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
-    key = f"{model_cache.remembered_digest(path)}-v{CONVERTER_VERSION}"
+    try:
+        key = f"{model_cache.remembered_digest(path)}-v{CONVERTER_VERSION}"
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
 
     def convert(target: Path) -> str:
         logger.info("converting %s (once)", path)
@@ -113,12 +142,12 @@ def _bundled_gguf() -> Path:
 
 
 def _raise_not_found(name: str) -> NoReturn:
-    close = difflib.get_close_matches(name.lower(), [BUNDLED_MODEL], cutoff=0.6)
+    close = difflib.get_close_matches(name[:MAX_HUB_ID].lower(), [BUNDLED_MODEL], cutoff=0.6)
     if close:
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {BUNDLED_MODEL!r}?")
     raise ModelNotFoundError(
-        f"there is no model at {name!r}; give a Hugging Face folder, a .gguf file, the id of a "
-        f"model of the hub or the name {BUNDLED_MODEL!r}"
+        f"there is no model at {shown(name)}; give a Hugging Face folder, a .gguf file, the id of "
+        f"a model of the hub or the name {BUNDLED_MODEL!r}"
     )
 
 
@@ -134,7 +163,7 @@ def read_model_config(
     Raises ModelNotFoundError without a config.json, CorruptModelError for one that cannot be read
     or holds absurd numbers, UnsupportedModelError for an architecture or setting that is not known.
     """
-    if not (folder / "config.json").is_file():
+    if not has_file(folder / "config.json"):
         raise ModelNotFoundError(f"{folder} has no config.json{_gguf_hint(folder)}")
     content = CheckedJson(folder / "config.json")
     name = _architecture(content, supported)
@@ -144,7 +173,7 @@ def read_model_config(
     num_heads = content.size("num_attention_heads")
     hidden_size = content.size("hidden_size")
     vocab_size = content.size("vocab_size")
-    num_layers = content.size("num_hidden_layers")
+    num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
     head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
     gemma: dict[str, Any] = {}
     if architecture.is_gemma:
@@ -193,8 +222,9 @@ def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
     for name in named:
         if name in supported:
             return str(name)
+    found = ", ".join(named)[:MAX_REASON] or "(none)"
     raise UnsupportedModelError(
-        f"{content.path}: architecture {', '.join(named) or '(none)'} is not supported; "
+        f"{content.path}: architecture {found} is not supported; "
         f"supported: {', '.join(sorted(supported))}"
     )
 
@@ -242,7 +272,7 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     for key, is_refused in refused.items():
         if is_refused:
             raise UnsupportedModelError(
-                f"{content.path}: {key!r} is {content.get(key)!r}, which is not supported"
+                f"{content.path}: {key!r} is {shown(content.get(key))}, which is not supported"
                 + (" (code in a checkpoint is never run)" if key == "auto_map" else "")
             )
 
@@ -270,32 +300,17 @@ def _brings_code(content: CheckedJson, own_code: str) -> bool:
 def _eos_token_ids(folder: Path, content: CheckedJson, vocab_size: int) -> tuple[int, ...]:
     """generation_config.json's ids, else config.json's, and the tokenizer's end token."""
     path = folder / "generation_config.json"
-    listed = read_json(path).get("eos_token_id") if path.is_file() else None
+    listed = read_json_if_any(path).get("eos_token_id")
     if listed is None:
-        listed = content.get("eos_token_id")
+        path, listed = content.path, content.get("eos_token_id")
     ids = listed if isinstance(listed, list) else [listed]
-    ids = [*ids, _tokenizer_eos_id(folder)]
     if not all(token_id is None or type(token_id) is int for token_id in ids):
         raise CorruptModelError(
-            f"{folder}: 'eos_token_id' must be an integer or a list, not {listed!r}"
+            f"{path}: 'eos_token_id' must be an integer or a list, not {shown(listed)}"
         )
+    ids = [*ids, read_eos_id(folder)]
     # -1 and the like say that there is none.
     return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))
-
-
-def _tokenizer_eos_id(folder: Path) -> int | None:
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else {}
-    token = config.get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        return None
-    added = config.get("added_tokens_decoder")
-    entries = [{"id": k} | v for k, v in added.items()] if isinstance(added, dict) else []
-    path = folder / "tokenizer.json"
-    if not entries and path.is_file():
-        entries = read_json(path).get("added_tokens") or []
-    return next((int(entry["id"]) for entry in entries if entry.get("content") == text), None)
 
 
 class CheckpointReader:
@@ -323,9 +338,10 @@ class CheckpointReader:
             raise
 
     def _open(self, file_name: str) -> None:
-        path = self.folder / file_name
-        if not path.is_file():
-            raise CorruptModelError(f"{path} is missing, but the checkpoint's index names it")
+        if not has_file(self.folder / file_name):
+            raise CorruptModelError(
+                f"{self.folder}: {file_name[:MAX_REASON]} is missing, but the index names it"
+            )
         for name in self._map(file_name):
             if name in self._file_of:
                 raise CorruptModelError(
@@ -341,7 +357,8 @@ class CheckpointReader:
             file = safe_open(str(path), framework="pt", device="cpu")
             names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, ValueError) as error:
-            raise CorruptModelError(f"{path} is truncated or damaged: {error}") from error
+            reason = str(error)[:MAX_REASON]  # it may hold the whole header
+            raise CorruptModelError(f"{path} is truncated or damaged: {reason}") from error
         self._files[file_name] = file
         return names
 
@@ -434,7 +451,7 @@ def check_names(
         if name in present and reader.shape(name) != tuple(shape)
     ]
     problems = [
-        f"{len(items)} {what}: {'; '.join(items[:NUM_SHOWN])}"
+        f"{len(items)} {what}: {'; '.join(item[:MAX_REASON] for item in items[:NUM_SHOWN])}"
         + ("; ..." if len(items) > NUM_SHOWN else "")
         for what, items in (
             ("missing", missing),
@@ -455,7 +472,7 @@ def check_names(
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name to file name from the index; empty without one."""
     path = folder / "model.safetensors.index.json"
-    if not path.is_file():
+    if not has_file(path):
         return {}
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -463,9 +480,10 @@ def _weight_map(folder: Path) -> dict[str, str]:
     for name, file_name in weight_map.items():
         # A plain name: an index must not lead out of its folder.
         is_plain = isinstance(file_name, str) and Path(file_name).name == file_name
-        if not is_plain or not file_name.endswith(".safetensors"):
+        is_safetensors = is_plain and file_name.endswith(".safetensors")
+        if not is_safetensors or len(file_name) > MAX_FILE_NAME:
             raise CorruptModelError(
-                f"{path}: {file_name!r} (of {name!r}) is no file of this folder"
+                f"{path}: {shown(file_name)} (of {shown(name)}) is no file of this folder"
             )
     return weight_map
 
@@ -503,7 +521,7 @@ def find_model(name: str, load_format: str) -> Path:
     Raises ModelLoadError, and ConfigError for a format that it is not in.
     """
     folder = resolve_model(name)
-    is_given = folder == Path(name).expanduser() or model_cache.description(folder) is None
+    is_given = folder == _given_path(name) or model_cache.description(folder) is None
     found = "safetensors" if is_given else "gguf"
     if load_format in ("safetensors", "gguf") and load_format != found:
         is_what = {"safetensors": "a folder; give the .gguf file", "gguf": "GGUF; give a folder"}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoengine.checked_values import shown
 from nanoengine.config import ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, StepInputs
 from nanoengine.errors import UnsupportedModelError
@@ -129,8 +130,8 @@ def layer_windows(
     if listed is not None and listed != kinds:
         if rule != "layer_types" or not window or not _are_layer_types(listed, num_layers):
             raise UnsupportedModelError(
-                f"{where}: 'layer_types' {listed!r} with a 'sliding_window' of {window} is not "
-                "supported"
+                f"{where}: 'layer_types' {shown(listed)} with a 'sliding_window' of {window} is "
+                "not supported"
             )
         kinds = listed
     windows = tuple(window if kind == SLIDING else None for kind in kinds)

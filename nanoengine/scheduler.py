@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Protocol
 
 from nanoengine.config import EngineConfig
-from nanoengine.errors import LogitsError, TransferError
+from nanoengine.errors import LogitsError, RequestError, TransferError
 from nanoengine.sequence import (
     NO_TOKEN,
     Admission,
@@ -223,7 +223,10 @@ class Scheduler:
             if token == NO_TOKEN:
                 seq.fail(_no_token(seq))
                 return
-            seq.append(token)
+            try:
+                seq.append(token)
+            except RequestError as error:  # its text cannot be decoded
+                seq.fail(error)
             num_taken += 1
             if seq.is_finished:
                 break

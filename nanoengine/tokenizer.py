@@ -7,7 +7,8 @@ second, where the `tokenizers` library alone costs hundredths.
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +17,18 @@ from typing import Any
 import tokenizers
 
 from nanoengine.chat_template import ChatTemplate
+from nanoengine.checked_json import MAX_REASON, check_size, has_file, read_json_if_any
+from nanoengine.checked_values import shown
 from nanoengine.errors import (
     CorruptModelError,
     InvalidPromptError,
     ModelLoadError,
+    ModelNotFoundError,
     RequestError,
 )
+from nanoengine.template_process import RENDER_SECONDS, TemplateProcess
+
+logger = logging.getLogger(__name__)
 
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
@@ -33,6 +40,7 @@ SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 REPLACEMENT = "\ufffd"
+PROBE = "Ab 12\n\u00e9\u6f22\U0001f642"
 # After so many tokens without a clean end some text is given out anyway. A code point is at most 4
 # bytes, so half of them hold the last one and what is before it.
 MAX_PENDING_TOKENS = 8
@@ -46,13 +54,16 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        template_seconds: float = RENDER_SECONDS,
     ) -> None:
         """`special_tokens` maps names such as "eos_token" to texts, `chat_templates` names to
-        Jinja."""
+        Jinja. template_seconds: a template may take so long for one text."""
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
-        self._templates = dict(chat_templates or {})
-        self._compiled: dict[str, ChatTemplate] = {}
+        process = TemplateProcess(template_seconds)
+        self._templates = {
+            name: ChatTemplate(source, process) for name, source in (chat_templates or {}).items()
+        }
         # A file may ask for padding and truncation; ids must be those of the whole text.
         backend.no_padding()
         backend.no_truncation()
@@ -61,14 +72,15 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja.
 
-        Raises CorruptModelError for a damaged file, ModelLoadError when there is no tokenizer at
-        all.
+        Raises ModelNotFoundError when there is no tokenizer at all, CorruptModelError for a damaged
+        file, ModelLoadError for one that cannot be read or converted.
         """
-        config = _read_object(folder / "tokenizer_config.json")
-        legacy = _read_object(folder / "special_tokens_map.json")
         path = folder / "tokenizer.json"
-        backend = _read_backend(path) if path.is_file() else _backend_from_transformers(folder)
-        return cls(backend, _special_tokens(legacy | config), _chat_templates(folder, config))
+        is_there = has_file(path)
+        backend = _read_backend(path) if is_there else _backend_from_transformers(folder)
+        made = cls(backend, _special_tokens(folder), _chat_templates(folder))
+        _try_out(backend, path if is_there else folder)  # without a file's padding
+        return made
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -106,7 +118,8 @@ class Tokenizer:
 
         `add_special_tokens` adds what the model wants around a plain prompt (a BOS, say). Pass
         False for the result of `apply_chat_template`: the template has written those tokens itself.
-        Raises InvalidPromptError if `text` is no string or holds a lone surrogate.
+        Raises InvalidPromptError if `text` is no string, holds a lone surrogate or cannot be
+        encoded with this vocabulary.
         """
         if not isinstance(text, str):
             raise InvalidPromptError(f"a prompt must be a string, not {type(text).__name__}")
@@ -117,6 +130,9 @@ class Tokenizer:
                 "the prompt holds a lone surrogate, which no encoding can write; "
                 "decode the bytes with errors='replace'"
             ) from error
+        except BaseException as error:
+            _let_interrupts_through(error)
+            raise InvalidPromptError(f"the prompt cannot be encoded: {_text_of(error)}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids past the vocabulary,
@@ -125,6 +141,9 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise InvalidPromptError("token ids must be integers from 0 to 2**32 - 1") from error
+        except BaseException as error:
+            _let_interrupts_through(error)
+            raise InvalidPromptError(f"the ids cannot be decoded: {_text_of(error)}") from error
 
     @property
     def has_chat_template(self) -> bool:
@@ -161,9 +180,7 @@ class Tokenizer:
             raise RequestError(
                 f"this model's chat templates have no default, only {sorted(self._templates)}"
             )
-        if name not in self._compiled:
-            self._compiled[name] = ChatTemplate(self._templates[name])
-        return self._compiled[name]
+        return self._templates[name]
 
 
 class IncrementalDetokenizer:
@@ -232,30 +249,95 @@ class IncrementalDetokenizer:
         return new
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CorruptModelError(f"{path} is no valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CorruptModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return content
+def read_eos_id(folder: Path) -> int | None:
+    """Id of the end-of-text token as the files in `folder` say, None without one.
+
+    Raises ModelLoadError for a damaged file.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_json_if_any(path)
+    text = _special_token(path, config, "eos_token")
+    if text is None:
+        return None
+    added = config.get("added_tokens_decoder")
+    if not added:
+        path = folder / "tokenizer.json"
+        added = read_json_if_any(path).get("added_tokens") or []
+    return _ids_by_text(path, added).get(text)
+
+
+def _ids_by_text(path: Path, added: Any) -> dict[str, int]:
+    """Added tokens in either spelling: {"7": {"content": ...}} or [{"id": 7, "content": ...}]."""
+    pairs: list[tuple[Any, Any]]
+    if isinstance(added, dict):
+        pairs = list(added.items())
+    else:
+        entries = added if isinstance(added, list) else [added]
+        pairs = [(entry.get("id") if isinstance(entry, dict) else "", entry) for entry in entries]
+    ids: dict[str, int] = {}
+    for number, entry in pairs:
+        text = entry.get("content") if isinstance(entry, dict) else None
+        if not isinstance(text, str) or not re.fullmatch("[0-9]{1,10}", str(number)):
+            raise CorruptModelError(f"{path}: {shown(entry)} is no added token with an id")
+        ids.setdefault(text, int(number))
+    return ids
+
+
+def _special_token(path: Path, config: Mapping[str, Any], name: str) -> str | None:
+    """The text of the special token `name` in the object of file `path`, None without one.
+
+    Raises CorruptModelError if it is no text.
+    """
+    value = config.get(name)
+    text = value.get("content") if isinstance(value, dict) else value
+    if value is None:
+        return None
+    if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
+        raise CorruptModelError(f"{path}: {name!r} is {shown(value)}, which is no token's text")
+    return text
+
+
+def _let_interrupts_through(error: BaseException) -> None:
+    """Raise `error` again if it is no Exception, except for a panic of the library's Rust."""
+    is_panic = type(error).__module__ == "pyo3_runtime"
+    if not is_panic and not isinstance(error, Exception):
+        raise error
+
+
+def _text_of(error: BaseException) -> str:
+    """Errors of the library may quote a whole file."""
+    return str(error)[:MAX_REASON]
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     try:
+        check_size(path)
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise CorruptModelError(f"{path} is no valid tokenizer: {error}") from error
+    except ModelLoadError:
+        raise
+    except BaseException as error:  # the library raises plain Exception
+        _let_interrupts_through(error)
+        raise CorruptModelError(f"{path} is no valid tokenizer: {_text_of(error)}") from error
+
+
+def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
+    """What would break at the first prompt breaks now. CorruptModelError if the library panics."""
+    try:
+        for skip_special_tokens in (True, False):
+            backend.decode(backend.encode(PROBE).ids, skip_special_tokens)
+    except Exception as error:  # some vocabularies are closed: they say so of a text
+        logger.info("%s does not encode %r: %s", source, PROBE, _text_of(error))
+    except BaseException as error:
+        _let_interrupts_through(error)
+        raise CorruptModelError(f"{source} breaks the tokenizer: {_text_of(error)}") from error
 
 
 def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
     # transformers makes an empty tokenizer out of no file at all.
-    if not any((folder / name).is_file() for name in ("vocab.json", "tokenizer.model")):
-        raise ModelLoadError(f"{folder} has no tokenizer.json, tokenizer.model or vocab.json")
+    if not any(has_file(folder / name) for name in ("vocab.json", "tokenizer.model")):
+        raise ModelNotFoundError(
+            f"{shown(str(folder))} has no tokenizer.json, tokenizer.model or vocab.json"
+        )
     # Only for old formats: the import costs over a second.
     from transformers import AutoTokenizer
 
@@ -263,10 +345,11 @@ def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
         loaded = AutoTokenizer.from_pretrained(
             str(folder), use_fast=True, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # a converter may raise anything
+    except BaseException as error:  # a converter may raise anything
+        _let_interrupts_through(error)
         raise ModelLoadError(
             f"{folder} has no tokenizer.json, and transformers cannot make one "
-            f"from its other files: {error}"
+            f"from its other files: {_text_of(error)}"
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
@@ -274,41 +357,47 @@ def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if isinstance(text, str):
-            found[name] = text
-    return found
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Texts by name. What tokenizer_config.json says of a name counts, null included."""
+    found: dict[str, str | None] = {}
+    for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / file_name
+        config = read_json_if_any(path)
+        found |= {n: _special_token(path, config, n) for n in SPECIAL_TOKEN_NAMES if n in config}
+    return {name: text for name, text in found.items() if text is not None}
 
 
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _chat_templates(folder: Path) -> dict[str, str]:
     """Templates by name. A chat_template.jinja wins over tokenizer_config.json, as in
     transformers."""
     path = folder / "chat_template.jinja"
-    if path.is_file():
+    if has_file(path):
         try:
             return {"default": path.read_text(encoding="utf-8")}
         except UnicodeDecodeError as error:
             raise CorruptModelError(f"{path} is no UTF-8 text: {error}") from error
-    template = config.get("chat_template")
+        except OSError as error:
+            raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    path = folder / "tokenizer_config.json"
+    template = read_json_if_any(path).get("chat_template")
+    if template is None:
+        return {}
     if isinstance(template, str):
         return {"default": template}
     if isinstance(template, list):
-        return _named_templates(folder, template)
-    return {}
+        return _named_templates(path, template)
+    raise CorruptModelError(
+        f"{path}: 'chat_template' is {shown(template)}, neither a string nor a list"
+    )
 
 
-def _named_templates(folder: Path, entries: Iterable[Any]) -> dict[str, str]:
+def _named_templates(path: Path, entries: Iterable[Any]) -> dict[str, str]:
     named: dict[str, str] = {}
     for entry in entries:
         pair = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else ()
         if len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             raise CorruptModelError(
-                f"{folder / 'tokenizer_config.json'}: each entry of a chat_template list "
-                "needs a name and a template string"
+                f"{path}: each entry of a chat_template list needs a name and a template string"
             )
         named[str(pair[0])] = str(pair[1])
     return named

@@ -97,6 +97,16 @@ def test_a_bad_value_names_the_file(folder: Path, key: str, value: Any) -> None:
             llm.get_default_sampling_params()
 
 
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), [1], {"a": 1}, "x" * 9999, "\ud800"], ids=range(6)
+)
+@pytest.mark.parametrize("key", SAMPLING_KEYS)
+def test_any_wrong_value_names_the_file(folder: Path, key: str, value: Any) -> None:
+    write(folder, **{key: value})
+    with pytest.raises(CorruptModelError, match=r"generation_config\.json"):
+        read_sampling_params(folder)
+
+
 @pytest.mark.parametrize("setting", ["model", "", True, 1])
 def test_another_setting_is_refused(setting: Any) -> None:
     with pytest.raises(ConfigError, match='generation_config must be "auto"'):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -96,6 +98,7 @@ class GGUFModel:
         self.config = json.loads((folder / "config.json").read_text())
         self.arch = ARCHITECTURES[self.config["architectures"][0]]
         self.types: dict[str, QuantType] = {}
+        self.alignment: int | None = None
         self.tensors = self._tensors(folder)
         self.settings = self._settings()
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -145,6 +148,8 @@ class GGUFModel:
 
     def write(self, path: Path) -> Path:
         writer = gguf.GGUFWriter(path, self.arch)
+        if self.alignment is not None:
+            writer.add_custom_alignment(self.alignment)
         for key, value in self.settings.items():
             self._add(writer, key, value)
         writer.add_token_list(self.tokens)
@@ -555,6 +560,7 @@ def test_what_cannot_be_represented_is_refused(
         ("llama.embedding_length", 0, "not within 1"),
         ("llama.block_count", 1 << 31, "not within 1"),
         ("llama.block_count", "three", "must be int"),
+        ("llama.block_count", 31, "31 layers of 30 tensors"),
         ("llama.attention.head_count", 3, "rows, not 3 heads"),
         ("tokenizer.ggml.eos_token_id", 1 << 20, "vocabulary has"),
         ("tokenizer.ggml.add_bos_token", 1, "must be bool"),
@@ -604,7 +610,7 @@ def test_tensor_types_without_dequantisation_are_refused(
 ) -> None:
     path = llama.write(tmp_path / "m.gguf")
     path.write_bytes(with_tensor_type(path.read_bytes(), "blk.0.attn_norm.weight", kind.value))
-    with pytest.raises(ModelLoadError, match=rf"{kind.name}, which cannot|truncated"):
+    with pytest.raises(ModelLoadError, match=rf"{kind.name}, which cannot|those before it end"):
         convert_gguf(path, out)
 
 
@@ -669,6 +675,105 @@ def test_an_absurd_array_is_refused_at_once(llama: GGUFModel, tmp_path: Path, le
     with pytest.raises(CorruptModelError, match=r"array elements|truncated"):
         check_structure(path)
     assert time.monotonic() - start < 5
+
+
+def tensor_infos(path: Path) -> list[tuple[str, int, int]]:
+    """Name of each tensor, its offset, and where in the file that is written."""
+    infos = []
+    for tensor in gguf.GGUFReader(path).tensors:
+        field = tensor.field
+        place = field.offset + sum(part.nbytes for part in field.parts[:-1])
+        infos.append((tensor.name, int(field.parts[-1][0]), place))
+    return infos
+
+
+def with_bytes(path: Path, place: int, value: bytes) -> None:
+    data = bytearray(path.read_bytes())
+    data[place : place + len(value)] = value
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("change", [32, -32, 1, 1 << 40])
+def test_a_wrong_offset_is_refused(llama: GGUFModel, tmp_path: Path, change: int) -> None:
+    """A tensor that begins elsewhere inside the file is other weights."""
+    path = llama.write(tmp_path / "m.gguf")
+    check_structure(path)
+    name, offset, place = tensor_infos(path)[4]
+    with_bytes(path, place, struct.pack("<Q", offset + change))
+    message = f"tensor '{name}' is at offset {offset + change}, but those before it end at {offset}"
+    with pytest.raises(CorruptModelError, match=message):
+        check_structure(path)
+
+
+def test_tensors_in_each_others_places_are_refused(llama: GGUFModel, tmp_path: Path) -> None:
+    path = llama.write(tmp_path / "m.gguf")
+    infos = {name: (offset, place) for name, offset, place in tensor_infos(path)}
+    (one, one_place), (two, two_place) = (infos[f"blk.{i}.attn_q.weight"] for i in (0, 1))
+    with_bytes(path, one_place, struct.pack("<Q", two))
+    with_bytes(path, two_place, struct.pack("<Q", one))
+    with pytest.raises(CorruptModelError, match=rf"blk\.0\.attn_q\.weight' is at offset {two}"):
+        check_structure(path)
+
+
+def test_tensors_lie_as_their_alignment_says(llama: GGUFModel, tmp_path: Path, out: Path) -> None:
+    llama.alignment = 4096
+    path = llama.write(tmp_path / "m.gguf")
+    assert {offset % 4096 for _, offset, _ in tensor_infos(path)} == {0}
+    convert_gguf(path, out)
+    key = b"general.alignment"
+    place = path.read_bytes().index(key) + len(key) + 4
+    with_bytes(path, place, struct.pack("<I", 2048))
+    with pytest.raises(CorruptModelError, match="but those before it end at"):
+        check_structure(path)
+
+
+@pytest.mark.parametrize("value", [0, 24, -1, 32.0, "32"])
+def test_a_wrong_alignment_is_refused(llama: GGUFModel, tmp_path: Path, value: Any) -> None:
+    llama.settings["general.alignment"] = value if value != -1 else (1 << 32) - 1
+    with pytest.raises(CorruptModelError, match="power of two of type uint32"):
+        check_structure(llama.write(tmp_path / "m.gguf"))
+
+
+def test_a_tensor_left_out_of_the_count_is_noticed(llama: GGUFModel, tmp_path: Path) -> None:
+    """The data would begin earlier, at what was the last description."""
+    path = llama.write(tmp_path / "m.gguf")
+    with_bytes(path, 8, struct.pack("<Q", len(llama.tensors) - 1))
+    with pytest.raises(CorruptModelError, match=r"the last tensor ends at byte \d+, the file has"):
+        check_structure(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        (b"blk.0.attn_k.weight", b"blk.0.attn_v.weight", "the tensor 'blk.0.attn_v.weight'"),
+        (b"eos_token_id", b"bos_token_id", "the metadata key 'tokenizer.ggml.bos_token_id'"),
+    ],
+)
+def test_names_that_are_there_twice_are_refused(
+    llama: GGUFModel, tmp_path: Path, old: bytes, new: bytes, match: str
+) -> None:
+    path = llama.write(tmp_path / "m.gguf")
+    with_bytes(path, path.read_bytes().index(old), new)
+    with pytest.raises(CorruptModelError, match=f"{match} is there twice"):
+        check_structure(path)
+
+
+def test_a_file_system_without_space_is_a_clear_error(
+    llama: GGUFModel, tmp_path: Path, fresh_cache: Path
+) -> None:
+    """The system refuses the first file that is larger than a limit: the tokenizer's."""
+    path = llama.write(tmp_path / "m.gguf")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+            loader.resolve_model(path)
+        except ModelLoadError as error:
+            status = 0 if "cannot write the converted model" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_damage_anywhere_ends_in_our_own_errors(llama: GGUFModel, tmp_path: Path) -> None:

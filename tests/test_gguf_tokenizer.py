@@ -89,6 +89,8 @@ def test_special_tokens_keep_their_place(write: Write) -> None:
         ("scores", RECORDED["scores"][1:], CorruptModelError, "560 token scores for 561 tokens"),
         ("scores", ["a", *RECORDED["scores"][1:]], CorruptModelError, "must be numbers"),
         ("token_type", [1], CorruptModelError, "1 token types for 561 tokens"),
+        ("token_type", [1.0] * 561, CorruptModelError, "must be integers from 0 to 6"),
+        ("token_type", [7] * 561, CorruptModelError, "must be integers from 0 to 6"),
         ("tokens", ["a"] * 561, CorruptModelError, "1 different"),
         ("tokens", [1] * 561, CorruptModelError, "list of strings"),
         ("model", "t5", UnsupportedModelError, "'t5' is not supported; supported: gpt2, llama"),

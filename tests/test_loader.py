@@ -6,14 +6,14 @@ import importlib.util
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nanoengine import gguf_convert, loader, model_cache
+from nanoengine import cache_folders, gguf_convert, loader, model_cache
 from nanoengine.config import ModelConfig, RopeConfig
 from nanoengine.errors import (
     CorruptModelError,
@@ -34,11 +34,12 @@ from nanoengine.errors import (
 from nanoengine.loader import (
     CheckpointReader,
     check_names,
+    find_model,
     ignorable_tensors,
     read_model_config,
     resolve_model,
 )
-from nanoengine.models import ARCHITECTURES
+from nanoengine.models import ARCHITECTURES, weight_shapes
 from nanoengine.rope import ROPE_KINDS
 
 Tiny = Callable[[str], Path]
@@ -76,6 +77,41 @@ def test_a_name_that_leads_nowhere(
         return
     with pytest.raises(ModelNotFoundError, match=match):
         resolve_model(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("~nobody_of_this_name/x", "x" * 5000, f"org/{'x' * 5000}", f"{'a' * 240}/" * 20),
+        *("a\0b", "\ud800", "a" * 240),
+    ],
+    ids=range(7),
+)
+def test_a_name_that_no_path_can_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for find in (resolve_model, lambda name: find_model(name, "auto")):
+        with pytest.raises(ModelNotFoundError, match="there is no model at") as caught:
+            find(name)
+        assert len(str(caught.value)) < 400
+
+
+def test_a_place_that_we_may_not_see_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may see everything, so the system's refusal is played."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "m.gguf").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(model_cache, "remembered_digest", refuse)
+        with pytest.raises(ModelLoadError, match=r"m\.gguf cannot be read: Permission denied"):
+            resolve_model(tmp_path / "m.gguf")
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ModelNotFoundError, match="Permission denied"):
+        resolve_model(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"config\.json' cannot be read: Permission denied"):
+        read_model_config(Path("m"))
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
@@ -257,7 +293,8 @@ def test_leftovers_of_killed_processes_go_after_a_day(
 def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "temporary"
     folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(cache_folders, "TEMPORARY_FOLDERS", ())
     return folder
 
 
@@ -289,7 +326,7 @@ def test_a_temporary_folder_open_to_others_is_not_trusted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     unusable_cache(tmp_path, monkeypatch)
-    planted = resolve_model(source).parent
+    planted = resolve_model(source).parent.parent
     planted.chmod(0o777)
     with pytest.raises(ModelLoadError, match=r"no folder for converted models.*XDG_CACHE_HOME"):
         resolve_model(source)
@@ -605,10 +642,48 @@ def test_wrong_layers_without_rope_are_refused(tmp_path: Path, settings: dict[st
         config_of(tmp_path, changes)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"a": ' * 100_000, "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "null", '{"a": ' * 100_000, "\xff", '{"hidden_size": ' + "9" * 5000 + "}"),
+        *('{"hidden_size": ' + "[" * 900 + "]" * 900 + "}", '{"architectures": ["' + "a" * 9999),
+    ],
+    ids=range(9),
+)
 def test_a_broken_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(CorruptModelError, match=r"config\.json"):
+    with pytest.raises(CorruptModelError, match=r"config\.json") as caught:
+        read_model_config(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "architectures", "rope_scaling", "eos_token_id"])
+@pytest.mark.parametrize("value", ["a" * 9999, ["a" * 9999], [["a"] * 9999]])
+def test_a_long_value_is_cut_in_its_error(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json") as caught:
+        config_of(tmp_path, {key: value})
+    assert len(str(caught.value)) < 800
+
+
+def test_a_key_with_two_values_is_refused(tmp_path: Path) -> None:
+    """As two readers of the file may take different ones. Said twice is fine."""
+    plain = json.dumps(PLAIN)[:-1]
+    (tmp_path / "config.json").write_text(plain + ', "vocab_size": 100, "other": [NaN, Infinity]}')
+    assert read_model_config(tmp_path).vocab_size == 100
+    (tmp_path / "config.json").write_text(plain + ', "vocab_size": 101}')
+    with pytest.raises(CorruptModelError, match="'vocab_size' is there twice, with different"):
+        read_model_config(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    config_of(tmp_path, {})
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ModelLoadError, match=r"config\.json cannot be read: Permission denied"):
         read_model_config(tmp_path)
 
 
@@ -651,6 +726,43 @@ def test_every_end_token_counts(
         else:
             files["tokenizer"] = {"added_tokens": [{"id": 2, "content": "</s>"}]}
     assert config_of(tmp_path, {"eos_token_id": config}, **files).eos_token_ids == ids
+
+
+ADDED = {"1": {"content": "<s>"}, "2": {"content": "</s>"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("generation_config", {"eos_token_id": "2"}),
+        ("generation_config", {"eos_token_id": [1, [2]]}),
+        ("generation_config", {"eos_token_id": 1.0}),
+        ("generation_config", {"eos_token_id": {}}),
+        ("tokenizer_config", {"eos_token": 5}),
+        ("tokenizer_config", {"eos_token": {"content": 5}}),
+        ("tokenizer_config", {"eos_token": "\ud800"}),
+        ("tokenizer_config", {"eos_token": "</s>", "added_tokens_decoder": 5}),
+        ("tokenizer_config", {"eos_token": "</s>", "added_tokens_decoder": [ADDED]}),
+        ("tokenizer_config", {"eos_token": "</s>", "added_tokens_decoder": ADDED | {"1": "<s>"}}),
+        ("tokenizer_config", {"eos_token": "</s>", "added_tokens_decoder": {"x": ADDED["2"]}}),
+        ("tokenizer_config", {"eos_token": "</s>", "added_tokens_decoder": {"1": {}}}),
+        ("tokenizer", {"added_tokens": ["</s>"]}),
+        ("tokenizer", {"added_tokens": "</s>"}),
+        ("tokenizer", {"added_tokens": [{"content": "</s>"}]}),
+        ("tokenizer", {"added_tokens": [{"content": "</s>", "id": [2]}]}),
+        ("tokenizer", {"added_tokens": [{"content": "</s>", "id": -1}]}),
+    ],
+)
+def test_damaged_end_tokens_are_refused(tmp_path: Path, name: str, content: Any) -> None:
+    files = {"tokenizer_config": {"eos_token": "</s>"}} | {name: content}
+    with pytest.raises(CorruptModelError, match=rf"{name}\.json"):
+        config_of(tmp_path, {}, **files)
+
+
+def test_a_number_of_layers_that_no_model_has_is_refused_at_once(tmp_path: Path) -> None:
+    """Names of all tensors of so many layers would fill the memory."""
+    with pytest.raises(CorruptModelError, match=r"num_hidden_layers.* within 1 to 10000"):
+        config_of(tmp_path, {"num_hidden_layers": 10_001})
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -712,6 +824,42 @@ def test_a_truncated_shard_is_named(tiny: Tiny, tmp_path: Path, size: int) -> No
         CheckpointReader(folder)
 
 
+def test_damage_of_a_header_ends_in_our_own_errors(tiny: Tiny, tmp_path: Path) -> None:
+    """Random bytes in the header and its length: an error of ours, or the same tensors."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "m")
+    path, rng = folder / "model.safetensors", random.Random(0)
+    config, original = read_model_config(folder), load_file(path)
+    save_file(original, path, {"note": "x" * 500})  # of which no damage matters
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    outcomes = set()
+    for _ in range(300):
+        damaged = bytearray(data)
+        for _ in range(rng.choice((1, 1, 3))):
+            damaged[rng.randrange(header)] = rng.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            with CheckpointReader(folder) as reader:
+                check_names(weight_shapes(config), reader)
+                same = [torch.equal(reader.tensor(n), values) for n, values in original.items()]
+            assert all(same) and len(same) == len(original)
+            outcomes.add("same")
+        except ModelLoadError as error:
+            assert str(folder) in str(error)
+            outcomes.add(type(error).__name__)
+    assert outcomes == {"CorruptModelError", "WeightMismatchError", "same"}
+
+
+def test_a_long_name_is_cut_in_its_error(tmp_path: Path) -> None:
+    save_file({"a" * 9999: torch.ones(1)}, tmp_path / "model.safetensors")
+    with (
+        CheckpointReader(tmp_path) as reader,
+        pytest.raises(WeightMismatchError, match="aaa") as caught,
+    ):
+        check_names({}, reader)
+    assert len(str(caught.value)) < 600
+
+
 def test_trailing_bytes_are_damage(tiny: Tiny, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "m")
     with (folder / "model.safetensors").open("ab") as file:
@@ -743,6 +891,8 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
         ({"a": "/etc/passwd"}, "no file of this folder"),
         ({"a": "one.bin"}, "no file of this folder"),
         ({"a": 5}, "no file of this folder"),
+        ({"a": "x" * 5000 + ".safetensors"}, "no file of this folder"),
+        ({"a": "\0.safetensors"}, "is missing"),
         ({}, "no 'weight_map'"),
         ([], "no 'weight_map'"),
     ],

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanoengine import LLM, InvalidParamsError, InvalidPromptError, SamplingParams
+from nanoengine.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -116,3 +117,26 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(tiny: Tiny, tmp_path: Pat
                 call()
         with pytest.raises(InvalidPromptError, match="came without a tokenizer"):
             bare.generate([5], SamplingParams(stop="x"), use_tqdm=False)
+
+
+@pytest.mark.parametrize("stop", [None, "zzz"], ids=["at the end", "as it comes"])
+def test_a_text_that_cannot_be_decoded_fails_its_request_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stop: str | None
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop=stop)
+    prompts = [[5, 9], [40, 50]]
+    wanted = llm.generate(prompts, params, use_tqdm=False)
+    bad, decode = wanted[0]["token_ids"][0], Tokenizer.decode
+
+    def failing(self: Tokenizer, ids: Any, *rest: Any) -> str:
+        if bad in ids:
+            raise InvalidPromptError("the tokenizer fails")
+        return decode(self, ids, *rest)
+
+    assert bad not in wanted[1]["token_ids"]
+    monkeypatch.setattr(Tokenizer, "decode", failing)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert isinstance(outputs[0].error, InvalidPromptError)
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert outputs[1].error is None and outputs[1]["text"] == wanted[1]["text"]
+    llm.llm_engine.kv.check()

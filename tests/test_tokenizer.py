@@ -22,6 +22,7 @@ from nanoengine.errors import (
     InvalidParamsError,
     InvalidPromptError,
     ModelLoadError,
+    ModelNotFoundError,
     RequestError,
     UnsupportedModelError,
 )
@@ -67,7 +68,8 @@ INTRICATE = {
 {% endmacro %}
 {% for m in messages[1:] %}{{ turn(m, loop.revindex) }}{% endfor %}
 {{ messages | map(attribute='role') | join(',') }} {{ messages | length > 2 and not false }}
-{{ 'x' ~ (1 + 2) }} {{ {'a': 1}.items() | list }} {{ range(3) | list }}""",
+{{ 'x' ~ (1 + 2) }} {{ {'a': 1}.items() | list }} {{ range(3) | list }}
+{{ dict([('k', 1)], b=2) }} {{ dict.fromkeys([1], 2) }}""",
 }
 
 
@@ -125,6 +127,11 @@ def saved(folder: Path, config: dict[str, Any]) -> Path:
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     return folder
+
+
+def change_tokenizer(folder: Path, key: str, value: Any) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
 
 
 # -- ids -------------------------------------------------------------------------------------------
@@ -246,18 +253,111 @@ def test_merges_of_unknown_tokens_are_refused() -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match=r"tokenizer\.json"):
+@pytest.mark.parametrize("present", [None, "tokenizer_config.json", "chat_template.jinja"])
+def test_a_folder_without_tokenizer_says_so(tmp_path: Path, present: str | None) -> None:
+    if present:
+        (tmp_path / present).write_text("{}")
+    with pytest.raises(ModelNotFoundError, match=r"has no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", ["{", "[1]", "", '{"a": 1'])
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> None:
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_a_place_that_cannot_be_is_refused(name: str) -> None:
+    with pytest.raises(ModelLoadError, match=r"cannot be read|has no tokenizer\.json") as caught:
+        Tokenizer.from_folder(Path(name))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_damaged_file_of_an_old_format_is_not_a_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("[")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    with pytest.raises(ModelLoadError, match="transformers cannot make one") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert not isinstance(caught.value, ModelNotFoundError)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"{", b"[1]", b"", b'{"a": 1', b"\xff", b'{"a": ' * 100_000),
+        *(b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}", b'{"a": ' + b"1" * 5000 + b"}"),
+        b'{"bos_token": "<s>", "bos_token": "</s>"}',
+    ],
+    ids=range(9),
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes) -> None:
     saved(tmp_path, {})
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(CorruptModelError, match=name):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({"eos_token": 5}, {"bos_token": {"content": None}}, {"pad_token": ["<s>"]}),
+        *({"eos_token": "\ud800"}, {"unk_token": {"content": "a\udfff"}}),
+        *({"chat_template": 5}, {"chat_template": {"default": "x"}}, {"chat_template": ["x"]}),
+    ],
+)
+def test_a_wrong_value_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    with pytest.raises(CorruptModelError, match=rf"tokenizer_config\.json.*{next(iter(config))}"):
+        Tokenizer.from_folder(saved(tmp_path, config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "//////////8="}),
+    ],
+)
+def test_a_file_that_makes_the_library_panic_is_named(
+    tmp_path: Path, key: str, value: dict[str, Any]
+) -> None:
+    """At once, not at the first prompt."""
+    change_tokenizer(saved(tmp_path, {}), key, value)
+    with pytest.raises(CorruptModelError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_panic_at_a_later_prompt_is_a_prompt_error(tmp_path: Path) -> None:
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}}
+    change_tokenizer(
+        saved(tmp_path, {}), "pre_tokenizer", pattern | {"behavior": "Isolated", "invert": False}
+    )
+    ours = Tokenizer.from_folder(tmp_path)
+    with pytest.raises(InvalidPromptError, match="cannot be encoded: Onig"):
+        ours.encode("a" * 40 + "!")
+    assert ours.encode("b") != []
+
+
+def test_a_closed_vocabulary_refuses_what_it_lacks(tmp_path: Path) -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="?"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours.encode("a") == [0]
+    with pytest.raises(InvalidPromptError, match="cannot be encoded: WordLevel error"):
+        ours.encode("b")
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_interrupts_are_not_taken_for_panics(interrupt: type[BaseException]) -> None:
+    class Interrupted:
+        def encode(self, *_: Any, **__: Any) -> None:
+            raise interrupt
+
+        decode = encode
+        no_padding = no_truncation = staticmethod(lambda: None)
+
+    ours = Tokenizer(Interrupted())  # type: ignore[arg-type]
+    with pytest.raises(interrupt):
+        ours.encode("a")
+    with pytest.raises(interrupt):
+        ours.decode([0])
 
 
 def test_an_old_format_is_converted_by_transformers(tmp_path: Path) -> None:
@@ -360,6 +460,10 @@ def test_no_template_is_a_request_error(tmp_path: Path) -> None:
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% if %}", "broken"),
+        ("{% for a in [1] %}" * 30 + "{% endfor %}" * 30, "broken: too many statically nested"),
+        ("{% if 1 %}" * 150 + "{% endif %}" * 150, "broken: too many levels of indentation"),
+        ("{{ " + "9" * 5000 + " }}", "broken: Exceeds the limit"),
+        ("{{ " + "not " * 20_000 + "1 }}", "broken: maximum recursion depth"),
         ("{{ messages[0].content + 1 }}", "refuses"),
         ("{{ nothing.at.all }}", "refuses"),
         ("{{ 1 / 0 }}", "refuses"),

@@ -1,0 +1,232 @@
+"""Compiles and renders chat templates, in a process that its parent may end at any time.
+
+Run by its path with nothing but the standard library and jinja2. Also the frames in which this
+process and its parent (template_process.py) speak: a kind, a length, that many bytes. Requests are
+JSON, answers text. Knows nothing of models or messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, NoReturn
+
+MEMORY_BYTES = 1 << 30  # beyond what the process has when it is ready
+MAX_BYTES = 64 << 20  # of a request, and of a text
+MAX_ERROR_CHARS = 2000
+IDLE_SECONDS = 1.0  # between two looks whether the parent is still there
+REQUEST_SECONDS = 60.0  # for a request whose first byte is there
+SPARE_SECONDS = 1.0  # after the parent should have ended a rendering
+
+# Kinds of frames: a request; ready for one; and its answers.
+RENDER, READY, TEXT = b"?", b"+", b"t"
+BROKEN, REFUSED, NO_MEMORY, TOO_LONG = b"b", b"r", b"m", b"l"
+
+_FRAME = struct.Struct(">cQ")
+# A parent that dies of SIGPIPE must not die of a worker that is gone.
+_NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
+
+
+def send(link: socket.socket, kind: bytes, payload: bytes, deadline: float) -> None:
+    """One frame. Raises TimeoutError after `deadline` (of time.monotonic), OSError without another
+    side."""
+    for part in (_FRAME.pack(kind, len(payload)), payload):
+        link.settimeout(_left(deadline))
+        link.sendall(part, _NO_SIGNAL)
+
+
+def receive(link: socket.socket, deadline: float, max_bytes: int) -> tuple[bytes, bytes]:
+    """Kind and payload of one frame. Raises TimeoutError after `deadline`, EOFError when the other
+    side is gone, OSError for a frame that is longer than `max_bytes`."""
+    kind, size = _FRAME.unpack(_exactly(link, _FRAME.size, deadline))
+    if size > max_bytes:
+        raise OSError(f"a frame of {size} bytes, more than {max_bytes}")
+    return kind, bytes(_exactly(link, size, deadline))
+
+
+def _exactly(link: socket.socket, size: int, deadline: float) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        link.settimeout(_left(deadline))
+        count = link.recv_into(view)
+        if not count:
+            raise EOFError("the other side is gone")
+        view = view[count:]
+    return data
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def encoded(text: str) -> bytes:
+    """UTF-8, lone surrogates included: a message may hold some."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decoded(data: bytes) -> str:
+    """What `encoded` was given."""
+    return data.decode("utf-8", "surrogatepass")
+
+
+def main(parent: int, places: list[str]) -> None:
+    """Answer requests on standard input, a socket, for as long as process `parent` is there.
+
+    places: where the parent imports from. They come last: what lies beside a program may have the
+    name of a standard module.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the parent
+    sys.path += places
+    link = socket.socket(fileno=0)
+    compiled = functools.lru_cache(maxsize=8)(_environment().from_string)
+    _limit_memory()
+    send(link, READY, b"", time.monotonic() + REQUEST_SECONDS)
+    while _has_request(link, parent):
+        try:
+            _, request = receive(link, time.monotonic() + REQUEST_SECONDS, MAX_BYTES)
+        except EOFError:
+            return
+        send(link, *_answer(compiled, request), time.monotonic() + REQUEST_SECONDS)
+
+
+def _has_request(link: socket.socket, parent: int) -> bool:
+    # The end of the link alone does not say that the parent is gone: its forks hold it, too.
+    while not select.select([link], [], [], IDLE_SECONDS)[0]:
+        if os.getppid() != parent:
+            return False
+    return True
+
+
+def _answer(compiled: Callable[[str], Any], request: bytes) -> tuple[bytes, bytes]:
+    stage = REFUSED
+    try:
+        source, variables, seconds = json.loads(decoded(request))
+        _end_after(seconds + SPARE_SECONDS)  # if the parent died and cannot
+        stage = BROKEN
+        template = compiled(source)
+        stage = REFUSED
+        text = encoded(template.render(variables))
+    except MemoryError:
+        return NO_MEMORY, b""
+    except Exception as error:  # a template is a program: it may raise anything
+        return stage, encoded((str(error) or type(error).__name__)[:MAX_ERROR_CHARS])
+    finally:
+        _end_after(0)
+    return (TOO_LONG, b"") if len(text) > MAX_BYTES else (TEXT, text)
+
+
+def _end_after(seconds: float) -> None:
+    """The system ends this process then; 0: never."""
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def _limit_memory() -> None:
+    """No core dumps, and MEMORY_BYTES more than now. Only Linux says how much that is."""
+    if not sys.platform.startswith("linux"):
+        return
+    import resource  # not there on Windows
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with open("/proc/self/statm", encoding="ascii") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    present = [n for n in resource.getrlimit(resource.RLIMIT_AS) if n != resource.RLIM_INFINITY]
+    limit = min([size + MEMORY_BYTES, *present])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _environment() -> Any:
+    """A sandbox of jinja2 with transformers' settings."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class GenerationTag(Extension):
+        """Accepts `{% generation %}` blocks, with which training marks an assistant's part."""
+
+        tags = {"generation"}  # noqa: RUF012 (the name and the type are jinja2's)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    class PlainNamespace(Namespace):
+        """Takes no attributes like those of Python's own objects."""
+
+        def __init__(*args: Any, **attributes: Any) -> None:  # one may be named `self`
+            for name in dict(*args[1:], **attributes):
+                check_name(name)
+            Namespace.__init__(*args, **attributes)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check_name(name)
+            super().__setitem__(name, value)
+
+    def check_name(name: object) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace takes no attribute {name!r}")
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "dict": _MakesDicts(),
+        "namespace": PlainNamespace,
+        "raise_exception": raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    return environment
+
+
+class _MakesDicts:
+    """`dict` to templates: makes them, and is no class."""
+
+    def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
+        return dict(*args, **items)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which a prompt does not want."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
