@@ -15,7 +15,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants check bench clean gpu-check
+.PHONY: help demo test mutants fuzz storms sanitize check bench clean gpu-check
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -36,6 +36,9 @@ fuzz: .venv/.test ## damaged files and odd values: 100,000 to read, 3,000 to loa
 
 storms: .venv/.test ## interrupts, closing, forks, exits at random instants; STORM_ARGS are passed on
 	$(PY) tests/storms.py $(STORM_ARGS)
+
+sanitize: .venv/.test ## the C kernels under gcc's sanitizers, some minutes; planted faults must be seen
+	$(PY) tests/run_sanitizers.py
 
 check: .venv/.dev ## lint, formatting and types
 	$(PY) -m ruff check .

@@ -54,6 +54,8 @@ typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
     int64_t x_stride, out_stride, rows, epilogue, threads;
 } call_t;
 
+typedef int32_t __attribute__((aligned(2), may_alias)) pair_t; /* in a cast GCC ignores it */
+
 INLINE int64_t pairs_of(const weight_t *w) { return ceil_div(w->k, 2); }
 INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 
@@ -86,7 +88,7 @@ INLINE void multiply(const uint16_t *w, const char *x, int64_t x_stride, int64_t
             UNROLL for (int v = 0; v < vecs; v++) s[r][v] = _mm512_dpbf16_ps(s[r][v], a, b[v]);     \
         }                                                                                           \
     } while (0)
-#define PAIR(p) (*(const int32_t __attribute__((aligned(2), may_alias)) *)(p))
+#define PAIR(p) (*(const pair_t *)(p))
 #define LAST(p) (*(const uint16_t *)(p))
     for (int64_t left = pairs - is_odd; left > 0; left -= STRIP) {
         prefetch_ahead(&ahead);

@@ -48,6 +48,20 @@ typedef struct { /* as LDTILECFG takes it */
     uint8_t rows[16];
 } tile_shapes_t;
 
+#ifndef TILE_LOAD /* tests/sanitize/emulate.h has them in C: a sanitizer sees nothing of assembly */
+/* With clobbers, which not every compiler's intrinsics have. */
+#define TILE_OP(op, at, stride)                                                                     \
+    __asm__ volatile(op : : "r"(at), "r"((int64_t)(stride)) : "memory")
+#define TILE_LOAD(tile, at, stride) TILE_OP("tileloadd (%0,%1,1), %%tmm" #tile, at, stride)
+#define TILE_PASS(tile, at, stride) TILE_OP("tileloaddt1 (%0,%1,1), %%tmm" #tile, at, stride)
+#define TILE_STORE(tile, at, stride) TILE_OP("tilestored %%tmm" #tile ", (%0,%1,1)", at, stride)
+#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
+#define TILE_DOT(acc, rows, columns)                                                                \
+    __asm__ volatile("tdpbf16ps %%tmm" #columns ", %%tmm" #rows ", %%tmm" #acc : :)
+#define TILE_SHAPE(shapes) __asm__ volatile("ldtilecfg %0" : : "m"(shapes))
+#define TILE_RELEASE() __asm__ volatile("tilerelease" : :)
+#endif
+
 /* Ask Linux for the tiles' state (it is large, so a process has to). Returns 0, or -1. */
 int allow_tiles(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
@@ -60,7 +74,7 @@ INLINE void shape_tiles(int64_t rows0, int64_t rows1) {
     const uint8_t r0 = (uint8_t)rows0, r1 = (uint8_t)rows1, rows[8] = {r0, r0, r1, r1, r0, r1, 16, 16};
     memcpy(shapes.rows, rows, sizeof rows);
     for (int i = 0; i < 8; i++) shapes.row_bytes[i] = TILE_BYTES;
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+    TILE_SHAPE(shapes);
 }
 
 /* The same for few rows: 0, 1 and 4 get NARROW of them; 2, 3 and 5 as many columns. */
@@ -68,20 +82,10 @@ INLINE void shape_narrow_tiles(void) {
     tile_shapes_t shapes = {.palette = 1, .rows = {NARROW, NARROW, 16, 16, NARROW, 16, 16, 16}};
     for (int i = 0; i < 8; i++)
         shapes.row_bytes[i] = i == 2 || i == 3 || i == 5 ? 4 * NARROW : TILE_BYTES;
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
+    TILE_SHAPE(shapes);
 }
 
-/* With clobbers, which not every compiler's intrinsics have. */
-#define TILE_OP(op, at, stride)                                                                     \
-    __asm__ volatile(op : : "r"(at), "r"((int64_t)(stride)) : "memory")
-#define TILE_LOAD(tile, at, stride) TILE_OP("tileloadd (%0,%1,1), %%tmm" #tile, at, stride)
-#define TILE_PASS(tile, at, stride) TILE_OP("tileloaddt1 (%0,%1,1), %%tmm" #tile, at, stride)
-#define TILE_STORE(tile, at, stride) TILE_OP("tilestored %%tmm" #tile ", (%0,%1,1)", at, stride)
-#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
-#define TILE_DOT(acc, rows, columns)                                                                \
-    __asm__ volatile("tdpbf16ps %%tmm" #columns ", %%tmm" #rows ", %%tmm" #acc : :)
-
-INLINE void release_tiles(void) { __asm__ volatile("tilerelease" : :); }
+INLINE void release_tiles(void) { TILE_RELEASE(); }
 
 /* acc += left right, or = where it starts at 0. acc is [rows][columns], 32 of each that is double and
  * 16 else, as far as the tiles' shapes reach. `is_passing`: what is read of `left` passes L1 by. */

@@ -213,6 +213,7 @@ class CpuDevice:
         """See Device."""
         for worker in self._workers:
             worker.close()
+        self._workers = []
 
 
 class CudaStream:

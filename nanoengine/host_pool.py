@@ -114,12 +114,12 @@ class HostPool:
         self._starts = list(accumulate(sizes, initial=0))
         self._pieces = _Pieces()
         take = (device.empty_host, [(self.num_layers, size, *block) for size in sizes], dtype)
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=self._pieces.take_all, args=take, name="nanoengine-host", daemon=True
         )
-        self._end = weakref.finalize(self, _end_thread, HomeProcess(), self._pieces, thread)
+        self._end = weakref.finalize(self, _end_thread, HomeProcess(), self._pieces, self._thread)
         if sizes:
-            thread.start()
+            self._thread.start()
 
     @property
     def num_pieces(self) -> int:

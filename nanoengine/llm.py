@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -67,6 +68,9 @@ class LLM:
         engine = LLMEngine(model, **settings)
         self.llm_engine = engine
         self._turns = Turns(engine.check_open, engine.abort, engine.close)
+        # Also when it is dropped, and when Python ends: a thread that is in a step then would end
+        # in the middle of PyTorch, which aborts the process.
+        weakref.finalize(self, self._turns.close)
 
     @property
     def plan(self) -> Any:
