@@ -365,7 +365,7 @@ def run_storm(name: str, model: Path, rounds: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         environment = os.environ | {"TMPDIR": folder, "XDG_CACHE_HOME": cache}
-        environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # so that tensors are not freed memory again
+        environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # tensors: no freed memory again
         result: dict[str, Any] = {"storm": name, "rounds": rounds, "seed": seed, "problem": ""}
         try:
             done = subprocess.run(
