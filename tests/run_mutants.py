@@ -4,7 +4,7 @@
 
 The head of a patch says what it breaks, which tests must notice and with what message (a regular
 expression). The unpatched copy must pass those tests first. Prints a table; exit code 1 if a mutant
-survives, fails for another reason, or does not apply.
+survives, fails for another reason, or does not apply. One whose tests are skipped is not tried.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How it went; `problem` is empty when the mutant was caught for the right reason."""
+    """How it went; `problem` is empty when the mutant was caught for the right reason, or when its
+    tests are skipped here.
+    """
 
     mutant: Mutant
     problem: str
     seconds: float
     output: str = ""
+    is_skipped: bool = False
 
 
 def main() -> int:
@@ -90,11 +93,12 @@ def try_mutant(mutant: Mutant) -> Verdict:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
         copy = copied_tree(Path(name))
-        problem, output = apply_patch(copy, mutant.path), ""
+        problem, output, is_skipped = apply_patch(copy, mutant.path), "", False
         if not problem:
             code, output = run_tests(copy, mutant.tests)
-            problem = judge(mutant, code, output)
-    return Verdict(mutant, problem, time.perf_counter() - started, output)
+            is_skipped = code == PASSED and " passed" not in output
+            problem = "" if is_skipped else judge(mutant, code, output)
+    return Verdict(mutant, problem, time.perf_counter() - started, output, is_skipped)
 
 
 def judge(mutant: Mutant, code: int, output: str) -> str:
@@ -164,11 +168,14 @@ def print_table(verdicts: list[Verdict]) -> None:
     print()
     for verdict in verdicts:
         what = verdict.problem or f"caught: {verdict.mutant.fails_with}"
+        if verdict.is_skipped:
+            what = "not tried: this machine skips its tests"
         name = verdict.mutant.path.stem
         print(f"{name:{width}}  {verdict.seconds:4.0f} s  {what}")
         print(f"{'':{width}}          {verdict.mutant.breaks}")
-    caught = sum(not verdict.problem for verdict in verdicts)
-    print(f"\n{caught} of {len(verdicts)} mutants caught")
+    skipped = sum(verdict.is_skipped for verdict in verdicts)
+    caught = sum(not verdict.problem for verdict in verdicts) - skipped
+    print(f"\n{caught} of {len(verdicts)} mutants caught, {skipped} not tried")
 
 
 if __name__ == "__main__":
