@@ -61,6 +61,7 @@ class TorchAttention:
     """
 
     follows_tensors = False
+    is_batch_invariant = False
 
     def __init__(self, config: AttentionConfig) -> None:
         self.name = "torch"
@@ -148,6 +149,7 @@ class CpuAttention:
     """The C kernel of cpu_kernels.c: reads each KV byte once for all query heads of its group."""
 
     follows_tensors = True
+    is_batch_invariant = True
 
     def __init__(self, config: AttentionConfig, kernels: CpuKernels) -> None:
         self.name = f"C kernel ({kernels.isa})"

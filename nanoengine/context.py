@@ -118,10 +118,12 @@ class AttentionBackend(Protocol):
     """Causal attention of this step's queries over the chunks of one layer.
 
     follows_tensors: what it does depends on the tensors of a context alone, whatever its `lengths`.
+    is_batch_invariant: the bits of a row depend on its own tokens and positions alone.
     """
 
     name: str
     follows_tensors: bool
+    is_batch_invariant: bool
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """q is [tokens, heads, head_dim]; so is the result, in the same dtype.

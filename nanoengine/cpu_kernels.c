@@ -1,40 +1,54 @@
 /* Attention on the CPU over paged, grouped-query KV, and the law that makes it exact.
  *
- * The law: the state of a query row, (row_max, row_sum, acc), is a left fold over fixed pieces of its
- * keys, in logical order. A piece never crosses a block boundary and starts at a fixed offset within
- * its block, so the state after a sequence of calls does not depend on how blocks are grouped into
- * calls, on the pool that holds them, on the number of threads, or on the other sequences of a call.
- * A row's arithmetic depends on the q_len of its own sequence only:
+ * The law: the bits of a query row depend on its own tokens, its position and the size of a KV block. They
+ * do not depend on how many rows its sequence brings to a call, on how blocks are grouped into calls, on
+ * the pool that holds them, on the number of threads, or on the other sequences of a call.
  *
- *   decode   (q_len <= DECODE_MAX) a piece is a segment of SEG keys. Each one becomes a partial state
- *            (itself a fold over tiles of TILE keys), segments in parallel; then every row merges its
- *            partials in order. Lanes run along head_dim, K and V are read once for a group of heads;
- *            in matrix tiles also once for all sequences that share the segment.
- *   prefill  a piece is a tile of TILE keys, folded straight into the state; query tiles in parallel.
- *            Lanes run along rows (query, head of the group), so a softmax needs no sum across lanes.
+ * For this the state of a row, (row_max, row_sum, acc), is made in one way:
  *
- * Of a windowed layer, segments and tiles that begin before the first query's window are skipped whole
- * where they also end before it: which these are depends on positions alone.
+ *   scores   a score is one chain of fused steps over the words of head_dim, in order (a word: one number,
+ *            or a pair of bf16); or, in matrix tiles, over 32 numbers at a time.
+ *   tile     up to TILE keys, which begin at a multiple of TILE in their segment, are folded into the
+ *            partial state of the segment. Their p are summed by keys mod LANES, then as sum_lanes does.
+ *            acc takes one fused step for each key (or pair of keys, or 32 keys) in order.
+ *   segment  up to SEG keys, which begin at a multiple of SEG in their block and end with it at the latest.
+ *            Its partial state starts anew; at its end it is merged into the row's state, in logical
+ *            order, as merge_of and merged say.
  *
- * A tile may also be computed for a row that sees none of its keys (a neighbour does): this must not
- * change the row. So alpha = 2^0 is exactly 1, p of a masked key is exactly +0, denormals are flushed
- * throughout, and prefill and bundles of segments store no -0 (-0 + 0 * v is +0).
+ * Two ways through this differ in what runs in parallel and along which axis lanes lie; is_split chooses
+ * by speed alone:
+ *
+ *   decode   segments in parallel, each into partial states in memory, which are then merged row by row.
+ *            Lanes run along keys (scores) and head_dim; K and V are read once for a group of heads, in
+ *            matrix tiles also once for all sequences that share the segment.
+ *   prefill  query tiles in parallel, each over all its segments one after the other. Lanes run along rows
+ *            (query, head of the group), so a softmax needs no sum across lanes.
+ *
+ * Sums that both make are spelled with `fused`: a compiler that chose by itself what to fuse could choose
+ * differently in two loops.
+ *
+ * Tiles and segments that end before the first query's window are skipped. Others may be computed for a row
+ * that sees none of their keys (a neighbour does): this must not change the row. So alpha = 2^0 is exactly
+ * 1, p of a masked key is exactly +0, denormals are flushed throughout, and a merge with a partial state
+ * that saw no key changes nothing. A tile may leave -0 or +0 where another order of the work leaves the
+ * other (-0 + 0 * v is +0): so a merge makes +0 of -0.
  *
  * Memory past a sequence's kv_len is never read: it may hold NaN, and 0 * NaN is NaN.
- * Four modes: fp32; bf16 multiplied in pairs (AVX512-BF16) or in matrix tiles (AMX); bf16 widened to
- * fp32.
+ * Four modes, which a call cannot choose: fp32; bf16 multiplied in pairs (AVX512-BF16) or in matrix tiles
+ * (AMX); bf16 widened to fp32.
  */
 #include <omp.h>
 #include <stdlib.h>
 
 #include "cpu_tiles.h"
 
-enum { TILE = 64, SEG = 256, DECODE_MAX = 4 };
+enum { TILE = 64, SEG = 256 };
+enum { FEW = 4, SOME = 24 }; /* queries of an entry: see is_split */
 enum { WINDOW_BYTES = 16 << 20 }; /* bound on the decode partials that exist at one time */
 #if LANES == 16
-enum { KEYS = 8, DIMS = 8, DVEC = 4 }; /* register blocks: 3 * 8 accumulators of 32 registers */
+enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4 }; /* register blocks: 3 * 8 sums in 32 registers */
 #else
-enum { KEYS = 4, DIMS = 4, DVEC = 2 }; /* 3 * 4 of 16 */
+enum { KEYS = 4, DIMS = 4, DVEC = 2, SVECS = 2 }; /* 3 * 4 in 16 */
 #endif
 enum { RVECS = 3, TILE_VECS = 2 }; /* in prefill, row vectors of a block of registers, of matrix tiles */
 enum { ROWS_PER_ITEM = 8 * RVECS * LANES, GROUPS = ROWS_PER_ITEM / LANES };
@@ -54,19 +68,11 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     double scale, softcap; /* softcap 0: none */
 } attend_args;
 
+/* Of a whole model: what a call brings has no say. */
 static int mode_of(const attend_args *a) {
     if (!a->is_bf16) return F32;
+    if (HAVE_TILES && a->has_tiles && a->head_dim % 32 == 0) return BF16_TILES;
     return HAVE_PAIRS && a->head_dim % 2 == 0 ? BF16_PAIRS : BF16_WIDE; /* pairs stay in a row */
-}
-
-static int prefill_mode_of(const attend_args *a) {
-    const int fits = HAVE_TILES && a->has_tiles && a->is_bf16 && a->head_dim % 32 == 0;
-    return fits ? BF16_TILES : mode_of(a);
-}
-/* Of decode: in tiles, the rows of a kv head and of a few sequences fill a part of an item. */
-static int decode_mode_of(const attend_args *a) {
-    const int fits = a->heads / a->kv_heads * DECODE_MAX <= BUNDLE_ROWS;
-    return fits && prefill_mode_of(a) == BF16_TILES ? BF16_TILES : mode_of(a);
 }
 INLINE int64_t vecs_of(int mode) { return mode == BF16_TILES ? TILE_VECS : RVECS; }
 
@@ -88,9 +94,16 @@ static entry_t entry_at(const attend_args *a, int64_t e) {
     return x;
 }
 
+/* Whether an entry is attended segment by segment, in parallel, or a query tile at a time. By speed
+ * alone: either gives the same bits. Some queries are worth it where there are keys to share out. */
+static int is_split(const attend_args *a, const entry_t *e) {
+    const int64_t rows = e->q_len * (a->heads / a->kv_heads), keys = e->key_end - e->seen_begin;
+    return rows <= BUNDLE_ROWS && e->q_len <= (keys < SEG ? FEW : SOME);
+}
+
 INLINE int64_t up_to_line(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
-/* ---- decode: lanes along head_dim ------------------------------------------------------------- */
+/* ---- decode: lanes along keys, then head_dim -------------------------------------------------- */
 
 typedef struct { /* segment `index` of an entry; `next`: where in the plan its next one is, or -1 */
     int64_t entry, index, next;
@@ -122,29 +135,109 @@ INLINE void prefetch(const char *p, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 0, 2);
 }
 
-INLINE vf dot_row(const char *k, const char *q, int64_t dim, int mode) {
-    vf s = {0};
-    if (mode == BF16_PAIRS) {
-        for (int64_t d = 0; d < dim; d += 32)
-            s = dot_pairs(s, load_bf16(k + 2 * d, dim - d), load(q + 2 * d));
-    } else {
-        const int size = mode == F32 ? 4 : 2;
-        for (int64_t d = 0; d < dim; d += LANES)
-            s += load_f32(k + size * d, dim - d, mode) * load(q + 4 * d);
-    }
-    return s;
+typedef struct { const char *at; int64_t lines, share; } soon_t; /* what is read next, and its shares */
+
+/* A share of it into L2. Small and often: the core waits for a burst, and memory for the core after it. */
+INLINE void bring_some(soon_t *soon) {
+    const int64_t lines = min64(soon->share, soon->lines);
+    soon->lines -= lines;
+    for (const char *end = soon->at + 64 * lines; soon->at < end; soon->at += 64)
+        __builtin_prefetch(soon->at, 0, 2);
 }
 
-/* Scores of n keys for one row; prefetches `share` bytes of `soon` for every LANES keys. */
-INLINE void decode_scores(const char *k, int64_t k_stride, int n, const char *q, const char *soon,
-                          int64_t share, float *out, int64_t dim, int mode) {
-    for (int c = 0; c < n; c += LANES, soon += share) {
-        vf each[LANES];
-        prefetch(soon, share);
+/* LANES rows of `words` elements into columns of a [word][width] array; room for a multiple of LANES. */
+INLINE void rows_to_lanes(const char *const *rows, int64_t words, float *out, int64_t width,
+                          const int mode) {
+    for (int64_t d = 0; d < words; d += LANES) {
+        vf x[LANES];
         UNROLL for (int i = 0; i < LANES; i++)
-            each[i] = dot_row(k + min64(c + i, n - 1) * k_stride, q, dim, mode);
-        store(out + c, sum_each(each));
+            x[i] = load_f32(rows[i] + (mode == F32 ? 4 : 2) * d, min64(words - d, LANES), mode);
+        transpose(x);
+        UNROLL for (int i = 0; i < LANES; i++) store(out + (d + i) * width, x[i]);
     }
+}
+
+/* n keys of a head, of `words` elements, as [word][TILE keys]. */
+INLINE void transpose_keys(const char *k, int64_t k_stride, int n, int64_t words, soon_t *soon,
+                           float *out, const int mode) {
+    for (int c = 0; c < n; c += LANES, k += LANES * k_stride) {
+        const char *rows[LANES];
+        int64_t d = 0;
+        if (mode == F32 && c + LANES <= n)
+            for (; d + LANES <= words; d += LANES, bring_some(soon))
+                transpose_words(k + 4 * d, k_stride, out + d * TILE + c, TILE);
+        if (d == words) continue;
+        const int64_t skipped = d * (mode == F32 ? 4 : 2);
+        for (int i = 0; i < LANES; i++) rows[i] = k + min64(i, n - 1 - c) * k_stride + skipped;
+        rows_to_lanes(rows, words - d, out + d * TILE + c, TILE, mode);
+    }
+}
+
+/* One step of a sum over words: floats, or pairs of bf16. */
+INLINE vf add_product(vf sum, vf a, vf b, const int mode) {
+    return mode == BF16_PAIRS ? dot_pairs(sum, a, b) : fused(a, b, sum);
+}
+
+/* scores[row][key] of `rows` rows and `vecs` vectors of keys. BF16_WIDE: a word of a key is two bf16, of
+ * a query two floats. */
+INLINE void key_scores(const float *keys, const char *q, int64_t q_bytes, int64_t words, float *scores,
+                       soon_t *soon, const int rows, const int vecs, const int mode) {
+    vf s[4][SVECS] = {0};
+    for (int64_t w = 0; w < words; w++) {
+        if (w % LANES == 0) bring_some(soon);
+        const float *at = (const float *)q + (mode == BF16_WIDE ? 2 * w : w);
+        UNROLL for (int j = 0; j < vecs; j++) {
+            const vf x = load(keys + w * TILE + j * LANES);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const float *y = (const float *)((const char *)at + r * q_bytes);
+                if (mode == BF16_WIDE) {
+                    s[r][j] = fused((vf)((vu)x << 16), splat(y[0]), s[r][j]);
+                    s[r][j] = fused((vf)((vu)x & 0xffff0000u), splat(y[1]), s[r][j]);
+                } else {
+                    s[r][j] = add_product(s[r][j], x, splat(y[0]), mode);
+                }
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int j = 0; j < vecs; j++) store(scores + r * TILE + j * LANES, s[r][j]);
+}
+
+INLINE void key_scores_rows(const float *keys, const char *q, int64_t q_bytes, int64_t words,
+                            float *scores, int n, soon_t *soon, const int rows, const int mode) {
+    int left = ceil_div(n, LANES);
+    for (; left >= SVECS; left -= SVECS, keys += SVECS * LANES, scores += SVECS * LANES)
+        key_scores(keys, q, q_bytes, words, scores, soon, rows, SVECS, mode);
+    for (; left > 0; left--, keys += LANES, scores += LANES)
+        key_scores(keys, q, q_bytes, words, scores, soon, rows, 1, mode);
+}
+
+/* Scores of n keys for the `rows` rows of a head. A sum runs over the words of head_dim in order, as in
+ * prefill: so the keys are turned, and lanes run along them. */
+#define DECODE_SCORES(name, mode)                                                                   \
+    static void name(const float *keys, const char *q, int64_t q_bytes, int64_t words,              \
+                     float *scores, int n, soon_t *soon, int64_t rows) {                            \
+        for (; rows >= 4; rows -= 4, q += 4 * q_bytes, scores += 4 * TILE)                          \
+            key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 4, mode);                           \
+        if (rows == 3) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 3, mode);                \
+        else if (rows == 2) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 2, mode);           \
+        else if (rows == 1) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 1, mode);           \
+    }
+DECODE_SCORES(scores_in_floats, F32)
+DECODE_SCORES(scores_in_pairs, BF16_PAIRS)
+DECODE_SCORES(scores_of_pairs, BF16_WIDE)
+
+static void decode_scores(const char *k, int64_t k_stride, int n, const char *q, int64_t q_bytes,
+                          int64_t rows, soon_t *soon, float *keys, float *scores, int64_t dim, int mode) {
+    if (mode != F32 && dim % 2 == 0) { /* two bf16 are a word */
+        transpose_keys(k, k_stride, n, dim / 2, soon, keys, F32);
+        (mode == BF16_PAIRS ? scores_in_pairs : scores_of_pairs)(keys, q, q_bytes, dim / 2, scores, n,
+                                                                 soon, rows);
+        return;
+    }
+    if (mode == F32) transpose_keys(k, k_stride, n, dim, soon, keys, F32);
+    else transpose_keys(k, k_stride, n, dim, soon, keys, BF16_WIDE);
+    scores_in_floats(keys, q, q_bytes, dim, scores, n, soon, rows);
 }
 
 /* softcap * tanh(scale * s / softcap) of `vecs` vectors of scores, in place. */
@@ -153,19 +246,9 @@ static void cap_scores(float *scores, int64_t vecs, double scale, double softcap
         store(scores, tanhv(load(scores) * (float)(scale / softcap)) * (float)softcap);
 }
 
-#define SCORES(mode, dim) decode_scores(k, k_stride, n, q, soon, share, out, dim, mode)
-#define SCORES_BY_DIM(mode)                                                                         \
-    do {                                                                                            \
-        if (dim == 64) SCORES(mode, 64);                                                            \
-        else if (dim == 128) SCORES(mode, 128);                                                     \
-        else SCORES(mode, dim);                                                                     \
-    } while (0)
-static void tile_row_scores(const char *k, int64_t k_stride, int n, const char *q, const char *soon,
-                            int64_t share, float *out, int64_t dim, int mode) {
-    if (mode == F32) SCORES_BY_DIM(F32);
-    else if (!HAVE_PAIRS) SCORES_BY_DIM(BF16_WIDE);
-    else if (mode == BF16_PAIRS) SCORES_BY_DIM(BF16_PAIRS);
-    else SCORES(BF16_WIDE, dim); /* an odd head_dim */
+/* p of a score, against a maximum. */
+INLINE vf weight(vf score, float scale, vf base, const int mode) {
+    return exp2_for(fused(score, splat(scale * LOG2E), -base), mode);
 }
 
 /* Softmax of one row over a tile, against the carried maximum; p replaces the scores. Returns alpha,
@@ -177,18 +260,17 @@ static float decode_softmax(float *scores, int n, int visible, float scale, floa
         s[c] = pick(IOTA + c * LANES < visible, load(scores + c * LANES), splat(-INFINITY));
         top = vmax(top, s[c]);
     }
-    float old = row[0], new = max_lane(top) * scale;
-    new = new > old || new != new ? new : old;
+    const float old = row[0], best = (max_lane(top) + 0.0f) * scale, new = old > best ? old : best;
     const vf base = base_of(splat(new));
     for (int c = 0; c < vecs; c++) {
-        vf p = exp2_for(s[c] * (scale * LOG2E) - base, mode);
+        const vf p = weight(s[c], scale, base, mode);
         sum += p;
         if (mode == BF16_PAIRS) store_n((uint16_t *)scores + c * LANES, p, LANES, mode);
         else store(scores + c * LANES, p);
     }
-    float alpha = exp2v(base_of(splat(old)) - base)[0];
+    const float alpha = exp2v(base_of(splat(old)) - base)[0];
     row[0] = new;
-    row[1] = row[1] * alpha + sum_lanes(sum);
+    row[1] = fused_one(row[1], alpha, sum_lanes(sum));
     return alpha;
 }
 
@@ -222,7 +304,8 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
             UNROLL for (int j = 0; j < vecs; j++) {
                 prefetch(soon + (i * vecs + j) * LANES * size, LANES * size);
                 vf x = load_f32(v + i * v_stride + size * (d + j * LANES), left - j * LANES, mode);
-                UNROLL for (int r = 0; r < rows; r++) a[r][j] += x * probs[r * TILE + i];
+                UNROLL for (int r = 0; r < rows; r++)
+                    a[r][j] = fused(x, splat(probs[r * TILE + i]), a[r][j]);
             }
         }
     }
@@ -282,11 +365,14 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
     const int64_t size = mode == F32 ? 4 : 2, width = dim * size, key_stride = a->kv_heads * width;
     const int64_t stride = partial_stride(dim), q_bytes = ceil_div(dim, 32) * 32 * 4;
     const int whole = head1 - head0 == a->kv_heads; /* else others read the rest: leave it to them */
-    const int64_t share = whole ? ceil_div(LANES * key_stride, 64 * all) * 64 : 0;
-    float *probs = (float *)(scratch + all * q_bytes), *alpha = probs + all * TILE;
+    const int64_t words = ceil_div(size * dim, 4), steps = ceil_div(words, LANES);
+    /* Of a head: blocks of words to turn, and to multiply for 4 rows at a time; rows. */
+    const int64_t calls = (head1 - head0) * (steps * (TILE / LANES + ceil_div(rows, 4)) + rows);
+    float *keys = (float *)scratch, *probs = keys + TILE * (q_bytes / 4), *alpha = probs + all * TILE;
+    char *q = (char *)(alpha + ceil_div(all, LANES) * LANES);
     float *state[all];
     for (int64_t h = head0, i = 0; h < head1; h++) {
-        pack_queries(a, &e, h, scratch + i * q_bytes, mode);
+        pack_queries(a, &e, h, q + i * q_bytes, mode);
         for (int64_t r = 0; r < rows; r++, i++) {
             state[i] = partial + (r / group * a->heads + h * group + r % group) * stride;
             memset(state[i], 0, stride * 4);
@@ -299,10 +385,14 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
         const int n = min64(TILE, span.count - t);
         const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
         const char *next = !whole ? v : t + TILE < span.count ? k + TILE * key_stride : after;
-        for (int64_t i = 0; i < all; i++) { /* while K is read, V comes in */
+        const int64_t lines = whole ? n * key_stride / 64 : 0;
+        soon_t soon = {v, lines, ceil_div(lines, calls)}; /* while K is read, V comes in */
+        for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
+            decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
+                          probs + i * TILE, dim, mode);
+        for (int64_t i = 0; i < all; i++) {
+            bring_some(&soon);
             const int64_t last = e.first_pos + i % rows / group;
-            tile_row_scores(k + (head0 + i / rows) * width, key_stride, n, scratch + i * q_bytes,
-                            v + i * share * (TILE / LANES), share, probs + i * TILE, dim, mode);
             if (a->softcap) cap_scores(probs + i * TILE, ceil_div(n, LANES), a->scale, a->softcap);
             for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
                 probs[i * TILE + j - 1] = -INFINITY; /* before the window */
@@ -320,18 +410,28 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
     }
 }
 
+/* How a state and the partial one of a segment become one: each is scaled to the larger maximum. */
+typedef struct { vf top, old, add; } merge_t;
+
+INLINE merge_t merge_of(vf top, vf other) {
+    const vf new = pick(top > other, top, other), base = base_of(new);
+    return (merge_t){new, exp2v(base_of(top) - base), exp2v(base_of(other) - base)};
+}
+/* Of a sum or an element of acc; + 0.0f makes +0 of -0: see the law. */
+INLINE vf merged(const merge_t *m, vf state, vf partial) {
+    return fused(state, m->old, partial * m->add) + 0.0f;
+}
+
 /* state = state (+) partial, for one row; a partial that saw no key changes nothing. */
 static void merge_partial(float *row_max, float *row_sum, float *acc, const float *partial,
                           int64_t dim) {
     const float *tail = partial + partial_stride(dim) - 16;
     if (tail[0] == -INFINITY) return;
-    const float top = *row_max > tail[0] ? *row_max : tail[0];
-    const vf base = base_of(splat(top));
-    const float old = exp2v(base_of(splat(*row_max)) - base)[0];
-    const float add = exp2v(base_of(splat(tail[0])) - base)[0];
-    *row_max = top;
-    *row_sum = *row_sum * old + tail[1] * add;
-    for (int64_t d = 0; d < dim; d++) acc[d] = acc[d] * old + partial[d] * add;
+    const merge_t m = merge_of(splat(*row_max), splat(tail[0]));
+    *row_max = m.top[0];
+    *row_sum = merged(&m, splat(*row_sum), splat(tail[1]))[0];
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(acc, d, merged(&m, LOAD(acc, d, F32), load(partial + d)), F32);
 }
 
 /* ---- prefill: lanes along rows ---------------------------------------------------------------- */
@@ -341,8 +441,10 @@ typedef struct { /* rows [row, row + rows) of an entry and kv head; row r is (qu
 } item_t;
 
 typedef struct { /* per-thread scratch; words are 4 bytes: one float or one pair of bf16 */
-    float *q, *acc;             /* [row group][words of head_dim][row] and [row group][head_dim][row] */
-    float *top, *sum;           /* [row] */
+    float *q;                   /* [row group][words of head_dim][row] */
+    float *acc, *all_acc;       /* [row group][head_dim][row]: of this segment; and of all before it */
+    float *top, *sum;           /* [row] of this segment */
+    float *all_top, *all_sum;   /* and of all before it */
     int32_t *pos;               /* [row] */
     float *scores;              /* [key][row], then p in its place, [key or pair of keys][row] */
     float *keys, *values;       /* the tile, widened, or its V in pairs of keys */
@@ -351,7 +453,7 @@ typedef struct { /* per-thread scratch; words are 4 bytes: one float or one pair
 
 static int64_t workspace_words(int64_t dim) {
     const int64_t rows = ROWS_PER_ITEM, padded = ceil_div(dim, 32) * 32;
-    return rows * (2 * padded + 3) + TILE * RVECS * LANES + 2 * TILE * padded;
+    return rows * (3 * padded + 5) + TILE * RVECS * LANES + 2 * TILE * padded;
 }
 
 static workspace carve(float *p, int64_t dim) {
@@ -359,11 +461,14 @@ static workspace carve(float *p, int64_t dim) {
     workspace w = {.padded = ceil_div(dim, 32) * 32};
     w.q = p, p += rows * w.padded;
     w.acc = p, p += rows * w.padded;
+    w.all_acc = p, p += rows * w.padded;
     w.scores = p, p += TILE * RVECS * LANES;
     w.keys = p, p += TILE * w.padded;
     w.values = p, p += TILE * w.padded;
     w.top = p, p += rows;
     w.sum = p, p += rows;
+    w.all_top = p, p += rows;
+    w.all_sum = p, p += rows;
     w.pos = (int32_t *)p;
     return w;
 }
@@ -381,7 +486,7 @@ INLINE void tile_scores(const char *k, int64_t k_stride, int n, const float *q, 
             UNROLL for (int i = 0; i < KEYS; i++) {
                 vf y = splat(((const float *)row[i])[w]);
                 UNROLL for (int r = 0; r < vecs; r++)
-                    s[i][r] = mode == BF16_PAIRS ? dot_pairs(s[i][r], x[r], y) : s[i][r] + x[r] * y;
+                    s[i][r] = add_product(s[i][r], x[r], y, mode);
             }
         }
         UNROLL for (int i = 0; i < KEYS; i++)
@@ -408,31 +513,32 @@ INLINE void tiled_scores(const char *k, int64_t k_stride, int n, const float *q,
 }
 
 /* As tile_values, in matrix tiles: V is [head_dim][TILE keys], with zeros up to a multiple of 32. */
-INLINE void tiled_values(const char *v, int n, const float *probs, const vf *alpha, float *acc,
-                         int64_t dim, const int vecs) {
+INLINE void tiled_values(const char *v, int n, const float *probs, const vf *alpha, int is_first,
+                         float *acc, int64_t dim, const int vecs) {
     const int64_t width = vecs * LANES;
     const vf one = splat(1.0f);
     UNROLL for (int r = 0; r < vecs; r++) { /* most tiles raise no maximum: nothing to scale */
-        if (memcmp(&alpha[r], &one, sizeof one) == 0) continue;
+        if (is_first || memcmp(&alpha[r], &one, sizeof one) == 0) continue;
         for (float *at = acc + r * LANES; at < acc + dim * width; at += width)
             store(at, load(at) * alpha[r]);
     }
     for (int64_t d = 0; d < dim; d += 2 * TILE_ROWS, acc += 2 * TILE_ROWS * width) {
         const side_t values = {v + d * TILE * 2, TILE * 2, TILE_BYTES};
         const product_t p = {values, tiled_rows(probs, vecs), TILE_BYTES, ceil_div(n, 32), 4 * width};
-        multiply_tiles(p, (ahead_t){0}, acc, 0, 1, vecs == 2, 0);
+        multiply_tiles(p, (ahead_t){0}, acc, is_first, 1, vecs == 2, 0);
     }
 }
 
-/* Softmax down the keys for every row of the group, in place: p, or pairs of it, replace the scores. */
+/* Softmax down the keys for every row of the group, in place: p, or pairs of it, replace the scores. A
+ * row's p are summed as decode_softmax does: keys mod LANES, then in the order of sum_lanes. */
 INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, int window, float scale,
                          const int32_t *pos, float *top, float *sum, vf *alpha, const int vecs,
                          int mode) {
-    const int whole = mode == BF16_TILES ? 32 : 4, rounded = ceil_div(n, whole) * whole;
+    const int whole = mode == BF16_TILES ? 32 : LANES, padded = ceil_div(n, whole) * whole;
     const int step = vecs * LANES, pairs = mode >= BF16_PAIRS;
     for (int r = 0; r < vecs; r++, scores += LANES, pos += LANES, top += LANES, sum += LANES) {
-        vf best[4], total[4], old = load(top);
-        UNROLL for (int j = 0; j < 4; j++) best[j] = splat(-INFINITY), total[j] = splat(0);
+        vf best[4], total[LANES] = {0}, old = load(top);
+        UNROLL for (int j = 0; j < 4; j++) best[j] = splat(-INFINITY);
         if (masked) {
             vi at;
             memcpy(&at, pos, sizeof at);
@@ -441,41 +547,43 @@ INLINE void tile_softmax(float *scores, int n, int64_t key_pos, int masked, int 
                 store(scores + i * step, pick(seen, load(scores + i * step), best[0]));
             }
         }
-        for (int i = n; i < rounded; i++) store(scores + i * step, best[0]);
-        for (int i = 0; i < rounded; i += 4)
+        for (int i = n; i < padded; i++) store(scores + i * step, best[0]);
+        for (int i = 0; i < padded; i += 4)
             UNROLL for (int j = 0; j < 4; j++) best[j] = vmax(best[j], load(scores + (i + j) * step));
         best[0] = vmax(vmax(best[0], best[1]), vmax(best[2], best[3]));
-        const vf new = vmax(old, best[0] * scale), base = base_of(new);
-        for (int i = 0; i < rounded; i += 4) {
-            vf p[4];
-            UNROLL for (int j = 0; j < 4; j++) {
-                const vf s = load(scores + (i + j) * step);
-                p[j] = exp2_for(s * (scale * LOG2E) - base, mode);
-                total[j] += p[j];
+        const vf new = vmax(old, (best[0] + 0.0f) * scale), base = base_of(new); /* +0 of -0 */
+        for (int i = 0; i < padded; i += LANES)
+            UNROLL for (int j = 0; j < LANES; j += 2) {
+                float *at = scores + (i + j) * step, *to = scores + (i + j) / 2 * step;
+                const vf p0 = weight(load(at), scale, base, mode);
+                const vf p1 = weight(load(at + step), scale, base, mode);
+                total[j] += p0, total[j + 1] += p1;
+                if (pairs) store(to, round_pairs(p0, p1));
+                else store(at, p0), store(at + step, p1);
             }
-            UNROLL for (int j = 0; j < 4; j += pairs ? 2 : 1)
-                if (pairs) store(scores + (i + j) / 2 * step, round_pairs(p[j], p[j + 1]));
-                else store(scores + (i + j) * step, p[j]);
-        }
+        UNROLL for (int w = LANES / 2; w > 0; w /= 2)
+            UNROLL for (int j = 0; j < w; j++) total[j] += total[j + w];
         alpha[r] = exp2v(base_of(old) - base);
-        store(sum, load(sum) * alpha[r] + ((total[0] + total[1]) + (total[2] + total[3])));
+        store(sum, fused(load(sum), alpha[r], total[0]));
         store(top, new);
     }
 }
 
-/* acc[d][row] = acc * alpha + V^T P over `n` keys (or pairs of keys) for `dims` elements. */
+/* acc[d][row] = acc * alpha + V^T P, at first V^T P, over `n` keys (or pairs of them) for `dims` elements. */
 INLINE void tile_values(const float *v, int64_t v_stride, int n, const float *probs, const vf *alpha,
-                        float *acc, const int dims, const int vecs, int mode) {
-    vf a[DIMS][RVECS];
-    UNROLL for (int j = 0; j < dims; j++)
-        UNROLL for (int r = 0; r < vecs; r++) a[j][r] = load(acc + (j * vecs + r) * LANES) * alpha[r];
+                        int is_first, float *acc, const int dims, const int vecs, int mode) {
+    vf a[DIMS][RVECS] = {0};
+    if (!is_first)
+        UNROLL for (int j = 0; j < dims; j++)
+            UNROLL for (int r = 0; r < vecs; r++)
+                a[j][r] = load(acc + (j * vecs + r) * LANES) * alpha[r];
     for (int i = 0; i < n; i++) {
         vf x[RVECS];
         UNROLL for (int r = 0; r < vecs; r++) x[r] = load(probs + (i * vecs + r) * LANES);
         UNROLL for (int j = 0; j < dims; j++) {
             vf y = splat(v[i * v_stride + j]);
             UNROLL for (int r = 0; r < vecs; r++)
-                a[j][r] = mode == BF16_PAIRS ? dot_pairs(a[j][r], x[r], y) : a[j][r] + x[r] * y;
+                a[j][r] = add_product(a[j][r], x[r], y, mode);
         }
     }
     UNROLL for (int j = 0; j < dims; j++)
@@ -487,37 +595,40 @@ typedef struct { /* one tile of keys; strides in bytes and in words; window and 
     const float *v;
     int64_t k_stride, v_stride, pos;
     int count, window;
-    float scale, softcap;
+    double scale, softcap;
 } tile_t;
 
-typedef struct { int64_t row, vecs, first_pos, last_pos; } group_t; /* up to RVECS vectors of rows */
+typedef struct { /* up to RVECS vectors of rows; have they seen no tile of this segment, none at all */
+    int64_t row, vecs, first_pos, last_pos, is_fresh, is_empty;
+} group_t;
 
-INLINE void attend_group(const tile_t *t, const workspace *w, const group_t *g, int n, int64_t dim,
+INLINE void attend_group(const tile_t *t, const workspace *w, group_t *g, int n, int64_t dim,
                          const int vecs, int mode) {
-    const int64_t row = g->row;
+    const int64_t row = g->row, is_first = g->is_fresh;
     const int masked = g->first_pos < t->pos + n - 1 || g->last_pos >= t->pos + t->window;
     const int pairs = mode == BF16_PAIRS, steps = pairs ? (n + 1) / 2 : n;
     float *acc = w->acc + row * w->padded, *p = w->scores;
     const float *q = w->q + row * w->padded;
     vf alpha[RVECS];
+    g->is_fresh = 0;
     if (mode == BF16_TILES) tiled_scores(t->k, t->k_stride, n, q, dim, p, vecs);
     else tile_scores(t->k, t->k_stride, n, q, pairs ? dim / 2 : dim, p, vecs, mode);
     if (t->softcap) cap_scores(p, ceil_div(n, KEYS) * KEYS * vecs, t->scale, t->softcap);
     tile_softmax(p, n, t->pos, masked, t->window, t->softcap ? 1.0f : t->scale, w->pos + row,
                  w->top + row, w->sum + row, alpha, vecs, mode);
     if (mode == BF16_TILES) {
-        tiled_values((const char *)t->v, n, p, alpha, acc, dim, vecs);
+        tiled_values((const char *)t->v, n, p, alpha, is_first, acc, dim, vecs);
         return;
     }
     int64_t d = 0;
     for (; d + DIMS <= dim; d += DIMS, acc += DIMS * vecs * LANES)
-        tile_values(t->v + d, t->v_stride, steps, p, alpha, acc, DIMS, vecs, mode);
+        tile_values(t->v + d, t->v_stride, steps, p, alpha, is_first, acc, DIMS, vecs, mode);
     for (; d < dim; d++, acc += vecs * LANES)
-        tile_values(t->v + d, t->v_stride, steps, p, alpha, acc, 1, vecs, mode);
+        tile_values(t->v + d, t->v_stride, steps, p, alpha, is_first, acc, 1, vecs, mode);
 }
 
 #define ATTEND_TILE(name, mode)                                                                     \
-    static void name(const tile_t *t, const workspace *w, const group_t *g, int64_t dim) {          \
+    static void name(const tile_t *t, const workspace *w, group_t *g, int64_t dim) {                \
         const int n = min64(t->count, g->last_pos + 1 - t->pos);                                    \
         if (n <= 0 || g->first_pos + 1 - t->window >= t->pos + t->count) return;                    \
         switch (g->vecs) {                                                                          \
@@ -527,7 +638,8 @@ INLINE void attend_group(const tile_t *t, const workspace *w, const group_t *g, 
             if (mode != BF16_TILES) attend_group(t, w, g, n, dim, 3, mode);                         \
         }                                                                                           \
     }
-ATTEND_TILE(tile_in_floats, F32) /* also for bf16, once widened */
+ATTEND_TILE(tile_in_floats, F32)
+ATTEND_TILE(tile_in_wide, BF16_WIDE)
 ATTEND_TILE(tile_in_pairs, BF16_PAIRS)
 ATTEND_TILE(tile_in_tiles, BF16_TILES)
 
@@ -600,23 +712,11 @@ static tile_t prepare_tile(const attend_args *a, const workspace *w, const char 
     return t;
 }
 
-/* LANES rows of `words` elements into columns of a [word][width] array; room for a multiple of LANES. */
-static void rows_to_lanes(const char *const *rows, int64_t words, float *out, int64_t width,
-                          int mode) {
-    for (int64_t d = 0; d < words; d += LANES) {
-        vf x[LANES];
-        UNROLL for (int i = 0; i < LANES; i++)
-            x[i] = load_f32(rows[i] + (mode == F32 ? 4 : 2) * d, min64(words - d, LANES), mode);
-        transpose(x);
-        UNROLL for (int i = 0; i < LANES; i++) store(out + (d + i) * width, x[i]);
-    }
-}
-
-/* And back; a row that is NULL is skipped. + 0.0f makes +0 of -0: see the law. */
+/* The reverse of rows_to_lanes; a row that is NULL is skipped. */
 static void lanes_to_rows(float *const *rows, int64_t words, const float *in, int64_t width) {
     for (int64_t d = 0; d < words; d += LANES) {
         vf x[LANES];
-        UNROLL for (int i = 0; i < LANES; i++) x[i] = load(in + (d + i) * width) + 0.0f;
+        UNROLL for (int i = 0; i < LANES; i++) x[i] = load(in + (d + i) * width);
         transpose(x);
         for (int i = 0; i < LANES; i++)
             if (rows[i]) memcpy(rows[i] + d, &x[i], 4 * min64(words - d, LANES));
@@ -648,14 +748,17 @@ static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, c
                 const int64_t at = token * a->heads + head;
                 q[i] = a->q + size * (token * a->q_token_stride + head * a->q_head_stride);
                 acc[i] = (const char *)(a->acc + at * dim);
-                w->top[to] = a->row_max[at], w->sum[to] = a->row_sum[at];
+                w->all_top[to] = a->row_max[at], w->all_sum[to] = a->row_sum[at];
+                w->top[to] = -INFINITY, w->sum[to] = 0;
                 w->pos[to] = e->first_pos + token - e->query_start;
             }
             const int64_t to = row * w->padded + lane;
-            rows_to_lanes(q, words, w->q + to, width, mode == BF16_WIDE ? BF16_WIDE : F32);
-            rows_to_lanes(acc, dim, w->acc + to, width, F32);
+            if (mode == BF16_WIDE) rows_to_lanes(q, words, w->q + to, width, BF16_WIDE);
+            else rows_to_lanes(q, words, w->q + to, width, F32);
+            if (!a->is_first) rows_to_lanes(acc, dim, w->all_acc + to, width, F32);
         }
-        groups[count++] = (group_t){row, width / LANES, w->pos[row], w->pos[row + width - 1]};
+        groups[count++] =
+            (group_t){row, width / LANES, w->pos[row], w->pos[row + width - 1], 1, a->is_first};
     }
     return count;
 }
@@ -664,6 +767,7 @@ static void store_rows(const attend_args *a, const entry_t *e, const item_t *it,
                        const group_t *groups, int count) {
     for (int g = 0; g < count; g++) {
         const int64_t row = groups[g].row, width = groups[g].vecs * LANES;
+        if (groups[g].is_empty) continue; /* start_row has been there */
         for (int64_t lane = 0; lane < width; lane += LANES) {
             float *acc[LANES];
             for (int i = 0; i < LANES; i++) {
@@ -671,40 +775,75 @@ static void store_rows(const attend_args *a, const entry_t *e, const item_t *it,
                 const int64_t at = token_of(a, e, it, r) * a->heads + head_of(a, it, r);
                 acc[i] = 0; /* no row, or one that saw nothing here: untouched, bit for bit */
                 if (r >= it->rows || w->pos[r] < e->key_begin) continue;
-                a->row_max[at] = w->top[r], a->row_sum[at] = w->sum[r];
+                a->row_max[at] = w->all_top[r], a->row_sum[at] = w->all_sum[r];
                 acc[i] = a->acc + at * a->head_dim;
             }
-            lanes_to_rows(acc, a->head_dim, w->acc + row * w->padded + lane, width);
+            lanes_to_rows(acc, a->head_dim, w->all_acc + row * w->padded + lane, width);
         }
     }
+}
+
+/* The segment's state of every row into that of all before it, and a fresh one in its place. A row that
+ * saw no key of it (top is -inf, so old is 1 and add 0) stays as it is. */
+static void merge_groups(const workspace *w, group_t *groups, int count, int64_t dim) {
+    for (group_t *g = groups; g < groups + count; g++) {
+        if (g->is_fresh) continue;
+        const int64_t width = g->vecs * LANES;
+        for (int64_t lane = 0; lane < width; lane += LANES) {
+            const int64_t row = g->row + lane, at = g->row * w->padded + lane;
+            const merge_t m = merge_of(load(w->all_top + row), load(w->top + row));
+            store(w->all_top + row, m.top);
+            store(w->all_sum + row, merged(&m, load(w->all_sum + row), load(w->sum + row)));
+            store(w->top + row, splat(-INFINITY));
+            store(w->sum + row, splat(0));
+            if (g->is_empty) /* 0 * old + acc * 1: the same bits */
+                for (int64_t i = at; i < at + dim * width; i += width)
+                    store(w->all_acc + i, load(w->acc + i) + 0.0f);
+            else
+                for (int64_t i = at; i < at + dim * width; i += width)
+                    store(w->all_acc + i, merged(&m, load(w->all_acc + i), load(w->acc + i)));
+        }
+        g->is_fresh = 1, g->is_empty = 0;
+    }
+}
+
+/* Keys [from, end) of a segment that begins at `pos`, k and v, a tile at a time. */
+static void prefill_segment(const attend_args *a, const workspace *w, const char *k, const char *v,
+                            int64_t pos, int64_t from, int64_t end, group_t *groups, int count) {
+    const int mode = mode_of(a);
+    const int64_t dim = a->head_dim, stride = a->kv_heads * dim * (mode == F32 ? 4 : 2);
+    for (int64_t t = from; t < end; t += TILE) {
+        const tile_t tile = prepare_tile(a, w, k + t * stride, v + t * stride, stride,
+                                         min64(TILE, end - t), pos + t, mode);
+        for (int g = 0; g < count; g++)
+            (mode == BF16_TILES   ? tile_in_tiles
+             : mode == BF16_PAIRS ? tile_in_pairs
+             : mode == BF16_WIDE  ? tile_in_wide
+                                  : tile_in_floats)(&tile, w, &groups[g], dim);
+    }
+    merge_groups(w, groups, count, dim);
 }
 
 static void prefill_item(const attend_args *a, const item_t *it, float *scratch) {
     const entry_t e = entry_at(a, it->entry);
     const workspace w = carve(scratch, a->head_dim);
-    const int mode = prefill_mode_of(a);
-    const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2, stride = a->kv_heads * dim * size;
+    const int64_t dim = a->head_dim, size = a->is_bf16 ? 2 : 4, stride = a->kv_heads * dim * size;
     const int64_t group = a->heads / a->kv_heads;
     const int64_t end = min64(e.key_end, e.first_pos + (it->row + it->rows - 1) / group + 1);
     const int64_t begin = max64(e.key_begin, e.first_pos + it->row / group + 1 - a->window);
     group_t groups[GROUPS];
     if (end <= begin) return;
-    const int count = load_rows(a, &e, it, &w, groups, mode);
+    const int count = load_rows(a, &e, it, &w, groups, mode_of(a));
     const int64_t first = (begin - e.key_begin) / a->block_size;
     for (int64_t b = first, start = e.key_begin + b * a->block_size; start < end;
          start += a->block_size, b++) {
         const char *k = a->k + size * (e.blocks[b] * a->k_block_stride + it->kv_head * dim);
         const char *v = a->v + size * (e.blocks[b] * a->v_block_stride + it->kv_head * dim);
-        const int64_t skipped = max64(0, begin - start) / TILE * TILE;
-        for (int64_t off = skipped; off < a->block_size && start + off < end; off += TILE) {
-            const int n = min64(min64(TILE, a->block_size - off), end - start - off);
-            const tile_t t = prepare_tile(a, &w, k + off * stride, v + off * stride, stride, n,
-                                          start + off, mode);
-            for (int g = 0; g < count; g++)
-                (mode == BF16_TILES   ? tile_in_tiles
-                 : mode == BF16_PAIRS ? tile_in_pairs
-                                      : tile_in_floats)(&t, &w, &groups[g], dim);
-        }
+        const int64_t block_end = min64(a->block_size, end - start), skipped = max64(0, begin - start);
+        for (int64_t off = skipped / SEG * SEG; off < block_end; off += SEG)
+            prefill_segment(a, &w, k + off * stride, v + off * stride, start + off,
+                            max64(0, skipped - off) / TILE * TILE, min64(SEG, block_end - off), groups,
+                            count);
     }
     store_rows(a, &e, it, &w, groups, count);
 }
@@ -875,7 +1014,7 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
         for (int64_t i = 0; i < groups[g].count; i++) {
             float *to = rows[groups[g].first + i].partial, *tail = to + partial_stride(dim) - 16;
             const float *from = w.acc + (g * LANES + i) * dim;
-            for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(from + d) + 0.0f); /* no -0 */
+            for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(from + d));
             tail[0] = state[g * LANES + i][0], tail[1] = state[g * LANES + i][1];
         }
 }
@@ -932,7 +1071,7 @@ static void count_work(const attend_args *a, plan_t *p) {
     for (int64_t i = 0; i < a->entries; i++) {
         const entry_t e = entry_at(a, i);
         products += e.q_len * a->heads * (e.key_end - e.seen_begin) * a->head_dim;
-        if (e.q_len <= DECODE_MAX) {
+        if (is_split(a, &e)) {
             p->num_segments += count_segments(a, &e);
             if (e.q_len * a->heads > p->max_rows) p->max_rows = e.q_len * a->heads;
         } else {
@@ -941,7 +1080,7 @@ static void count_work(const attend_args *a, plan_t *p) {
     }
     p->threads = products < 1 << 16 ? 1 : a->threads; /* some 3 us: not worth waking anybody */
     /* Smaller tiles when there are few: rows are independent, so this moves no bit. */
-    const int64_t width = vecs_of(prefill_mode_of(a)) * LANES;
+    const int64_t width = vecs_of(mode_of(a)) * LANES;
     const int64_t share = rows * a->kv_heads / (4 * p->threads) / width * width;
     p->rows_per_item = max64(width, min64(share, ROWS_PER_ITEM));
     p->num_items = (rows / p->rows_per_item + entries) * a->kv_heads;
@@ -954,7 +1093,7 @@ static void fill_segments(const attend_args *a, plan_t *p) {
     for (int64_t index = 0; n < p->num_segments; index++)
         for (int64_t i = 0; i < a->entries; i++) {
             const entry_t e = entry_at(a, i);
-            if (e.q_len > DECODE_MAX || index >= count_segments(a, &e)) continue;
+            if (!is_split(a, &e) || index >= count_segments(a, &e)) continue;
             *(last[i] < 0 ? &p->first_segment[i] : &p->segments[last[i]].next) = n;
             p->segments[last[i] = n++] = (segment_t){i, first_segment(a, &e) + index, -1, 1};
         }
@@ -988,7 +1127,7 @@ static void fill_plan(const attend_args *a, plan_t *p) {
     fill_segments(a, p);
     for (int64_t i = 0; i < a->entries; i++) {
         const entry_t e = entry_at(a, i);
-        if (e.q_len <= DECODE_MAX) continue;
+        if (is_split(a, &e)) continue;
         for (int64_t r = 0; r < e.q_len * group; r += p->rows_per_item)
             for (int64_t h = 0; h < a->kv_heads; h++) {
                 const int64_t rows = min64(p->rows_per_item, e.q_len * group - r);
@@ -1030,8 +1169,8 @@ int attend(const attend_args *a) {
     const int64_t segment_floats = p.max_rows * partial_stride(a->head_dim);
     int64_t window = segment_floats ? WINDOW_BYTES / (4 * segment_floats) : 0;
     window = min64(p.num_segments, window > p.threads ? window : p.threads);
-    int64_t scratch = p.max_rows * (padded + TILE + 1);
-    const int tiled_decode = p.num_segments && decode_mode_of(a) == BF16_TILES;
+    int64_t scratch = p.max_rows * (padded + TILE + 1) + LANES + TILE * padded;
+    const int tiled_decode = p.num_segments && mode_of(a) == BF16_TILES;
     if (p.num_items || tiled_decode) scratch = max64(scratch, workspace_words(a->head_dim));
     scratch = up_to_line(4 * scratch) / 4;
     const size_t tables = up_to_line(2 * a->entries * sizeof(int64_t) +
@@ -1058,7 +1197,7 @@ int attend(const attend_args *a) {
     {
         const unsigned saved = flush_denormals();
         float *mine = scratches + omp_get_thread_num() * scratch;
-        const int tiled = tiled_decode || (p.num_items && prefill_mode_of(a) == BF16_TILES);
+        const int tiled = tiled_decode || (p.num_items && mode_of(a) == BF16_TILES);
         if (tiled) shape_tiles(TILE_ROWS, TILE_ROWS);
         if (a->is_first) {
 #pragma omp for schedule(static)

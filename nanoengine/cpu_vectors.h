@@ -11,6 +11,8 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -62,33 +64,39 @@ INLINE vf vmax(vf a, vf b) {
 #endif
 }
 
+/* a * b + c with one rounding, where the CPU has that. Said in so many words wherever two loops must give
+ * the same bits: which product of a sum a compiler fuses by itself depends on the loop around it. */
+INLINE vf fused(vf a, vf b, vf c) {
+#if LANES == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE float fused_one(float a, float b, float c) {
+#if LANES >= 8 || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE float max_lane(vf x) {
     float m = x[0];
     UNROLL for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m;
     return m;
 }
 
-/* Lane l of a fold with segments of 2w lanes: the first half comes from a, the second from b. */
-#define FOLD_LO(l, w) ((l) % (2 * (w)) < (w) ? 0 : LANES) + (l) / (2 * (w)) * 2 * (w) + (l) % (w)
-#define FOLD_HI(l, w) (FOLD_LO(l, w)) + (w)
 #if defined(__clang__)
 #define SHUFFLE(a, b, lane, w) __builtin_shufflevector(a, b, LANE_LIST(lane, w))
 #else
 #define SHUFFLE(a, b, lane, w) __builtin_shuffle(a, b, (vi){LANE_LIST(lane, w)})
 #endif
-#define FOLD(a, b, w) (SHUFFLE(a, b, FOLD_LO, w) + SHUFFLE(a, b, FOLD_HI, w))
-
-/* Lane i of the result is the sum of the lanes of s[i]. */
-INLINE vf sum_each(vf *s) {
-#if LANES == 16
-    UNROLL for (int i = 0; i < 8; i++) s[i] = FOLD(s[i], s[i + 8], 8);
-#endif
-#if LANES >= 8
-    UNROLL for (int i = 0; i < 4; i++) s[i] = FOLD(s[i], s[i + 4], 4);
-#endif
-    UNROLL for (int i = 0; i < 2; i++) s[i] = FOLD(s[i], s[i + 2], 2);
-    return FOLD(s[0], s[1], 1);
-}
 
 /* x[i][j] becomes x[j][i]: blocks of w lanes change places, for every power of two. */
 #define SWAP_LO(l, w) ((l) / (w) % 2 ? LANES - (w) : 0) + (l)
@@ -106,6 +114,38 @@ INLINE void transpose(vf *x) {
 #endif
 #if LANES == 16
     SWAP(8)
+#endif
+}
+
+/* LANES rows of LANES words, `stride` bytes apart, into columns `width` floats apart. */
+INLINE void transpose_words(const char *p, int64_t stride, float *out, int64_t width) {
+#if LANES == 16
+    /* A quarter of the columns at a time, its rows put together as they are read: half the shuffles. The
+     * compiler is kept from carrying 16 pointers through the loop around this. */
+    __asm__("" : "+r"(p));
+    UNROLL for (int c = 0; c < 4; c++, p += 16, out += 4 * width) {
+        __m512 x[4];
+        UNROLL for (int i = 0; i < 4; i++) {
+            const float *row = (const float *)(p + i * stride);
+#define FOUR(n) _mm_loadu_ps((const float *)((const char *)row + 4 * (n) * stride))
+            x[i] = _mm512_insertf32x4(_mm512_castps128_ps512(FOUR(0)), FOUR(1), 1);
+            x[i] = _mm512_insertf32x4(_mm512_insertf32x4(x[i], FOUR(2), 2), FOUR(3), 3);
+#undef FOUR
+        }
+        const __m512d a = (__m512d)_mm512_unpacklo_ps(x[0], x[1]);
+        const __m512d b = (__m512d)_mm512_unpackhi_ps(x[0], x[1]);
+        const __m512d d = (__m512d)_mm512_unpacklo_ps(x[2], x[3]);
+        const __m512d e = (__m512d)_mm512_unpackhi_ps(x[2], x[3]);
+        store(out, (vf)_mm512_unpacklo_pd(a, d));
+        store(out + width, (vf)_mm512_unpackhi_pd(a, d));
+        store(out + 2 * width, (vf)_mm512_unpacklo_pd(b, e));
+        store(out + 3 * width, (vf)_mm512_unpackhi_pd(b, e));
+    }
+#else
+    vf x[LANES];
+    UNROLL for (int i = 0; i < LANES; i++) x[i] = load(p + i * stride);
+    transpose(x);
+    UNROLL for (int i = 0; i < LANES; i++) store(out + i * width, x[i]);
 #endif
 }
 
@@ -252,7 +292,8 @@ INLINE void restore_denormals(unsigned saved) {
 /* transformers' LlamaRMSNorm: statistics in fp32, rounded before the weight is applied. */
 INLINE void norm(const void *x, const void *weight, void *out, int64_t dim, float eps, int mode) {
     vf squares = {0};
-    for (int64_t d = 0; d < dim; d += LANES) squares += LOAD(x, d, mode) * LOAD(x, d, mode);
+    for (int64_t d = 0; d < dim; d += LANES)
+        squares = fused(LOAD(x, d, mode), LOAD(x, d, mode), squares);
     const float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + eps);
     for (int64_t d = 0; d < dim; d += LANES)
         STORE(out, d, rounded(LOAD(x, d, mode) * scale, mode) * LOAD(weight, d, mode), mode);

@@ -43,6 +43,11 @@ class Product(Protocol):
 class LayerOps(Protocol):
     """Makes the products of a model and does the small operators between them."""
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the bits of a row depend on that row alone."""
+        ...
+
     def linear(
         self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
@@ -153,6 +158,8 @@ class Linear:
 
 class TorchOps:
     """Plain PyTorch: runs anywhere."""
+
+    is_batch_invariant = False
 
     def __init__(self, quantizer: Quantizer | None = None) -> None:
         """quantizer: what the weights of the layers are given to; None: they stay as they are."""
@@ -308,6 +315,7 @@ class PackedOps(KernelOps):
     ) -> None:
         super().__init__(kernels, kernels.tape, quantizer)
         self._products = products
+        self.is_batch_invariant = quantizer is None
 
     def _linear(
         self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Multiply | None

@@ -43,6 +43,7 @@ from nanoengine.memory_plan import (
     MemoryPlan,
     activation_bytes,
     check_step_fits,
+    describe_invariance,
     plan_memory,
     streams,
 )
@@ -105,6 +106,11 @@ class LLMEngine:
             attention.name,
             self._profiled_bytes(loaded, attention, ops, dtype),
             str(quantizer or ""),
+            describe_invariance(
+                ops.is_batch_invariant,
+                attention.is_batch_invariant,
+                self.config.kv_offload_dtype == "int8",
+            ),
         )
         self.kv = HybridKVCacheManager(
             self.plan.kv,

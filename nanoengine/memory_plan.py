@@ -43,6 +43,7 @@ class MemoryPlan:
     stream_blocks_per_step: int | None = None
     decode_tokens_per_s: float = 0.0
     quantization: str = ""
+    invariance: str = ""
 
     def __str__(self) -> str:
         kv = self.kv
@@ -53,6 +54,7 @@ class MemoryPlan:
             f"weights      {_gib(self.weight_bytes)}, activations up to "
             f"{_gib(self.activation_bytes)}",
             *([f"quantised    {self.quantization}"] if self.quantization else []),
+            f"invariance   {self.invariance}",
             f"KV device    {_gib(kv.block_bytes * kv.num_blocks)} = {kv.num_blocks} blocks x "
             f"{kv.block_size} tokens = {kv.num_blocks * kv.block_size} tokens at "
             f"{bytes_per_token} bytes",
@@ -96,10 +98,12 @@ def plan_memory(
     weight_bytes: int,
     attention: str,
     profiled_bytes: int | None,
-    quantization: str = "",
+    quantization: str,
+    invariance: str,
 ) -> MemoryPlan:
     """Divide the memory. profiled_bytes: what a largest step held (None: computed from shapes).
-    quantization: what was done to the weights, in words.
+    quantization: what was done to the weights, in words; invariance: what the bits of a request
+    depend on.
 
     Raises OutOfMemoryError or ConfigError for what cannot be honoured.
     """
@@ -128,6 +132,7 @@ def plan_memory(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=tokens,
         quantization=quantization,
+        invariance=invariance,
     )
 
 
@@ -307,6 +312,19 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> tu
     if not spec.holds(positions):
         return spec.num_tokens, f"KV blocks x block size; raise {settings}"
     return positions, "the model's positions"
+
+
+def describe_invariance(products: bool, attention: bool, int8_kv: bool) -> str:
+    """What the bits of a request depend on. products, attention: whether they are batch-invariant;
+    int8_kv: whether KV on the host is rounded.
+    """
+    parts = {"products": products, "attention": attention}
+    others = " and ".join(name for name, is_invariant in parts.items() if not is_invariant)
+    if others:
+        return f"equal up to near ties in any batch: {others} may depend on it"
+    if int8_kv:
+        return "equal up to near ties in any batch: it decides which KV is rounded to int8"
+    return "the same bits in any batch, in any chunks, on either tier"
 
 
 def _describe_offload(spec: KVSpec) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nanoengine import cpu_linear
@@ -31,3 +33,9 @@ needs_tiles = pytest.mark.skipif(
 BUILDS: dict[str, tuple[str, ...]] = {"native": ()}
 if HAS_TILES:
     BUILDS["no_tiles"] = ("-U__AMX_TILE__",)
+# The same of larger machines than this one, their instructions done in C.
+EMULATED: dict[str, tuple[str, ...]] = {}
+if not HAS_TILES and b"avx512bw" in cpu_flags().split():
+    _header = Path(__file__).with_name("sanitize") / "emulate.h"
+    EMULATED["pairs in C"] = ("-include", str(_header), "-D__AVX512BF16__")
+    EMULATED["tiles in C"] = (*EMULATED["pairs in C"], "-D__AMX_BF16__", "-D__AMX_TILE__")

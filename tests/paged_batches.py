@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -96,6 +98,39 @@ def chunk_of(batch: Batch, spans: dict[int, tuple[int, int]], scatter: bool = Fa
     each = zip(spans.items(), rows, strict=True)
     seen = tuple((s, first, tuple(row)) for (s, (first, _)), row in each)
     return KVChunk(k, v, int32(spans), firsts, counts, table, seen)
+
+
+def cut(batch: Batch, firsts: Sequence[int], lasts: Sequence[int]) -> Batch:
+    """The rows [first, last) of each sequence, which see the keys up to themselves."""
+    starts = batch.query_start().tolist()[:-1]
+    each = zip(starts, firsts, lasts, strict=True)
+    rows = [batch.q[start + first : start + last] for start, first, last in each]
+    q_lens = [last - first for first, last in zip(firsts, lasts, strict=True)]
+    hidden = [n - last for n, last in zip(batch.q_lens, lasts, strict=True)]
+    kv_lens = [n - h for n, h in zip(batch.kv_lens, hidden, strict=True)]
+    tables = [t[: -(-n // batch.block_size)] for t, n in zip(batch.tables, kv_lens, strict=True)]
+    return replace(batch, q=torch.cat(rows), q_lens=q_lens, kv_lens=kv_lens, tables=tables)
+
+
+def in_pieces(
+    batch: Batch, sizes: Sequence[int], rng: random.Random
+) -> Iterator[tuple[Batch, list[int]]]:
+    """Every row once, each sequence in pieces of sizes drawn from `sizes`; and where in the whole
+    batch the rows of the piece are.
+    """
+    starts = batch.query_start().tolist()[:-1]
+    firsts = [0] * len(starts)
+    while firsts != batch.q_lens:
+        lasts = [
+            min(first + rng.choice(sizes), n) for first, n in zip(firsts, batch.q_lens, strict=True)
+        ]
+        rows = [
+            row
+            for start, first, last in zip(starts, firsts, lasts, strict=True)
+            for row in range(start + first, start + last)
+        ]
+        yield cut(batch, firsts, lasts), rows
+        firsts = lasts
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

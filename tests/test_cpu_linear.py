@@ -150,6 +150,16 @@ def test_batches_and_threads_move_no_bit(packer, outputs, inputs):
         assert same_bits(linear.in_float(x[rows]), want[rows])
 
 
+@pytest.mark.parametrize("outputs, inputs", [(33, 96), (40, 61)])
+def test_no_number_of_rows_moves_a_bit(packer, outputs, inputs):
+    linear, x = packer.pack(normal(outputs, inputs)), normal(2048, inputs, seed=1)
+    want = linear.in_float(x)
+    for tokens in [*range(1, 70), 95, 96, 97, 383, 384, 385, 767, 769, 1023, 2047]:
+        torch.set_num_threads(1 + tokens % 2)
+        assert same_bits(linear.in_float(x[:tokens]), want[:tokens]), tokens
+        assert same_bits(linear.in_float(x[-tokens:]), want[-tokens:]), tokens
+
+
 def test_fused_steps_move_no_bit_either(packer, k):
     gate_up = packer.pack_gate_up(
         normal(100, k), normal(100, k, seed=1), norm=(normal(k, seed=2), 1e-5)

@@ -295,6 +295,7 @@ def test_the_plan_says_what_was_allocated(llm: LLM) -> None:
         "float32 (as asked)",
         "320 tokens each",
         "attention",
+        "near ties in any batch: products may",  # PyTorch's, in float32
     ):
         assert part in text
 

@@ -14,7 +14,7 @@ from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
 from nanoengine.device import available_memory
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.llm_engine import LLMEngine
-from nanoengine.memory_plan import MemoryPlan, plan_memory
+from nanoengine.memory_plan import MemoryPlan, describe_invariance, plan_memory
 
 MIB = 1 << 20
 BLOCK = 2 * 16 * 2 * 64 * 2 * 256  # bytes: K and V of 16 layers, 2 heads of 64, bf16, 256 tokens
@@ -75,6 +75,8 @@ def plan(machine: Machine, profiled: int | None = None, **settings: Any) -> Memo
         0,
         "torch",
         profiled,  # type: ignore[arg-type]
+        "",
+        "",
     )
 
 
@@ -243,3 +245,16 @@ def test_the_smallest_limit_from_the_process_s_group_to_the_root_counts(
     assert available_memory(root) == 4 * GIB
     group(base / "a/b/c", version, str(3 * GIB), GIB)
     assert available_memory(root) == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((True, True, False), "the same bits in any batch, in any chunks, on either tier"),
+        ((False, True, False), "equal up to near ties in any batch: products may depend on it"),
+        ((False, False, True), "near ties in any batch: products and attention may depend on it"),
+        ((True, True, True), "near ties in any batch: it decides which KV is rounded to int8"),
+    ],
+)
+def test_what_the_bits_of_a_request_depend_on(parts: tuple[bool, bool, bool], said: str) -> None:
+    assert describe_invariance(*parts).endswith(said)

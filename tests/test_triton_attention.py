@@ -15,9 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
+from paged_batches import Batch, chunk_of, in_pieces, int32, make_batch, relative_error
 from torch import Tensor
 
 from nanoengine.config import AttentionConfig
@@ -25,6 +26,8 @@ from nanoengine.context import ForwardContext, KVChunk, KVTarget
 from nanoengine.layers import TorchOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.runtime import interpreter
 
 from nanoengine import triton_attention
 from nanoengine.cuda_graph import graph_size
@@ -110,9 +113,10 @@ def context(batch: Batch, chunks: list[KVChunk]) -> ForwardContext:
 TENSORS = ("k", "v", "seq_index", "first_block", "num_blocks", "block_table")
 
 
-def attend(batch: Batch, chunks: list[KVChunk]) -> Tensor:
+def attend(batch: Batch, chunks: list[KVChunk], window: int | None = None) -> Tensor:
     head_dim = batch.q.shape[-1]
-    backend = TritonAttention(AttentionConfig(head_dim), batch.q.dtype, DEVICE)
+    config = AttentionConfig(head_dim, windows=(window,))
+    backend = TritonAttention(config, batch.q.dtype, DEVICE)
     return backend.run(0, batch.q.to(DEVICE), context(batch, chunks)).cpu()
 
 
@@ -135,6 +139,32 @@ def test_chunks_and_pools_move_no_bit(shape: dict[str, Any], seed: int) -> None:
     chunks = split(batch, seed)
     assert len(chunks) > 2
     assert torch.equal(attend(batch, chunks), attend(batch, whole(batch)))
+
+
+@pytest.mark.parametrize(
+    "window, shape", [*zip((None, 70, 20, None), SHAPES.values(), strict=True)], ids=SHAPES
+)
+def test_the_rows_of_a_call_move_no_bit(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, shape: dict[str, Any]
+) -> None:
+    """All queries of a sequence at once, and few at a time; across partitions, tiles and blocks."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_any_rows)
+    monkeypatch.setattr(triton_attention, "PARTITION", 128)
+    batch = make_batch((40, 2, 30), (170, 300, 150), dtype=torch.float32, **shape)
+    want, sizes = attend(batch, whole(batch), window), set()
+    for piece, rows in in_pieces(batch, (1, 2, 5, 18), random.Random(1)):
+        got = attend(piece, split(piece, len(rows)), window)
+        assert torch.equal(got, want[rows]), f"pieces of {piece.q_lens} rows"
+        sizes.update(piece.q_lens)
+    assert {1, 2, 5, 18} <= sizes
+
+
+def dot_of_any_rows(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    """NumPy's own product depends on the number of rows: it gets one number of them."""
+    rows = np.zeros((256, a.data.shape[1]), a.data.dtype)
+    rows[: len(a.data)] = a.data
+    product = np.matmul(rows, b.data, dtype=d.data.dtype)[: len(a.data)]
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 def test_neighbours_move_no_bit() -> None:
@@ -168,7 +198,7 @@ def test_tiles_are_those_that_a_chunk_concerns() -> None:
     def tiles(first: int, num: int) -> list[int]:
         spans = ((0, first, tuple(range(num))), (1, 0, (0,)))
         chunk = KVChunk(pool, pool, *[torch.empty(0)] * 4, spans=spans)
-        return [query for _, query in query_tiles(chunk, ((10, 18), (1, 3)), 3)]
+        return [query for _, query in query_tiles(chunk, ((10, 18), (1, 3)), 3, 1)]
 
     assert tiles(0, 2) == [0, 3, 6, 9]
     assert tiles(2, 1) == [0, 3, 6, 9]
@@ -237,7 +267,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nanoengine import triton_attention, triton_kernels
+from nanoengine import triton_attention_kernels, triton_kernels
 
 T = "*bf16"
 INDEX = dict.fromkeys(
@@ -251,24 +281,25 @@ SLOTS = {"k_slots": "*i64", "v_slots": "*i64"}
 NUMBERS = {"scale": "fp32", "eps": "fp32"}
 TYPES = INDEX | STATE | VALUES | SLOTS | NUMBERS
 SHAPE = dict(HEADS=32, GROUP=4, HEAD_DIM=128, DIM=128, BLOCK=256, TILE=128, TILE_PAD=128)
-SHAPE |= dict(WINDOW=0, SOFTCAP=0.0)
+SHAPE |= dict(WINDOW=0, SOFTCAP=0.0, PARTITION=512, FEW=17)
 CAPPED = SHAPE | dict(WINDOW=1000, SOFTCAP=50.0)
-MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, AT_ONCE=8, WINDOW=0, LONGEST=0)
+MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, FEW=17, AT_ONCE=8)
+MERGE |= dict(WINDOW=0, LONGEST=0)
 for function, constants, options in (
-    (triton_attention._prefill, SHAPE | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
-    (triton_attention._prefill, CAPPED | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
+    (triton_attention_kernels.prefill, SHAPE | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
+    (triton_attention_kernels.prefill, CAPPED | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
     (
-        triton_attention._decode,
-        SHAPE | {"ROWS": 16, "PARTITION": 512, "LONGEST": 0},
+        triton_attention_kernels.decode,
+        SHAPE | {"ROWS": 16, "LONGEST": 0},
         {"num_warps": 4, "num_stages": 2},
     ),
     (
-        triton_attention._decode,
-        CAPPED | {"ROWS": 16, "PARTITION": 512, "LONGEST": 2000},
-        {"num_warps": 4, "num_stages": 2},
+        triton_attention_kernels.decode,
+        CAPPED | {"ROWS": 128, "LONGEST": 2000},
+        {"num_warps": 8, "num_stages": 2},
     ),
-    (triton_attention._merge, MERGE, {"num_warps": 2}),
-    (triton_attention._merge, MERGE | {"WINDOW": 1000, "LONGEST": 2000}, {"num_warps": 2}),
+    (triton_attention_kernels.merge, MERGE, {"num_warps": 2}),
+    (triton_attention_kernels.merge, MERGE | {"WINDOW": 1000, "LONGEST": 2000}, {"num_warps": 2}),
     (triton_kernels._rms_norm, dict(HEADS=1, SIZE=4096, SIZE_PAD=4096, ADDS=True), {}),
     (
         triton_kernels._rope_store,
