@@ -1,6 +1,6 @@
 """python bench.py offline --help"""
 
-from nanoengine.benchmark import main
+from benchmarks.main import main
 
 if __name__ == "__main__":
     main()

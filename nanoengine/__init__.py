@@ -1,27 +1,42 @@
-"""nanoengine: a small LLM inference engine whose context need not fit the device that runs it."""
+"""nanoengine: a small LLM inference engine whose context need not fit the device that runs it.
 
-from nanoengine.collector import paused as _paused
+`LLM` and `AsyncLLM` bring PyTorch with them, and only when they are first asked for (PEP 562).
+"""
 
-with _paused():
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from nanoengine.engine.collector import paused as _paused
+from nanoengine.engine.streaming import StreamDelta
+from nanoengine.errors import (
+    ConfigError,
+    CorruptModelError,
+    EngineClosedError,
+    EngineError,
+    ForkedProcessError,
+    InvalidParamsError,
+    InvalidPromptError,
+    LogitsError,
+    ModelLoadError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    PromptTooLongError,
+    RequestError,
+    TransferError,
+    UnsupportedModelError,
+    WeightMismatchError,
+)
+from nanoengine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    RequestOutput,
+)
+from nanoengine.sampling_params import BeamSearchParams, SamplingParams
+
+if _TYPE_CHECKING:
     from nanoengine.async_llm import AsyncLLM
-    from nanoengine.errors import (
-        ConfigError,
-        EngineError,
-        InvalidParamsError,
-        InvalidPromptError,
-        ModelLoadError,
-        PromptTooLongError,
-        RequestError,
-    )
     from nanoengine.llm import LLM
-    from nanoengine.outputs import (
-        BeamSearchOutput,
-        BeamSearchSequence,
-        CompletionOutput,
-        RequestOutput,
-    )
-    from nanoengine.sampling_params import BeamSearchParams, SamplingParams
-    from nanoengine.streaming import StreamDelta
 
 __version__ = "0.1.0"
 
@@ -33,13 +48,37 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "ConfigError",
+    "CorruptModelError",
+    "EngineClosedError",
     "EngineError",
+    "ForkedProcessError",
     "InvalidParamsError",
     "InvalidPromptError",
+    "LogitsError",
     "ModelLoadError",
+    "ModelNotFoundError",
+    "OutOfMemoryError",
     "PromptTooLongError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "StreamDelta",
+    "TransferError",
+    "UnsupportedModelError",
+    "WeightMismatchError",
 ]
+
+_LATE = {"LLM": "nanoengine.llm", "AsyncLLM": "nanoengine.async_llm"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with _paused():
+        found: object = getattr(_importlib.import_module(_LATE[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -19,13 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from nanoengine.devices.home_process import HomeProcess, join
+from nanoengine.engine.streaming import DeltaStream, StreamDelta, merge_deltas
 from nanoengine.errors import EngineClosedError, RequestError
-from nanoengine.home_process import HomeProcess, join
 from nanoengine.llm import LLM, Messages, Prompt, TemplateKwargs
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.streaming import DeltaStream, StreamDelta, merge_deltas
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 Answer = TypeVar("Answer")
 

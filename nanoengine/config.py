@@ -13,8 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoengine.checked_values import MAX_COUNT, SEEDS, integer, number, shown
-from nanoengine.errors import ConfigError
+from nanoengine.errors import MAX_COUNT, SEEDS, ConfigError, integer, number, shown
 
 GIB = 1 << 30
 

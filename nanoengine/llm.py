@@ -19,14 +19,14 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from nanoengine.beam_search import BeamSearch, BeamSearches, beam_params
+from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
+from nanoengine.engine.llm_engine import LLMEngine, refused
+from nanoengine.engine.streaming import DeltaStream, RequestStream, StreamDelta
+from nanoengine.engine.turns import Turn, Turns
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
-from nanoengine.llm_engine import LLMEngine, refused
 from nanoengine.outputs import BeamSearchOutput, RequestOutput
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
-from nanoengine.streaming import DeltaStream, RequestStream, StreamDelta
-from nanoengine.tokenizer import Tokenizer
-from nanoengine.turns import Turn, Turns
+from nanoengine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

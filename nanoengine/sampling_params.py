@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from nanoengine.checked_values import MAX_COUNT, SEEDS, integer, number, shown
-from nanoengine.errors import InvalidParamsError
+from nanoengine.errors import MAX_COUNT, SEEDS, InvalidParamsError, integer, number, shown
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20

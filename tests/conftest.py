@@ -19,7 +19,7 @@ if not torch.cuda.is_available():  # read when Triton is first imported, by whom
 
 from checkpoints import TINY
 
-from nanoengine.cpu_kernels import CpuKernels
+from nanoengine.kernels.cpu_kernels import CpuKernels
 
 
 @pytest.fixture(scope="session")

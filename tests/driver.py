@@ -16,13 +16,13 @@ from checkpoints import reference, reference_greedy, reference_logits
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.block_manager import Block
 from nanoengine.config import GIB
-from nanoengine.copy_streams import Convert
-from nanoengine.kv_cache import HybridKVCacheManager, StepKV
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.loader import read_model_config
-from nanoengine.models import ARCHITECTURES
+from nanoengine.devices.copy_streams import Convert
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kv.block_manager import Block
+from nanoengine.kv.kv_cache import HybridKVCacheManager, StepKV
+from nanoengine.loading.loader import read_model_config
+from nanoengine.models.decoder import ARCHITECTURES
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 from nanoengine.sequence import Sequence as EngineSequence

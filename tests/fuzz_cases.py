@@ -20,16 +20,21 @@ from typing import Any, NamedTuple
 from nasties import NASTIES
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.chat_template import ChatTemplate
 from nanoengine.config import EngineConfig, make_config
 from nanoengine.errors import EngineError, ModelLoadError
-from nanoengine.generation_config import read_sampling_params
-from nanoengine.gguf_convert import convert_gguf
-from nanoengine.loader import CheckpointReader, check_names, ignorable_tensors, read_model_config
-from nanoengine.models import weight_shapes
+from nanoengine.loading.generation_config import read_sampling_params
+from nanoengine.loading.gguf.convert import convert_gguf
+from nanoengine.loading.loader import (
+    CheckpointReader,
+    check_names,
+    ignorable_tensors,
+    read_model_config,
+)
+from nanoengine.models.decoder import weight_shapes
 from nanoengine.sampling_params import BeamSearchParams
-from nanoengine.template_process import TemplateProcess
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.chat_template import ChatTemplate
+from nanoengine.text.template_process import TemplateProcess
+from nanoengine.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = [65, 66, 67, 68]

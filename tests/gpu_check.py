@@ -48,9 +48,9 @@ from tqdm import tqdm
 
 import nanoengine
 from nanoengine import SamplingParams
-from nanoengine.device import make_device
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry
+from nanoengine.devices.device import make_device
+from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry
+from nanoengine.engine.llm_engine import LLMEngine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 BLOCK = 8

@@ -22,13 +22,13 @@ import torch
 import transformers
 
 from nanoengine import SamplingParams
+from nanoengine.bench.niah import induction_samples
 from nanoengine.config import GIB
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.loader import read_model_config
-from nanoengine.models import weight_shapes
-from nanoengine.niah import induction_samples
-from nanoengine.probe import PROBE_ID, probe_sequence
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.loading.loader import read_model_config
+from nanoengine.models.decoder import weight_shapes
 from nanoengine.sequence import Admission, Sequence, SequenceStatus
+from nanoengine.startup.probe import PROBE_ID, probe_sequence
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

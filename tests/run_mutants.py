@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("nanoengine", "tests", "pyproject.toml")
+COPIED = ("nanoengine", "benchmarks", "tests", "pyproject.toml")
 TIMEOUT_S = 240  # of one mutant
 UNPATCHED_TIMEOUT_S = 60  # of each test that is named, on a busy machine
 PASSED, FAILED = 0, 1  # pytest's exit codes; anything else is a broken run, not a verdict
@@ -116,7 +116,7 @@ def copied_tree(folder: Path) -> Path:
     for name in COPIED:
         source, target = ROOT / name, folder / name
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "results"))
         else:
             shutil.copy(source, target)
     return folder

@@ -30,7 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / "tests/sanitize"
-COPIED = ("nanoengine", "tests", "pyproject.toml")
+COPIED = ("nanoengine", "benchmarks", "tests", "pyproject.toml")
 TIMEOUT_S = 900  # of one check
 # -O1: with -O3 GCC takes longer than nanoengine waits for it.
 COMMON = "-O1 -g1 -fno-var-tracking -fno-omit-frame-pointer"
@@ -42,7 +42,7 @@ NO_AMX = "-U__AMX_TILE__"
 
 @dataclass(frozen=True)
 class Fault:
-    """Text of a file of nanoengine/, what takes its place, and the report that must come."""
+    """Text of a file of the kernels, what takes its place, and the report that must come."""
 
     file: str
     old: str
@@ -170,7 +170,7 @@ def plant(tree: Path, faults: tuple[Fault, ...]) -> None:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tree / name)
     for fault in faults:
-        path = tree / "nanoengine" / fault.file
+        path = tree / "nanoengine" / "kernels" / fault.file
         text = path.read_text()
         if text.count(fault.old) != 1:
             raise SystemExit(f"{fault.file} does not hold what a fault replaces: {fault.old!r}")
@@ -203,7 +203,8 @@ def run_program(check: Check, tree: Path, folder: Path) -> tuple[int, str]:
         "SANITIZER_CFLAGS": f"{THREADS} {check.cflags}",
         "TSAN_OPTIONS": f"halt_on_error=1:atexit_sleep_ms=0:log_path={folder / 'reports/threads'}",
     }
-    compiled = [*PROGRAM, f"-I{tree / 'nanoengine'}", "-c", str(source), "-o", f"{made}.o"]
+    include = f"-I{tree / 'nanoengine' / 'kernels'}"
+    compiled = [*PROGRAM, include, "-c", str(source), "-o", f"{made}.o"]
     linked = ["-fsanitize=thread", f"{made}.o", "-o", str(made), "-lm", "-lpthread"]
     for step in ([str(TOOLS / "cc"), *compiled], ["gcc", *linked], [str(made)]):
         code, output = run(step, environment, tree)

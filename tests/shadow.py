@@ -22,19 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.block_manager import Block
 from nanoengine.config import EngineConfig
 from nanoengine.context import KVChunk
-from nanoengine.copy_streams import Convert, Event, InlineStream, WorkerEvent, WorkerStream
-from nanoengine.device import CpuDevice
-from nanoengine.host_pool import HostPool
-from nanoengine.kv_cache import HybridKVCacheManager, StepKV
-from nanoengine.kv_spec import KVSpec
+from nanoengine.devices.copy_streams import Convert, Event, InlineStream, WorkerEvent, WorkerStream
+from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.stream_check import CheckedDevice
+from nanoengine.engine.scheduler import Scheduler
+from nanoengine.kv.block_manager import Block
+from nanoengine.kv.host_pool import HostPool
+from nanoengine.kv.kv_cache import HybridKVCacheManager, StepKV
+from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, SequenceStatus
 from nanoengine.sequence import Sequence as EngineSequence
-from nanoengine.stream_check import CheckedDevice
 
 NUM_LAYERS = 3
 VOCAB = 5  # few tokens: equal beginnings happen by themselves

@@ -17,111 +17,41 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "nanoengine"
 
-# A file imports only rows above its own ...
-ROWS = (
-    (
-        *("errors", "checked_values", "config", "sampling_params", "metrics", "collector"),
-        *("home_process", "cache_folders", "turns"),
-    ),
-    (
-        *("sequence", "context", "copy_streams", "device", "outputs"),
-        *("stream_check", "streaming"),
-    ),
-    (
-        *("block_manager", "block_table", "step_plan", "placement", "host_pool", "offload"),
-        *("kv_codec", "kv_spec", "step_kv", "kv_cache"),
-    ),
-    (
-        *(
-            "call_tape",
-            "cpu_kernels",
-            "cpu_linear",
-            "kernels",
-            "quant",
-            "cuda_graph",
-            "flash_attention",
-            "triton_attention_kernels",
-            "triton_attention",
-            "triton_kernels",
-            "attention",
-        ),
-        *("rope", "layers", "models", "structured", "speculative", "sampler"),
-    ),
-    (
-        *("model_cache", "hub", "template_worker", "template_process", "chat_template"),
-        "tokenizer",
-        *("gguf_structure", "gguf_metadata", "gguf_tokenizer", "gguf_convert"),
-        *("checked_json", "rope_json", "generation_config", "loader"),
-    ),
-    ("memory_plan", "scheduler", "model_runner", "probe"),
-    ("input_processor", "llm_engine", "beam_search", "llm", "async_llm"),
-    (
-        *("benchmark_limits", "peers", "benchmark_compare", "benchmark_tiers"),
-        *("benchmark_scaling", "benchmark_quant", "benchmark"),
-        *("niah", "ruler", "server", "cli", "__init__", "__main__"),
-    ),
-)
-# ... and, inside its row, only what is listed here. Everyone may import errors.
-ARROWS = {
-    "config": {"checked_values"},
-    "sampling_params": {"checked_values"},
-    "context": {"sequence"},
-    "block_table": {"block_manager"},
-    "placement": {"block_manager", "step_plan"},
-    "host_pool": {"step_plan"},
-    "offload": {"host_pool", "kv_codec", "step_plan"},
-    "kv_spec": {"kv_codec"},
-    "step_kv": {
-        *("block_manager", "block_table", "step_plan", "placement", "offload", "kv_spec"),
-    },
-    "kv_cache": {
-        *("block_manager", "block_table", "step_plan", "placement", "offload", "kv_spec"),
-        "step_kv",
-    },
-    "attention": {"kernels", "cpu_kernels", "flash_attention", "triton_attention"},
-    "cpu_kernels": {"call_tape"},
-    "cpu_linear": {"call_tape", "cpu_kernels"},
-    "layers": {"quant", "cpu_kernels", "cpu_linear"},
-    "models": {"layers", "rope"},
-    "sampler": {"structured", "speculative"},
-    "triton_attention": {"triton_attention_kernels"},
-    "outputs": {"sequence"},
-    "turns": {"home_process"},
-    "device": {"copy_streams"},
-    "stream_check": {"copy_streams", "device"},
-    "streaming": {"sequence", "outputs"},
-    "template_process": {"template_worker"},
-    "chat_template": {"template_process"},
-    "tokenizer": {"chat_template", "checked_json", "template_process"},
-    "gguf_metadata": {"gguf_structure"},
-    "gguf_tokenizer": {"gguf_metadata"},
-    "gguf_convert": {"gguf_structure", "gguf_metadata", "gguf_tokenizer"},
-    "rope_json": {"checked_json"},
-    "loader": {"checked_json", "rope_json", "model_cache", "hub", "gguf_convert", "tokenizer"},
-    "generation_config": {"checked_json"},
-    "probe": {"model_runner"},
-    "llm_engine": {"input_processor"},
-    "beam_search": {"llm_engine"},
-    "llm": {"llm_engine", "beam_search"},
-    "async_llm": {"llm"},
-    "benchmark_compare": {"benchmark_limits", "peers"},
-    "benchmark_scaling": {"benchmark_limits"},
-    "benchmark_quant": {"benchmark_limits"},
-    "benchmark": {
-        *("__init__", "benchmark_tiers", "benchmark_scaling", "benchmark_compare"),
-        "benchmark_quant",
-    },
-    "ruler": {"__init__", "niah"},
-    "cli": {"server", "benchmark", "ruler"},
-    "__main__": {"cli"},
+# What everybody may import, and what each of these imports in turn.
+BASE = {
+    "errors": set(),
+    "config": {"errors"},
+    "sampling_params": {"errors"},
+    "sequence": {"errors", "sampling_params"},
+    "context": set(),
+    "outputs": {"errors", "sequence"},
 }
-# Maths (row 3) and memory (row 2) meet in context.py alone.
-CLOSED_ROWS = {3: 2}
-# The package itself shows what users import, and pulls in nothing else by name.
-INIT_IMPORTS = {
-    *("llm", "async_llm", "sampling_params", "errors", "outputs", "streaming", "collector"),
+# What else the files of a folder may import: other folders. Maths (models, kernels, attention) and
+# memory (kv) meet in context.py alone.
+FOLDERS = {
+    "devices": set(),
+    "kv": {"devices"},
+    "kernels": {"devices"},
+    "models": {"kernels"},
+    "attention": {"kernels", "devices"},
+    "text": {"devices"},
+    "loading": {"models", "text", "devices"},
+    "startup": {"kv", "devices"},
+    "engine": {
+        *("startup", "loading", "attention", "models", "kernels", "kv", "text", "devices"),
+    },
+    "bench": {"__init__", "llm", "loading", "text", "engine", "devices"},
 }
-ROW_OF = {name: i for i, row in enumerate(ROWS) for name in row}
+# What users call. The package itself shows what users import.
+FRONT = {
+    "llm": {"engine", "text"},
+    "async_llm": {"llm", "engine", "text", "devices"},
+    "__init__": {"llm", "async_llm", "engine"},
+}
+LAW = {
+    **BASE,
+    **{name: set(BASE) | targets for name, targets in (FOLDERS | FRONT).items()},
+}
 
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -142,8 +72,8 @@ def check_package(folder: Path) -> list[str]:
 
 def check_file(name: str, source: str) -> Iterator[str]:
     """Violations in one file; `name` is its path in the package without the suffix."""
-    if name not in ROW_OF:
-        yield "has no row in the import law: give it one in ROWS, or move its code elsewhere"
+    if place_of(name) not in LAW:
+        yield "has no place in the import law: give it one in LAW, or move it into a folder"
         return
     if (lines := len(source.splitlines())) > MAX_FILE_LINES:
         yield f"{lines} lines, the limit is {MAX_FILE_LINES}"
@@ -152,54 +82,44 @@ def check_file(name: str, source: str) -> Iterator[str]:
         yield from rule(name, tree)
 
 
+def place_of(name: str) -> str:
+    """The folder of a file, or the file itself where it lies in none."""
+    return name.partition("/")[0]
+
+
 def import_law(name: str, tree: ast.Module) -> Iterator[str]:
-    for target in sorted(imported_modules(tree)):
-        if target not in ROW_OF:
-            yield f"imports {target}, which has no row in the import law"
-        elif not may_import(name, target):
-            yield f"row {ROW_OF[name]} may not import {target} (row {ROW_OF[target]})"
+    place = place_of(name)
+    for target in sorted(imported_places(tree) - {place}):
+        if target not in LAW:
+            yield f"imports {target}, which has no place in the import law"
+        elif target not in LAW[place]:
+            yield f"{place} may not import {target}"
 
 
-def may_import(name: str, target: str) -> bool:
-    if name == "__init__":
-        return target in INIT_IMPORTS
-    if target == "errors" and name != "errors":
-        return True
-    row, target_row = ROW_OF[name], ROW_OF[target]
-    if row == target_row:
-        return target in ARROWS.get(name, ())
-    return target_row < row and CLOSED_ROWS.get(row) != target_row
-
-
-def imported_modules(tree: ast.Module) -> set[str]:
-    """Files of the package imported anywhere in `tree`; `__init__` is the package itself."""
-    modules: set[str] = set()
+def imported_places(tree: ast.Module) -> set[str]:
+    """Folders and files of the package imported anywhere in `tree`; `__init__` is the package."""
+    places: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules |= {module_of(alias.name) for alias in node.names if is_ours(alias.name)}
+            places |= {place_in(alias.name) for alias in node.names if is_ours(alias.name)}
         elif isinstance(node, ast.ImportFrom):
-            origin = absolute_origin(node)
-            if origin == PACKAGE:
+            origin = node.module or ""
+            if node.level:
+                places.add("a relative name")
+            elif origin == PACKAGE:
                 names = {alias.name for alias in node.names}
-                modules |= {name if name in ROW_OF else "__init__" for name in names}
+                places |= {name if name in LAW else "__init__" for name in names}
             elif is_ours(origin):
-                modules.add(module_of(origin))
-    return modules
-
-
-def absolute_origin(node: ast.ImportFrom) -> str:
-    """`from . import x` and `from .y import x` as if written in full: the package is flat."""
-    if node.level == 0:
-        return node.module or ""
-    return f"{PACKAGE}.{node.module}" if node.module else PACKAGE
+                places.add(place_in(origin))
+    return places
 
 
 def is_ours(dotted: str) -> bool:
     return dotted.split(".")[0] == PACKAGE
 
 
-def module_of(dotted: str) -> str:
-    return dotted.partition(".")[2] or "__init__"
+def place_in(dotted: str) -> str:
+    return [*dotted.split("."), "__init__"][1]
 
 
 def no_global_statement(_: str, tree: ast.Module) -> Iterator[str]:
@@ -208,10 +128,12 @@ def no_global_statement(_: str, tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno}: global {', '.join(node.names)}; keep state on an object"
 
 
-def no_type_checking_block(_: str, tree: ast.Module) -> Iterator[str]:
+def no_type_checking_block(name: str, tree: ast.Module) -> Iterator[str]:
+    if name == "__init__":  # what it brings late, an editor sees at once
+        return
     for node in ast.walk(tree):
         if "TYPE_CHECKING" in (getattr(node, "id", None), getattr(node, "attr", None)):
-            yield "TYPE_CHECKING; the rows make it needless"
+            yield "TYPE_CHECKING; the law makes it needless"
 
 
 def nothing_that_runs_a_files_code(_: str, tree: ast.Module) -> Iterator[str]:
@@ -278,7 +200,7 @@ def literal_all(tree: ast.Module) -> list[str] | None:
 def bound_names(tree: ast.Module) -> set[str]:
     """Names that the module's top level binds, `from __future__` aside."""
     bound: set[str] = set()
-    blocks = [node.body for node in tree.body if isinstance(node, ast.With)]
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
     for node in itertools.chain(tree.body, *blocks):
         if isinstance(node, ast.Import | ast.ImportFrom):
             if getattr(node, "module", None) != "__future__":
@@ -312,12 +234,14 @@ RULES: tuple[Rule, ...] = (
 
 
 def tree_in(readme: str) -> list[str]:
-    """First words that are file names, in the first block that opens with the line ```tree."""
+    """First words that are files or folders, in the first block that opens with the line ```tree,
+    but for the folder that they are in.
+    """
     block = re.search(r"^```tree\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     if block is None:
         return []
     words = (line.lstrip(" │├└─").partition(" ")[0] for line in block[1].splitlines())
-    return [word for word in words if word.endswith((".py", ".c"))]
+    return [word for word in words if word.endswith((".py", "/")) and word != f"{PACKAGE}/"]
 
 
 def test_the_package_keeps_the_law() -> None:
@@ -325,14 +249,51 @@ def test_the_package_keeps_the_law() -> None:
 
 
 def test_readme_tree_is_the_package() -> None:
-    readme = ROOT / "README.md"
-    files = [p.name for p in (ROOT / PACKAGE).iterdir() if p.suffix in (".py", ".c")]
-    assert sorted(tree_in(readme.read_text(encoding="utf-8"))) == sorted(files)
+    """Folders and the files beside them; what is in a folder its own first lines say."""
+    entries = (ROOT / PACKAGE).iterdir()
+    there = {p.name + "/" * p.is_dir() for p in entries if p.name != "__pycache__"}
+    assert set(tree_in((ROOT / "README.md").read_text(encoding="utf-8"))) == there - {"py.typed"}
+    assert len(there) <= 20
 
 
-def test_every_arrow_stays_inside_its_row() -> None:
-    for name, targets in ARROWS.items():
-        assert {ROW_OF[target] for target in targets} == {ROW_OF[name]}
+def test_the_law_has_no_circle() -> None:
+    assert circle({place: targets - BASE.keys() for place, targets in LAW.items()}) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {}
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        dotted = ".".join(parts[: -1 if parts[-1] == "__init__" else None])
+        files[dotted] = imported_files(ast.parse(path.read_text(encoding="utf-8"))) - {dotted}
+    files = {name: targets & files.keys() - {PACKAGE} for name, targets in files.items()}
+    assert circle(files) == []
+
+
+def imported_files(tree: ast.Module) -> set[str]:
+    """All that an import may name, files or not."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that lead to one another: those that are left when all without arrows have gone."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while free := [name for name, targets in left.items() if not targets & left.keys() - {name}]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}
+    assert circle(graph) == ["a", "b", "c", "d"]
+    assert circle(graph | {"c": set()}) == []
 
 
 # What follows tests the checker: one planted violation of each kind.
@@ -341,9 +302,11 @@ DOCSTRING = '"""Owns nothing, knows nothing."""\n'
 
 
 def plant(folder: Path, **files: str) -> list[str]:
-    """Violations of a package made of `files`, each given a docstring."""
+    """Violations of a package made of `files`, each given a docstring; kv__offload is in kv/."""
     for name, source in files.items():
-        (folder / f"{name}.py").write_text(DOCSTRING + source, encoding="utf-8")
+        path = folder / f"{name if name.startswith('__') else name.replace('__', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(DOCSTRING + source, encoding="utf-8")
     return check_package(folder)
 
 
@@ -352,10 +315,11 @@ def test_a_lawful_package_has_no_violations(tmp_path: Path) -> None:
         tmp_path,
         errors="class EngineError(Exception): ...\n",
         config="from nanoengine.errors import EngineError\n",
-        context="from nanoengine import sequence\n",
-        attention="from nanoengine import context, kernels\nimport torch\n",
-        loader="f(trust_remote_code=False)\n",
-        llm="import nanoengine.llm_engine\n",
+        outputs="from nanoengine import sequence\n",
+        attention__select="from nanoengine.kernels import cpu_kernels\nimport torch\n",
+        kv__kv_cache="import nanoengine.kv.offload\nfrom nanoengine import context\n",
+        loading__loader="f(trust_remote_code=False)\n",
+        llm="import nanoengine.engine.llm_engine\n",
         __init__=(
             "from nanoengine.llm import LLM\n"
             "from nanoengine.errors import EngineError\n"
@@ -369,26 +333,39 @@ def test_a_lawful_package_has_no_violations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "expected"),
     [
-        ("sequence", "from nanoengine.llm import LLM", "row 1 may not import llm (row 6)"),
-        ("errors", "import nanoengine.config", "row 0 may not import config (row 0)"),
-        ("offload", "from nanoengine import kv_cache", "row 2 may not import kv_cache (row 2)"),
-        ("models", "from .kv_cache import KV", "row 3 may not import kv_cache (row 2)"),
-        ("models", "from . import offload as o", "row 3 may not import offload (row 2)"),
-        ("quant", "def f():\n    import nanoengine.layers", "row 3 may not import layers (row 3)"),
-        ("loader", "from nanoengine import __version__", "row 4 may not import __init__ (row 7)"),
-        ("loader", "from nanoengine.utils import x", "imports utils, which has no row"),
-        ("__init__", "import nanoengine.loader as _l\n__all__ = []", "row 7 may not import loader"),
-        ("utils", "", "has no row in the import law"),
-        ("device", "def f():\n    global x, y\n    x = 1", "line 3: global x, y"),
-        ("device", "from typing import TYPE_CHECKING\nif TYPE_CHECKING: ...", "TYPE_CHECKING"),
-        ("device", "import typing\nif typing.TYPE_CHECKING: ...", "TYPE_CHECKING"),
-        ("loader", "import pickle", "pickle can run code"),
-        ("loader", "from pickle import loads", "pickle.loads can run code"),
-        ("loader", "import torch\nx = torch.load('f')", "torch.load can run code"),
-        ("loader", "from torch import load", "torch.load can run code"),
-        ("loader", "f(trust_remote_code=x)", "trust_remote_code may only be False"),
-        ("layers", "def f():\n" + "    x = 1\n" * 61, "f has 61 lines, the limit is 60"),
-        ("layers", "x = 1\n" * 600, "601 lines, the limit is 600"),
+        ("sequence", "from nanoengine.llm import LLM", "sequence may not import llm"),
+        ("errors", "import nanoengine.config", "errors may not import config"),
+        ("kv__offload", "from nanoengine import models", "kv may not import models"),
+        ("models__quant", "from nanoengine.kv.kv_cache import KV", "models may not import kv"),
+        ("models__quant", "from . import layers", "imports a relative name"),
+        (
+            "startup__probe",
+            "def f():\n    import nanoengine.engine.model_runner",
+            "startup may not import engine",
+        ),
+        (
+            "loading__loader",
+            "from nanoengine import __version__",
+            "loading may not import __init__",
+        ),
+        ("loading__loader", "from nanoengine.utils import x", "imports utils, which has no place"),
+        ("engine__a", "import nanoengine.bench.main", "engine may not import bench"),
+        (
+            "__init__",
+            "import nanoengine.loading.loader as _l\n__all__ = []",
+            "__init__ may not import loading",
+        ),
+        ("utils", "", "has no place in the import law"),
+        ("devices__a", "def f():\n    global x, y\n    x = 1", "line 3: global x, y"),
+        ("config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING: ...", "TYPE_CHECKING"),
+        ("config", "import typing\nif typing.TYPE_CHECKING: ...", "TYPE_CHECKING"),
+        ("config", "import pickle", "pickle can run code"),
+        ("config", "from pickle import loads", "pickle.loads can run code"),
+        ("config", "import torch\nx = torch.load('f')", "torch.load can run code"),
+        ("config", "from torch import load", "torch.load can run code"),
+        ("config", "f(trust_remote_code=x)", "trust_remote_code may only be False"),
+        ("config", "def f():\n" + "    x = 1\n" * 61, "f has 61 lines, the limit is 60"),
+        ("config", "x = 1\n" * 600, "601 lines, the limit is 600"),
         ("__init__", "x = 1", "has no literal __all__"),
         ("__init__", "x = 1\n__all__ = []", "__all__ lacks x"),
         ("__init__", "__all__ = ['x']", "__all__ names x, which nothing defines"),
@@ -401,7 +378,8 @@ def test_a_planted_violation_is_reported(
 ) -> None:
     found = plant(tmp_path, **{name: source})
     assert len(found) == 1, found
-    assert found[0].startswith(f"{name}.py: ")
+    path = name if name == "__init__" else name.replace("__", "/")
+    assert found[0].startswith(f"{path}.py: ")
     assert expected in found[0]
 
 
@@ -416,7 +394,7 @@ def test_files_in_folders_and_without_docstring_are_reported(tmp_path: Path) -> 
 
 
 def test_readme_tree_takes_the_first_word_of_each_line() -> None:
-    tree = "nanoengine/\n├── llm.py   imports llm_engine.py\n└── x.c\n"
+    tree = "nanoengine/\n├── llm.py   imports engine/\n└── kv/  x.c\n"
     readme = f"a\n\n```tree\n{tree}```\n\n```\nb.py\n```\n"
-    assert tree_in(readme) == ["llm.py", "x.c"]
+    assert tree_in(readme) == ["llm.py", "kv/"]
     assert tree_in("```\nllm.py\n```\n") == []

@@ -21,8 +21,8 @@ from nanoengine import (
     InvalidPromptError,
     SamplingParams,
 )
+from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import EngineError, TransferError
-from nanoengine.speculative import PromptLookup
 
 BLOCK = 8
 SETTINGS: dict[str, Any] = {

@@ -17,12 +17,12 @@ from driver import assert_all_free
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from benchmarks.main import main
+from benchmarks.quantization import TEXT, perplexity
 from nanoengine import LLM, PromptTooLongError
-from nanoengine.benchmark import main
-from nanoengine.benchmark_quant import TEXT, perplexity
-from nanoengine.loader import BUNDLED_MODEL as MODEL
-from nanoengine.loader import _bundled_gguf, resolve_model
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.loading.loader import BUNDLED_MODEL as MODEL
+from nanoengine.loading.loader import _bundled_gguf, resolve_model
+from nanoengine.text.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]
 
@@ -107,7 +107,7 @@ def test_quantization(
     really_run = subprocess.run
 
     def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[Any]:
-        if command[:3] != [sys.executable, "-m", "nanoengine.benchmark"]:
+        if command[:3] != [sys.executable, "-m", "nanoengine.bench.main"]:
             return really_run(command, **options)
         capsys.readouterr()
         main(command[3:])

@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine import benchmark, benchmark_compare, peers
-from nanoengine.benchmark_compare import (
+from benchmarks.compare import (
     WORKS,
     Kind,
     Peer,
@@ -28,13 +27,15 @@ from nanoengine.benchmark_compare import (
     make_work,
     run_rounds,
 )
-from nanoengine.benchmark_limits import (
+from benchmarks.limits import (
     Limits,
     Model,
     decode_steps,
     measure_limits,
     share_of_limits,
 )
+from nanoengine import benchmark_compare, peers
+from nanoengine.bench import main as benchmark
 from nanoengine.config import ModelConfig, RopeConfig
 
 FAKE = """

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine import block_manager
-from nanoengine.block_manager import Block, BlockKey, BlockManager, SlotPool, block_key
+from nanoengine.kv import block_manager
+from nanoengine.kv.block_manager import Block, BlockKey, BlockManager, SlotPool, block_key
 
 
 def on_device(manager: BlockManager, num_tokens: int = 1) -> Block:

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from marks import needs_compiler
 
-from nanoengine import cache_folders, cpu_kernels, model_cache
+from nanoengine.devices import cache_folders
 from nanoengine.errors import ModelLoadError
+from nanoengine.kernels import cpu_kernels
+from nanoengine.loading import model_cache
 
 ANSWER = "int answer(void) { return 42; }\n"
 
@@ -109,7 +111,7 @@ def test_without_any_folder_kernels_and_conversions_say_what_to_set(
 
 START = """
 import os, pwd, sys, tempfile
-from nanoengine import cache_folders
+from nanoengine.devices import cache_folders
 cache_folders.TEMPORARY_FOLDERS = ()
 tempfile.gettempdir = lambda: (_ for _ in ()).throw(FileNotFoundError("no temporary folder"))
 pwd.getpwuid = lambda uid: (_ for _ in ()).throw(KeyError(uid))

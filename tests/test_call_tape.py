@@ -13,14 +13,14 @@ from shadow import HeldDevice
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.call_tape import CallTape, _Pass
 from nanoengine.context import StepInputs
-from nanoengine.device import CpuDevice
+from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.stream_check import CheckedDevice
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import EngineError
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.offload import OffloadEngine, StepTransfers
-from nanoengine.step_plan import Store
-from nanoengine.stream_check import CheckedDevice
+from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kv.offload import OffloadEngine, StepTransfers
+from nanoengine.kv.step_plan import Store
 
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 90, 1))]
 PARAMS = [

@@ -10,8 +10,8 @@ import pytest
 from driver import STREAMED, Driver, small_engine
 
 from nanoengine import SamplingParams
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import InvalidParamsError
-from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import RequestOutput
 
 BLOCK = 8

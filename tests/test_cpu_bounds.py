@@ -18,9 +18,9 @@ from marks import BUILDS, needs_bf16_cpu, needs_compiler
 from paged_batches import chunk_of, int32, make_batch
 from torch import Tensor
 
-from nanoengine.call_tape import CallTape
-from nanoengine.cpu_kernels import CpuKernels
-from nanoengine.cpu_linear import CpuLinear
+from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.kernels.cpu_linear import CpuLinear
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0

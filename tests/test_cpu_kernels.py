@@ -12,10 +12,10 @@ from marks import BUILDS, HAS_TILES, needs_compiler
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
-from nanoengine import cpu_kernels
 from nanoengine.context import KVChunk, KVTarget
-from nanoengine.cpu_kernels import CpuKernels, KernelBuildError
 from nanoengine.errors import EngineError
+from nanoengine.kernels import cpu_kernels
+from nanoengine.kernels.cpu_kernels import CpuKernels, KernelBuildError
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)

@@ -12,11 +12,11 @@ import torch
 from marks import BUILDS, needs_bf16_cpu, needs_compiler, needs_tiles
 from torch import Tensor
 
-from nanoengine import cpu_kernels, cpu_linear
-from nanoengine.call_tape import CallTape
-from nanoengine.cpu_kernels import KernelBuildError
-from nanoengine.cpu_linear import CpuLinear, WeightArena
 from nanoengine.errors import EngineError
+from nanoengine.kernels import cpu_kernels, cpu_linear
+from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cpu_kernels import KernelBuildError
+from nanoengine.kernels.cpu_linear import CpuLinear, WeightArena
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 

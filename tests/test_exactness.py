@@ -13,7 +13,7 @@ import torch
 from checkpoints import TINY, reference, reference_greedy, reference_logits
 from driver import GREEDY, Driver, token_ids
 
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.engine.llm_engine import LLMEngine
 
 BLOCK = 8
 NUM_OUT = GREEDY.max_tokens

@@ -28,12 +28,8 @@ from driver import (
 )
 from torch import Tensor
 
-from nanoengine import SamplingParams, attention, flash_attention, llm_engine
-from nanoengine.attention import TorchAttention, make_attention
-from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
-from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
-from nanoengine.errors import ConfigError
-from nanoengine.flash_attention import (
+from nanoengine import SamplingParams
+from nanoengine.attention.flash_attention import (
     FindKernels,
     FlashAttention,
     FlashAttnKernel,
@@ -48,7 +44,13 @@ from nanoengine.flash_attention import (
     seen_by,
     varlen_kernels,
 )
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.attention.select import TorchAttention, flash_attention, make_attention
+from nanoengine.attention.select import select as attention
+from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
+from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
+from nanoengine.engine import llm_engine
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.errors import ConfigError
 
 BLOCK, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 8
 PLAIN = AttentionConfig(64)
@@ -766,11 +768,11 @@ def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(attention, "make_flash", make)
     assert name(device=CPU) == "torch (c needs float32 or bfloat16, not float16)"
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "nanoengine.triton_attention", None)
+        patch.setitem(sys.modules, "nanoengine.attention.triton_attention", None)
         assert name().startswith("torch (the reason; the reason; Triton: ")
         refused.remove("sdpa_kernels")
         assert name().startswith("reference (the reason; the reason; Triton: ")
-    triton_attention = pytest.importorskip("nanoengine.triton_attention")
+    triton_attention = pytest.importorskip("nanoengine.attention.triton_attention")
     monkeypatch.setattr(triton_attention, "_shared_memory", lambda device: 99 << 10)
     assert name().startswith("Triton ") and name().endswith("(the reason; the reason)")
     assert name("sdpa") == "reference"

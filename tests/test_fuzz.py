@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from fuzz_cases import Bench, gguf_fields, make_seeds
 
-from nanoengine.chat_template import ChatTemplate
 from nanoengine.config import make_config
 from nanoengine.errors import EngineError
-from nanoengine.gguf_convert import convert_gguf
+from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.text.chat_template import ChatTemplate
 
 CORPUS = json.loads((Path(__file__).parent / "data" / "fuzz_corpus.json").read_text())
 

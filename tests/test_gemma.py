@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from nanoengine import SamplingParams
-from nanoengine.call_tape import _Pass
 from nanoengine.config import ModelConfig
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
-from nanoengine.layers import OffsetNorm, TorchOps
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.loader import read_model_config
+from nanoengine.kernels.call_tape import _Pass
+from nanoengine.loading.loader import read_model_config
+from nanoengine.models.layers import OffsetNorm, TorchOps
 
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 70))]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

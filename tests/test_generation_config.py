@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from nanoengine import LLM, ConfigError, SamplingParams
 from nanoengine.errors import CorruptModelError
-from nanoengine.generation_config import SAMPLING_KEYS, read_sampling_params
+from nanoengine.loading.generation_config import SAMPLING_KEYS, read_sampling_params
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

@@ -24,16 +24,17 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from nanoengine import gguf_convert, loader
 from nanoengine.config import RopeConfig
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
-from nanoengine.gguf_convert import convert_gguf
-from nanoengine.gguf_metadata import Metadata
-from nanoengine.gguf_structure import check_structure
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.loader import CheckpointReader, read_model_config
-from nanoengine.rope import turned_pairs
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.loading import loader
+from nanoengine.loading.gguf import convert as gguf_convert
+from nanoengine.loading.gguf.convert import convert_gguf
+from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.structure import check_structure
+from nanoengine.loading.loader import CheckpointReader, read_model_config
+from nanoengine.models.rope import turned_pairs
+from nanoengine.text.tokenizer import Tokenizer
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 CONTROL, USER_DEFINED = 3, 4

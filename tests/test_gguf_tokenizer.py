@@ -12,9 +12,9 @@ from checkpoints import GGUFValue
 from transformers import AutoTokenizer
 
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
-from nanoengine.gguf_metadata import Metadata
-from nanoengine.gguf_tokenizer import write_tokenizer
-from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.tokenizer import write_tokenizer
+from nanoengine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 RECORDED = json.loads(
     (Path(__file__).parent / "data" / "sentencepiece_ids.json").read_text(encoding="utf-8")

@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanoengine import SamplingParams, host_pool
-from nanoengine.device import CpuDevice
+from nanoengine import SamplingParams
+from nanoengine.devices.device import CpuDevice
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import OutOfMemoryError
-from nanoengine.host_pool import HostPool, piece_sizes
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.kv import host_pool
+from nanoengine.kv.host_pool import HostPool, piece_sizes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 GIB, MIB = 1 << 30, 1 << 20

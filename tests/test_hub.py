@@ -15,10 +15,10 @@ import pytest
 from driver import GREEDY, Driver, expected
 from huggingface_hub import constants
 
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, ModelNotFoundError
-from nanoengine.hub import UNWANTED, WANTED, hub_folder, is_hub_id
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.loader import find_model
+from nanoengine.loading.hub import UNWANTED, WANTED, hub_folder, is_hub_id
+from nanoengine.loading.loader import find_model
 
 NAME, COMMIT = "some-org/Tiny-1.0_b", "0123456789abcdef0123456789abcdef01234567"
 Tiny = Callable[[str], Path]
@@ -53,7 +53,9 @@ def test_a_cached_model_is_loaded(tiny: Tiny, cache: Path) -> None:
 def test_the_environment_names_the_cache(tiny: Tiny, tmp_path: Path) -> None:
     """In a process of its own, as the client reads it when it is imported."""
     snapshot = filled_cache(tmp_path, tiny("llama"))
-    program = "import sys; from nanoengine.hub import hub_folder; print(hub_folder(sys.argv[1]))"
+    program = (
+        "import sys; from nanoengine.loading.hub import hub_folder; print(hub_folder(sys.argv[1]))"
+    )
     cleared = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
     settings = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     printed = subprocess.run(

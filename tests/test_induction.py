@@ -10,8 +10,8 @@ from checkpoints import reference
 from induction import DIMS, MAX_DOT, VOCAB_SIZE, _codes, write_checkpoint
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.niah import NUM_COPIED, Sample, induction_samples
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.bench.niah import NUM_COPIED, Sample, induction_samples
+from nanoengine.text.tokenizer import Tokenizer
 
 LENGTH = 4096
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_COPIED)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoengine import PromptTooLongError, SamplingParams
 from nanoengine.context import ForwardContext, KVChunk
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams as Params
 from nanoengine.sequence import (

@@ -19,14 +19,14 @@ from driver import Driver, assert_all_free, fail_copies, host_gib, token_ids
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.device import CpuDevice
+from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.stream_check import CheckedDevice
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, TransferError
-from nanoengine.kv_codec import CPU_ELEMENTS, Int8Codec
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.offload import OffloadEngine, StepTransfers
+from nanoengine.kv.kv_codec import CPU_ELEMENTS, Int8Codec
+from nanoengine.kv.offload import OffloadEngine, StepTransfers
+from nanoengine.kv.step_plan import Load, Store
 from nanoengine.outputs import RequestOutput
-from nanoengine.step_plan import Load, Store
-from nanoengine.stream_check import CheckedDevice
 
 BLOCK = 8
 # Largest difference of a logit to the exact one, in standard deviations of these. Measured:

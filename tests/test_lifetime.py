@@ -19,7 +19,7 @@ from driver import assert_all_free
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.copy_streams import WorkerStream
+from nanoengine.devices.copy_streams import WorkerStream
 from nanoengine.errors import EngineClosedError, EngineError, ForkedProcessError
 
 Tiny = Callable[[str], Path]
@@ -261,7 +261,7 @@ def test_a_start_that_fails_leaves_no_thread(
     def failing(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"nanoengine.llm_engine.LLMEngine.{where}", failing)
+    monkeypatch.setattr(f"nanoengine.engine.llm_engine.LLMEngine.{where}", failing)
     with pytest.raises(KeyboardInterrupt) as raised:
         LLM(tiny("llama"), **STREAM)
     assert raised.value and not our_threads()

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nanoengine import cache_folders, gguf_convert, loader, model_cache
 from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.devices import cache_folders
 from nanoengine.errors import (
     CorruptModelError,
     ModelLoadError,
@@ -31,7 +31,9 @@ from nanoengine.errors import (
     UnsupportedModelError,
     WeightMismatchError,
 )
-from nanoengine.loader import (
+from nanoengine.loading import loader, model_cache
+from nanoengine.loading.gguf import convert as gguf_convert
+from nanoengine.loading.loader import (
     CheckpointReader,
     check_names,
     find_model,
@@ -39,8 +41,8 @@ from nanoengine.loader import (
     read_model_config,
     resolve_model,
 )
-from nanoengine.models import ARCHITECTURES, weight_shapes
-from nanoengine.rope import ROPE_KINDS
+from nanoengine.models.decoder import ARCHITECTURES, weight_shapes
+from nanoengine.models.rope import ROPE_KINDS
 
 Tiny = Callable[[str], Path]
 ROOT = Path(__file__).parent.parent
@@ -343,7 +345,7 @@ def test_a_relative_cache_setting_is_ignored(
 BUILD_SLOWLY = """
 import sys, time
 from pathlib import Path
-from nanoengine import model_cache
+from nanoengine.loading import model_cache
 log, name = Path(sys.argv[1]), sys.argv[2]
 def build(folder):
     with log.open("a") as file: file.write(name + chr(10))

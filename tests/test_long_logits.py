@@ -14,7 +14,7 @@ from driver import Driver
 from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.loader import resolve_model
+from nanoengine.loading.loader import resolve_model
 
 POSITIONS = 16384
 NUM_OUT = 64
@@ -43,7 +43,7 @@ def stretched(tmp_path: Path) -> Path:
 def long_text(folder: Path) -> list[int]:
     """Real text, so that logits are those of a working model: our own sources, repeated."""
     with LLM(folder, num_gpu_blocks=1, max_num_seqs=1) as llm:
-        text = "\n".join(p.read_text() for p in sorted(Path(__file__).parent.parent.glob("*/*.py")))
+        text = "\n".join(p.read_text() for p in sorted(Path(__file__).parent.glob("*.py")))
         ids = llm.tokenizer.encode(text)
     return (ids * (POSITIONS // len(ids) + 1))[: POSITIONS - NUM_OUT]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
-from nanoengine.device import available_memory
+from nanoengine.devices.device import available_memory
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, OutOfMemoryError
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.memory_plan import MemoryPlan, describe_invariance, plan_memory
+from nanoengine.startup.memory_plan import MemoryPlan, describe_invariance, plan_memory
 
 MIB = 1 << 20
 BLOCK = 2 * 16 * 2 * 64 * 2 * 256  # bytes: K and V of 16 layers, 2 heads of 64, bf16, 256 tokens

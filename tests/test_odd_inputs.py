@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nanoengine import LLM, InvalidParamsError, InvalidPromptError, SamplingParams
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -19,13 +19,14 @@ from checkpoints import TINY
 from driver import Driver, assert_logits_are_transformers, expected, host_gib, token_ids
 from torch import Tensor
 
-from nanoengine import PromptTooLongError, SamplingParams, llm_engine
-from nanoengine.attention import TorchAttention
-from nanoengine.device import CpuDevice
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.offload import OffloadEngine, StepTransfers, _store_runs
-from nanoengine.step_plan import Load, Store
-from nanoengine.stream_check import CheckedDevice
+from nanoengine import PromptTooLongError, SamplingParams
+from nanoengine.attention.select import TorchAttention
+from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.stream_check import CheckedDevice
+from nanoengine.engine import llm_engine
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kv.offload import OffloadEngine, StepTransfers, _store_runs
+from nanoengine.kv.step_plan import Load, Store
 
 BLOCK = 8
 VOCAB = 256

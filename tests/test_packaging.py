@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import nanoengine
+from nanoengine import errors
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = (".py", ".c", ".h", ".typed")
@@ -79,7 +80,8 @@ def test_the_version_is_the_packages_own(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> None:
     held = {name for name in wheel.namelist() if name.startswith("nanoengine/")}
-    files = {f"nanoengine/{p.name}" for p in (ROOT / "nanoengine").iterdir() if p.is_file()}
+    paths = (p.relative_to(ROOT) for p in (ROOT / "nanoengine").rglob("*") if p.is_file())
+    files = {path.as_posix() for path in paths if "__pycache__" not in path.parts}
     assert held == {name for name in files if name.endswith(SHIPPED)} == files
     assert "nanoengine/py.typed" in held
     assert any(name.endswith(".c") for name in held)
@@ -128,3 +130,25 @@ def test_the_demo_model_is_pinned_as_make_installs_it(pins: dict[str, str]) -> N
 )
 def test_anything_but_a_pin_is_refused(line: str) -> None:
     assert PIN.fullmatch(line) is None
+
+
+def test_settings_and_errors_come_without_torch() -> None:
+    """What a command line or a server needs to start; and dir() shows what is public."""
+    program = (
+        "import sys, nanoengine\n"
+        "import nanoengine.config, nanoengine.sampling_params, nanoengine.errors\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert dir(nanoengine) == sorted([*nanoengine.__all__, '__version__'])\n"
+        "from nanoengine import LLM, AsyncLLM\n"
+        "assert LLM is nanoengine.LLM and 'torch' in sys.modules\n"
+        "assert not hasattr(nanoengine, 'nothing')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+def test_every_error_is_exported() -> None:
+    found = {name for name, what in vars(errors).items() if isinstance(what, type)}
+    assert {name for name in found if issubclass(getattr(errors, name), Exception)} <= {
+        *nanoengine.__all__
+    }

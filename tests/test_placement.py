@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.block_manager import Block, BlockManager, block_key
-from nanoengine.placement import Placement, StepTables, Tables, drop_ranks
-from nanoengine.step_plan import DEVICE, HOST, Load, Location, Store
+from nanoengine.kv.block_manager import Block, BlockManager, block_key
+from nanoengine.kv.placement import Placement, StepTables, Tables, drop_ranks
+from nanoengine.kv.step_plan import DEVICE, HOST, Load, Location, Store
 
 SIZE = 4
 

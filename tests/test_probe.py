@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nanoengine.config import GIB
-from nanoengine.device import CpuDevice
-from nanoengine.kv_cache import HybridKVCacheManager
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.model_runner import ModelRunner
+from nanoengine.devices.device import CpuDevice
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.engine.model_runner import ModelRunner
+from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.sequence import ScheduledBatch
 
 

@@ -20,14 +20,15 @@ from marks import needs_bf16_cpu, needs_compiler
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nanoengine import SamplingParams, llm_engine, quant
-from nanoengine.call_tape import CallTape, _Pass
-from nanoengine.cpu_linear import PackedLinear
+from nanoengine import SamplingParams
+from nanoengine.engine import llm_engine
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.loader import CheckpointReader, read_model_config
-from nanoengine.models import weight_shapes
-from nanoengine.quant import Quantizer, quantise_int4, quantise_int8, stored_int4
+from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kernels.cpu_linear import PackedLinear
+from nanoengine.loading.loader import CheckpointReader, read_model_config
+from nanoengine.models.decoder import quant, weight_shapes
+from nanoengine.models.quant import Quantizer, quantise_int4, quantise_int8, stored_int4
 
 Tiny = Callable[[str], Path]
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanoengine.config import RopeConfig
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.loader import read_model_config
-from nanoengine.rope import Rotary, head_order, inverse_frequencies, turned_pairs
+from nanoengine.loading.loader import read_model_config
+from nanoengine.models.rope import Rotary, head_order, inverse_frequencies, turned_pairs
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -15,7 +15,7 @@ from paged_batches import Batch, chunk_of, in_pieces, int32, make_batch
 from torch import Tensor
 
 from nanoengine.context import KVTarget
-from nanoengine.cpu_kernels import CpuKernels
+from nanoengine.kernels.cpu_kernels import CpuKernels
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 

@@ -19,8 +19,10 @@ from marks import EMULATED, needs_compiler
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine import LLM, SamplingParams, cpu_kernels, cpu_linear, layers
-from nanoengine.llm_engine import LLMEngine
+from nanoengine import LLM, SamplingParams
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kernels import cpu_kernels, cpu_linear
+from nanoengine.models.decoder import layers
 from nanoengine.outputs import RequestOutput
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]

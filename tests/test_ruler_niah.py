@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import pytest
 from induction import write_checkpoint
 
-from nanoengine import niah
+from nanoengine.bench import niah
+from nanoengine.bench.niah import NiahBuilder, PromptFormat, Sample, read_samples
+from nanoengine.bench.ruler import compare, first_difference, main
 from nanoengine.errors import ConfigError, InvalidPromptError
-from nanoengine.niah import NiahBuilder, PromptFormat, Sample, read_samples
-from nanoengine.ruler import compare, first_difference, main
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 TASKS = sorted(niah.NIAH_TASKS)
 STREAM = ("--enable-offload", "--offload-mode", "stream", "--kv-offload-gib", "0.05")

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import reference, reference_greedy
 
 from nanoengine import SamplingParams
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.engine.llm_engine import LLMEngine
 
 BLOCK = 4
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from nanoengine.sampler import Sampler, uniform
+from nanoengine.engine.sampler import Sampler, uniform
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, RequestMetrics, Sequence
 

@@ -16,8 +16,8 @@ from driver import STREAMED, answer, small_engine
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import InvalidParamsError
-from nanoengine.llm_engine import LLMEngine
 from nanoengine.outputs import TokenLogprobs
 
 VOCAB = 256

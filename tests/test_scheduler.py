@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nanoengine.config import EngineConfig
+from nanoengine.engine.scheduler import Scheduler
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.scheduler import Scheduler
 from nanoengine.sequence import Admission, RequestMetrics, ScheduledBatch, Sequence
 
 

@@ -17,7 +17,7 @@ import pytest
 from driver import assert_all_free, host_gib
 
 from nanoengine import SamplingParams
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.outputs import RequestOutput
 
 BLOCK = 4

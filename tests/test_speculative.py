@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import SamplingParams
+from nanoengine.engine.speculative import LONGEST, SHORTEST, PromptLookup
 from nanoengine.errors import ConfigError
 from nanoengine.sequence import ScheduledBatch
-from nanoengine.speculative import LONGEST, SHORTEST, PromptLookup
 
 BLOCK = 8
 OFFLOAD = STREAMED | {"debug_kv": True}

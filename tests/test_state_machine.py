@@ -39,7 +39,8 @@ from hypothesis.stateful import (
 )
 from shadow import COPIES, NUM_LAYERS, VOCAB, Boom, HeldDevice, ShadowEngine, answer
 
-from nanoengine import PromptTooLongError, block_manager, host_pool
+from nanoengine import PromptTooLongError
+from nanoengine.kv import block_manager, host_pool
 from nanoengine.sequence import Admission, Sequence
 
 MODES = ("resident", "in_place", "stream")

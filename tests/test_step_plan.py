@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.step_plan import (
+from nanoengine.kv.step_plan import (
     DEVICE,
     HOST,
     Location,

@@ -12,12 +12,12 @@ import torch
 from driver import host_gib
 
 from nanoengine import SamplingParams
-from nanoengine.copy_streams import DoneEvent, InlineStream, WorkerStream
-from nanoengine.device import CpuDevice, Device
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.offload import OffloadEngine, StepTransfers
-from nanoengine.step_plan import Store
-from nanoengine.stream_check import CheckedDevice, Key, RaceError, TraceEntry
+from nanoengine.devices.copy_streams import DoneEvent, InlineStream, WorkerStream
+from nanoengine.devices.device import CpuDevice, Device
+from nanoengine.devices.stream_check import CheckedDevice, Key, RaceError, TraceEntry
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kv.offload import OffloadEngine, StepTransfers
+from nanoengine.kv.step_plan import Store
 
 SLOT = ("device", 0, 3)
 OTHER = ("device", 1, 3)

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoengine import LLM, InvalidPromptError, PromptTooLongError, SamplingParams, StreamDelta
+from nanoengine.engine.streaming import DeltaStream, RequestStream, merge_deltas, num_held_back
 from nanoengine.errors import EngineClosedError, EngineError, TransferError
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sequence import RequestMetrics, Sequence
-from nanoengine.streaming import DeltaStream, RequestStream, merge_deltas, num_held_back
-from nanoengine.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanoengine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 BLOCK = 4
 SETTINGS: dict[str, Any] = {

@@ -19,10 +19,10 @@ from typing import Any, NoReturn
 import pytest
 import tokenizers
 
-from nanoengine import template_process, template_worker
 from nanoengine.errors import InvalidPromptError, RequestError
-from nanoengine.template_process import TemplateProcess
-from nanoengine.tokenizer import Tokenizer
+from nanoengine.text import template_process, template_worker
+from nanoengine.text.template_process import TemplateProcess
+from nanoengine.text.tokenizer import Tokenizer
 
 SECONDS = 0.3
 ENDLESS = "{% for a in x %}" * 9 + "{% endfor %}" * 9

@@ -14,9 +14,9 @@ import pytest
 from driver import Driver, assert_all_free, expected, fail_copies, host_gib, token_ids
 
 from nanoengine import InvalidPromptError, SamplingParams
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import TransferError
 from nanoengine.llm import LLM
-from nanoengine.llm_engine import LLMEngine
 
 BLOCK = 4
 MODES = ("stream", "in_place")
@@ -278,7 +278,7 @@ def test_closing_in_the_middle_of_transfers_frees_everything(
 ) -> None:
     """Stores of the last step are under way, and fills, too, where the step was cut off."""
     for name in ("NUM_ROUNDS", "NUM_WARMUPS", "NUM_STEPS"):
-        monkeypatch.setattr(f"nanoengine.probe.{name}", 1)
+        monkeypatch.setattr(f"nanoengine.startup.probe.{name}", 1)
     path = tiny("llama")
     driver = make_driver(path, debug_copy_delay_ms=5.0)
     for seed in range(3):

@@ -16,7 +16,6 @@ import tokenizers
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from nanoengine import loader
 from nanoengine.errors import (
     CorruptModelError,
     InvalidParamsError,
@@ -26,8 +25,9 @@ from nanoengine.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from nanoengine.gguf_tokenizer import add_around, build_byte_level_bpe
-from nanoengine.tokenizer import MAX_PENDING_TOKENS, IncrementalDetokenizer, Tokenizer
+from nanoengine.loading import loader
+from nanoengine.loading.gguf.tokenizer import add_around, build_byte_level_bpe
+from nanoengine.text.tokenizer import MAX_PENDING_TOKENS, IncrementalDetokenizer, Tokenizer
 
 RECORDED = json.loads(
     (Path(__file__).parent / "data" / "smollm2_token_ids.json").read_text(encoding="utf-8")
@@ -383,7 +383,7 @@ def test_special_tokens_are_read_in_every_spelling(tmp_path: Path) -> None:
 
 def test_transformers_is_not_imported(smollm2: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from nanoengine.tokenizer import Tokenizer\n"
+        "import sys; from pathlib import Path; from nanoengine.text.tokenizer import Tokenizer\n"
         f"t = Tokenizer.from_folder(Path({str(smollm2)!r}))\n"
         "t.encode(t.apply_chat_template([{'role': 'user', 'content': 'x'}]))\n"
         "assert 'transformers' not in sys.modules and 'gguf' not in sys.modules"

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
-from nanoengine.layers import TorchOps
+from nanoengine.models.layers import TorchOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime import interpreter
 
-from nanoengine import triton_attention
-from nanoengine.cuda_graph import graph_size
-from nanoengine.triton_attention import TritonAttention, query_tiles
-from nanoengine.triton_kernels import TritonKernels
+from nanoengine.attention.select import triton_attention
+from nanoengine.attention.triton_attention import TritonAttention, query_tiles
+from nanoengine.kernels.cuda_graph import graph_size
+from nanoengine.kernels.triton_kernels import TritonKernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
@@ -267,7 +267,8 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nanoengine import triton_attention_kernels, triton_kernels
+from nanoengine.attention.select import triton_attention_kernels
+from nanoengine.kernels import triton_kernels
 
 T = "*bf16"
 INDEX = dict.fromkeys(
@@ -324,7 +325,7 @@ def test_all_compile_for_a_gpu() -> None:
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
         env=environment,
-        cwd=Path(triton_attention.__file__).parent.parent,
+        cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
         check=False,

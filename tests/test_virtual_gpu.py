@@ -18,10 +18,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from virtual_gpu import Costs, HostWaitError, VirtualGpu, WrongPlaceError
 
-from nanoengine import SamplingParams, probe
+from nanoengine import SamplingParams
 from nanoengine.context import packed
-from nanoengine.device import make_device
-from nanoengine.llm_engine import LLMEngine
+from nanoengine.devices.device import make_device
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.startup import probe
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"

@@ -18,18 +18,18 @@ from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
 from nanoengine import PromptTooLongError, SamplingParams
-from nanoengine.attention import CpuAttention, TorchAttention
-from nanoengine.block_manager import Block
-from nanoengine.block_table import BlockTable
+from nanoengine.attention.select import CpuAttention, TorchAttention
 from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
-from nanoengine.cpu_kernels import CpuKernels
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.kv_spec import KVSpec
-from nanoengine.llm_engine import LLMEngine
-from nanoengine.loader import read_model_config
-from nanoengine.models import layer_windows
-from nanoengine.offload import StepTransfers, TransferRun
+from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.kv.block_manager import Block
+from nanoengine.kv.block_table import BlockTable
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.offload import StepTransfers, TransferRun
+from nanoengine.loading.loader import read_model_config
+from nanoengine.models.decoder import layer_windows
 
 CPU = torch.device("cpu")
 # Prompts whole and on top of earlier keys, decodes of one to four queries, one key, no key.
@@ -99,7 +99,7 @@ def make_plain(config: AttentionConfig) -> AttentionBackend:
 
 def make_triton(config: AttentionConfig) -> AttentionBackend:
     pytest.importorskip("triton", reason="Triton is not installed")
-    from nanoengine.triton_attention import TritonAttention
+    from nanoengine.attention.triton_attention import TritonAttention
 
     return TritonAttention(config, torch.float32, CPU)
 

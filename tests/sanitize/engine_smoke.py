@@ -11,9 +11,10 @@ import pytest
 import torch
 from driver import Driver, token_ids
 
-from nanoengine import SamplingParams, cpu_linear
-from nanoengine.cpu_linear import CpuLinear
-from nanoengine.llm_engine import LLMEngine
+from nanoengine import SamplingParams
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kernels import cpu_linear
+from nanoengine.kernels.cpu_linear import CpuLinear
 
 OFFLOADED = {"num_gpu_blocks": 8, "enable_cpu_offload": True, "kv_offload_gib": 0.02}
 MODES: dict[str, dict[str, Any]] = {

@@ -1,0 +1,1 @@
+"""Measuring tools that only a checkout has, and under results/ what they wrote."""

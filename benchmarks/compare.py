@@ -1,0 +1,563 @@
+"""`bench.py compare`: nanoengine and other engines at the same work, alternately, a process each.
+
+Owns the works, the rounds and the rows; also `bench.py write-gguf`, the model file that two of the
+peers read. How an engine is set up is in peers.py, which runs in that engine's process; what the
+machine could do at best is in benchmarks/limits.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.limits import Model, measure_limits, rounded, share_of_limits
+from benchmarks.peers import Work
+from nanoengine.errors import ConfigError, EngineError
+from nanoengine.loading.loader import (
+    BUNDLED_MODEL,
+    BUNDLED_PACKAGE,
+    read_model_config,
+    resolve_model,
+)
+
+Row = dict[str, Any]
+MakeWorkload = Callable[[argparse.Namespace, int], tuple[list[list[int]], list[Any]]]
+
+OURS = "nanoengine"
+SCRIPT = Path(__file__).with_name("peers.py")
+BATCHING = (OURS, "vllm", "transformers", "openvino")
+ALL = (*BATCHING, "llama.cpp")
+KINDS_WITH_FILE = ("llama.cpp", "openvino")  # they read a GGUF; the others a Hugging Face folder
+PEER_FORMS = "transformers, vllm=PYTHON, llama.cpp=PYTHON,GGUF or openvino=PYTHON,GGUF"
+SIXTEEN_BITS = ("BF16", "F16")
+KV_GIB = 2
+MAX_MODEL_LEN = 8192
+STDERR_CHARS = 2000
+# Written anew, or by the writer itself.
+GGUF_KEYS_OF_OURS = ("general.architecture", "general.file_type", "general.quantization_version")
+
+
+class WorkerError(EngineError):
+    """The process of one engine failed; the message ends with what it wrote last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A work. figure: what its rows show, better the smaller if it is "seconds".
+
+    shape: requests, then fewest and most tokens in and out of each. prefix: tokens that all prompts
+    begin with. engines: who can do it.
+    """
+
+    figure: str
+    shape: tuple[int, ...]
+    prefix: int = 0
+    parts: tuple[str, ...] = ("run",)
+    engines: tuple[str, ...] = ALL
+    is_warm: bool = True
+
+
+WORKS = {
+    "offline": Kind("output_tokens_per_s", (32, 64, 512, 64, 256), engines=BATCHING),
+    "single": Kind("output_tokens_per_s", (1, 128, 128, 256, 256)),
+    "prefill": Kind("input_tokens_per_s", (1, 4096, 4096, 1, 1)),
+    "long": Kind("seconds", (1, 8000, 8000, 32, 32)),
+    "prefix": Kind(
+        "output_tokens_per_s",
+        (16, 32, 32, 64, 64),
+        prefix=2048,
+        parts=("cold", "warm"),
+        engines=(OURS, "vllm", "openvino"),
+    ),
+    "startup": Kind("seconds", (1, 8, 8, 1, 1), is_warm=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An engine to run: `model` is what it loads, `weights` and `kv` their precision."""
+
+    name: str
+    kind: str
+    python: str
+    model: str
+    weights: str = "BF16"
+    kv: str = "bf16"
+
+    @property
+    def precision(self) -> str:
+        """Both precisions, in words."""
+        return f"weights {self.weights}, KV {'u8' if self.kv == 'default' else self.kv}"
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it computes at nanoengine's precision, so that a ratio says something."""
+        return self.weights in SIXTEEN_BITS and self.kv == "bf16"
+
+
+def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
+    """All engines, `rounds` times in turns; one row for each engine and part of the work.
+
+    A row has the figure of each round with its median, min and max; `ratio` is nanoengine over the
+    peer (above 1: nanoengine is faster), round by round. There is none where token counts or
+    precision differ; `note` says why. What fails is told in `error`, and the others go on.
+    """
+    folder = resolve_model(args.model)
+    config = read_model_config(folder)
+    peers = [Peer(OURS, OURS, sys.executable, args.model), *_given_peers(args.peer, folder)]
+    kind = _rehearsal(WORKS[args.work]) if args.rehearsal else WORKS[args.work]
+    work = make_work(kind, args, config.vocab_size, make_workload)
+    able = [peer for peer in peers if peer.kind in kind.engines]
+    load = os.getloadavg()[0]
+    limits = measure_limits(args.num_threads)
+    runs = run_rounds(able, work, args.rounds, args.timeout_s, discard=not kind.is_warm)
+    rows = [
+        row
+        for part in kind.parts
+        for row in make_rows(kind, part, able, runs, Model(config, kind.prefix, limits))
+    ]
+    rows += [
+        {"engine": p.name, "note": "not run: cannot do this work"} for p in peers if p not in able
+    ]
+    print(_table(rows), file=sys.stderr)
+    return {
+        "workload": {
+            "name": args.work,
+            "model": args.model,
+            "seed": args.seed,
+            "rounds": args.rounds,
+            **{k: v for k, v in asdict(kind).items() if k not in ("engines", "is_warm")},
+            "input_tokens": sum(map(len, work.prompts)),
+            "output_tokens": sum(work.max_tokens),
+            "kv_gib": KV_GIB,
+        },
+        "machine": {
+            "cpu": _cpu_name(),
+            "threads": args.num_threads,
+            "load_average_before": round(load, 2),
+            **asdict(limits),
+        },
+        "best_peer": _best_peers(rows),
+        "rows": rows,
+    }
+
+
+def _best_peers(rows: Iterable[Row]) -> dict[str, str]:
+    """For each part of the work the peer at equal precision that comes closest, or passes us."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        part = row.get("part", "")
+        if "ratio" in row and (
+            part not in best or row["ratio"]["median"] < best[part]["ratio"]["median"]
+        ):
+            best[part] = row
+    return {part: row["engine"] for part, row in best.items()}
+
+
+def parse_peer(text: str) -> list[Peer]:
+    """The engines that a --peer names; OpenVINO is two, with bf16 and with its own KV precision.
+
+    `model` is empty for engines that read no GGUF. Raises ConfigError for what is not one of
+    PEER_FORMS, or names a file that is not there.
+    """
+    kind, _, rest = text.partition("=")
+    if kind not in ALL or kind == OURS:
+        near = difflib.get_close_matches(kind, ALL[1:], n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no peer is called {kind!r}: give {PEER_FORMS}{hint}")
+    given = rest.split(",") if rest else []
+    wanted = 2 if kind in KINDS_WITH_FILE else 1
+    if kind == "transformers" and not given:
+        given = [sys.executable]
+    if len(given) != wanted or not all(given):
+        form = f"{kind}=PYTHON,GGUF" if wanted == 2 else f"{kind}=PYTHON"
+        raise ConfigError(f"--peer {text!r}: give {form}")
+    python = shutil.which(os.path.expanduser(given[0]))
+    if python is None:
+        raise ConfigError(
+            f"--peer {text!r}: there is no program {given[0]!r}; give its interpreter"
+        )
+    if wanted == 1:
+        return [Peer(kind, kind, python, "")]
+    file = Path(given[1]).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"--peer {text!r}: there is no file {given[1]!r}")
+    return _peers_with_file(kind, python, file)
+
+
+def _peers_with_file(kind: str, python: str, file: Path) -> list[Peer]:
+    weights = _weights_of(file)
+    name = f"{kind} {weights}"
+    if kind == "openvino":
+        return [
+            Peer(f"{name}, KV {kv}", kind, python, str(file), weights, setting)
+            for kv, setting in (("bf16", "bf16"), ("u8", "default"))
+        ]
+    return [Peer(name, kind, python, str(file), weights)]
+
+
+def _given_peers(given: Iterable[list[Peer]], folder: Path) -> list[Peer]:
+    """All peers, those without a file with the model's Hugging Face folder.
+
+    Raises ConfigError for one that is given twice.
+    """
+    peers = [
+        replace(peer, model=peer.model or str(folder)) for several in given for peer in several
+    ]
+    names = [peer.name for peer in peers]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"--peer names {', '.join(twice)} twice; rows go by these names")
+    return peers
+
+
+def _peer_argument(text: str) -> list[Peer]:
+    try:
+        return parse_peer(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _weights_of(path: Path) -> str:
+    """The type of most weights in a GGUF file, as it says itself: "BF16", "Q4_1"."""
+    import gguf  # 0.3 s, and only for peers that read such a file
+
+    try:
+        field = gguf.GGUFReader(path).fields["general.file_type"]
+        return gguf.LlamaFileType(field.contents()).name.removeprefix("MOSTLY_")
+    except (ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{path} does not say what its weights are: {error}") from error
+
+
+def _rehearsal(kind: Kind) -> Kind:
+    """The same work, tiny."""
+    shape = (min(kind.shape[0], 2), *(max(1, length // 16) for length in kind.shape[1:]))
+    return replace(kind, shape=shape, prefix=kind.prefix // 8)
+
+
+def make_work(
+    kind: Kind, args: argparse.Namespace, vocab_size: int, make_workload: MakeWorkload
+) -> Work:
+    """The prompts, a function of seed and sizes only; `model` and `kv` are filled in per engine."""
+    names = ("num_seqs", "min_input", "max_input", "min_output", "max_output")
+    sizes = argparse.Namespace(seed=args.seed, **dict(zip(names, kind.shape, strict=True)))
+    prompts, params = make_workload(sizes, vocab_size)
+    rng = random.Random(args.seed + 1)
+    shared = [rng.randrange(vocab_size) for _ in range(kind.prefix)]
+    warm_up = [[rng.randrange(vocab_size) for _ in range(64)] for _ in range(2)]
+    return Work(
+        model="",
+        prompts=[shared + prompt for prompt in prompts],
+        max_tokens=[p.max_tokens for p in params],
+        parts=list(kind.parts),
+        warm_up=warm_up if kind.is_warm else [],
+        warm_up_tokens=8,
+        num_threads=args.num_threads,
+        kv_gib=KV_GIB,
+        max_model_len=MAX_MODEL_LEN,
+        prefix_caching=kind.prefix > 0,
+        kv="bf16",
+    )
+
+
+def run_rounds(
+    peers: Sequence[Peer], work: Work, rounds: int, timeout_s: float, discard: bool = False
+) -> dict[str, list[Row] | str]:
+    """What each peer's process said in each round, or how it failed, by the peer's name.
+
+    Peers take turns, so that a machine that slows down slows all of them. discard: a round before
+    the first that is not counted. A peer that failed is not run again.
+    """
+    runs: dict[str, Any] = {peer.name: [] for peer in peers}
+    with tempfile.TemporaryDirectory(prefix="nanoengine-compare-") as folder:
+        for number in range(-1 if discard else 0, rounds):
+            for peer in peers:
+                if isinstance(runs[peer.name], str):
+                    continue
+                print(f"round {number + 1} of {rounds}: {peer.name}", file=sys.stderr, flush=True)
+                try:
+                    said = run_worker(peer, work, Path(folder), timeout_s)
+                except WorkerError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    runs[peer.name] = str(error)
+                    continue
+                if number >= 0:
+                    runs[peer.name].append(said)
+    return runs
+
+
+def run_worker(peer: Peer, work: Work, folder: Path, timeout_s: float) -> Row:
+    """Run one engine in its process; its last line, and `first_token_s` since the start.
+
+    Raises WorkerError if it fails, hangs or says nothing, with the end of its standard error.
+    """
+    task = folder / "work.json"
+    task.write_text(json.dumps(asdict(work) | {"model": peer.model, "kv": peer.kv}))
+    command = [peer.python, str(SCRIPT), peer.kind, str(task)]
+    with (folder / "stderr").open("w+b") as stderr:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=_environment(peer),
+            text=True,
+        )
+        said, first_token_s, is_late = _listen(process, start, timeout_s)
+        if process.returncode == 0 and said and first_token_s is not None:
+            return said | {"first_token_s": first_token_s}
+        stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - STDERR_CHARS))
+        end = stderr.read().decode(errors="replace").strip()
+    how = f"took more than {timeout_s:g} s" if is_late else f"ended with {process.returncode}"
+    raise WorkerError(f"{peer.name} {how}, its last words:\n{end or '(none)'}")
+
+
+def _listen(
+    process: subprocess.Popen[str], start: float, timeout_s: float
+) -> tuple[Row | None, float | None, bool]:
+    """The last result a worker prints, when its first token came, and whether it was stopped."""
+    said, first_token_s, is_late = None, None, threading.Event()
+
+    def stop() -> None:
+        is_late.set()
+        process.kill()
+
+    timer = threading.Timer(timeout_s, stop)
+    timer.start()
+    with process:
+        for line in process.stdout or ():
+            now = time.perf_counter() - start
+            try:
+                message = json.loads(line)
+            except ValueError:
+                continue
+            if "event" in message:
+                first_token_s = now if first_token_s is None else first_token_s
+            else:
+                said = message
+    timer.cancel()
+    return said, first_token_s, is_late.is_set()
+
+
+def _environment(peer: Peer) -> dict[str, str]:
+    """Our own interpreter finds this package; another one sees nothing of our packages."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    if peer.python == sys.executable:
+        paths = [str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment
+
+
+def make_rows(
+    kind: Kind, part: str, peers: Sequence[Peer], runs: Mapping[str, list[Row] | str], model: Model
+) -> list[Row]:
+    """One row per peer for one part of the work; nanoengine's is the first of `peers`."""
+    ours = runs[peers[0].name]
+    rows = []
+    for peer in peers:
+        own = runs[peer.name]
+        head = {"part": part, "engine": peer.name, "precision": peer.precision}
+        if isinstance(own, str):
+            rows.append(head | {"error": own})
+            continue
+        row = head | _measured(kind, part, own)
+        if peer.kind != OURS:
+            row |= _against(kind, part, peer, ours, own)
+        elif kind.is_warm:
+            row |= share_of_limits([said["parts"][part] for said in own], model)
+        rows.append(row)
+    return rows
+
+
+def _measured(kind: Kind, part: str, own: list[Row]) -> Row:
+    figures = [_figure(kind, part, said) for said in own]
+    last = own[-1]["parts"][part]
+    return {
+        "version": own[-1]["version"],
+        kind.figure: _spread(figures),
+        "rounds": [rounded(x) for x in figures],
+        "input_tokens": sum(last["input_tokens"]),
+        "output_tokens": sum(map(len, last["outputs"])),
+        "cached_tokens": sum(last["num_cached"]),
+        "peak_memory_mib": round(max(said["peak_memory_mib"] for said in own)),
+        "first_token_s": _spread([said["first_token_s"] for said in own]),
+    }
+
+
+def _figure(kind: Kind, part: str, said: Row) -> float:
+    if not kind.is_warm:
+        return float(said["first_token_s"])
+    run = said["parts"][part]
+    if kind.figure == "seconds":
+        return float(run["seconds"])
+    if kind.figure == "input_tokens_per_s":
+        return float(sum(run["input_tokens"]) / run["seconds"])
+    return float(sum(map(len, run["outputs"])) / run["seconds"])
+
+
+def _against(kind: Kind, part: str, peer: Peer, ours: list[Row] | str, own: list[Row]) -> Row:
+    """The ratio to nanoengine with its spread, or the reason why there is none."""
+    if isinstance(ours, str):
+        return {"note": f"no ratio: {OURS} failed"}
+    if counts := _different_counts(part, ours, own):
+        return {"note": f"no ratio: {counts}"}
+    note = _agreement(part, ours[0], own[0])
+    if not peer.is_equal:
+        return {"note": f"no ratio: not at equal precision; {note}"}
+    pairs = [
+        (_figure(kind, part, a), _figure(kind, part, b)) for a, b in zip(ours, own, strict=True)
+    ]
+    ratios = [b / a if kind.figure == "seconds" else a / b for a, b in pairs]
+    return {"ratio": _spread(ratios), "note": note}
+
+
+def _different_counts(part: str, ours: list[Row], own: list[Row]) -> str:
+    """How token counts differ, empty if they do not; every round and request counts."""
+    for a, b in zip(ours, own, strict=True):
+        mine, theirs = (_counts(said["parts"][part]) for said in (a, b))
+        if mine != theirs:
+            here, there = (
+                f"{sum(num_in for num_in, _ in counts)} in and {sum(out for _, out in counts)} out"
+                for counts in (mine, theirs)
+            )
+            return f"token counts differ, {here} here, {there} there"
+    return ""
+
+
+def _counts(run: Row) -> list[tuple[int, int]]:
+    """Tokens in and out of each request."""
+    return list(zip(run["input_tokens"], map(len, run["outputs"]), strict=True))
+
+
+def _agreement(part: str, ours: Row, own: Row) -> str:
+    """On how many requests the first tokens agree: few would mean another model."""
+    pairs = list(zip(ours["parts"][part]["outputs"], own["parts"][part]["outputs"], strict=True))
+    return f"{sum(a[:1] == b[:1] for a, b in pairs)} of {len(pairs)} first tokens equal"
+
+
+def _spread(values: Sequence[float]) -> Row:
+    return {
+        "median": rounded(statistics.median(values)),
+        "min": rounded(min(values)),
+        "max": rounded(max(values)),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "?")
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [f"{'part':6} {'engine':24} {'median (min-max)':28} {'ratio':22} {'MiB':>6}  note"]
+    for row in rows:
+        figure = next((row[k.figure] for k in WORKS.values() if k.figure in row), None)
+        note = str(row.get("error", row.get("note", ""))).partition("\n")[0]
+        lines.append(
+            f"{row.get('part', ''):6} {row['engine']:24} {_words(figure):28} "
+            f"{_words(row.get('ratio')):22} {row.get('peak_memory_mib', ''):>6}  {note}"
+        )
+    return "\n".join(lines)
+
+
+def _words(spread: Row | None) -> str:
+    return "-" if spread is None else "{median:g} ({min:g}-{max:g})".format(**spread)
+
+
+def write_gguf(args: argparse.Namespace) -> Row:
+    """The GGUF `source` with its matrices as bf16 or f16, for peers at equal precision.
+
+    Every weight is rounded to bf16 first, as nanoengine does it, so all engines have the same
+    numbers. Vectors stay float32, which llama.cpp wants. Raises ConfigError if there is no source.
+    """
+    source = _source_gguf(args.source)
+    if args.dtype == "stored":
+        shutil.copyfile(source, args.out)
+    else:
+        _write_as(source, Path(args.out), {"bf16": "BF16", "f16": "F16"}[args.dtype])
+    return {"file": args.out, "dtype": args.dtype, "bytes": Path(args.out).stat().st_size}
+
+
+def _write_as(source: Path, out: Path, kind: str) -> None:
+    import gguf  # 0.3 s, and only for this command
+
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in GGUF_KEYS_OF_OURS:
+            continue
+        sub_type = field.types[-1] if len(field.types) > 1 else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+    for tensor in reader.tensors:
+        values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        rounded = torch.from_numpy(values).bfloat16().float().numpy()
+        stored = gguf.GGMLQuantizationType[kind if len(tensor.shape) > 1 else "F32"]
+        writer.add_tensor(tensor.name, gguf.quants.quantize(rounded, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _source_gguf(source: str | None) -> Path:
+    """The file to start from: the one given, or the demo model's."""
+    if source is not None:
+        found = [Path(source)]
+    else:
+        spec = importlib.util.find_spec(BUNDLED_PACKAGE)
+        folders = (spec.submodule_search_locations if spec else None) or []
+        found = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
+    if not found or not found[0].is_file():
+        what = f"file {source!r}" if source else f"package {BUNDLED_PACKAGE}"
+        raise ConfigError(f"there is no {what} to take the weights from; give a GGUF with --source")
+    return found[0]
+
+
+def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[[], Row]) -> None:
+    """The subcommands of this module. make_workload and versions are benchmark.py's."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    sub = commands.add_parser(
+        "compare", help="nanoengine and other engines, alternately", formatter_class=formatter
+    )
+    sub.set_defaults(run=lambda args: {"versions": versions()} | compare(args, make_workload))
+    sub.add_argument("--work", required=True, choices=WORKS, help="what to do")
+    sub.add_argument(
+        "--peer", action="append", default=[], type=_peer_argument, metavar="PEER", help=PEER_FORMS
+    )
+    sub.add_argument("--rounds", type=int, default=5, help="times each engine runs")
+    sub.add_argument("--rehearsal", action="store_true", help="tiny sizes: does everything run?")
+    sub.add_argument("--model", default=BUNDLED_MODEL, help="folder, .gguf file or smollm2-135m")
+    sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
+    cores = len(os.sched_getaffinity(0))
+    sub.add_argument("--num-threads", type=int, default=cores, help="CPU threads of every engine")
+    sub.add_argument("--timeout-s", type=float, default=1800, help="for one engine in one round")
+    sub.add_argument("--json", metavar="FILE", help="also write the result here, indented")
+    sub = commands.add_parser(
+        "write-gguf", help="a model file for peers that read GGUF", formatter_class=formatter
+    )
+    sub.set_defaults(run=write_gguf, json=None)
+    sub.add_argument("--dtype", choices=("bf16", "f16", "stored"), default="bf16", help="of OUT")
+    sub.add_argument("--source", metavar="GGUF", help="weights; the demo model's without it")
+    sub.add_argument("out", metavar="OUT", help="the file to write")

@@ -1,0 +1,137 @@
+"""What a machine can do, measured, and the share of it that a piece of work used.
+
+Owns two measured limits and the least bytes and FLOP of a dense decoder's work. Knows lengths of
+prompts and outputs, not how an engine cut them into steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanoengine.config import ModelConfig
+from nanoengine.devices.device import CpuDevice
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the machine can do, measured: plain reads from memory, bf16 matrix products."""
+
+    read_gb_per_s: float
+    matmul_gflop_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the share of the limit is computed from. prefix: tokens that all prompts begin with."""
+
+    config: ModelConfig
+    prefix: int
+    limits: Limits
+
+
+def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, Any]:
+    """What the work needs at least, over what the median round took.
+
+    P: parameters of all linear layers but the head, H: of the head. Prefill computes each prompt
+    token that no cache gave, 2 P FLOP, the head once a request, 2 H. Then step i decodes every
+    request that wants more than i tokens: 2 (P + H) FLOP each, and it reads all P + H weights
+    once, 2 bytes each, and the K and V of every context (a shared beginning once). Attention adds
+    4 x layers x heads x head_dim FLOP for each token of context. With B bytes and F FLOP a second:
+
+        least seconds = prefill FLOP / F + sum over steps of max(bytes / B, FLOP / F)
+        share_of_limit = least seconds / elapsed
+        share_of_read = bytes of all steps / elapsed / B;  share_of_matmul = all FLOP / elapsed / F
+    """
+    run = sorted(runs, key=lambda run: float(run["seconds"]))[len(runs) // 2]
+    requests = [
+        (num_in, cached, len(ids))
+        for num_in, cached, ids in zip(
+            run["input_tokens"], run["num_cached"], run["outputs"], strict=True
+        )
+    ]
+    prefill = sum(_prefill_flop(model.config, *request[:2]) for request in requests)
+    steps = decode_steps(model, [(num_in, out) for num_in, _, out in requests])
+    read = model.limits.read_gb_per_s * 1e9
+    matmul = model.limits.matmul_gflop_per_s * 1e9
+    num_bytes, flop = sum(b for b, _ in steps), prefill + sum(f for _, f in steps)
+    least_s = prefill / matmul + sum(max(b / read, f / matmul) for b, f in steps)
+    seconds = float(run["seconds"])
+    return {
+        "decode_steps": len(steps),
+        "decode_gb": rounded(num_bytes / 1e9),
+        "gflop": rounded(flop / 1e9),
+        "least_s": rounded(least_s),
+        "share_of_limit": rounded(least_s / seconds),
+        "share_of_read": rounded(num_bytes / seconds / read),
+        "share_of_matmul": rounded(flop / seconds / matmul),
+    }
+
+
+def decode_steps(model: Model, requests: Sequence[tuple[int, int]]) -> list[tuple[float, float]]:
+    """Bytes and FLOP of every step after prefill; `requests` are (tokens in, tokens out)."""
+    config = model.config
+    layers, head = _num_parameters(config)
+    steps = []
+    for i in range(1, max((out for _, out in requests), default=0)):
+        contexts = [num_in + i for num_in, out in requests if out > i]
+        shared = model.prefix * (len(contexts) - 1)
+        kv = (sum(contexts) - shared) * config.kv_bytes_per_token(2)
+        flop = len(contexts) * 2 * (layers + head) + sum(contexts) * _attention_flop(config)
+        steps.append((2.0 * (layers + head) + kv, float(flop)))
+    return steps
+
+
+def _prefill_flop(config: ModelConfig, num_in: int, cached: int) -> float:
+    layers, head = _num_parameters(config)
+    contexts = (num_in * (num_in + 1) - cached * (cached + 1)) / 2
+    return (num_in - cached) * 2 * layers + 2 * head + contexts * _attention_flop(config)
+
+
+def _attention_flop(config: ModelConfig) -> int:
+    """FLOP of one query token for each token it attends to."""
+    return 4 * config.num_layers * config.num_heads * config.head_dim
+
+
+def _num_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Of the linear layers, and of the head."""
+    hidden = config.hidden_size
+    attention = 2 * hidden * config.head_dim * (config.num_heads + config.num_kv_heads)
+    mlp = 3 * hidden * config.intermediate_size
+    return config.num_layers * (attention + mlp), hidden * config.vocab_size
+
+
+def measure_limits(num_threads: int, num_bytes: int = 512 << 20, size: int = 2048) -> Limits:
+    """The best of several rounds of plain torch operators.
+
+    Reads: sum, max and products with a vector over `num_bytes` of float32, which no cache holds, in
+    large pages where the system has them (half as fast again here). Products: square bf16 matrices
+    of `size`.
+    """
+    before = torch.get_num_threads()
+    memory = CpuDevice(num_threads).empty_host((num_bytes // 4,), torch.float32).fill_(1.0)
+    rows, vector = memory.view(-1, 1024), torch.ones(1024)
+    read_s = min(_best_s(memory.sum), _best_s(memory.max), _best_s(lambda: rows @ vector))
+    matrix = torch.randn(size, size).bfloat16()
+    matmul_s = _best_s(lambda: matrix @ matrix)
+    torch.set_num_threads(before)
+    return Limits(rounded(num_bytes / read_s / 1e9), rounded(2e-9 * size**3 / matmul_s))
+
+
+def _best_s(run: Callable[[], Any], rounds: int = 10) -> float:
+    best = math.inf
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def rounded(value: float) -> float:
+    """Four digits."""
+    return float(f"{value:.4g}")

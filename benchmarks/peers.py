@@ -1,0 +1,304 @@
+"""One engine at one piece of work: `PYTHON peers.py KIND WORK.json`, each in its own process.
+
+Owns how every engine of `bench.py compare` is set up at its best. PYTHON is the interpreter in
+which that engine is installed, so nothing but the standard library is imported at the top, and
+nothing of nanoengine but for the kind "nanoengine". Knows nothing of rounds, ratios or other
+engines.
+
+Prints {"event": "first token"} once anything was generated, then one line with all it measured:
+{"version": ..., "peak_memory_mib": ..., "parts": {name: {"seconds", "input_tokens", "num_cached",
+"outputs"}}}, lists with one entry a request. What the engine itself prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import itertools
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+# Prompts and tokens to generate for each -> tokens generated, and tokens found in a prefix cache.
+Generate = Callable[[list[list[int]], list[int]], tuple[list[list[int]], list[int]]]
+
+LLAMA_BF16 = 30  # GGML_TYPE_BF16
+STARTED_AGAIN = "NANOENGINE_PEER_STARTED_AGAIN"
+# Steps of so many tokens gave each engine its best prefill; the rest are the engines' defaults.
+OPENVINO_TOKENS_A_STEP = 2048
+
+
+@dataclass(frozen=True)
+class Work:
+    """What benchmarks/compare.py asks for. `model` is what this kind of engine loads.
+
+    parts: names of equal runs over the prompts, one after the other. kv: "bf16", or "default" for
+    the engine's own choice.
+    """
+
+    model: str
+    prompts: list[list[int]]
+    max_tokens: list[int]
+    parts: list[str]
+    warm_up: list[list[int]]
+    warm_up_tokens: int
+    num_threads: int
+    kv_gib: int
+    max_model_len: int
+    prefix_caching: bool
+    kv: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A loaded engine. `generate` is greedy and goes on past the end of a text."""
+
+    version: str
+    generate: Generate
+
+
+def main(argv: list[str]) -> None:
+    """Load the engine, warm it up, time each part."""
+    kind, path = argv
+    work = Work(**json.loads(Path(path).read_text(encoding="utf-8")))
+    if kind == "vllm":
+        _preload_for_vllm(work.num_threads)
+    out = _own_stdout()
+    engine = ENGINES[kind](work)
+    if work.warm_up:
+        engine.generate(work.warm_up, [work.warm_up_tokens] * len(work.warm_up))
+        _say(out, {"event": "first token"})
+    parts = {}
+    for name in work.parts:
+        start = time.perf_counter()
+        outputs, num_cached = engine.generate(work.prompts, work.max_tokens)
+        seconds = time.perf_counter() - start
+        _say(out, {"event": "first token"})
+        parts[name] = {
+            "seconds": seconds,
+            "input_tokens": [len(prompt) for prompt in work.prompts],
+            "num_cached": num_cached,
+            "outputs": outputs,
+        }
+    _say(
+        out,
+        {"version": engine.version, "peak_memory_mib": peak_memory_mib(), "parts": parts},
+    )
+    out.flush()
+    os._exit(0)  # engines take seconds to tear down, some of them crash in it
+
+
+def _own_stdout() -> TextIO:
+    """Standard output for this file alone: whatever else is printed goes to standard error."""
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return out
+
+
+def _say(out: TextIO, message: dict[str, Any]) -> None:
+    out.write(json.dumps(message) + "\n")
+    out.flush()
+
+
+def peak_memory_mib() -> float:
+    """Peak resident set of this process.
+
+    Linux carries getrusage's figure over from the process that started this one, so the system's
+    own high-water mark goes first.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(kib) / 1024
+    except (OSError, ValueError):
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / (1 << 20)
+
+
+def _nanoengine(work: Work) -> Engine:
+    nanoengine = importlib.import_module("nanoengine")
+    llm = nanoengine.LLM(
+        work.model,
+        dtype="bfloat16",
+        device="cpu",
+        num_threads=work.num_threads,
+        kv_cache_gib=work.kv_gib,
+        enable_prefix_caching=work.prefix_caching,
+    )
+    print(llm.plan)
+
+    def generate(
+        prompts: list[list[int]], max_tokens: list[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        params = [
+            nanoengine.SamplingParams(temperature=0, ignore_eos=True, max_tokens=count)
+            for count in max_tokens
+        ]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for error in (output.error for output in outputs if output.error):
+            raise error
+        return [o.outputs[0].token_ids for o in outputs], [o.num_cached_tokens for o in outputs]
+
+    return Engine(nanoengine.__version__, generate)
+
+
+def _vllm(work: Work) -> Engine:
+    os.environ |= {
+        # One process: the default's second one keeps a core of its own, which is half of two.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": str(work.kv_gib),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    vllm = importlib.import_module("vllm")
+    llm = vllm.LLM(
+        work.model,
+        dtype="bfloat16",
+        max_model_len=work.max_model_len,
+        enable_prefix_caching=work.prefix_caching,
+    )
+
+    def generate(
+        prompts: list[list[int]], max_tokens: list[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        params = [
+            vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=n, detokenize=False)
+            for n in max_tokens
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        num_cached = [output.num_cached_tokens or 0 for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs], num_cached
+
+    return Engine(vllm.__version__, generate)
+
+
+def _preload_for_vllm(num_threads: int) -> None:
+    """Start this process again with the OpenMP and malloc that vLLM's CPU guide wants preloaded.
+
+    vLLM does so itself for the worker processes that are switched off here; without
+    OMP_NUM_THREADS it serves on one thread.
+    """
+    if STARTED_AGAIN in os.environ:
+        return
+    found = [
+        *glob.glob(os.path.join(sys.prefix, "lib", "libiomp5.so"))[:1],
+        *glob.glob("/usr/lib/*/libtcmalloc_minimal.so.4")[:1],
+    ]
+    cores = sorted(os.sched_getaffinity(0))[:num_threads]
+    settings = {
+        STARTED_AGAIN: "1",
+        "LD_PRELOAD": os.environ.get("LD_PRELOAD", ":".join(found)),
+        "OMP_NUM_THREADS": str(num_threads),
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{','.join(map(str, cores))}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | settings)
+
+
+def _transformers(work: Work) -> Engine:
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    torch.set_num_threads(work.num_threads)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        work.model, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+    )
+
+    def generate(
+        prompts: list[list[int]], max_tokens: list[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        count = max(max_tokens)
+        settings = transformers.GenerationConfig(
+            do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
+        )
+        with torch.inference_mode():
+            rows = model.generate(ids, attention_mask=mask, generation_config=settings).tolist()
+        outputs = [
+            row[width : width + wanted] for row, wanted in zip(rows, max_tokens, strict=True)
+        ]
+        return outputs, [0] * len(prompts)
+
+    return Engine(transformers.__version__, generate)
+
+
+def _llama_cpp(work: Work) -> Engine:
+    llama_cpp = importlib.import_module("llama_cpp")
+    types = {"type_k": LLAMA_BF16, "type_v": LLAMA_BF16} if work.kv == "bf16" else {}
+    llm = llama_cpp.Llama(
+        work.model,
+        n_ctx=work.max_model_len,
+        n_threads=work.num_threads,
+        n_threads_batch=work.num_threads,
+        verbose=False,
+        **types,
+    )
+
+    def generate(
+        prompts: list[list[int]], max_tokens: list[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        outputs = [
+            list(itertools.islice(llm.generate(prompt, temp=0.0), count))
+            for prompt, count in zip(prompts, max_tokens, strict=True)
+        ]
+        return outputs, [0] * len(prompts)
+
+    return Engine(llama_cpp.__version__, generate)
+
+
+def _openvino(work: Work) -> Engine:
+    openvino = importlib.import_module("openvino")
+    genai = importlib.import_module("openvino_genai")
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size = work.kv_gib
+    scheduler.max_num_batched_tokens = OPENVINO_TOKENS_A_STEP
+    scheduler.enable_prefix_caching = work.prefix_caching
+    properties = {
+        "INFERENCE_PRECISION_HINT": openvino.Type.bf16,
+        "INFERENCE_NUM_THREADS": work.num_threads,
+    }
+    if work.kv == "bf16":
+        properties["KV_CACHE_PRECISION"] = openvino.Type.bf16
+    pipe = genai.ContinuousBatchingPipeline(work.model, scheduler, "CPU", properties)
+
+    def generate(
+        prompts: list[list[int]], max_tokens: list[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        numpy = importlib.import_module("numpy")
+        inputs = [openvino.Tensor(numpy.array([p], dtype=numpy.int64)) for p in prompts]
+        settings = []
+        for count in max_tokens:
+            config = genai.GenerationConfig()
+            config.max_new_tokens, config.min_new_tokens = count, count
+            config.ignore_eos, config.do_sample = True, False
+            settings.append(config)
+        results = pipe.generate(inputs, settings)
+        return [list(r.m_generation_ids[0]) for r in results], [0] * len(prompts)
+
+    return Engine(genai.__version__, generate)
+
+
+ENGINES: dict[str, Callable[[Work], Engine]] = {
+    "nanoengine": _nanoengine,
+    "vllm": _vllm,
+    "transformers": _transformers,
+    "llama.cpp": _llama_cpp,
+    "openvino": _openvino,
+}
+
+
+if __name__ == "__main__":
+    # The folder of this file would hide other packages behind nanoengine's file names.
+    sys.path = [
+        path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent
+    ]
+    main(sys.argv[1:])

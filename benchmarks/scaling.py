@@ -1,0 +1,84 @@
+"""`bench.py scaling`: decode speed over batch sizes and contexts, and its share of the limit.
+
+Called by benchmark.py. Steps of the real runner over KV of random numbers, so nothing is prefilled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.limits import Model, decode_steps, measure_limits, rounded
+from nanoengine.config import GIB
+from nanoengine.llm import LLM
+from nanoengine.loading.loader import read_model_config, resolve_model
+from nanoengine.startup.probe import time_steps
+
+Row = dict[str, Any]
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (1024, 2048, 4096, 8192)
+
+
+def scaling(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
+    """A row for each batch size and context; `tokens_per_s` is null where the KV does not fit.
+
+    share_of_limit: what a step needs at least, by benchmark_limits.share_of_limits, over what it
+    took. kv_gb_per_s: K and V of all contexts over the whole step.
+    """
+    limits = measure_limits(args.num_threads or torch.get_num_threads())
+    config = read_model_config(resolve_model(args.model))
+    tokens = max(args.batches) * (max(args.contexts) + 1) + 256 * max(args.batches)
+    settings = {
+        "kv_cache_gib": tokens * config.kv_bytes_per_token(2) / GIB,
+        "max_num_seqs": max(args.batches),
+        "enable_prefix_caching": False,
+    }
+    with make_llm(args, **settings) as llm:
+        cells = [(batch, context) for context in args.contexts for batch in args.batches]
+        model = Model(config, 0, limits)
+        rows = [_row(llm, model, *cell) for cell in tqdm(cells, desc="cells", file=sys.stderr)]
+    return {"limits": asdict(limits), "rows": rows}
+
+
+def _row(llm: LLM, model: Model, batch: int, context: int) -> Row:
+    engine = llm.llm_engine
+    assert engine._runner is not None
+    times = time_steps(engine._runner, engine.kv, engine.device, [context] * batch)
+    row: Row = {"batch": batch, "context": context, "tokens_per_s": None}
+    if not times:
+        return row
+    seconds = statistics.median(times)
+    ((num_bytes, flop),) = decode_steps(model, [(context - 1, 2)] * batch)
+    read, matmul = model.limits.read_gb_per_s * 1e9, model.limits.matmul_gflop_per_s * 1e9
+    kv_bytes = batch * context * model.config.kv_bytes_per_token(2)
+    return row | {
+        "tokens_per_s": rounded(batch / seconds),
+        "step_ms": rounded(seconds * 1e3),
+        "step_ms_min_max": [rounded(min(times) * 1e3), rounded(max(times) * 1e3)],
+        "share_of_limit": rounded(max(num_bytes / read, flop / matmul) / seconds),
+        "share_of_read": rounded(num_bytes / seconds / read),
+        "share_of_matmul": rounded(flop / seconds / matmul),
+        "kv_gb_per_s": rounded(kv_bytes / seconds / 1e9),
+    }
+
+
+def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Callable[..., Any]]]:
+    """The subcommand of this module, with its function."""
+    sub = commands.add_parser(
+        "scaling",
+        help="decode speed over batch sizes and contexts",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    sub.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="requests a step")
+    sub.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="tokens of each")
+    sub.add_argument(
+        "--kv-cache-gib", type=float, help="KV budget; default: what the largest needs"
+    )
+    yield sub, scaling

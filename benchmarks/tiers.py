@@ -1,0 +1,250 @@
+"""Benchmarks of two KV tiers shared by many: prefix reuse, preemption, fairness.
+
+Called by benchmark.py; each returns rows of figures by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from nanoengine.bench.main import offload_settings
+from nanoengine.errors import EngineError
+from nanoengine.llm import LLM
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import Sequence
+
+MakeLLM = Callable[..., LLM]
+Row = dict[str, Any]
+MODES = ("in_place", "stream")
+
+
+def shared_prefix(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
+    """`num_seqs` requests with one long beginning, twice: cold, then warm.
+
+    The device cannot hold the beginning beside the running requests; `device only` has the same
+    blocks and no host tier.
+    """
+    rng, rows = random.Random(args.seed), {}
+    for mode in ("resident", "device only", *MODES):
+        with make_llm(args, **_settings(args, mode, enable_prefix_caching=True)) as llm:
+            vocab = llm.llm_engine.model_config.vocab_size
+            shared = _random_ids(rng, vocab, args.input_len)
+            prompts: list[Any] = [
+                shared + _random_ids(rng, vocab, args.own_len) for _ in range(args.num_seqs)
+            ]
+            _warm_up(llm)
+            rows[mode] = {
+                "cold": _answer_all(llm, prompts, args.output_len),
+                "warm": _answer_all(llm, prompts, args.output_len),
+            }
+    return rows
+
+
+def preemption(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
+    """Seconds from a preemption to the next token: KV kept on the host, against all computed
+    again.
+    """
+    rng, rows = random.Random(args.seed), {}
+    for mode in MODES:
+        with make_llm(args, **_settings(args, mode)) as llm:
+            engine = llm.llm_engine
+            prompt = _random_ids(rng, engine.model_config.vocab_size, args.input_len)
+            _warm_up(llm)
+            engine.add_request(prompt, _greedy(4 * args.rounds + 4))
+            (seq,) = engine.scheduler.waiting
+            _step_until(llm, seq, 2)
+            resumed, computed = [], []
+            for _ in range(args.rounds):
+                resumed.append(_resume_s(llm, seq, forget=False))
+                computed.append(_resume_s(llm, seq, forget=True))
+            engine.abort(seq.seq_id)
+            ratio = statistics.median(computed) / statistics.median(resumed)
+            rows[mode] = {
+                "resume_s": [round(s, 4) for s in resumed],
+                "recompute_s": [round(s, 4) for s in computed],
+                "recompute_to_resume": round(ratio, 1),
+            }
+    return rows
+
+
+def fairness(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
+    """A short request that decodes beside a streamed one, with the link budget and without, and one
+    that arrives during a long prefill.
+    """
+    rows: dict[str, Row] = {}
+    for name, budget in (("budget", {}), ("no budget", {"stream_mib_per_step": 1e6})):
+        with make_llm(args, **_settings(args, "stream", **budget)) as llm:
+            rows[name] = _beside_a_streamed_one(args, llm)
+    with make_llm(args, **_settings(args, "stream")) as llm:
+        rows["arrival during a prefill"] = _arrival_during_prefill(args, llm)
+    return rows
+
+
+def _beside_a_streamed_one(args: argparse.Namespace, llm: LLM) -> Row:
+    engine, rng = llm.llm_engine, random.Random(args.seed)
+    vocab = engine.model_config.vocab_size
+    _warm_up(llm)
+    short = _start(llm, _random_ids(rng, vocab, 64))
+    alone = _gaps(llm, short, args.output_len)
+    long = _start(llm, _random_ids(rng, vocab, args.input_len))
+    before, start = long.num_output_tokens, time.perf_counter()
+    beside = _gaps(llm, short, args.output_len)
+    elapsed = time.perf_counter() - start
+    streamed = long.num_output_tokens - before
+    engine.abort([short.seq_id, long.seq_id])
+    return {
+        "stream_blocks_per_step": llm.plan.stream_blocks_per_step,
+        "alone_ms": round(1000 * statistics.mean(alone), 2),
+        "beside_ms": round(1000 * statistics.mean(beside), 2),
+        "beside_to_alone": round(statistics.mean(beside) / statistics.mean(alone), 2),
+        "longest_gap_ms": round(1000 * max(beside), 1),
+        "streamed_tokens_per_s": round(streamed / elapsed, 2),
+        "streamed_part": round(streamed / len(beside), 3),
+    }
+
+
+def _arrival_during_prefill(args: argparse.Namespace, llm: LLM) -> Row:
+    engine, rng = llm.llm_engine, random.Random(args.seed)
+    vocab = engine.model_config.vocab_size
+    _warm_up(llm)
+    engine.add_request(_random_ids(rng, vocab, args.input_len), _greedy(1))
+    (long,) = engine.scheduler.waiting
+    while long.num_computed <= args.input_len // 4:
+        engine.step()
+    engine.add_request(_random_ids(rng, vocab, 64), _greedy(1))
+    short = engine.scheduler.waiting[-1]
+    start, num_steps = time.perf_counter(), 0
+    while not short.num_output_tokens:
+        engine.step()
+        num_steps += 1
+    elapsed, left = time.perf_counter() - start, long.num_remaining
+    engine.abort([long.seq_id, short.seq_id])
+    return {"num_steps": num_steps, "first_token_s": round(elapsed, 3), "prefill_left": left}
+
+
+def _start(llm: LLM, prompt: list[int]) -> Sequence:
+    """A request that has its first token, and goes on as long as its context lasts."""
+    llm.llm_engine.add_request(prompt, _greedy(1 << 20))
+    seq = llm.llm_engine.scheduler.waiting[-1]
+    _step_until(llm, seq, 1)
+    return seq
+
+
+def _gaps(llm: LLM, seq: Sequence, num_tokens: int) -> list[float]:
+    """Seconds between the next tokens of a request."""
+    gaps = []
+    for _ in range(num_tokens):
+        start = time.perf_counter()
+        _step_until(llm, seq, seq.num_output_tokens + 1)
+        gaps.append(time.perf_counter() - start)
+    return gaps
+
+
+def _resume_s(llm: LLM, seq: Sequence, forget: bool) -> float:
+    """Seconds from preempting the one running request to its next token."""
+    engine, before = llm.llm_engine, seq.num_output_tokens
+    engine.scheduler.preempt(seq)
+    if forget:
+        engine.kv.deallocate(seq)
+    start = time.perf_counter()
+    _step_until(llm, seq, before + 1)
+    return time.perf_counter() - start
+
+
+def _step_until(llm: LLM, seq: Sequence, num_output_tokens: int) -> None:
+    while seq.num_output_tokens < num_output_tokens:
+        if seq.is_finished:
+            raise EngineError("a request ended before it was measured: shorten the long prompt")
+        llm.llm_engine.step()
+
+
+def _answer_all(llm: LLM, prompts: list[Any], output_len: int) -> Row:
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, _greedy(output_len))
+    elapsed = time.perf_counter() - start
+    counters = llm.llm_engine.kv.counters
+    row = {
+        "output_tokens_per_s": round(len(prompts) * output_len / elapsed, 1),
+        "cached_tokens": sum(output.num_cached_tokens for output in outputs),
+        "host_cached_tokens": sum(output.num_host_cached_tokens for output in outputs),
+        "h2d_gb": round(counters.h2d_bytes / 1e9, 3),
+    }
+    llm.llm_engine.kv.reset_counters()
+    return row
+
+
+def _settings(args: argparse.Namespace, mode: str, **more: Any) -> dict[str, Any]:
+    size = args.kvcache_block_size
+    settings: dict[str, Any] = {"kvcache_block_size": size, "enable_prefix_caching": False} | more
+    if mode == "resident":
+        each = -(-(args.own_len + args.output_len) // size) + 1
+        blocks = -(-args.input_len // size) + args.num_seqs * each + 2
+        return settings | {"num_gpu_blocks": blocks}
+    if mode == "device only":
+        return settings | {"num_gpu_blocks": args.num_gpu_blocks}
+    return settings | offload_settings(args, mode)
+
+
+def _warm_up(llm: LLM) -> None:
+    llm.generate([[1, 2, 3]], _greedy(2), use_tqdm=False)
+    llm.llm_engine.kv.reset_counters()
+
+
+def _random_ids(rng: random.Random, vocab_size: int, length: int) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+def _greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, ignore_eos=True, max_tokens=num_tokens)
+
+
+def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Callable[..., Any]]]:
+    """The subcommands of this module, each with its function."""
+    for name, function, defaults, text in (
+        (
+            "prefix",
+            shared_prefix,
+            {"input_len": 2048, "output_len": 64, "num_gpu_blocks": 20, "num_seqs": 16},
+            "requests that share a long beginning, cold and warm",
+        ),
+        (
+            "preempt",
+            preemption,
+            {"input_len": 4000, "num_gpu_blocks": 8},
+            "from preemption to the next token, resumed and computed again",
+        ),
+        (
+            "fairness",
+            fairness,
+            {"input_len": 8000, "output_len": 64, "num_gpu_blocks": 8},
+            "a short request beside a streamed one, and during a prefill",
+        ),
+    ):
+        sub = commands.add_parser(
+            name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        sub.set_defaults(max_num_seqs=None, kv_cache_gib=None)
+        _arguments(sub, defaults)
+        yield sub, function
+
+
+def _arguments(sub: argparse.ArgumentParser, defaults: dict[str, int]) -> None:
+    texts = {
+        "input_len": "tokens of a long prompt, or of a shared beginning",
+        "output_len": "tokens to generate, or to time",
+        "num_seqs": "requests at once",
+        "num_gpu_blocks": "device blocks",
+    }
+    for name, default in defaults.items():
+        sub.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=texts[name])
+    if "num_seqs" in defaults:
+        sub.add_argument("--own-len", type=int, default=32, help="tokens of each request's own")
+    else:
+        sub.add_argument("--rounds", type=int, default=5, help="repetitions")
+    sub.add_argument("--kvcache-block-size", type=int, default=256, help="tokens of a block")
+    sub.add_argument("--kv-offload-gib", type=float, default=2.0, help="host KV")

@@ -1,0 +1,259 @@
+"""Attention on a GPU by Triton kernels, with one arithmetic for every row.
+
+The context of a row is cut into partitions of PARTITION keys. Each is folded, tile by tile, into a
+state of its own (maximum, sum, accumulator), by the online softmax of Milakov and Gimelshein (arXiv
+1805.02867); the states are merged in logical order. Tiles and partitions lie at fixed logical
+positions, so the result depends neither on the pool that a block came from, nor on chunks, nor on
+how many rows the sequence brings, nor on other sequences.
+
+Two ways through it differ in what runs in parallel. Many queries: a program for each tile of them,
+which goes through all partitions. A few: a program for each partition, and a second kernel that
+merges (the split of Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from nanoengine.attention.triton_attention_kernels import LOG2E, decode, merge, prefill
+from nanoengine.config import AttentionConfig
+from nanoengine.context import ForwardContext, KVChunk, Spans
+from nanoengine.devices.device import to_device
+
+PARTITION = 512
+MERGED_AT_ONCE = 8  # partitions whose states are loaded together
+FEW_QUERIES, FEW_ROWS = 17, 128  # of a sequence whose partitions run in parallel: at most so many
+PREFILL_ROWS, PREFILL_WARPS = 128, 8
+DECODE_PROGRAMS = 1024  # of a launch: several for each multiprocessor
+MAX_TILE = 128
+TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
+MIN_DOT = 16  # the least of any side of a matrix product
+
+Lengths = tuple[tuple[int, int], ...]
+States = tuple[Tensor, Tensor, Tensor]  # row maximum and sum, fp32 [rows, heads]; accumulator
+
+
+@dataclass(frozen=True, slots=True)
+class _Partitions:
+    """Softmax states of the sequences of few queries, one for each partition and query.
+
+    start: int32 [n], where the states of sequence i begin, those of the first partition that any
+    layer sees; row_max, row_sum: fp32 [states, heads]; acc: fp32 [states, heads, head_dim].
+    few: up to so many queries are few; queries: the most that a sequence of this step has of few.
+    """
+
+    start: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+    acc: Tensor
+    few: int
+    queries: int
+
+
+class TritonAttention:
+    """See context.AttentionBackend."""
+
+    follows_tensors = True
+    is_batch_invariant = False  # one order of tiles; but sums inside of one are the compiler's
+
+    def __init__(self, config: AttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._config = config
+        self.name = f"Triton {triton.__version__}"
+        # Powers of two, not of e, from where no softcap comes between.
+        self._scale = config.score_scale * (1 if config.softcap else LOG2E.value)
+        self._dim = max(MIN_DOT, triton.next_power_of_2(config.head_dim))
+        key_bytes = 2 * self._dim * dtype.itemsize
+        room = _shared_memory(device) // (TILES_IN_SHARED_MEMORY * key_bytes)
+        self._most_keys = min(MAX_TILE, 1 << (room.bit_length() - 1))
+        self._tiles: dict[int, tuple[Spans, Tensor | None]] = {}
+        self._parts: _Partitions | None = None
+        self._states: States | None = None
+
+    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """See context.AttentionBackend."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        window = self._config.window(layer) or 0
+        for number, chunk in enumerate(ctx.kv.read(layer)):
+            if not layer and not number:
+                self._begin(q, chunk, ctx)
+            tiles = self._tiles_of(chunk, ctx.lengths, q)
+            if tiles is not None:
+                self._run_prefill(q, chunk, ctx, tiles, out, window)
+            if self._parts is not None:
+                self._run_decode(q, chunk, ctx, self._parts, window)
+        if self._parts is not None:
+            self._run_merge(ctx, self._parts, out, window)
+        return out
+
+    def _begin(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> None:
+        """Room for the states of a step. Made anew in each, so that a graph of it is whole."""
+        self._tiles, self._parts, self._states = {}, None, None
+        few = few_queries(q.shape[1] // chunk.k.shape[2])
+        counts = [num_queries for num_queries, _ in ctx.lengths if num_queries <= few]
+        if counts:
+            start = self._first_states(ctx, few)
+            states = _states(q, self._most_states(chunk, ctx, few))
+            self._parts = _Partitions(start, *states, few, max(counts))
+        if len(counts) < len(ctx.lengths):
+            self._states = _states(q, 0 if chunk.is_last else 2 * len(q))
+
+    def _first_states(self, ctx: ForwardContext, few: int) -> Tensor:
+        """_Partitions.start, of tensors alone: a graph of the step may run on longer contexts."""
+        num_queries = ctx.query_start[1:] - ctx.query_start[:-1]
+        counts = (ctx.kv_lens + (PARTITION - 1)) // PARTITION
+        if longest := self._config.longest_window:
+            counts -= (ctx.kv_lens - num_queries + 1 - longest).clamp(min=0) // PARTITION
+        counts *= num_queries * (num_queries <= few)
+        return (counts.cumsum(0) - counts).to(torch.int32)
+
+    def _most_states(self, chunk: KVChunk, ctx: ForwardContext, few: int) -> int:
+        """States of all partitions and queries. For a step of one chunk, those that its table has
+        room for: such a step may be done again on longer contexts.
+        """
+        lengths = [length for length in ctx.lengths if length[0] <= few]
+        most = sum(-(-kv_len // PARTITION) * num_queries for num_queries, kv_len in lengths)
+        if chunk.is_last:
+            width = chunk.block_table.shape[1] * chunk.k.shape[1]
+            each = -(-width // PARTITION)
+            if self._config.longest_window is not None:
+                each += 1  # the first key in the table may lie anywhere in a partition
+            return max(most, sum(num_queries for num_queries, _ in lengths) * each)
+        return most
+
+    def _tiles_of(self, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
+        """(span, first query) of each tile of queries for this chunk of the step; None: no prompt
+        has any there.
+        """
+        key = id(chunk.spans)  # kept beside the tiles, so that no other object gets this id
+        if key not in self._tiles:
+            group = q.shape[1] // chunk.k.shape[2]
+            found = query_tiles(chunk, lengths, max(1, PREFILL_ROWS // group), few_queries(group))
+            tiles = to_device(found, torch.int32, q.device) if found else None
+            self._tiles[key] = chunk.spans, tiles
+        return self._tiles[key][1]
+
+    def _run_prefill(
+        self,
+        q: Tensor,
+        chunk: KVChunk,
+        ctx: ForwardContext,
+        tiles: Tensor,
+        out: Tensor,
+        window: int,
+    ) -> None:
+        assert self._states is not None
+        if not chunk.is_last and not len(self._states[0]):  # the first layer read fewer chunks
+            self._states = _states(q, 2 * len(q))
+        group = q.shape[1] // chunk.k.shape[2]
+        shape = self._shape(q, chunk, max(PREFILL_ROWS, triton.next_power_of_2(group)))
+        prefill[(len(tiles), chunk.k.shape[2])](
+            q, chunk.k, chunk.v, tiles,
+            chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
+            ctx.query_start, ctx.kv_lens,
+            *self._states, out,
+            self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=window,
+            num_warps=PREFILL_WARPS, num_stages=_stages(q),
+        )  # fmt: skip
+
+    def _run_decode(
+        self, q: Tensor, chunk: KVChunk, ctx: ForwardContext, parts: _Partitions, window: int
+    ) -> None:
+        num_spans, kv_heads = len(chunk.seq_index), chunk.k.shape[2]
+        width = triton.cdiv(chunk.block_table.shape[1] * chunk.k.shape[1], PARTITION) + 1
+        wanted = max(1, DECODE_PROGRAMS // (num_spans * kv_heads))
+        group = q.shape[1] // kv_heads
+        rows = max(MIN_DOT, triton.next_power_of_2(parts.queries * group))
+        shape = self._shape(q, chunk, rows)
+        decode[(num_spans, kv_heads, min(width, wanted))](
+            q, chunk.k, chunk.v,
+            chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
+            ctx.query_start, ctx.kv_lens,
+            parts.start, parts.row_max, parts.row_sum, parts.acc,
+            self._scale, *_strides(q, chunk), **shape, WINDOW=window,
+            LONGEST=self._config.longest_window or 0, num_warps=4 if rows == MIN_DOT else 8,
+            num_stages=_stages(q),
+        )  # fmt: skip
+
+    def _run_merge(self, ctx: ForwardContext, parts: _Partitions, out: Tensor, window: int) -> None:
+        _, heads, head_dim = out.shape
+        merge[(len(ctx.lengths), heads, parts.queries)](
+            ctx.query_start, ctx.kv_lens,
+            parts.start, parts.row_max, parts.row_sum, parts.acc, out,
+            heads, head_dim, self._dim, PARTITION, parts.few, MERGED_AT_ONCE, window,
+            self._config.longest_window or 0, num_warps=2,
+        )  # fmt: skip
+
+    def _shape(self, q: Tensor, chunk: KVChunk, rows: int) -> dict[str, Any]:
+        _, heads, head_dim = q.shape
+        _, block_size, kv_heads, _ = chunk.k.shape
+        # A tile lies in one block, and at the same place whatever chunk the block is in.
+        tile = min(self._most_keys, block_size & -block_size)
+        return {
+            "HEADS": heads,
+            "GROUP": heads // kv_heads,
+            "HEAD_DIM": head_dim,
+            "DIM": self._dim,
+            "BLOCK": block_size,
+            "TILE": tile,
+            "TILE_PAD": max(MIN_DOT, tile),
+            "ROWS": rows,
+            "SOFTCAP": self._config.softcap or 0.0,
+            "PARTITION": PARTITION,
+            "FEW": few_queries(heads // kv_heads),
+        }
+
+
+def few_queries(group: int) -> int:
+    """Queries of a sequence up to which its partitions run in parallel; by speed alone."""
+    return max(1, min(FEW_QUERIES, FEW_ROWS // group))
+
+
+def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[tuple[int, int]]:
+    """(span, first query) of each tile of many queries that the chunk concerns: they see keys of
+    it, or nothing follows it for their sequence.
+    """
+    block_size = chunk.k.shape[1]
+    found = []
+    for number, (index, first, blocks) in enumerate(chunk.spans):
+        num_queries, kv_len = lengths[index]
+        if num_queries <= few:
+            continue
+        is_last = (first + len(blocks)) * block_size >= kv_len
+        # The first tile with a query at or past the first key.
+        unseen = 0 if is_last else max(0, first * block_size - (kv_len - num_queries))
+        found += [(number, query) for query in range(unseen // tile * tile, num_queries, tile)]
+    return found
+
+
+def _states(q: Tensor, num_rows: int) -> States:
+    """Room for so many rows of every head."""
+    _, heads, head_dim = q.shape
+    shapes = (num_rows, heads), (num_rows, heads), (num_rows, heads, head_dim)
+    row_max, row_sum, acc = (
+        torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes
+    )
+    return row_max, row_sum, acc
+
+
+def _strides(q: Tensor, chunk: KVChunk) -> tuple[int, ...]:
+    token, head, _ = q.stride()
+    block, row, _, _ = chunk.k.stride()
+    return chunk.block_table.stride(0), token, head, block, row
+
+
+def _stages(q: Tensor) -> int:
+    """Tiles that are loaded ahead. An exact fp32 product takes the room of the second itself."""
+    return 1 if q.dtype == torch.float32 else TILES_IN_SHARED_MEMORY
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have; of a GPU of 2022 where there is none (an interpreter)."""
+    if device.type != "cuda":
+        return 227 << 10
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

@@ -1,0 +1,298 @@
+"""Offline benchmarks: `python bench.py offline`, or `python -m nanoengine.bench offline`.
+
+Logs and the memory plan go to stderr; the last line of stdout is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import nanoengine
+from nanoengine.config import ATTENTION_LIMITS
+from nanoengine.llm import LLM
+from nanoengine.outputs import RequestOutput
+from nanoengine.sampling_params import SamplingParams
+
+# num_seqs, min_input, max_input, min_output, max_output
+CPU_WORKLOAD = (32, 64, 512, 64, 256)
+GPU_WORKLOAD = (256, 100, 1024, 100, 1024)  # nano-vllm's
+WORKLOAD = ("num_seqs", "min_input", "max_input", "min_output", "max_output")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark named on the command line."""
+    parser, commands = make_parser(f"{__doc__}")
+    add_commands(commands)
+    run(parser.parse_args(argv))
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run what was parsed, and print its result."""
+    result = args.run(args)
+    line = json.dumps(result)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(line)
+
+
+def offline(args: argparse.Namespace) -> dict[str, Any]:
+    """Random prompts of random lengths, all queued at once, greedy, every output at full length."""
+    with make_llm(args) as llm:
+        for name, value in zip(WORKLOAD, _default_workload(llm), strict=True):
+            if getattr(args, name) is None:
+                setattr(args, name, value)
+        prompts, params = workload(args, llm.llm_engine.model_config.vocab_size)
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        elapsed = time.perf_counter() - start
+        num_in = sum(map(len, prompts))
+        num_out = sum(len(output.outputs[0].token_ids) for output in outputs)
+        return {
+            "workload": {
+                "name": "offline",
+                "model": args.model,
+                "seed": args.seed,
+                "dtype": str(llm.plan.kv.dtype).removeprefix("torch."),
+                "device": llm.llm_engine.device.name,
+                **{name: getattr(args, name) for name in WORKLOAD},
+                "input_tokens": num_in,
+                "output_tokens": num_out,
+            },
+            "versions": versions(),
+            "threads": torch.get_num_threads(),
+            "attention": llm.plan.attention,
+            "elapsed_s": round(elapsed, 3),
+            "output_tokens_per_s": round(num_out / elapsed, 1),
+            "total_tokens_per_s": round((num_in + num_out) / elapsed, 1),
+            "peak_memory_mib": round(llm.llm_engine.device.peak_memory_mib(), 1),
+        }
+
+
+def offload(args: argparse.Namespace) -> dict[str, Any]:
+    """The same long requests resident, read in place, and streamed, one after the other.
+
+    Decode speed is tokens after the first over the time after the first. Every mode must give the
+    same tokens; a row says at which token each request first differs from the resident run.
+    """
+    on_cpu = args.device in (None, "cpu")
+    rows: dict[str, dict[str, Any]] = {}
+    resident: list[list[int]] = []
+    for mode in ("resident", "in_place", "stream") if on_cpu else ("resident", "stream"):
+        with make_llm(args, **_offload_settings(args, mode)) as llm:
+            outputs = _run_long(args, llm)
+            rows[mode] = _offload_row(llm, outputs)
+        ids = [output.outputs[0].token_ids for output in outputs]
+        resident = resident or ids
+        rows[mode]["first_difference"] = _first_difference(resident, ids)
+        speed = rows[mode]["decode_tokens_per_s"] / rows["resident"]["decode_tokens_per_s"]
+        rows[mode]["decode_ratio_to_resident"] = round(speed, 3)
+    names = ("input_len", "output_len", "num_seqs", "num_gpu_blocks", "kvcache_block_size")
+    return {
+        "workload": {
+            "name": "offload",
+            "model": args.model,
+            "seed": args.seed,
+            **{name: getattr(args, name) for name in names},
+        },
+        "versions": versions(),
+        "threads": torch.get_num_threads(),
+        "memcpy_gb_per_s": round(memcpy_gb_per_s(), 2),
+        **rows,
+    }
+
+
+def _run_long(args: argparse.Namespace, llm: LLM) -> list[RequestOutput]:
+    rng = random.Random(args.seed)
+    vocab = llm.llm_engine.model_config.vocab_size
+    prompts: list[Any] = [
+        [rng.randrange(vocab) for _ in range(args.input_len)] for _ in range(args.num_seqs)
+    ]
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=args.output_len)
+    llm.generate(prompts[0][:8], SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.llm_engine.kv.reset_counters()
+    return llm.generate(prompts, params)
+
+
+def _offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    blocks_each = -(-(args.input_len + args.output_len) // args.kvcache_block_size)
+    settings = {"kvcache_block_size": args.kvcache_block_size, "enable_prefix_caching": False}
+    if mode == "resident":
+        return settings | {"num_gpu_blocks": (blocks_each + 1) * args.num_seqs + 2}
+    return settings | offload_settings(args, mode)
+
+
+def offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """The two tiers as the command line gives them, in one of MODES."""
+    return {
+        "num_gpu_blocks": args.num_gpu_blocks,
+        "enable_cpu_offload": True,
+        "offload_mode": mode,
+        "kv_offload_gib": args.kv_offload_gib,
+    }
+
+
+def _offload_row(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
+    """Figures of one mode. Decoding is timed from the moment every request has its first token."""
+    metrics = [output.metrics for output in outputs if output.metrics]
+    num_in = sum(len(output.prompt_token_ids) for output in outputs)
+    first = max(m.first_token_time or 0.0 for m in metrics)
+    prefill_s = first - min(m.arrival_time for m in metrics)
+    step_s = statistics.median(m.tpot_s or 0.0 for m in metrics)
+    kv = llm.llm_engine.kv
+    row: dict[str, Any] = {
+        "prefill_tokens_per_s": round(num_in / prefill_s, 1),
+        "decode_tokens_per_s": round(len(outputs) / step_s, 2),
+        "tpot_ms": round(1000 * step_s, 2),
+        "h2d_gb": round(kv.counters.h2d_bytes / 1e9, 3),
+        "d2h_gb": round(kv.counters.d2h_bytes / 1e9, 3),
+        "num_stalls": kv.counters.num_stalls,
+        "num_prefetch_hits": kv.counters.num_prefetch_hits,
+        "peak_streamed": kv.peak_streamed,
+        "device_kv_mib": round(kv.spec.num_blocks * kv.spec.block_bytes / (1 << 20), 1),
+    }
+    if costs := llm.llm_engine.decode_costs:
+        num_blocks = -(-len(outputs[0].prompt_token_ids) // kv.spec.block_size)
+        on_host = max(0, len(outputs) * num_blocks - kv.spec.num_blocks)
+        row["predicted_tokens_per_s"] = round(costs.tokens_per_s(num_blocks, kv.spec.num_blocks), 2)
+        if llm.plan.copy_gb_per_s:
+            row["link_gb_per_s"] = round(llm.plan.copy_gb_per_s, 2)
+            row["decode_h2d_gb_per_s"] = round(on_host * kv.spec.host_block_bytes / step_s / 1e9, 2)
+    return row
+
+
+def _first_difference(ours: list[list[int]], theirs: list[list[int]]) -> list[int | None]:
+    """For each request the first output position at which the tokens differ, None if none does."""
+    return [
+        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+
+
+def memcpy_gb_per_s(num_bytes: int = 256 << 20) -> float:
+    """Plain copies of 3 MiB pieces between two buffers by one thread, the best of three rounds."""
+    piece = 3 << 20
+    source, target = (np.ones(num_bytes, dtype=np.uint8) for _ in range(2))
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        for at in range(0, num_bytes, piece):
+            np.copyto(target[at : at + piece], source[at : at + piece])
+        best = min(best, time.perf_counter() - start)
+    return num_bytes / best / 1e9
+
+
+def workload(
+    args: argparse.Namespace, vocab_size: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of random token ids and their parameters, a function of the seed and the sizes
+    only.
+    """
+    rng = random.Random(args.seed)
+    prompts, params = [], []
+    for _ in range(args.num_seqs):
+        length = rng.randint(args.min_input, args.max_input)
+        prompts.append([rng.randrange(vocab_size) for _ in range(length)])
+        max_tokens = rng.randint(args.min_output, args.max_output)
+        params.append(SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens))
+    return prompts, params
+
+
+def versions() -> dict[str, str]:
+    """What the figures were measured with."""
+    return {
+        "nanoengine": nanoengine.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+
+
+def make_llm(args: argparse.Namespace, **more: Any) -> LLM:
+    settings = more | {
+        name: getattr(args, name)
+        for name in (
+            "device",
+            "dtype",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "kv_cache_gib",
+            "num_threads",
+            "attention_backend",
+        )
+        if getattr(args, name, None) is not None
+    }
+    llm = LLM(args.model, load_format=args.load_format, **settings)
+    print(llm.plan, file=sys.stderr)
+    return llm
+
+
+def _default_workload(llm: LLM) -> tuple[int, int, int, int, int]:
+    return CPU_WORKLOAD if llm.llm_engine.device.name == "cpu" else GPU_WORKLOAD
+
+
+def make_parser(description: str) -> tuple[argparse.ArgumentParser, Any]:
+    """The parser, and where works are added to it."""
+    parser = argparse.ArgumentParser(
+        prog="bench.py",
+        description=description,
+        epilog="example: python bench.py offline --num-seqs 8 --max-output 128 --json result.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser, parser.add_subparsers(required=True, metavar="WORK")
+
+
+def add_commands(commands: Any) -> None:
+    """The works that an installed package has."""
+    for name, add_arguments, text in (
+        ("offline", _offline_arguments, "many requests queued at once: output tokens per second"),
+        ("offload", _offload_arguments, "long requests resident, in place and streamed"),
+    ):
+        sub = commands.add_parser(
+            name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        add_arguments(sub)
+        common_arguments(sub)
+
+
+def _offline_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.set_defaults(run=offline)
+    for name, on_cpu, on_gpu in zip(WORKLOAD, CPU_WORKLOAD, GPU_WORKLOAD, strict=True):
+        flag = "--" + name.replace("_", "-")
+        sub.add_argument(flag, type=int, help=f"default: {on_cpu} on a CPU, {on_gpu} on a GPU")
+    sub.add_argument("--max-num-seqs", type=int, help="requests running at once")
+    sub.add_argument("--kv-cache-gib", type=float, help="KV budget")
+
+
+def _offload_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.set_defaults(run=offload, max_num_seqs=None, kv_cache_gib=None)
+    sub.add_argument("--input-len", type=int, default=8000, help="tokens of each prompt")
+    sub.add_argument("--output-len", type=int, default=32, help="tokens to generate for each")
+    sub.add_argument("--num-seqs", type=int, default=1, help="requests at once")
+    sub.add_argument("--num-gpu-blocks", type=int, default=8, help="device blocks when offloading")
+    sub.add_argument("--kvcache-block-size", type=int, default=256, help="tokens of a block")
+    sub.add_argument("--kv-offload-gib", type=float, default=2.0, help="host KV")
+
+
+def common_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--model", default="smollm2-135m", help="folder, .gguf file or smollm2-135m")
+    sub.add_argument("--device", help='"cpu", "cuda" or "cuda:N" (default: what is here)')
+    sub.add_argument("--dtype", help='"float32" or "bfloat16" (default: the native one)')
+    sub.add_argument("--load-format", default="auto", help='"dummy": random weights')
+    sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
+    sub.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in a step")
+    sub.add_argument("--num-threads", type=int, help="CPU threads")
+    backends = ", ".join(ATTENTION_LIMITS)
+    sub.add_argument("--attention-backend", default="auto", help=f"instead of auto: {backends}")
+    sub.add_argument("--json", metavar="FILE", help="also write the result here, indented")

@@ -1,0 +1,403 @@
+"""Runs the needle-in-a-haystack samples of niah.py in one engine and reports: the command line of
+tests/test_ruler_niah.py.
+
+Owns the report, its comparison with another run's, and the heat map. Knows the engine only as LLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import nanoengine
+from nanoengine.bench.niah import (
+    INDUCTION,
+    NIAH_TASKS,
+    NUM_ANSWER_TOKENS,
+    NUM_COPIED,
+    NiahBuilder,
+    PromptFormat,
+    Sample,
+    exact_beginning,
+    induction_samples,
+    parse_indices,
+    read_samples,
+    string_match_all,
+)
+from nanoengine.errors import ConfigError, EngineError
+from nanoengine.llm import LLM
+from nanoengine.loading.loader import resolve_model
+from nanoengine.outputs import RequestOutput
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.text.tokenizer import Tokenizer
+
+
+def make_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    """What the command line asks for. Raises ConfigError, InvalidPromptError or RequestError."""
+    prompt_format = PromptFormat(tokenizer, args.mode, args.template)
+    if args.data_file is not None:
+        samples = read_samples(args.data_file, prompt_format)
+    elif args.task == INDUCTION:
+        samples = induction_samples(tokenizer, args.length, args.num_samples, args.seed)
+    else:
+        builder = NiahBuilder(args.task, prompt_format, args.length, args.seed)
+        samples = builder.samples(args.num_samples)
+    return [samples[index] for index in parse_indices(args.sample_indices, len(samples))]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Answer all samples in one engine and one call; the report is what --json writes.
+
+    Raises EngineError: bad settings, data, model. Whatever can be checked is checked before the
+    model is loaded.
+    """
+    _check_outputs(args)
+    samples = make_samples(args, Tokenizer.from_folder(resolve_model(args.model)))
+    baseline = None if args.baseline is None else read_baseline(args.baseline, samples)
+    max_tokens = args.max_new_tokens
+    if max_tokens is None:
+        max_tokens = NUM_COPIED if args.task == INDUCTION else NUM_ANSWER_TOKENS
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    with LLM(args.model, **_engine_settings(args)) as llm:
+        if not args.quiet:
+            lengths = [len(sample.prompt_ids) for sample in samples]
+            print(f"{llm.plan}\n{len(samples)} prompts of {min(lengths)}-{max(lengths)} tokens")
+        start = time.perf_counter()
+        prompts = [sample.prompt_ids for sample in samples]
+        outputs = llm.generate(prompts, params, use_tqdm=not args.quiet)
+        elapsed = time.perf_counter() - start
+        score = exact_beginning if args.task == INDUCTION else string_match_all
+        records = [
+            _record(sample, output, score(output["text"], sample.outputs))
+            for sample, output in zip(samples, outputs, strict=True)
+        ]
+        report = _summary(records, elapsed) | _engine_figures(llm)
+    report["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    report["settings"]["max_new_tokens"] = max_tokens
+    report["versions"] = _versions()
+    if baseline is not None:
+        report["baseline"] = compare(records, baseline)
+    return report | {"samples": records}
+
+
+def read_baseline(path: Path, samples: Sequence[Sample]) -> dict[int, dict[str, Any]]:
+    """Another run's records by sample index, for the samples that both have.
+
+    Raises ConfigError for a file that is no such report, or is of other prompts.
+    """
+    try:
+        records = {r["index"]: r for r in json.loads(path.read_bytes())["samples"]}
+        common = {s.index: records[s.index] for s in samples if s.index in records}
+        other = [s.index for s in samples if s.index in common and _digest_differs(s, common)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--baseline {path} is no report of this script: {error!r}") from error
+    if other or not common:
+        what = f"sample {other[0]} has another prompt there" if other else "no sample in common"
+        raise ConfigError(
+            f"--baseline {path}: {what}; task, mode, template, length, num-samples, seed and "
+            "tokenizer must be the same"
+        )
+    return common
+
+
+def _digest_differs(sample: Sample, records: dict[int, dict[str, Any]]) -> bool:
+    record = records[sample.index]
+    return bool(record["prompt_digest"] != sample.digest) or not isinstance(record["text"], str)
+
+
+def compare(
+    records: Sequence[dict[str, Any]], baseline: dict[int, dict[str, Any]]
+) -> dict[str, Any]:
+    """How many texts are the baseline's, and where the others first leave it."""
+    pairs = [(r, baseline[r["index"]]) for r in records if r["index"] in baseline]
+    differing = []
+    for here, there in pairs:
+        position = first_difference(here["token_ids"], there.get("token_ids"))
+        if here["text"] != there["text"] or position is not None:
+            differing.append(
+                {
+                    "index": here["index"],
+                    "first_differing_token": position,
+                    "text": here["text"],
+                    "baseline_text": there["text"],
+                }
+            )
+    same = sum(here["text"] == there["text"] for here, there in pairs)
+    return {"compared": len(pairs), "same_texts": same, "differing": differing}
+
+
+def first_difference(ids: Sequence[int], other: Sequence[int] | None) -> int | None:
+    """The first position at which two sequences differ; None if equal or `other` is not there."""
+    if other is None or list(ids) == list(other):
+        return None
+    pairs = enumerate(zip(ids, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(ids), len(other)))
+
+
+def _record(sample: Sample, output: RequestOutput, score: float) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "index": sample.index,
+        "score": score,
+        "correct": score == 1.0,
+        "depth": sample.depth,
+        "length": sample.length,
+        "prompt_tokens": len(sample.prompt_ids),
+        "prompt_digest": sample.digest,
+        "outputs": sample.outputs,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "error": None if output.error is None else str(output.error),
+        "metrics": _metrics(output),
+    }
+
+
+def _metrics(output: RequestOutput) -> dict[str, Any]:
+    """The request's own figures; clock readings become seconds since its arrival."""
+    if output.metrics is None:
+        return {}
+    found: dict[str, Any] = {"num_cached_tokens": output.num_cached_tokens}
+    for name, value in asdict(output.metrics).items():
+        if not name.endswith("_time"):
+            found[name] = value
+        elif value is not None:
+            seconds = value - output.metrics.arrival_time
+            found[name.removesuffix("_time") + "_s"] = round(seconds, 6)
+    if output.metrics.tpot_s:
+        found["decode_tokens_per_s"] = round(1 / output.metrics.tpot_s, 2)
+    return found
+
+
+def _summary(records: Sequence[dict[str, Any]], elapsed: float) -> dict[str, Any]:
+    def median(name: str, since: str | None = None) -> float | None:
+        have = [r["metrics"] for r in records if name in r["metrics"]]
+        values = [m[name] - (m.get(since, 0.0) if since else 0.0) for m in have]
+        return round(statistics.median(values), 4) if values else None
+
+    num_out = sum(len(r["token_ids"]) for r in records)
+    num_accepted = sum(r["metrics"].get("num_accepted", 0) for r in records)
+    return {
+        "score": round(100 * statistics.fmean(r["score"] for r in records), 2),
+        "num_correct": sum(r["correct"] for r in records),
+        "num_samples": len(records),
+        "elapsed_s": round(elapsed, 3),
+        "median_ttft_s": median("first_token_s"),
+        "median_prefill_s": median("first_token_s", since="first_scheduled_s"),
+        "median_decode_tokens_per_s": median("decode_tokens_per_s"),
+        "output_tokens_per_s": round(num_out / elapsed, 2),
+        "tokens_per_pass": round(num_out / max(1, num_out - num_accepted), 3),
+    }
+
+
+def _engine_figures(llm: LLM) -> dict[str, Any]:
+    engine, kv = llm.llm_engine, llm.plan.kv
+    return {
+        "transfers": asdict(engine.kv.counters) | {"peak_streamed": engine.kv.peak_streamed},
+        "kv": {
+            "device_bytes": kv.block_bytes * kv.num_blocks,
+            "ring_bytes": kv.ring_bytes,
+            "host_bytes": kv.host_block_bytes * kv.num_host_blocks,
+        },
+        "peak_memory_mib": round(engine.device.peak_memory_mib(), 1),
+        "plan": str(llm.plan),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {
+        "nanoengine": nanoengine.__version__,
+        "python": sys.version.split()[0],
+    }
+    for name in ("torch", "tokenizers", "wonderwords"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def print_report(report: dict[str, Any], verbose: bool, quiet: bool) -> None:
+    """The score, then a line per miss (or per sample), then the figures."""
+    settings = report["settings"]
+    what = settings["data_file"] or f"{settings['task']}, length {settings['length']}"
+    print(
+        f"{what} ({settings['mode']}, {settings['template']}): score {report['score']:.2f}, "
+        f"{report['num_correct']} of {report['num_samples']} correct"
+    )
+    if quiet:
+        return
+    for record in report["samples"]:
+        if verbose or not record["correct"]:
+            print(_sample_line(record))
+    transfers, mib = report["transfers"], 1 << 20
+    print(
+        f"TTFT median {_figure(report['median_ttft_s'])} s, "
+        f"{_figure(report['median_prefill_s'])} s of it since it was first scheduled; decode "
+        f"median {_figure(report['median_decode_tokens_per_s'])} tok/s a request; in all "
+        f"{report['elapsed_s']:.1f} s, {report['output_tokens_per_s']:.1f} output tok/s, "
+        f"{report['tokens_per_pass']:.2f} tokens a pass\n"
+        f"moved {transfers['h2d_bytes'] / mib:.1f} MiB host to device, "
+        f"{transfers['d2h_bytes'] / mib:.1f} MiB back; {transfers['num_stalls']} stalls, "
+        f"{transfers['num_prefetch_hits']} prefetch hits; up to {transfers['peak_streamed']} "
+        "sequences streamed at once\n"
+        f"peak memory {report['peak_memory_mib']:.0f} MiB; KV on the device "
+        f"{report['kv']['device_bytes'] / mib:.1f} MiB, ring "
+        f"{report['kv']['ring_bytes'] / mib:.1f} MiB"
+    )
+    if "baseline" in report:
+        _print_comparison(report["baseline"])
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _sample_line(record: dict[str, Any]) -> str:
+    depth = "?" if record["depth"] is None else f"{record['depth']:.0f}"
+    said = record["error"] or repr(record["text"][:100])
+    return (
+        f"{'right' if record['correct'] else 'MISS '} sample {record['index']}, depth {depth} %, "
+        f"{record['prompt_tokens']} tokens: expected {', '.join(record['outputs'])}; got {said}"
+    )
+
+
+def _print_comparison(found: dict[str, Any]) -> None:
+    print(f"baseline: {found['same_texts']} of {found['compared']} texts are the same")
+    for entry in found["differing"]:
+        at = entry["first_differing_token"]
+        where = "" if at is None else f" from token {at} on"
+        print(
+            f"  sample {entry['index']} differs{where}: {entry['text'][:100]!r} here, "
+            f"{entry['baseline_text'][:100]!r} there"
+        )
+
+
+def plot(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Heat map of the mean score, ten bands of depth by length, as a PNG."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    cells: dict[tuple[int, int], list[float]] = {}
+    for record in records:
+        if record["depth"] is not None:
+            cell = (min(9, int(record["depth"] // 10)), record["length"])
+            cells.setdefault(cell, []).append(100 * record["score"])
+    lengths = sorted({length for _, length in cells})
+    grid = [
+        [statistics.fmean(cells.get((band, length), [float("nan")])) for length in lengths]
+        for band in range(10)
+    ]
+    figure = Figure(figsize=(3 + 0.8 * max(1, len(lengths)), 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="length (tokens)", ylabel="depth (%)", title=title)
+    image = axes.imshow(grid or [[]], cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+    axes.set_yticks(range(10), [f"{10 * band}-{10 * band + 10}" for band in range(10)])
+    figure.colorbar(image, label="score")
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what would only fail after the run."""
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"{flag} {path}: there is no folder for such a file")
+    if args.plot is not None:
+        try:
+            metadata.version("matplotlib")
+        except metadata.PackageNotFoundError as error:
+            raise ConfigError(
+                "--plot draws with matplotlib; pip install 'nanoengine[ruler]'"
+            ) from error
+
+
+ENGINE_SETTINGS = (
+    *("dtype", "num_gpu_blocks", "kvcache_block_size", "max_model_len", "max_num_seqs"),
+    *("offload_mode", "kv_offload_gib", "kv_offload_dtype", "speculative"),
+)
+
+
+def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(args, name) for name in ENGINE_SETTINGS}
+    settings = {name: value for name, value in given.items() if value is not None}
+    return settings | {"enable_cpu_offload": args.enable_offload}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. 0: the score reaches --min-score; 1: it does not; 2: it could not run."""
+    args = _parser().parse_args(argv)
+    try:
+        report = run(args)
+    except EngineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print_report(report, args.verbose, args.quiet)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        plot(report["samples"], str(args.data_file or args.task), args.plot)
+    return 0 if report["score"] >= args.min_score else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="RULER needle in a haystack, built offline, all samples in one engine.",
+        epilog="example: python tests/test_ruler_niah.py --length 8192 --num-samples 5 "
+        "--enable-offload --offload-mode stream --num-gpu-blocks 8 --max-num-seqs 1",
+    )
+    add = _adder(parser.add_argument_group("samples"))
+    add("--model", str, "folder, .gguf file or smollm2-135m", "smollm2-135m")
+    tasks = [*NIAH_TASKS, INDUCTION]
+    add("--task", str, "induction: for the model of tests/induction.py", tasks[0], choices=tasks)
+    modes = ["nvidia", "lm-eval"]
+    add("--mode", str, "whose haystack sizes and answer prefix", modes[0], choices=modes)
+    templates = ["base", "chat"]
+    add("--template", str, "plain text, or the model's chat", templates[0], choices=templates)
+    add("--length", _positive, "tokens of prompt and answer", 4096)
+    add("--num-samples", _positive, "how many to draw", 20)
+    add("--seed", int, "of the draws", 42)
+    add("--data-file", Path, "RULER jsonl to read instead", metavar="FILE.jsonl")
+    add("--sample-indices", str, "run only these: 0-19, or 0,3,7 (default: all)")
+    add("--max-new-tokens", _positive, "of an answer (default: 128; induction: 9)")
+    add = _adder(parser.add_argument_group("engine (what is not given, the engine decides)"))
+    add("--dtype", str, "float32 or bfloat16")
+    parser.add_argument("--enable-offload", action="store_true", help="KV may lie on the host")
+    add("--offload-mode", str, "stream or in_place", choices=["auto", "stream", "in_place"])
+    add("--kv-offload-gib", float, "host memory for KV")
+    add("--kv-offload-dtype", str, "of KV on the host; int8 is lossy", choices=["int8"])
+    add("--num-gpu-blocks", _positive, "KV blocks on the device")
+    add("--kvcache-block-size", _positive, "tokens of a block")
+    add("--max-model-len", _positive, "most tokens of a request")
+    add("--max-num-seqs", _positive, "requests running at once")
+    add("--speculative", str, "ngram:K guesses up to K tokens a step, with the same result")
+    add = _adder(parser.add_argument_group("result"))
+    add("--min-score", float, "exit 0 only from this score on", 100.0)
+    add("--baseline", Path, "--json file of another run, to compare texts with", metavar="FILE")
+    add("--json", Path, "write the report here", metavar="FILE")
+    add("--plot", Path, "write a heat map, depth x length, here (PNG)", metavar="FILE")
+    volume = parser.add_mutually_exclusive_group()
+    volume.add_argument("--verbose", action="store_true", help="a line per sample, not per miss")
+    volume.add_argument("--quiet", action="store_true", help="the score only")
+    return parser
+
+
+def _adder(group: Any) -> Callable[..., None]:
+    def add(flag: str, kind: Any, text: str, default: Any = None, **options: Any) -> None:
+        shown = text if default is None else f"{text} (default: %(default)s)"
+        group.add_argument(flag, type=kind, help=shown, default=default, **options)
+
+    return add
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number

@@ -1,0 +1,246 @@
+"""A device that checks the order of its streams: raises on any two accesses that no event orders.
+
+Every stream carries a vector clock; `record` stamps it on the event and `wait` merges it (Mattern
+1989). An access is ordered after another if the other's time on its own stream is in the accessing
+stream's clock. The check looks at what was queued, not at what ran when: a missing wait is found in
+every run, also where inline compute would have hidden it. What was queued can be recorded, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nanoengine.devices.copy_streams import Convert, Event, FailedCopy, Stream
+from nanoengine.devices.device import Device, Readable
+from nanoengine.errors import EngineError
+
+Key = tuple[str, int, int]
+Clock = dict[str, int]
+
+
+class RaceError(EngineError):
+    """Two streams touch the same slot, one of them writing, and no event orders them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEntry:
+    """One thing that was queued on a stream.
+
+    operation      copy, fill, record, wait or access
+    reads, writes  access: the slots that what comes next on this stream touches
+    other          wait: the stream that recorded the event
+    event          record and wait: which event of the stream that recorded it, counted from 1
+    """
+
+    stream: str
+    operation: str
+    reads: tuple[Key, ...] = ()
+    writes: tuple[Key, ...] = ()
+    other: str = ""
+    event: int = 0
+
+
+class Trace:
+    """What was queued on all streams, in order, while it was on; at most `room` entries."""
+
+    def __init__(self) -> None:
+        self.entries: list[TraceEntry] = []
+        self.num_left_out = 0
+        self.is_on = False
+        self._room = 0
+
+    def start(self, room: int) -> None:
+        """Forget what was recorded, and record."""
+        self.entries, self.num_left_out, self.is_on, self._room = [], 0, True, room
+
+    def add(self, entry: TraceEntry) -> None:
+        """Called while it is on."""
+        if len(self.entries) < self._room:
+            self.entries.append(entry)
+        else:
+            self.num_left_out += 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedEvent:
+    """An event, the clock of the stream that recorded it, and which of its events it is."""
+
+    inner: Event
+    clock: Clock
+    stream: str
+    number: int
+
+    def is_done(self) -> bool:
+        """See device.Event."""
+        return self.inner.is_done()
+
+
+class CheckedStream:
+    """A stream with a vector clock; `counts` says how much of what was queued on it."""
+
+    def __init__(self, inner: Stream, trace: Trace) -> None:
+        self.name = inner.name
+        self.inner = inner
+        self.clock: Clock = {inner.name: 0}
+        self.counts: Counter[str] = Counter()
+        self._trace = trace
+
+    def copy(
+        self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
+    ) -> None:
+        """See device.Stream."""
+        self.counts["copies"] += 1
+        if self._trace.is_on:
+            self._trace.add(TraceEntry(self.name, "copy"))
+        self.inner.copy(dst, src, owner, convert)
+
+    def take_failed(self) -> list[FailedCopy]:
+        """See device.Stream."""
+        return self.inner.take_failed()
+
+    def fill(self, dst: Tensor, value: float) -> None:
+        """See device.Stream."""
+        if self._trace.is_on:
+            self._trace.add(TraceEntry(self.name, "fill"))
+        self.inner.fill(dst, value)
+
+    def record(self) -> Event:
+        """See device.Stream."""
+        self.counts["events"] += 1
+        number = self.counts["events"]
+        if self._trace.is_on:
+            self._trace.add(TraceEntry(self.name, "record", event=number))
+        return CheckedEvent(self.inner.record(), dict(self.clock), self.name, number)
+
+    def wait(self, event: Event) -> None:
+        """See device.Stream."""
+        assert isinstance(event, CheckedEvent)
+        self.counts["waits"] += 1
+        if self._trace.is_on:
+            entry = TraceEntry(self.name, "wait", other=event.stream, event=event.number)
+            self._trace.add(entry)
+        for name, time in event.clock.items():
+            self.clock[name] = max(self.clock.get(name, 0), time)
+        self.inner.wait(event.inner)
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """The last write of a slot and the reads since: stream name -> time on that stream."""
+
+    write: Clock = field(default_factory=dict)
+    reads: Clock = field(default_factory=dict)
+
+
+class CheckedDevice:
+    """Wraps a device; `declare` says what each stream touches. num_checked counts declared
+    accesses; `start_trace` records, in `trace`, what is queued.
+    """
+
+    is_checked = True
+
+    def __init__(self, inner: Device) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.computes_later = inner.computes_later
+        self.torch_device: torch.device = inner.torch_device
+        self.trace = Trace()
+        self.compute: Stream = CheckedStream(inner.compute, self.trace)
+        self.h2d: Stream = CheckedStream(inner.h2d, self.trace)
+        self.d2h: Stream = CheckedStream(inner.d2h, self.trace)
+        self.num_checked = 0
+        self._slots: dict[Key, _Accesses] = {}
+
+    def declare(
+        self, stream: Stream, reads: Iterable[Key] = (), writes: Iterable[Key] = ()
+    ) -> None:
+        """`stream` is about to read and write these slots. Raises RaceError."""
+        assert isinstance(stream, CheckedStream)
+        reads, writes = tuple(reads), tuple(writes)
+        if self.trace.is_on:
+            self.trace.add(TraceEntry(stream.name, "access", reads, writes))
+        stream.clock[stream.name] += 1
+        now = stream.clock[stream.name]
+        for key in reads:
+            accesses = self._slots.setdefault(key, _Accesses())
+            self._demand_order(stream, key, accesses.write, "reads", "wrote")
+            accesses.reads[stream.name] = now
+            self.num_checked += 1
+        for key in writes:
+            accesses = self._slots.setdefault(key, _Accesses())
+            self._demand_order(stream, key, accesses.write, "writes", "wrote")
+            self._demand_order(stream, key, accesses.reads, "writes", "read")
+            accesses.write, accesses.reads = {stream.name: now}, {}
+            self.num_checked += 1
+
+    def start_trace(self, room: int = 10_000) -> None:
+        """Record from here on, at most `room` entries; off until called, so that a long run does
+        not grow. What no longer has room is counted.
+        """
+        self.trace.start(room)
+
+    def stop_trace(self) -> tuple[TraceEntry, ...]:
+        """Record no more; what was recorded."""
+        self.trace.is_on = False
+        return tuple(self.trace.entries)
+
+    def auto_dtype(self) -> tuple[torch.dtype, str]:
+        """See device.Device."""
+        return self.inner.auto_dtype()
+
+    def memory(self) -> tuple[int, int]:
+        """See device.Device."""
+        return self.inner.memory()
+
+    def host_memory(self) -> int:
+        """See device.Device."""
+        return self.inner.host_memory()
+
+    def peak_memory_mib(self) -> float:
+        """See device.Device."""
+        return self.inner.peak_memory_mib()
+
+    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
+        """See device.Device."""
+        return self.inner.peak_bytes_of(work)
+
+    def synchronize(self) -> None:
+        """See device.Device."""
+        self.inner.synchronize()
+
+    def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
+        """See device.Device."""
+        return self.inner.tensor(values, dtype)
+
+    def read_back(self, tensor: Tensor) -> Readable:
+        """See device.Device."""
+        return self.inner.read_back(tensor)
+
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """See device.Device."""
+        return self.inner.empty_host(shape, dtype)
+
+    def share_cores(self, with_copies: bool) -> None:
+        """See device.Device."""
+        self.inner.share_cores(with_copies)
+
+    def close_streams(self) -> None:
+        """See device.Device."""
+        self.inner.close_streams()
+
+    def _demand_order(
+        self, stream: CheckedStream, key: Key, before: Clock, verb: str, past: str
+    ) -> None:
+        for name, time in before.items():
+            if name != stream.name and stream.clock.get(name, 0) < time:
+                pool, layer, slot = key
+                raise RaceError(
+                    f"{stream.name} {verb} {pool} slot {slot} of layer {layer}, which {name} "
+                    f"{past} "
+                    "with no event in between"
+                )

@@ -1,0 +1,249 @@
+"""Beam search: the texts that a model thinks likeliest, found a token at a time.
+
+Owns what was found and which beams go on; the engine computes each live beam as a sequence that
+pauses after a token. A beam that goes on in several ways is forked, and the forks share its KV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from heapq import nlargest
+from types import TracebackType
+from typing import Any, Self
+
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.errors import InvalidParamsError, RequestError
+from nanoengine.outputs import BeamSearchOutput, BeamSearchSequence
+from nanoengine.sampling_params import BeamSearchParams
+from nanoengine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """A text that goes on: its sequence, and the sum of its tokens' log-probabilities."""
+
+    seq: Sequence
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """One token more for a beam, and the sum with it."""
+
+    logprob: float
+    parent: _Beam
+    token_id: int
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its text; the last token of the parent is the one that greedy decoding would take."""
+        return [*self.parent.seq.token_ids[:-1], self.token_id]
+
+
+class BeamSearch:
+    """The search over one prompt, as transformers' `generate(num_beams=W)` does it (5.x,
+    `GenerationMixin._beam_search`): the same ids, order and scores.
+
+    Each step ranks the candidates of all live beams. Of the best W, those that end the text are
+    kept, if they score better than what was kept before; the best W that do not end it go on. After
+    the last token every one of the best W counts as ended.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        first: Sequence,
+        params: BeamSearchParams,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        """first: the prompt, queued by LLMEngine.add_beam."""
+        self._engine = engine
+        self._params = params
+        self._eos_token_ids = eos_token_ids
+        self._num_prompt = first.num_prompt_tokens
+        self._max_tokens = first.max_total_tokens - first.num_prompt_tokens
+        self._prompt = first.prompt
+        self._prompt_token_ids = list(first.token_ids)
+        self._live = [_Beam(first, 0.0)]
+        self._ended: list[BeamSearchSequence] = []
+        self._error: RequestError | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True when no beam goes on."""
+        return not self._live
+
+    @property
+    def output(self) -> BeamSearchOutput:
+        """What was found, or why the search failed."""
+        found = [] if self._error else self._ended
+        return BeamSearchOutput(self._prompt, self._prompt_token_ids, found, self._error)
+
+    def advance(self) -> None:
+        """After a step of the engine: once every live beam has its token, choose those that go
+        on.
+        """
+        self._error = next((beam.seq.error for beam in self._live if beam.seq.error), None)
+        if self._error is not None:
+            self.close()
+        elif all(beam.seq.scores for beam in self._live):
+            self._choose()
+        else:
+            self._forget_sources(self._live)
+
+    def close(self) -> None:
+        """Free what the live beams hold; closing twice is fine."""
+        self._end(self._live)
+        self._live = []
+
+    def _choose(self) -> None:
+        width, parents = self._params.beam_width, self._live
+        ranked = nlargest(
+            parents[0].seq.num_candidates,
+            (
+                _Candidate(beam.logprob + logprob, beam, token_id)
+                for beam in parents
+                for token_id, logprob in beam.seq.scores.pop().likeliest
+            ),
+            key=lambda candidate: candidate.logprob,
+        )
+        num_tokens = parents[0].seq.num_tokens - self._num_prompt
+        is_last = num_tokens == self._max_tokens
+        for candidate in ranked[:width]:
+            if is_last or candidate.token_id in self._eos_token_ids:
+                self._ended.append(self._hypothesis(candidate, num_tokens))
+        self._ended = nlargest(width, self._ended, key=lambda sequence: sequence.score)
+        best = [c for c in ranked if c.token_id not in self._eos_token_ids][:width]
+        if is_last or self._is_settled(best[0].logprob, num_tokens):
+            self.close()
+        else:
+            self._go_on(best)
+
+    def _hypothesis(self, candidate: _Candidate, num_tokens: int) -> BeamSearchSequence:
+        token_ids = candidate.token_ids[self._num_prompt :]
+        is_stopped = candidate.token_id in self._eos_token_ids
+        return BeamSearchSequence(
+            self._engine.decode(token_ids[:-1] if is_stopped else token_ids),
+            token_ids,
+            self._score(candidate.logprob, num_tokens),
+            candidate.logprob,
+            "stop" if is_stopped else "length",
+        )
+
+    def _score(self, logprob: float, num_tokens: int) -> float:
+        return float(logprob / num_tokens**self._params.length_penalty)
+
+    def _is_settled(self, best: float, num_tokens: int) -> bool:
+        """True when enough texts have ended and, by transformers' estimate, no live beam will do
+        better. best: the largest sum of log-probabilities of a live one.
+        """
+        if len(self._ended) < self._params.beam_width:
+            return False
+        early = self._params.early_stopping
+        if early == "never" and self._params.length_penalty > 0:
+            num_tokens = self._max_tokens  # where a sum below 0 is divided by most
+        return early is True or self._score(best, num_tokens) <= self._ended[-1].score
+
+    def _go_on(self, candidates: list[_Candidate]) -> None:
+        """The first candidate of a beam takes its sequence over, the others fork it; beams without
+        any end.
+        """
+        chosen: dict[int, _Beam] = {}
+        live: list[_Beam] = []
+        for candidate in candidates:
+            seq, token_id = candidate.parent.seq, candidate.token_id
+            if seq.seq_id in chosen:
+                live.append(_Beam(self._engine.fork(seq, token_id), candidate.logprob))
+            else:
+                seq.token_ids[-1] = token_id
+                live.append(_Beam(seq, candidate.logprob))
+                chosen[seq.seq_id] = live[-1]
+        self._end([beam for beam in self._live if beam.seq.seq_id not in chosen])
+        self._live = live
+        forks = [beam for beam in live if beam.seq.seq_id not in chosen]
+        self._forget_sources([*chosen.values()])
+        self._engine.scheduler.resume(beam.seq for beam in [*chosen.values(), *forks])
+
+    def _forget_sources(self, beams: list[_Beam]) -> None:
+        """A fork takes the KV of its source when both go on in the same step. Later, that may be
+        taken away while the fork is let in, so it looks into the prefix cache as others do.
+        """
+        for beam in beams:
+            beam.seq.source = None
+
+    def _end(self, beams: list[_Beam]) -> None:
+        if beams:
+            self._engine.scheduler.abort(beam.seq.seq_id for beam in beams)
+
+
+class BeamSearches:
+    """Searches over several prompts that share the engine's steps."""
+
+    def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
+        """Raises InvalidParamsError when the vocabulary is too small for so many beams."""
+        self._engine = engine
+        self._params = params
+        eos = () if params.ignore_eos else engine.model_config.eos_token_ids
+        self._eos_token_ids = frozenset(eos)
+        # So many that beam_width of them do not end the text.
+        per_beam = 1 + max(1, len(self._eos_token_ids))
+        self._num_candidates = per_beam * params.beam_width
+        vocab = engine.model_config.vocab_size
+        if self._num_candidates > vocab:
+            raise InvalidParamsError(
+                f"beam_width {params.beam_width} ranks {self._num_candidates} tokens of a "
+                f"vocabulary of {vocab}; lower it to {vocab // per_beam}"
+            )
+        self._open: list[BeamSearch] = []
+
+    def add(
+        self, prompt: str | list[int], text: str | None = None, cache_salt: str | None = None
+    ) -> BeamSearch:
+        """Queue a prompt. Raises as LLMEngine.add_request."""
+        first = self._engine.add_beam(
+            prompt, self._num_candidates, self._params.max_tokens, text, cache_salt
+        )
+        self._open.append(BeamSearch(self._engine, first, self._params, self._eos_token_ids))
+        return self._open[-1]
+
+    @property
+    def is_finished(self) -> bool:
+        """True when every search has ended."""
+        return not self._open
+
+    def step(self) -> int:
+        """One step of the engine; returns how many searches it ended."""
+        self._engine.step()
+        for search in reversed(self._open):  # who resumes last goes first: the oldest
+            search.advance()
+        num_open = len(self._open)
+        self._open = [search for search in self._open if not search.is_finished]
+        return num_open - len(self._open)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for search in self._open:
+            search.close()
+
+
+def beam_params(params: BeamSearchParams | None, settings: dict[str, Any]) -> BeamSearchParams:
+    """The parameters of a call that gives them as a whole or as keywords. Raises
+    InvalidParamsError for both, or for what are none.
+    """
+    if params is None:
+        try:
+            return BeamSearchParams(**settings)
+        except TypeError as error:
+            raise InvalidParamsError(f"beam_search: {error}") from error
+    if settings:
+        raise InvalidParamsError(f"give BeamSearchParams or {sorted(settings)}, not both")
+    if not isinstance(params, BeamSearchParams):
+        raise InvalidParamsError(f"expected BeamSearchParams, got {type(params).__name__}")
+    return params

@@ -1,0 +1,226 @@
+"""What a caller asks for, checked: a prompt and its parameters to Sequences, or an error that names
+the limit, the value and the way out. Knows no step and no KV but its shape.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+
+import xxhash
+
+from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.engine.speculative import PromptLookup
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import RequestMetrics, Sequence, TokenHistory
+from nanoengine.startup.memory_plan import MemoryPlan
+from nanoengine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A checked prompt: its tokens, how many there may be in all, the text they came from."""
+
+    token_ids: list[int]
+    limit: int
+    text: str | None
+    salt: str
+    is_streamed: bool
+
+
+class InputProcessor:
+    """Makes the sequences of requests. Ids count up and are never used again."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        plan: MemoryPlan,
+        tokenizer: Tokenizer | None,
+        default_params: SamplingParams,
+    ) -> None:
+        """default_params: of requests that bring none."""
+        self._config = config
+        self._model_config = model_config
+        self._plan = plan
+        self._tokenizer = tokenizer
+        self._default_params = default_params
+        self._ids = count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises InvalidPromptError when it came without one."""
+        if self._tokenizer is None:
+            raise InvalidPromptError(
+                "the model came without a tokenizer; give token ids, or name a folder that has one "
+                "by the setting tokenizer"
+            )
+        return self._tokenizer
+
+    def next_id(self) -> int:
+        """Of a new sequence."""
+        return next(self._ids)
+
+    def sequences(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None,
+        prompt_text: str | None,
+        cache_salt: str | None,
+        is_streamed: bool = False,
+    ) -> list[Sequence]:
+        """A request's completions, the first one the owner of the prompt.
+
+        is_streamed: the text is wanted as it comes. Raises InvalidPromptError, InvalidParamsError
+        or PromptTooLongError.
+        """
+        if params is None:
+            params = self._default_params
+        if not isinstance(params, SamplingParams):
+            raise InvalidParamsError(f"expected SamplingParams, got {type(params).__name__}")
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
+        limit = self._check_length(len(token_ids), params)
+        text = prompt if isinstance(prompt, str) else prompt_text
+        asked = _Prompt(token_ids, limit, text, _checked_salt(cache_salt), is_streamed)
+        first = self._sequence(asked, params)
+        seqs = [first]
+        for index in range(1, params.n):
+            seed = None if params.seed is None else (params.seed + index) % (1 << 64)
+            alike = replace(params, seed=seed, prompt_logprobs=None)
+            seqs.append(self._sequence(asked, alike, index, first))
+        return seqs
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt. Raises InvalidPromptError when it is empty."""
+        return self._checked_ids(self.tokenizer.encode(text) if text else [])
+
+    def _sequence(
+        self,
+        prompt: _Prompt,
+        params: SamplingParams,
+        index: int = 0,
+        source: Sequence | None = None,
+    ) -> Sequence:
+        seq_id = self.next_id()
+        guesses = self._config.num_guesses and not params.follows_history
+        seq = Sequence(
+            seq_id=seq_id,
+            token_ids=list(prompt.token_ids),
+            num_prompt_tokens=len(prompt.token_ids),
+            params=params,
+            seed=self._request_seed(seq_id) if params.seed is None else params.seed,
+            stop_token_ids=frozenset(params.stop_ids)
+            | frozenset(() if params.ignore_eos else self._model_config.eos_token_ids),
+            max_total_tokens=prompt.limit,
+            metrics=RequestMetrics(time.perf_counter()),
+            prompt=prompt.text,
+            cache_salt=prompt.salt,
+            index=index,
+            source=source,
+            guesser=PromptLookup() if guesses else None,
+            history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
+            bad_words=self._bad_words(params),
+        )
+        self._check_choice(seq)
+        wants_text = params.stop_strings or (prompt.is_streamed and self._tokenizer is not None)
+        if wants_text and params.detokenize:
+            seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
+        return seq
+
+    def _checked_ids(self, prompt: object) -> list[int]:
+        vocab = self._model_config.vocab_size
+        if not isinstance(prompt, list | tuple):
+            raise InvalidPromptError(
+                f"a prompt is text or a list of token ids, got {type(prompt).__name__}"
+            )
+        if not prompt:
+            raise InvalidPromptError("the prompt is empty: at least one token is needed")
+        for token_id in (ids := [_token_id(each) for each in prompt]):
+            if not 0 <= token_id < vocab:
+                raise InvalidPromptError(
+                    f"token id {shown(token_id)} is outside the vocabulary of {vocab} tokens"
+                )
+        return ids
+
+    def _check_length(self, num_prompt: int, params: SamplingParams) -> int:
+        """Most tokens the request may have in all; generation past max_model_len ends as
+        "length".
+        """
+        limit = self._plan.max_model_len
+        if num_prompt >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt} tokens and needs room for at least one more, but "
+                "the limit is "
+                f"{limit} ({self._plan.max_model_len_bound}); {self._how_to_raise()}"
+            )
+        most = (self._config.max_model_len or self._model_config.max_position) - num_prompt
+        if params.max_tokens is None:
+            return limit
+        self._plan.kv.check_fits(num_prompt, min(params.max_tokens, most))
+        return min(limit, num_prompt + params.max_tokens)
+
+    def _check_choice(self, seq: Sequence) -> None:
+        """Raise InvalidParamsError where tokens are named that do not exist, or none is left to
+        choose.
+        """
+        params, vocab = seq.params, self._model_config.vocab_size
+        for name, ids in params.named_ids.items():
+            for token_id in ids:
+                if token_id >= vocab:
+                    raise InvalidParamsError(
+                        f"{name}: token id {token_id} is outside the vocabulary of {vocab} tokens"
+                    )
+        if params.allowed_token_ids is None:
+            return
+        banned = {word[-1] for word in seq.bad_words}
+        banned |= seq.stop_token_ids if params.min_tokens else set()
+        if banned.issuperset(params.allowed_token_ids):
+            raise InvalidParamsError(
+                f"bad_words and min_tokens may forbid all of allowed_token_ids "
+                f"({shown(sorted(params.allowed_token_ids))}): no token could be chosen"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word, at the beginning of a text and after a space."""
+        texts = [space + word.strip() for word in params.forbidden_words for space in ("", " ")]
+        words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return tuple(dict.fromkeys(word for word in words if word))
+
+    def _how_to_raise(self) -> str:
+        positions = self._model_config.max_position
+        if self._config.max_model_len is not None:
+            return f"raise max_model_len (the model has {positions} positions)"
+        if self._plan.max_model_len < positions:
+            return f"the model itself has {positions} positions"
+        return "the model cannot read more: shorten the prompt"
+
+    def _request_seed(self, seq_id: int) -> int:
+        return xxhash.xxh3_64_intdigest(f"{self._config.seed}:{seq_id}".encode())
+
+
+def _checked_salt(salt: object) -> str:
+    if salt is None:
+        return ""
+    if not (isinstance(salt, str) and salt and _is_utf8(salt)):
+        raise InvalidPromptError(f"cache_salt must be a text that is not empty, got {shown(salt)}")
+    return salt
+
+
+def _token_id(value: object) -> int:
+    """An integer of any type, numpy's and PyTorch's included. Raises InvalidPromptError."""
+    if not isinstance(value, bool):
+        with suppress(TypeError):
+            return operator.index(value)  # type: ignore[arg-type]
+    raise InvalidPromptError(f"a prompt holds {shown(value)}, which is no token id")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True

@@ -1,0 +1,222 @@
+"""Runs one ScheduledBatch: builds the ForwardContext, calls the model, samples.
+
+Knows the model, the sampler and the KV manager's attention face; decides nothing about who runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
+from nanoengine.devices.device import Device, Readable
+from nanoengine.engine.sampler import Sampler, read_scores, score_tokens
+from nanoengine.models.decoder import Decoder
+from nanoengine.sequence import ScheduledBatch, Sequence
+
+
+class StepCache(KVCache, Protocol):
+    """The KV cache of one step, laid out for `num_rows` sequences."""
+
+    @property
+    def num_rows(self) -> int: ...
+    def count(self) -> None: ...
+    def end(self) -> None: ...
+
+
+class StepCaches(Protocol):
+    """The KV manager, as far as the runner knows it."""
+
+    def begin(self, batch: ScheduledBatch) -> StepCache: ...
+
+
+PROMPT_SCORE_ROWS = 256  # logits of so many tokens of a prompt are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Scores of a sequence's prompt, from the token at `position` on, on their way to the host."""
+
+    seq: Sequence
+    position: int
+    rows: Readable
+
+    def give(self) -> None:
+        """Append to the sequence what it does not have: a preempted one computes again."""
+        width = self.seq.params.prompt_logprobs or 0
+        for position, row in enumerate(self.rows.tolist(), self.position):
+            if position == len(self.seq.prompt_scores) + 1:
+                token_id = self.seq.token_ids[position]
+                self.seq.prompt_scores.append(read_scores(row, token_id, width))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What a step samples: the next token of each item of its batch that does, in order, and those
+    after its guesses.
+
+    tokens: int64 [n], on the device; numbers: the same on their way to the host; so are `scores` of
+    these tokens, [n, ...], where a request wants logprobs, and those of prompts.
+    """
+
+    batch: ScheduledBatch
+    tokens: Tensor
+    numbers: Readable
+    scores: Readable | None = None
+    prompt_scores: tuple[PromptScores, ...] = ()
+
+    def give_scores(self) -> None:
+        """Append what was asked for to the sequences; before their tokens are."""
+        for part in self.prompt_scores:
+            part.give()
+        if self.scores is None:
+            return
+        tokens, rows = iter(self.numbers.tolist()), iter(self.scores.tolist())
+        for item in self.batch.items:
+            seq, width = item.seq, item.seq.num_likeliest
+            accepted = item.accepted(list(islice(tokens, item.num_samples)))
+            scored = zip(accepted, list(islice(rows, item.num_samples)), strict=False)
+            if width is not None and not seq.is_finished:
+                seq.scores += [read_scores(row, token_id, width) for token_id, row in scored]
+
+
+class ModelRunner:
+    """ScheduledBatch -> ForwardContext -> logits -> tokens."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        attention: AttentionBackend,
+        kv: StepCaches,
+        sampler: Sampler,
+        device: Device,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._kv = kv
+        self._sampler = sampler
+        self._device = device
+
+    def run(self, batch: ScheduledBatch) -> list[int]:
+        """The tokens that the items of the batch sample, in order."""
+        return self.launch(batch).numbers.tolist()
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch, before: StepTokens | None = None) -> StepTokens:
+        """Begin the step. before: the one that computes the tokens which `batch` is ahead of."""
+        kv = self._kv.begin(batch)
+        try:
+            ctx = self.context(batch, kv, before)
+            hidden = self._model.forward(ctx)
+            kv.count()
+        finally:
+            kv.end()
+        prompt_scores = tuple(self._score_prompts(batch, hidden))
+        drawn = [
+            (item.seq, item.start + item.num_tokens - item.num_samples + number)
+            for item in batch.items
+            for number in range(1, item.num_samples + 1)
+        ]
+        if not drawn:
+            nothing = torch.empty(0, dtype=torch.int64)
+            return StepTokens(batch, nothing, nothing, None, prompt_scores)
+        logits = self._model.logits(hidden[ctx.logit_rows])
+        seqs, positions = zip(*drawn, strict=True)
+        tokens = self._sampler.sample(logits, seqs, positions)
+        widths = [seq.num_likeliest for seq in seqs]
+        asked = [width for width in widths if width is not None]
+        scores = score_tokens(logits, tokens, max(asked)) if asked else None
+        return StepTokens(
+            batch,
+            tokens,
+            self._device.read_back(tokens),
+            None if scores is None else self._device.read_back(scores),
+            prompt_scores,
+        )
+
+    def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
+        """Scores of the prompts' next tokens, where they are wanted: every token of a chunk but the
+        prompt's last has one after it.
+        """
+        row = 0
+        for item in batch.items:
+            seq, stop = item.seq, item.start + item.num_tokens
+            stop = min(stop, seq.num_prompt_tokens - 1)
+            if seq.params.prompt_logprobs is not None:
+                for start in range(item.start, stop, PROMPT_SCORE_ROWS):
+                    end = min(stop, start + PROMPT_SCORE_ROWS)
+                    rows = hidden[row + start - item.start : row + end - item.start]
+                    following = self._tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
+                    scores = score_tokens(
+                        self._model.logits(rows), following, seq.params.prompt_logprobs
+                    )
+                    yield PromptScores(seq, start + 1, self._device.read_back(scores))
+            row += item.num_tokens
+
+    def context(
+        self, batch: ScheduledBatch, kv: StepCache, before: StepTokens | None
+    ) -> ForwardContext:
+        """The forward context of a batch, over the KV cache of its step. Rows of it past the real
+        sequences have a token, and no keys.
+
+        before: the step that samples the tokens which some of these sequences begin with.
+        """
+        token_ids: list[int] = []
+        positions: list[int] = []
+        starts, kv_lens = [0], []
+        logit_rows: list[int] = []
+        for item in batch.items:
+            begin = item.start
+            end = begin + item.num_tokens
+            token_ids += item.seq.token_ids[begin:end] or [0]  # 0: `before` knows it
+            token_ids += item.guesses
+            positions += range(begin, end)
+            starts.append(len(token_ids))
+            kv_lens.append(end)
+            logit_rows += range(len(token_ids) - item.num_samples, len(token_ids))
+        lengths = [*zip((item.num_tokens for item in batch.items), kv_lens, strict=True)]
+        for _ in range(len(lengths), kv.num_rows):
+            lengths.append((1, 0))
+            token_ids.append(0)
+            positions.append(0)
+            starts.append(len(token_ids))
+            kv_lens.append(0)
+        make = self._device.tensor
+        tokens, at, rows = packed(make, (token_ids, positions, logit_rows), torch.int64)
+        query_start, lens = packed(make, (starts, kv_lens), torch.int32)
+        if before is not None:
+            tokens = self._with_sampled(tokens, batch, starts, before)
+        return ForwardContext(
+            token_ids=tokens,
+            positions=at,
+            query_start=query_start,
+            kv_lens=lens,
+            lengths=tuple(lengths),
+            logit_rows=rows,
+            kv=kv,
+            attention=self._attention,
+        )
+
+    def _with_sampled(
+        self, tokens: Tensor, batch: ScheduledBatch, starts: list[int], before: StepTokens
+    ) -> Tensor:
+        """The tokens of a batch, with those that the step before it samples."""
+        sampled = [item.seq.seq_id for item in before.batch.items if item.samples]
+        places = {seq_id: place for place, seq_id in enumerate(sampled)}
+        rows = [
+            (row, places[item.seq.seq_id])
+            for row, item in zip(starts, batch.items, strict=False)
+            if item.start == item.seq.num_tokens
+        ]
+        if rows:
+            to, at = packed(self._device.tensor, [*zip(*rows, strict=True)], torch.int64)
+            tokens[to] = before.tokens[at].clamp(min=0)  # NO_TOKEN: of a request that fails
+        return tokens
+
+    def _tensor(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._device.tensor(values, dtype)

@@ -1,0 +1,172 @@
+"""Who may be in an engine, and until when: one thread at a time, whole steps only.
+
+A Turn is one call's stay. It holds Ctrl-C back until a step has ended, so that no bookkeeping is
+cut in half, and it ends early when another thread closes the engine. Knows no engine: three
+functions stand for it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+from nanoengine.devices.home_process import HomeProcess
+from nanoengine.errors import EngineClosedError, EngineError
+
+Result = TypeVar("Result")
+
+
+class Turns:
+    """Lets one thread at a time into an engine. Closing waits for the one that is in it."""
+
+    def __init__(
+        self,
+        check_open: Callable[[], None],
+        abort: Callable[[int], object],
+        close: Callable[[], None],
+    ) -> None:
+        """check_open: raises unless the engine can be used. abort: ends the request of an id.
+        close: frees the engine; closing twice is fine.
+        """
+        self._check_open = check_open
+        self._abort = abort
+        self._close = close
+        self._home = HomeProcess()
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self._is_closing = False
+        self._abandoned: deque[int] = deque()
+
+    def abandon(self, request_id: int) -> None:
+        """End a request now, or when the call that is in the engine ends: garbage is collected at
+        any point of any thread.
+        """
+        self._abandoned.append(request_id)
+        self._end_abandoned()
+
+    def close(self) -> None:
+        """Free the engine, once the step that is under way has ended. Called from inside a step,
+        by a signal handler or a collected object, it leaves that to the end of the turn. In a fork
+        of the process it does nothing: whoever was in the engine then never leaves it there.
+        """
+        if not self._home.is_here:
+            return
+        self._is_closing = True
+        if self._owner == threading.get_ident():
+            return
+        with self._lock:
+            self._close()
+
+    def begin(self) -> None:
+        """The calling thread enters. Raises EngineClosedError, ForkedProcessError, or EngineError
+        while another thread is in the engine.
+        """
+        self.check()
+        if not self._lock.acquire(blocking=False):
+            raise EngineError(
+                "this LLM is in use by another thread; one at a time may call it. AsyncLLM takes "
+                "calls from any thread"
+            )
+        self._owner = threading.get_ident()
+
+    def check(self) -> None:
+        """Raise unless the engine can be used and is not about to be closed."""
+        self._check_open()
+        if self._is_closing:
+            raise EngineClosedError("the engine was closed; make a new LLM")
+
+    def end(self) -> None:
+        """The calling thread leaves, and does what others asked for meanwhile."""
+        try:
+            self._abort_abandoned()
+            if self._is_closing:
+                self._close()
+        finally:
+            self._owner = None
+            self._lock.release()
+        self._end_abandoned()
+
+    def _end_abandoned(self) -> None:
+        """End abandoned requests unless somebody is in the engine, who does it on leaving."""
+        while self._abandoned and self._lock.acquire(blocking=False):
+            try:
+                self._abort_abandoned()
+            finally:
+                self._lock.release()
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            try:
+                self._abort(self._abandoned.popleft())
+            except EngineError:  # closed, or of the process that this one was forked from
+                self._abandoned.clear()
+
+
+class Turn:
+    """One call's stay in the engine: `with Turn(turns) as turn`, and turn.run(step) for each step.
+
+    Ctrl-C is held back until the step under way has ended, or the turn: it is never lost. A second
+    one breaks the step. Outside the main thread, and where somebody else handles SIGINT, there is
+    nothing to hold back.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._previous: Any = None
+        self._is_holding = False
+        self._num_held = 0
+        self._may_break = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.getsignal(signal.SIGINT)
+            if self._previous is signal.default_int_handler:
+                self._is_holding = True
+                signal.signal(signal.SIGINT, self._hold)
+        try:
+            self._turns.begin()
+        except BaseException:
+            self._let_through()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._turns.end()
+        finally:
+            self._let_through()
+
+    def run(self, step: Callable[[], Result]) -> Result:
+        """One step of the engine. Raises, instead of it, the KeyboardInterrupt that came since the
+        turn began, or EngineClosedError when another thread closes the engine.
+        """
+        if self._num_held:
+            raise KeyboardInterrupt
+        self._turns.check()
+        self._may_break = True
+        try:
+            return step()
+        finally:
+            self._may_break = False
+
+    def _let_through(self) -> None:
+        """Handle SIGINT as before; raise what was held back."""
+        if self._is_holding:
+            signal.signal(signal.SIGINT, self._previous)
+        if self._num_held:
+            raise KeyboardInterrupt
+
+    def _hold(self, signum: int, frame: FrameType | None) -> None:
+        self._num_held += 1
+        if self._num_held > 1 and self._may_break:
+            self._may_break = False  # what cleans up after the step is not broken again
+            raise KeyboardInterrupt

@@ -1,0 +1,360 @@
+"""Our own CPU kernels: compiles `cpu_kernels.c` at first use, and calls it.
+
+Owns the build of our C files, its cache on disk and the C calling convention of this one. Knows no
+sequence, no scheduler and no model: it sees tensors and one KVChunk at a time. The arithmetic, and
+the law that makes it independent of how KV is split into chunks, are described in `cpu_kernels.c`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Generator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from nanoengine.context import KVChunk, KVTarget
+from nanoengine.devices.cache_folders import cache_folders, is_private
+from nanoengine.errors import EngineError
+from nanoengine.kernels.call_tape import CallTape
+
+SOURCE = Path(__file__).with_name("cpu_kernels.c")
+CFLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-ffp-contract=fast",
+    "-shared",
+    "-fPIC",
+)
+_BUILD_TIMEOUT_S = 120
+_SEAL_BYTES = 16
+# One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
+_ATTEND_ARGS = struct.Struct("=13Q16q2d")
+_NORM_ARGS = struct.Struct("=3Q9qd")
+_ROPE_ARGS = struct.Struct("=8Q9q")
+_ALL_KEYS = (1 << 31) - 1  # INT32_MAX
+_IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class KernelBuildError(EngineError):
+    """The CPU kernels could not be compiled or loaded; the engine can run without them."""
+
+
+def find_compiler() -> str:
+    """Path of $CC, gcc, cc or clang, the first that exists. Raises KernelBuildError."""
+    for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise KernelBuildError(
+        "no C compiler found ($CC, gcc, cc, clang): install gcc for the faster CPU attention, or "
+        'set attention_backend="sdpa"'
+    )
+
+
+def load_library(
+    source: Path, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()
+) -> ctypes.CDLL:
+    """Compile `source` (or take it from the cache) and load it. Raises KernelBuildError.
+
+    folder: where it is kept (None: in the first cache folder that is ours alone and serves).
+    """
+    problem = KernelBuildError(
+        "no folder for compiled kernels can be written: set XDG_CACHE_HOME to one"
+    )
+    with closing(_kernel_folders(folder)) as folders:
+        for each in folders:
+            try:
+                path = build_library(each, extra_cflags, source)
+                return ctypes.CDLL(str(path))
+            except OSError as error:  # full, read-only, or mounted so that no code runs
+                problem = KernelBuildError(f"compiled kernels cannot be kept in {each}: {error}")
+                problem.__cause__ = error
+    raise problem
+
+
+def _kernel_folders(wanted: Path | None) -> Generator[Path]:
+    """The wanted one; else those of the cache that are ours alone, and at last a temporary one that
+    does not stay.
+    """
+    if wanted is not None:
+        yield wanted
+        return
+    for folder in (cache / "kernels" for cache in cache_folders()):
+        if is_private(folder) and os.access(folder, os.W_OK):
+            yield folder
+    with suppress(OSError), tempfile.TemporaryDirectory(prefix="nanoengine-") as name:
+        yield Path(name)
+
+
+def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
+    """Compile `source` into `folder` unless that very build is already there; returns the .so.
+
+    Two processes may build at once: each writes its own temporary file and renames it. A file torn
+    by a crash is built again. Raises KernelBuildError when there is no compiler or it fails, and
+    OSError where the folder does not serve.
+    """
+    compiler = find_compiler()
+    command = [compiler, *CFLAGS, *extra_cflags]
+    target = folder / f"{_build_key(compiler, command, source)}.so"
+    if not _is_whole(target):
+        _compile(command, source, target)
+    return target
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file ends with the hash of the rest: loading half a library is a bus error."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL_BYTES:] == xxhash.xxh3_128_digest(content[:-_SEAL_BYTES])
+
+
+def _build_key(compiler: str, command: list[str], source: Path) -> str:
+    """Hash of everything the machine code depends on."""
+    version = _run([compiler, "--version"])
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    content = [path.read_bytes() for path in sources]
+    parts = [*content, " ".join(command).encode(), version, cpu_flags()]
+    return xxhash.xxh3_128_hexdigest(b"\0".join(parts))
+
+
+def cpu_flags() -> bytes:
+    """What -march=native stands for here; the cache folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}".encode()
+    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
+
+
+def _compile(command: list[str], source: Path, target: Path) -> None:
+    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    try:
+        os.close(handle)
+        _run([*command, str(source), "-o", temporary, "-lm"], target.parent)
+        with open(temporary, "r+b") as file:
+            # After the end of an ELF file, where no loader looks.
+            file.write(xxhash.xxh3_128_digest(file.read()))
+        os.replace(temporary, target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _run(command: list[str], folder: Path | None = None) -> bytes:
+    """folder: for the program's own temporary files."""
+    environment = None if folder is None else os.environ | {"TMPDIR": str(folder)}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=_BUILD_TIMEOUT_S, env=environment, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"cannot run {command[0]}: {error}") from error
+    if done.returncode != 0:
+        tail = done.stderr.decode(errors="replace").strip()[-2000:]
+        raise KernelBuildError(f"{command[0]} failed with status {done.returncode}: {tail}")
+    return done.stdout
+
+
+class Workspace:
+    """Buffers that are written and read within one step, made again only to grow."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The buffer of this name as `shape`; its content is undefined.
+
+        One that was handed out stays valid when a larger one takes its place.
+        """
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
+
+
+class CpuKernels:
+    """Bound C functions. Every call releases the GIL and runs on torch's own OpenMP threads."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.tape = CallTape()
+        self._attend = library.attend
+        self._rms_norm = library.rms_norm
+        self._rope_store = library.rope_store
+        for function in (self._attend, self._rms_norm, self._rope_store):
+            function.argtypes = [ctypes.c_char_p]
+        self._rms_norm.restype = self._rope_store.restype = library.silu_mul.restype = None
+        self._argmax = library.argmax
+        self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
+        self._silu_mul = library.silu_mul
+        self._silu_mul.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
+        self._has_tiles = library.allow_tiles() == 0
+        library.isa.restype = ctypes.c_char_p
+        self.isa: str = "amx_bf16" if self._has_tiles else library.isa().decode()
+
+    @classmethod
+    def load(cls, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()) -> CpuKernels:
+        """Compile (or take from the cache) and bind; raises KernelBuildError with the reason."""
+        return cls(load_library(SOURCE, folder, extra_cflags))
+
+    def attend(
+        self,
+        q: Tensor,
+        chunk: KVChunk,
+        query_start: Tensor,
+        kv_lens: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+        acc: Tensor,
+        scale: float,
+        is_first: bool = False,
+        out: Tensor | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Fold one chunk into the softmax state of the batch, in place.
+
+        q                 [tokens, heads, head_dim], float32 or bfloat16; a strided view will do
+        chunk             k and v of q's dtype
+        query_start       int32 [n + 1], kv_lens int32 [n], of the whole batch
+        row_max, row_sum  float32 [tokens, heads], -inf and 0 before the first chunk
+        acc               float32 [tokens, heads, head_dim], 0 before the first chunk
+        is_first          write those values first, over whatever the state holds
+        out               if given, it becomes acc / row_sum afterwards: of q's shape and dtype,
+                          contiguous; rows without keys give 0
+        window, softcap   as in config.AttentionConfig, of this layer
+        """
+        k, v = chunk.k, chunk.v
+        tokens, heads, head_dim = q.shape
+        _, block_size, kv_heads, _ = k.shape
+        token_stride, head_stride, _ = q.stride()
+        is_bf16 = _IS_BF16.get(q.dtype)
+        if is_bf16 is None or k.dtype != q.dtype or v.dtype != q.dtype:
+            raise EngineError(
+                f"CPU attention takes q, k and v of one dtype, float32 or bfloat16: "
+                f"got {q.dtype}, {k.dtype}, {v.dtype}"
+            )
+        pointed_to = (
+            *(q, k, v, chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table),
+            *(query_start, kv_lens, row_max, row_sum, acc),
+        )
+        packed = _ATTEND_ARGS.pack(
+            *(tensor.data_ptr() for tensor in pointed_to),
+            0 if out is None else out.data_ptr(),
+            chunk.seq_index.shape[0],
+            chunk.block_table.stride()[0],
+            token_stride,
+            head_stride,
+            k.stride()[0],
+            v.stride()[0],
+            tokens,
+            heads,
+            kv_heads,
+            head_dim,
+            block_size,
+            is_bf16,
+            is_first,
+            torch.get_num_threads(),
+            self._has_tiles,
+            min(window or _ALL_KEYS, _ALL_KEYS),
+            scale,
+            softcap or 0.0,
+        )
+        self.tape.call(self._attend, (packed,), pointed_to, out)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm.
+
+        x, out  [tokens, dim] or [tokens, heads, dim], last dimension contiguous; may be the same
+        """
+        heads = x.shape[1] if x.dim() == 3 else 1
+        packed = _NORM_ARGS.pack(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            heads,
+            x.shape[-1],
+            x.stride(0),
+            x.stride(-2),
+            out.stride(0),
+            out.stride(-2),
+            _IS_BF16[x.dtype],
+            torch.get_num_threads(),
+            eps,
+        )
+        self.tape.call(self._rms_norm, (packed,), x, weight, out)
+
+    def rope_store(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
+    ) -> None:
+        """Turn q and k in place (half-split rotary embedding), then store k and v in the pool.
+
+        q                 [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; views whose
+                          heads follow each other, such as parts of a fused projection, will do
+        cos, sin          float32, contiguous, tokens * head_dim / 2 values
+        target            slot -1: do not store
+        """
+        pool, k_slots, v_slots = target.pool, target.k_slots, target.v_slots
+        tokens, heads, head_dim = q.shape
+        packed = _ROPE_ARGS.pack(
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            k_slots.data_ptr(),
+            v_slots.data_ptr(),
+            pool.data_ptr(),
+            tokens,
+            heads,
+            k.shape[1],
+            head_dim,
+            q.stride()[0],
+            k.stride()[0],
+            v.stride()[0],
+            _IS_BF16[q.dtype],
+            torch.get_num_threads(),
+        )
+        self.tape.call(self._rope_store, (packed,), q, k, v, cos, sin, k_slots, v_slots, pool)
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """int64 [rows]: where each row of x [rows, dim] is largest, the first place if several."""
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        self._argmax(
+            x.data_ptr(),
+            out.data_ptr(),
+            *x.shape,
+            x.stride(0),
+            _IS_BF16[x.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
+        tokens, dim = out.shape
+        args = (
+            gate_up.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            dim,
+            gate_up.stride(0),
+            _IS_BF16[gate_up.dtype],
+            torch.get_num_threads(),
+        )
+        self.tape.call(self._silu_mul, args, gate_up, out)

@@ -1,0 +1,136 @@
+"""KVSpec: the shape of the KV cache, and what of it one sequence may hold. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanoengine.errors import PromptTooLongError
+from nanoengine.kv.kv_codec import Int8Codec
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
+
+    num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
+    slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
+    window: keys that a query sees in the layer that sees most (0: all), step_tokens: tokens that a
+    sequence may have in a step: together what it holds at once, where there is a window. windows:
+    of each layer (None: all keys), () without any. host_codec: of host blocks (None: as on the
+    device).
+    """
+
+    num_layers: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    num_host_blocks: int = 0
+    ring_slots: int = 0
+    slot_blocks: int = 0
+    spare_blocks: int = 0
+    window: int = 0
+    step_tokens: int = 1
+    windows: tuple[int | None, ...] = ()
+    host_codec: Int8Codec | None = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: K and V of all layers."""
+        per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * per_layer
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes of one block on the host, which are those that cross the link for it."""
+        if self.host_codec is None:
+            return self.block_bytes
+        row = self.host_codec.row_size(self.head_dim) * self.host_codec.dtype.itemsize
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * row
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring, whose slots hold one layer each."""
+        return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
+
+    @property
+    def capacity_blocks(self) -> int:
+        """Blocks that unfinished requests can hold, on both tiers."""
+        spare = self.spare_blocks if self.num_host_blocks else 0
+        return self.num_blocks + self.num_host_blocks - spare
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that unfinished requests can hold, on both tiers."""
+        return self.capacity_blocks * self.block_size
+
+    @property
+    def most_held(self) -> int:
+        """Blocks that a sequence may hold at once; those that its window left are given back."""
+        if not self.window:
+            return self.capacity_blocks
+        return min(self.capacity_blocks, self._blocks_of(self.window - 1 + self.step_tokens))
+
+    @property
+    def tail_blocks(self) -> int:
+        """Device blocks that a running sequence keeps: the block that it writes; while KV streams,
+        all that the widest window of a layer lies in, so that layers with a window never stream.
+        Where the device does not hold that window, it streams as the rest does.
+        """
+        if not (self.slot_blocks and self._widest):
+            return 1
+        blocks = self._blocks_of(self._widest)
+        return blocks if blocks < self.num_blocks else 1
+
+    @property
+    def streaming_layers(self) -> int:
+        """Layers that read blocks before the tail."""
+        if self.tail_blocks == 1:
+            return self.num_layers
+        return sum(window is None for window in self.windows)
+
+    def first_of_tail(self, num_computed: int) -> int:
+        """The first block of the tail of a sequence with so many computed tokens."""
+        reach = self._widest if self.tail_blocks > 1 else 1
+        return max(0, num_computed + 1 - reach) // self.block_size
+
+    @property
+    def _widest(self) -> int:
+        """The widest window of a layer; 0: no layer has one."""
+        return max((window for window in self.windows if window), default=0)
+
+    def first_held(self, num_computed: int) -> int:
+        """The first block that a sequence with so many computed tokens needs."""
+        return max(0, num_computed + 1 - self.window) // self.block_size if self.window else 0
+
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a sequence of so many tokens can finish alone."""
+        goes_on = self.window and self._blocks_of(self.window) <= self.capacity_blocks
+        return num_tokens <= self.num_tokens or bool(goes_on)
+
+    def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
+        asked = num_prompt_tokens + (max_tokens or 1)
+        if self.holds(asked):
+            return
+        tiers = f"{self.num_blocks} blocks x {self.block_size} tokens"
+        settings = "kv_cache_gib or num_gpu_blocks"
+        if self.num_host_blocks:
+            tiers = (
+                f"({self.num_blocks} device + {self.num_host_blocks} host - {self.spare_blocks} "
+                f"reserve) blocks x {self.block_size} tokens"
+            )
+            settings = "kv_offload_gib"
+        raise PromptTooLongError(
+            f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: "
+            f"{asked} in all, but the KV cache holds {self.num_tokens} ({tiers}); raise "
+            f"{settings}, "
+            "or ask for less"
+        )
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        """Blocks that so many tokens in a row lie in at most, wherever they begin."""
+        return (num_tokens - 2) // self.block_size + 2

@@ -1,0 +1,84 @@
+"""The key-value part of a GGUF file, read with suspicion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.loading.gguf.structure import MAX_COUNT
+
+
+class Metadata:
+    """Typed access to the key-value part, with the architecture's prefix filled in."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self.path = path
+        self._fields = fields
+        self.architecture = str(self.get("general.architecture", str))
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of `key`; CorruptModelError if it is missing without a default, or of another
+        type."""
+        field = self._fields.get(key)
+        if field is None:
+            if default is None:
+                raise CorruptModelError(f"{self.path} lacks the metadata key {key!r}")
+            return default
+        try:
+            value = field.contents()
+        except (ValueError, IndexError) as error:
+            raise CorruptModelError(f"{self.path}: {key!r} cannot be read: {error}") from error
+        if type(value) is not kind:
+            raise CorruptModelError(
+                f"{self.path}: {key!r} must be {kind.__name__}, not {type(value).__name__}"
+            )
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether the file has the key."""
+        return key in self._fields
+
+    def strings(self, key: str) -> list[str]:
+        """A list of strings. CorruptModelError if it holds anything else."""
+        values = self.get(key, list)
+        if not all(isinstance(value, str) for value in values):
+            raise CorruptModelError(f"{self.path}: {key!r} must be a list of strings")
+        return list(values)
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """A positive size of the architecture. A list (one per layer) counts if all are equal."""
+        full_key = f"{self.architecture}.{key}"
+        is_list = self.has(full_key) and len(self._fields[full_key].types) > 1
+        value = self.get(full_key, list if is_list else int, default)
+        if is_list:
+            if len(set(value)) != 1:
+                raise UnsupportedModelError(
+                    f"{self.path}: {full_key!r} differs between layers, which is not supported"
+                )
+            value = value[0]
+        if not isinstance(value, int) or not 0 < value <= MAX_COUNT:
+            raise CorruptModelError(
+                f"{self.path}: {full_key!r} is {value}, not within 1 to {MAX_COUNT}"
+            )
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A float32 of the architecture, as the shortest decimal that names it."""
+        value = self.get(f"{self.architecture}.{key}", float, default)
+        return float(str(np.float32(value)))
+
+    def token_id(self, key: str, vocab_size: int) -> int | None:
+        """The id of a special token, None without one."""
+        full_key = f"tokenizer.ggml.{key}"
+        if not self.has(full_key):
+            return None
+        value = int(self.get(full_key, int))
+        if not 0 <= value < vocab_size:
+            raise CorruptModelError(
+                f"{self.path}: {full_key!r} is {value}, but the vocabulary has {vocab_size} tokens"
+            )
+        return value

@@ -1,0 +1,310 @@
+"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
+
+Knows the two kinds of llama.cpp that models here come with, "gpt2" (byte-level BPE) and "llama"
+(SentencePiece BPE), and makes a `tokenizers` pipeline with the same ids of each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.loading.gguf.metadata import Metadata
+
+# Texts that end a generation whatever `eos_token_id` says, as in llama.cpp.
+END_TEXTS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<EOT>",
+    }
+)
+SPACE = "\u2581"  # SentencePiece's sign for a space
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1: normal, 5: unused
+_CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# The word patterns of Qwen2 and Llama 3 tokenizers. Contractions are spelt out, as llama.cpp has
+# them: an ignore-case group would also match the long s.
+WORD_PATTERNS = {
+    "qwen2": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
+    "llama-bpe": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
+}
+PRE_TOKENIZERS = ("smollm", *WORD_PATTERNS)
+_VERBATIM = dict.fromkeys(("lstrip", "normalized", "single_word"), False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The tokens of a file, by id. special: left out of decoded text; user_defined: not."""
+
+    texts: list[str]
+    types: list[int]
+    ends: list[int]
+    special: frozenset[int]
+    user_defined: frozenset[int]
+
+    def ids(self) -> dict[str, int]:
+        """Ids by text."""
+        return {text: i for i, text in enumerate(self.texts)}
+
+
+def write_tokenizer(metadata: Metadata, target: Path, vocab_size: int) -> list[int]:
+    """tokenizer.json and tokenizer_config.json; returns every id that ends a generation.
+
+    Raises CorruptModelError and UnsupportedModelError.
+    """
+    vocabulary = _read_vocabulary(metadata, vocab_size)
+    named = {
+        key: metadata.token_id(f"{key}_token_id", len(vocabulary.texts))
+        for key in ("bos", "eos", "eot", "eom")
+    }
+    backend, adds_bos = _BUILDERS[_kind(metadata)](metadata, vocabulary)
+    strips = _stripping(metadata, vocabulary)
+    added = {
+        i: {"special": i in vocabulary.special, "rstrip": i in strips} | _VERBATIM
+        for i in sorted(vocabulary.special | vocabulary.user_defined)
+    }
+    for ids in (vocabulary.special, vocabulary.user_defined):
+        backend.add_tokens([AddedToken(vocabulary.texts[i], **added[i]) for i in sorted(ids)])
+    add_around(
+        backend,
+        named["bos"] if _flag(metadata, "add_bos_token", adds_bos) else None,
+        named["eos"] if _flag(metadata, "add_eos_token", False) else None,
+    )
+    # The library's own `save` says of a full disk only that something went wrong.
+    (target / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    content = json.dumps(_config(metadata, vocabulary, added), indent=2, ensure_ascii=False)
+    (target / "tokenizer_config.json").write_text(content + "\n", encoding="utf-8")
+    ends = [i for key in ("eos", "eot", "eom") if (i := named[key]) is not None]
+    return list(dict.fromkeys(ends + vocabulary.ends))
+
+
+def _kind(metadata: Metadata) -> str:
+    kind = str(metadata.get("tokenizer.ggml.model", str))
+    if kind not in _BUILDERS:
+        raise UnsupportedModelError(
+            f"{metadata.path}: tokenizer model {kind!r} is not supported; "
+            f"supported: {', '.join(sorted(_BUILDERS))}"
+        )
+    return kind
+
+
+def _read_vocabulary(metadata: Metadata, vocab_size: int) -> _Vocabulary:
+    texts = metadata.strings("tokenizer.ggml.tokens")
+    texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
+    if len(set(texts)) != len(texts) or len(texts) > vocab_size:
+        raise CorruptModelError(
+            f"{metadata.path}: {len(texts)} tokens ({len(set(texts))} different) "
+            f"for an embedding of {vocab_size} rows"
+        )
+    types = metadata.get("tokenizer.ggml.token_type", list, [1] * len(texts))
+    _check_length(metadata, "token types", types, texts)
+    if not all(type(kind) is int and 0 <= kind <= _BYTE for kind in types):
+        raise CorruptModelError(f"{metadata.path}: token types must be integers from 0 to {_BYTE}")
+    ends = [i for i, text in enumerate(texts) if text in END_TEXTS]
+    special = {i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)}.union(ends)
+    user_defined = {i for i, kind in enumerate(types) if kind == _USER_DEFINED} - special
+    return _Vocabulary(texts, types, ends, frozenset(special), frozenset(user_defined))
+
+
+def _check_length(metadata: Metadata, what: str, values: list[Any], texts: list[str]) -> None:
+    if len(values) != len(texts):
+        raise CorruptModelError(f"{metadata.path}: {len(values)} {what} for {len(texts)} tokens")
+
+
+def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    pre = metadata.get("tokenizer.ggml.pre", str, "default")
+    backend = build_byte_level_bpe(vocabulary.ids(), _merges(metadata), pre, metadata.path)
+    return backend, pre == "llama-bpe"
+
+
+def _sentencepiece(
+    metadata: Metadata, vocabulary: _Vocabulary
+) -> tuple[tokenizers.Tokenizer, bool]:
+    scores = metadata.get("tokenizer.ggml.scores", list)
+    _check_length(metadata, "token scores", scores, vocabulary.texts)
+    if not all(isinstance(score, float) for score in scores):
+        raise CorruptModelError(f"{metadata.path}: token scores must be numbers")
+    unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == _UNKNOWN), None)
+    backend = build_sentencepiece_bpe(
+        vocabulary.ids(),
+        scores,
+        {i for i, kind in enumerate(vocabulary.types) if kind not in (_UNKNOWN, _CONTROL, _BYTE)},
+        None if unknown is None else vocabulary.texts[unknown],
+        _flag(metadata, "add_space_prefix", True),
+    )
+    return backend, True
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+
+
+def _stripping(metadata: Metadata, vocabulary: _Vocabulary) -> set[int]:
+    """Added tokens that swallow the spaces after them. No key of a GGUF says so: as llama.cpp, by
+    the name of the model.
+    """
+    name = metadata.get("general.name", str, "").lower()
+    if not any(part in name for part in ("phi-3", "phi3")):
+        return set()
+    kept = ("<unk>", "<s>", "<|endoftext|>")
+    added = vocabulary.special | vocabulary.user_defined
+    return {i for i in added if vocabulary.texts[i] not in kept}
+
+
+def _merges(metadata: Metadata) -> list[tuple[str, str]]:
+    pairs = []
+    for merge in metadata.strings("tokenizer.ggml.merges"):
+        left, space, right = merge.partition(" ")
+        if not (left and space and right):
+            raise CorruptModelError(f"{metadata.path}: {merge!r} is no merge of two tokens")
+        pairs.append((left, right))
+    return pairs
+
+
+def _flag(metadata: Metadata, name: str, default: bool) -> bool:
+    return bool(metadata.get(f"tokenizer.ggml.{name}", bool, default))
+
+
+def _config(
+    metadata: Metadata, vocabulary: _Vocabulary, added: Mapping[int, Mapping[str, bool]]
+) -> dict[str, Any]:
+    texts = vocabulary.texts
+    content: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": metadata.number("context_length"),
+        "added_tokens_decoder": {str(i): {"content": texts[i], **a} for i, a in added.items()},
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token_id = metadata.token_id(f"{key}_token_id", len(texts))
+        if token_id is not None:
+            content[f"{name}_token"] = texts[token_id]
+    if metadata.has("tokenizer.chat_template"):
+        content["chat_template"] = metadata.get("tokenizer.chat_template", str)
+    return content
+
+
+def build_byte_level_bpe(
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    pre: str,
+    where: object = "the tokenizer",
+) -> tokenizers.Tokenizer:
+    """A GPT-2 style tokenizer with the ids of llama.cpp for `tokenizer.ggml.pre` equal to `pre`.
+
+    Like llama.cpp it normalises nothing and drops bytes that the vocabulary lacks. where: the file,
+    for errors.
+    Raises UnsupportedModelError for another `pre`, CorruptModelError for merges that fit no
+    vocabulary.
+    """
+    if pre not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"{where} splits text by {pre[:100]!r}; supported: {', '.join(PRE_TOKENIZERS)}"
+        )
+    try:
+        bpe = models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe")
+    except Exception as error:  # the library raises plain Exception
+        raise CorruptModelError(
+            f"{where}: the merges do not fit the vocabulary: {str(error)[:100]}"
+        ) from error
+    backend = tokenizers.Tokenizer(bpe)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer_steps(vocab, pre))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def build_sentencepiece_bpe(
+    vocab: Mapping[str, int],
+    scores: Sequence[float],
+    mergeable: Collection[int],
+    unknown: str | None,
+    adds_space: bool,
+) -> tokenizers.Tokenizer:
+    """A SentencePiece tokenizer with the ids of llama.cpp for `tokenizer.ggml.model` "llama".
+
+    Of the pairs of neighbours whose texts together are a token, the one of the highest score is
+    joined first (Sennrich et al. 2016, as SentencePiece has it); what is no token in the end is
+    spelt in bytes. scores: of every id. mergeable: ids that may come of joining. adds_space: a
+    space goes before a text, and before what follows a special token.
+    """
+    pieces = {text: vocab[text] for text in vocab if vocab[text] in mergeable}
+    joined = sorted(pieces, key=lambda text: (-scores[pieces[text]], pieces[text]))
+    splits = (
+        (text[:cut], text[cut:])
+        for text in joined
+        for cut in range(1, len(text))
+        if text[:cut] in pieces and text[cut:] in pieces
+    )
+    bpe = models.BPE(
+        vocab=dict(vocab),
+        merges=list(splits),
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(bpe)
+    spaces = normalizers.Replace(" ", SPACE)
+    prefix = [normalizers.Prepend(SPACE)] if adds_space else []
+    backend.normalizer = normalizers.Sequence([*prefix, spaces])
+    strip = [decoders.Strip(" ", 1, 0)] if adds_space else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return backend
+
+
+def _pre_tokenizer_steps(vocab: Mapping[str, int], pre: str) -> list[pre_tokenizers.PreTokenizer]:
+    if pre == "smollm":
+        steps: list[pre_tokenizers.PreTokenizer] = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    else:
+        steps = [
+            pre_tokenizers.Split(Regex(WORD_PATTERNS[pre]), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())
+    if missing:
+        # The BPE would drop them too, but merge their neighbours first, which llama.cpp does not.
+        pattern = "|".join(f"\\x{{{ord(char):x}}}" for char in missing)
+        steps.append(pre_tokenizers.Split(Regex(pattern), "removed"))
+    return steps
+
+
+def add_around(backend: tokenizers.Tokenizer, prefix_id: int | None, suffix_id: int | None) -> None:
+    """These tokens go around a text when special tokens are wanted. CorruptModelError for others
+    than the vocabulary's."""
+    ids = [i for i in (prefix_id, suffix_id) if i is not None]
+    if not ids:
+        return
+    parts = {i: backend.id_to_token(i) for i in ids}
+    if None in parts.values():
+        raise CorruptModelError(f"a token id among {ids} lies outside the tokenizer's vocabulary")
+    prefix = [] if prefix_id is None else [str(parts[prefix_id])]
+    suffix = [] if suffix_id is None else [str(parts[suffix_id])]
+    # Pieces are named by aliases, since a token's text may hold the template's own syntax.
+    aliases = [{"id": text, "ids": [i], "tokens": [text]} for i, text in parts.items()]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*prefix, "$A", *suffix], pair=None, special_tokens=aliases
+    )

@@ -1,0 +1,233 @@
+"""The user's cache of converted models: folders that are whole or not there.
+
+Owns folder names, hashes, the manifest and the lock between processes. Knows nothing of what is in
+the files: a caller hands over a function that fills an empty folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from nanoengine.devices.cache_folders import cache_folders
+from nanoengine.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "nanoengine.json"
+MANIFEST_VERSION = 2
+STAGING_PREFIX = ".building-"
+STALE_SECONDS = 24 * 3600
+READ_BYTES = 8 << 20
+NO_FOLDER = "there is neither a home nor a temporary folder"
+# A file that changed so lately may change again without showing another time.
+SETTLED_NS = 1_000_000_000
+
+
+def file_digest(path: Path) -> str:
+    """xxh3_128 of a file's content, in hex. It finds damage; it does not resist an attacker."""
+    digest = xxhash.xxh3_128()
+    buffer = bytearray(READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while num_read := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:num_read])
+    return digest.hexdigest()
+
+
+def remembered_digest(path: Path) -> str:
+    """`file_digest`, remembered for as long as the file's place, size and times stay the same: a
+    model has many bytes.
+    """
+    status = path.stat()
+    times = f"{status.st_mtime_ns}/{status.st_ctime_ns}"
+    asked = f"{path.resolve()}/{status.st_ino}/{status.st_size}/{times}"
+    name = f".digest-{xxhash.xxh3_128_hexdigest(os.fsencode(asked))}"
+    for root in _roots():
+        try:
+            digest = (root / name).read_text(encoding="ascii")
+        except (OSError, ValueError):
+            continue
+        if re.fullmatch("[0-9a-f]{32}", digest):
+            return digest
+    digest = file_digest(path)
+    if time.time_ns() - status.st_ctime_ns > SETTLED_NS:
+        _remember(name, digest)
+    return digest
+
+
+def _remember(name: str, digest: str) -> None:
+    try:
+        root = _writable_root()
+        with tempfile.NamedTemporaryFile("w", dir=root, delete=False) as file:
+            file.write(digest)
+        os.replace(file.name, root / name)
+    except (OSError, ModelLoadError) as error:
+        logger.info("a digest is not remembered: %s", error)
+
+
+def cached_folder(name: str, build: Callable[[Path], str]) -> Path:
+    """The folder `name` of the cache, built first if it is missing or damaged.
+
+    `build` fills an empty folder and returns one line that says what it made (see `description`).
+    One process builds at a time; a folder appears under its name only when it is complete.
+    Raises ModelLoadError if no cache folder can be written; errors of `build` pass through.
+    """
+    for root in _roots():
+        if is_whole(root / name):
+            return root / name
+    root = _writable_root()
+    with _lock(root / f".{name}.lock"):
+        if not is_whole(root / name):  # another process may have built it meanwhile
+            _build(root, name, build)
+    return root / name
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether the manifest is there and every file is as it lists it: of its size, and with its
+    time of change from before the manifest or, failing that, its hash.
+    """
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        return False
+    try:
+        listed_at = (folder / MANIFEST).stat().st_mtime_ns
+        files = manifest["files"].items()
+        return all(_is_as_listed(folder / name, entry, listed_at) for name, entry in files)
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _is_as_listed(path: Path, entry: Mapping[str, Any], listed_at: int) -> bool:
+    status = path.stat()
+    if status.st_size != entry["size"]:
+        return False
+    is_untouched = status.st_mtime_ns == entry["mtime_ns"] and status.st_mtime_ns < listed_at
+    return bool(is_untouched or file_digest(path) == entry["xxh3_128"])
+
+
+def description(folder: Path) -> str | None:
+    """The line that `build` returned for this folder; None for a folder that is not from the
+    cache."""
+    manifest = _read_manifest(folder)
+    return None if manifest is None else str(manifest.get("description"))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    is_known = isinstance(content, dict) and content.get("version") == MANIFEST_VERSION
+    return content if is_known else None
+
+
+def _build(root: Path, name: str, build: Callable[[Path], str]) -> None:
+    _remove_leftovers(root)
+    staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=root))
+    try:
+        _write_manifest(staging, build(staging))
+        _install(staging, root / name)
+    except ModelLoadError:
+        raise
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write the converted model to {root}: {error}; "
+            "free some space there or set XDG_CACHE_HOME to another folder"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_manifest(folder: Path, line: str) -> None:
+    files = {path.name: _entry(path) for path in sorted(folder.iterdir())}
+    content = {"version": MANIFEST_VERSION, "description": line, "files": files}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    status = path.stat()
+    return {
+        "size": status.st_size,
+        "mtime_ns": status.st_mtime_ns,
+        "xxh3_128": file_digest(path),
+    }
+
+
+def _install(staging: Path, final: Path) -> None:
+    """Give a finished folder its name, which a damaged one may hold.
+
+    Where locks do not work another process may have been faster; its folder is as good.
+    """
+    if is_whole(final):
+        return
+    if final.exists():
+        damaged = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=final.parent))
+        os.replace(final, damaged / final.name)
+        shutil.rmtree(damaged, ignore_errors=True)
+    try:
+        os.rename(staging, final)
+    except OSError:
+        if not is_whole(final):
+            raise
+
+
+def _remove_leftovers(root: Path) -> None:
+    """What killed processes left behind a day ago or earlier."""
+    for path in root.glob(f"{STAGING_PREFIX}*"):
+        try:
+            is_stale = time.time() - path.stat().st_mtime > STALE_SECONDS
+        except FileNotFoundError:
+            continue
+        if is_stale:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _roots() -> list[Path]:
+    """Where converted models may be, the user's cache first."""
+    return [folder / "models" for folder in cache_folders()]
+
+
+def _writable_root() -> Path:
+    problems = []
+    for root in _roots():
+        try:
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=root):
+                pass
+        except OSError as error:
+            problems.append(f"{root}: {error.strerror}")
+            continue
+        if problems:
+            logger.warning("cannot write %s; converted models go to %s", problems[0], root)
+        return root
+    raise ModelLoadError(
+        f"no folder for converted models can be written ({'; '.join(problems) or NO_FOLDER}); "
+        "set XDG_CACHE_HOME to a folder of yours"
+    )
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold `path` alone among processes; the system lets go when a process dies."""
+    try:
+        import fcntl  # not there on Windows, where two processes may both build: slower, not wrong
+    except ImportError:
+        yield
+        return
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # some network file systems have no locks
+            logger.info("no lock on %s: %s", path, error)
+        yield

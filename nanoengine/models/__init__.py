@@ -1,0 +1,4 @@
+"""The maths: one decoder for all architectures, its layers, rotary positions, quantised weights.
+
+Start with decoder.py. Imports kernels.
+"""

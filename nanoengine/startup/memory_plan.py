@@ -1,0 +1,338 @@
+"""What start-up decides about memory, and says: budgets, blocks on each tier, the longest request.
+
+Arithmetic only; nothing is allocated here. Every figure that bounds a request is in the
+MemoryPlan, with the setting that raises it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanoengine.config import GIB, EngineConfig, ModelConfig
+from nanoengine.devices.device import Device
+from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.kv.kv_codec import Int8Codec
+from nanoengine.kv.kv_spec import KVSpec
+
+DEFAULT_CPU_KV_BYTES = 4 * GIB
+DEFAULT_HOST_KV_BYTES = 4 * GIB
+# A GPU's attention over one slot should take long beside starting it and carrying its state over.
+CPU_SLOT_TOKENS, GPU_SLOT_TOKENS = 4096, 16384
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What start-up decided, and what was really allocated."""
+
+    model: str
+    source: str
+    device: str
+    dtype: str
+    attention: str
+    weight_bytes: int
+    activation_bytes: int
+    kv: KVSpec
+    offload: str
+    max_model_len: int
+    max_model_len_bound: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    copy_gb_per_s: float = 0.0
+    stream_blocks_per_step: int | None = None
+    decode_tokens_per_s: float = 0.0
+    quantization: str = ""
+    invariance: str = ""
+
+    def __str__(self) -> str:
+        kv = self.kv
+        bytes_per_token = kv.block_bytes // kv.block_size
+        lines = [
+            f"model        {self.model} ({self.source})",
+            f"device       {self.device}, {self.dtype}; attention: {self.attention}",
+            f"weights      {_gib(self.weight_bytes)}, activations up to "
+            f"{_gib(self.activation_bytes)}",
+            *([f"quantised    {self.quantization}"] if self.quantization else []),
+            f"invariance   {self.invariance}",
+            f"KV device    {_gib(kv.block_bytes * kv.num_blocks)} = {kv.num_blocks} blocks x "
+            f"{kv.block_size} tokens = {kv.num_blocks * kv.block_size} tokens at "
+            f"{bytes_per_token} bytes",
+        ]
+        if kv.num_host_blocks:
+            host_bytes = kv.host_block_bytes
+            stored = ""
+            if kv.host_codec is not None:
+                stored = f" at {host_bytes // kv.block_size} bytes, int8 (lossy)"
+            lines.append(
+                f"KV host      {_gib(host_bytes * kv.num_host_blocks)} = {kv.num_host_blocks} "
+                f"blocks = {kv.num_host_blocks * kv.block_size} tokens{stored}; {self.offload}"
+            )
+        if self.decode_tokens_per_s:
+            copies = f"copies at {self.copy_gb_per_s:.1f} GB/s; " if self.copy_gb_per_s else ""
+            lines.append(
+                f"speed        {copies}one request of {self.max_model_len} tokens decodes at about "
+                f"{self.decode_tokens_per_s:.1f} tok/s"
+            )
+        if self.stream_blocks_per_step is not None:
+            mib = self.stream_blocks_per_step * kv.host_block_bytes / (1 << 20)
+            lines.append(
+                f"fairness     beside resident decodes {self.stream_blocks_per_step} blocks "
+                f"({mib:.0f} MiB) stream a step"
+            )
+        lines.append(
+            f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "
+            "tokens a "
+            f"step, {self.max_model_len} tokens each ({self.max_model_len_bound})"
+        )
+        return "\n".join(lines)
+
+
+def plan_memory(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Device,
+    dtype: torch.dtype,
+    dtype_reason: str,
+    source: str,
+    weight_bytes: int,
+    attention: str,
+    profiled_bytes: int | None,
+    quantization: str,
+    invariance: str,
+) -> MemoryPlan:
+    """Divide the memory. profiled_bytes: what a largest step held (None: computed from shapes).
+    quantization: what was done to the weights, in words; invariance: what the bits of a request
+    depend on.
+
+    Raises OutOfMemoryError or ConfigError for what cannot be honoured.
+    """
+    tokens = config.max_num_batched_tokens
+    activations = profiled_bytes
+    if activations is None:
+        activations = activation_bytes(model, tokens, config.max_num_seqs, dtype.itemsize)
+    spec = _kv_spec(config, model, device, dtype, activations)
+    max_model_len, bound = _max_model_len(config, model, spec)
+    threads = f", {torch.get_num_threads()} threads" if device.name == "cpu" else ""
+    if spec.num_host_blocks:
+        # A step writes into device blocks only.
+        tokens = min(tokens, spec.num_blocks * spec.block_size)
+    return MemoryPlan(
+        model=config.model,
+        source=source,
+        device=device.name + threads,
+        dtype=f"{str(dtype).removeprefix('torch.')} ({dtype_reason})",
+        attention=attention,
+        weight_bytes=weight_bytes,
+        activation_bytes=activations,
+        kv=spec,
+        offload=_describe_offload(spec),
+        max_model_len=max_model_len,
+        max_model_len_bound=bound,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens,
+        quantization=quantization,
+        invariance=invariance,
+    )
+
+
+def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_size: int) -> int:
+    """Upper bound of a step's temporary memory, from shapes alone (for a device not profiled).
+
+    Per token: residual stream and norm (fp32 and model dtype), the widest of qkv + attention state
+    and gate_up; per sequence: logits as the head gives them and in fp32 and fp64 for sampling.
+    """
+    heads = config.num_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    stream = config.hidden_size * (3 * element_size + 8)
+    attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
+    feed_forward = config.intermediate_size * 4 * element_size
+    per_token = stream + max(attention, feed_forward)
+    return num_tokens * per_token + num_seqs * config.vocab_size * (4 + 24)
+
+
+def streams(config: EngineConfig, device_name: str) -> bool:
+    """True when host blocks are copied through the ring, not read in place."""
+    if config.offload_mode == "in_place" and device_name != "cpu":
+        raise ConfigError('offload_mode="in_place" reads host memory and works on a CPU only')
+    reads_in_place = config.offload_mode != "stream" and config.kv_offload_dtype is None
+    in_place = device_name == "cpu" and reads_in_place
+    return config.enable_cpu_offload and not in_place
+
+
+def _kv_spec(
+    config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, activations: int
+) -> KVSpec:
+    spec = KVSpec(
+        num_layers=model.num_layers,
+        num_blocks=0,
+        block_size=config.kvcache_block_size,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        window=model.attention.longest_window or 0,
+        step_tokens=config.max_num_batched_tokens,
+        windows=model.windows,
+        host_codec=Int8Codec() if config.kv_offload_dtype == "int8" else None,
+    )
+    ring_slots, slot_blocks = 0, 0
+    if streams(config, device.name):
+        ring_slots = config.ring_slots
+        planned = GPU_SLOT_TOKENS if device.computes_later else CPU_SLOT_TOKENS
+        slot_tokens = config.slot_tokens or planned
+        slot_blocks = max(1, slot_tokens // config.kvcache_block_size)
+    spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
+    _check_asked(config, spec, device, activations)
+    spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
+    if not config.enable_cpu_offload:
+        return spec
+    host_bytes = _host_bytes(config, spec, device, activations)
+    num_host_blocks = host_bytes // spec.host_block_bytes
+    if not num_host_blocks:
+        raise OutOfMemoryError(
+            f"{_gib(host_bytes)} of host memory are left for KV, but one block of "
+            f"{spec.block_size} tokens needs {_gib(spec.host_block_bytes)}; raise kv_offload_gib "
+            "or lower kvcache_block_size"
+        )
+    spare = max(1, config.decode_reserve_blocks)
+    if spare >= spec.num_blocks + num_host_blocks:
+        raise OutOfMemoryError(
+            f"decode_reserve_blocks={config.decode_reserve_blocks} leaves none of "
+            f"{spec.num_blocks} device and {num_host_blocks} host KV blocks; lower "
+            "decode_reserve_blocks"
+        )
+    return replace(spec, num_host_blocks=num_host_blocks, spare_blocks=spare)
+
+
+def _check_asked(config: EngineConfig, spec: KVSpec, device: Device, activations: int) -> None:
+    """Raise OutOfMemoryError, naming the setting, if more is asked for than there is."""
+    free, _ = device.memory()
+    check_step_fits(config, activations, free)
+    if spec.ring_bytes > free - activations:
+        raise OutOfMemoryError(
+            f"a ring of {spec.ring_slots} slots of {spec.slot_blocks * spec.block_size} tokens "
+            f"needs {_gib(spec.ring_bytes)}, but {_gib(free - activations)} are left beside "
+            "activations; lower slot_tokens or ring_slots"
+        )
+    room = free - activations - spec.ring_bytes
+    setting, asked = _asked_on_device(config, spec)
+    if asked > room:
+        raise OutOfMemoryError(
+            f"{setting}={getattr(config, setting)} asks for {_gib(asked)} of KV, but {_gib(room)} "
+            f"are left beside activations and ring; lower {setting}"
+        )
+    asked_on_host = _asked_on_host(config)
+    room = _host_room(device, activations + spec.ring_bytes + asked)
+    if asked_on_host > room:
+        too = f" or {setting}" if asked and device.name == "cpu" else ""
+        raise OutOfMemoryError(
+            f"kv_offload_gib={config.kv_offload_gib} asks for {_gib(asked_on_host)} of host "
+            f"memory, but {_gib(room)} are available; lower kv_offload_gib{too}"
+        )
+
+
+def check_step_fits(config: EngineConfig, activations: int, free: int) -> None:
+    """Raise OutOfMemoryError if a step of the largest size needs more than the `free` bytes."""
+    if activations > free:
+        raise OutOfMemoryError(
+            f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and "
+            f"max_num_seqs={config.max_num_seqs} needs up to {_gib(activations)}, but {_gib(free)} "
+            "are available; lower max_num_batched_tokens or max_num_seqs"
+        )
+
+
+def _asked_on_device(config: EngineConfig, spec: KVSpec) -> tuple[str, int]:
+    """The setting that says how much KV the device holds, and its bytes; 0 where it is planned."""
+    if config.num_gpu_blocks is not None:
+        return "num_gpu_blocks", config.num_gpu_blocks * spec.block_bytes
+    return "kv_cache_gib", int((config.kv_cache_gib or 0) * GIB)
+
+
+def _asked_on_host(config: EngineConfig) -> int:
+    return int((config.kv_offload_gib or 0) * GIB)
+
+
+def _host_room(device: Device, on_device: int) -> int:
+    """Host memory that is available for KV. on_device: bytes to be taken there, which on a CPU is
+    the same memory.
+    """
+    return max(0, device.host_memory() - (on_device if device.name == "cpu" else 0))
+
+
+def _host_bytes(config: EngineConfig, spec: KVSpec, device: Device, activations: int) -> int:
+    if config.kv_offload_gib is not None:
+        return _asked_on_host(config)
+    on_device = activations + spec.ring_bytes + spec.num_blocks * spec.block_bytes
+    quarter = device.host_memory() // 4
+    return min(DEFAULT_HOST_KV_BYTES, quarter, _host_room(device, on_device))
+
+
+def _device_blocks(
+    config: EngineConfig, model: ModelConfig, spec: KVSpec, device: Device, activations: int
+) -> int:
+    if config.num_gpu_blocks is not None:
+        return config.num_gpu_blocks
+    free, total = device.memory()
+    room = free - activations - spec.ring_bytes
+    positions = min(config.max_model_len or model.max_position, model.max_position)
+    # No more than all requests at full length could ever use.
+    most = config.max_num_seqs * -(-positions // spec.block_size) * spec.block_bytes
+    setting = "kv_cache_gib"
+    if config.kv_cache_gib is not None:
+        _, budget = _asked_on_device(config, spec)
+    elif device.name == "cpu":
+        half, beside_host = (free - activations) // 2, room - _asked_on_host(config)
+        budget = min(DEFAULT_CPU_KV_BYTES, half, beside_host, most)
+    else:
+        setting = "gpu_memory_utilization"
+        budget = min(room - total + int(total * config.gpu_memory_utilization), most)
+    if budget < spec.block_bytes:
+        raise OutOfMemoryError(
+            f"{_gib(max(0, budget))} are left for KV, but one block of {spec.block_size} tokens "
+            f"needs {_gib(spec.block_bytes)}; raise {setting} or lower kvcache_block_size"
+        )
+    return budget // spec.block_bytes
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> tuple[int, str]:
+    asked, positions = config.max_model_len, model.max_position
+    settings = "kv_offload_gib" if spec.num_host_blocks else "kv_cache_gib or num_gpu_blocks"
+    if asked is not None and asked > positions:
+        raise ConfigError(
+            f"max_model_len={asked} is above the model's {positions} positions; lower it, or set "
+            "rope_parameters in config.json to a scaling that the model was trained for"
+        )
+    if asked is not None and not spec.holds(asked):
+        raise OutOfMemoryError(
+            f"max_model_len={asked} needs {-(-asked // spec.block_size)} KV blocks of "
+            f"{spec.block_size} tokens, but there are {spec.capacity_blocks}; raise {settings}"
+        )
+    if asked is not None:
+        return asked, "max_model_len"
+    if not spec.holds(positions):
+        return spec.num_tokens, f"KV blocks x block size; raise {settings}"
+    return positions, "the model's positions"
+
+
+def describe_invariance(products: bool, attention: bool, int8_kv: bool) -> str:
+    """What the bits of a request depend on. products, attention: whether they are batch-invariant;
+    int8_kv: whether KV on the host is rounded.
+    """
+    parts = {"products": products, "attention": attention}
+    others = " and ".join(name for name, is_invariant in parts.items() if not is_invariant)
+    if others:
+        return f"equal up to near ties in any batch: {others} may depend on it"
+    if int8_kv:
+        return "equal up to near ties in any batch: it decides which KV is rounded to int8"
+    return "the same bits in any batch, in any chunks, on either tier"
+
+
+def _describe_offload(spec: KVSpec) -> str:
+    if not spec.slot_blocks:
+        return "read in place"
+    mib = spec.ring_bytes / spec.ring_slots / (1 << 20)
+    return f"streamed through {spec.ring_slots} slots of {spec.slot_blocks} blocks ({mib:.1f} MiB)"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3f} GiB"

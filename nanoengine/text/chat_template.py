@@ -1,0 +1,114 @@
+"""A model's chat template: messages to one text, as transformers renders them.
+
+Owns what a template is given; template_process.py renders it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoengine.errors import InvalidParamsError, InvalidPromptError
+from nanoengine.text.template_process import TemplateProcess
+
+# Arguments of transformers' method of the same name that are no template variables.
+NOT_TEMPLATE_VARIABLES = frozenset(
+    {
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "truncation",
+    }
+)
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """One template, which a process of its own renders: it comes with the model."""
+
+    def __init__(self, source: str, process: TemplateProcess) -> None:
+        """source: Jinja, which may be broken; `render` says so."""
+        self._source = source
+        self._process = process
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        special_tokens: Mapping[str, str],
+        variables: Mapping[str, Any],
+    ) -> str:
+        """The conversation as text; see Tokenizer.apply_chat_template."""
+        refused = sorted(NOT_TEMPLATE_VARIABLES & variables.keys())
+        if refused:
+            raise InvalidParamsError(
+                f"{refused[0]!r} is no variable of a chat template; "
+                "apply_chat_template renders the model's own template to text"
+            )
+        given = {"tools": None, "documents": None, **special_tokens, **variables}
+        given["add_generation_prompt"] = add_generation_prompt
+        plain = {name: _plain(value, name) for name, value in given.items()}
+        return self._process.render(self._source, plain | {"messages": _plain_messages(messages)})
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A checked copy, without the keys whose value is None, as templates expect."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise InvalidPromptError(
+            "messages must be a list of at least one {'role': ..., 'content': ...}"
+        )
+    return [_plain_message(message, index) for index, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidPromptError(f"{where} must be a dict, not {type(message).__name__}")
+    plain = {k: v for k, v in _plain(message, where).items() if v is not None}
+    for key in ("role", "content"):
+        is_optional = key == "content" and "tool_calls" in plain
+        if not isinstance(plain.get(key), str) and not (is_optional and key not in plain):
+            raise InvalidPromptError(
+                f"{where}[{key!r}] must be a string, not {type(message.get(key)).__name__}"
+            )
+    return _with_reasoning_names(plain)
+
+
+def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
+    """Earlier reasoning goes by three names; templates read `reasoning_content` or `thinking`."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy in plain JSON types: the sandbox cannot know the methods of anything else."""
+    if depth > 64:
+        raise InvalidPromptError(f"{where} is nested deeper than 64 levels")
+    if value is None or type(value) in (bool, str, int, float):
+        return value
+    if isinstance(value, (str, int, float)):
+        return _base(value)
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v, where, depth + 1) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, where, depth + 1) for item in value]
+    raise InvalidPromptError(
+        f"{where} holds a {type(value).__name__}; only JSON values are accepted"
+    )
+
+
+def _base(value: str | float) -> str | float:
+    """An enum or another subclass, as its plain value."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    return int.__int__(value) if isinstance(value, int) else float.__float__(value)

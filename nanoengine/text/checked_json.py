@@ -1,0 +1,127 @@
+"""JSON files of a checkpoint, read with suspicion: every error names the file and the key.
+
+Knows types and sizes, no meaning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoengine.errors import CorruptModelError, ModelLoadError, shown
+
+MAX_SIZE = 10_000_000  # no dimension of a real model comes near
+MAX_JSON_BYTES = 256 << 20
+MAX_DEPTH = 64
+MAX_REASON = 200  # characters of a library's error; it may quote a whole file
+
+
+class CheckedJson:
+    """A JSON object with typed, checked access; every error names the file and the key."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values = read_json(path)
+
+    def fill(self, defaults: Mapping[str, Any]) -> None:
+        """Values for keys that are not there; null is there."""
+        self.values = {**defaults, **self.values}
+
+    def get(self, key: str) -> Any:
+        """The value as it is, None for null and for a missing key."""
+        return self.values.get(key)
+
+    def size(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
+        """A dimension: an integer within 1 to `limit`. null counts as missing."""
+        value = self._value(key, default)
+        if type(value) is not int or not 0 < value <= limit:
+            raise CorruptModelError(
+                f"{self.path}: {key!r} is {shown(value)}, not an integer within 1 to {limit}"
+            )
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive, finite number."""
+        return positive(self.path, key, self._value(key, default))
+
+    def flag(self, key: str) -> bool:
+        """true or false; false if missing, as in transformers' classes of these models."""
+        value = self._value(key, False)
+        if not isinstance(value, bool):
+            raise CorruptModelError(
+                f"{self.path}: {key!r} is {shown(value)}, neither true nor false"
+            )
+        return value
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CorruptModelError(f"{self.path} lacks the key {key!r}")
+        return value
+
+
+def positive(path: Path, key: str, value: Any) -> float:
+    """`value` if it is a positive, finite number; CorruptModelError otherwise."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Compared, not converted: float() of a huge integer raises.
+    if not is_number or not 0 < value <= 1e30:
+        raise CorruptModelError(f"{path}: {key!r} is {shown(value)}, not a positive number")
+    return float(value)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. CorruptModelError for anything else, ModelLoadError for a file that
+    cannot be read."""
+    try:
+        check_size(path)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unambiguous)
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptModelError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    _check_depth(path, content)
+    return content
+
+
+def read_json_if_any(path: Path) -> dict[str, Any]:
+    """As `read_json`; empty if there is no such file."""
+    return read_json(path) if has_file(path) else {}
+
+
+def has_file(path: Path) -> bool:
+    """Whether there is such a file. ModelLoadError for a place that we may not look at."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise ModelLoadError(f"{shown(str(path))} cannot be read: {error.strerror}") from error
+
+
+def check_size(path: Path) -> None:
+    """CorruptModelError for a JSON file that is larger than any of a real model."""
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CorruptModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+
+
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values and values[key] != value:
+            raise ValueError(f"the key {shown(key)} is there twice, with different values")
+        values[key] = value
+    return values
+
+
+def _check_depth(path: Path, content: Any) -> None:
+    """What reads or shows a value may go through it recursively."""
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        inner = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+    if level:
+        raise CorruptModelError(f"{path} is nested deeper than {MAX_DEPTH} levels")
