@@ -31,12 +31,8 @@ import torch
 from benchmarks.limits import Model, measure_limits, rounded, share_of_limits
 from benchmarks.peers import Work
 from nanoengine.errors import ConfigError, EngineError
-from nanoengine.loading.loader import (
-    BUNDLED_MODEL,
-    BUNDLED_PACKAGE,
-    read_model_config,
-    resolve_model,
-)
+from nanoengine.loading.find_model import BUNDLED_MODEL, BUNDLED_PACKAGE, resolve_model
+from nanoengine.loading.model_config import read_model_config
 
 Row = dict[str, Any]
 MakeWorkload = Callable[[argparse.Namespace, int], tuple[list[list[int]], list[Any]]]

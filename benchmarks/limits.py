@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanoengine.config import ModelConfig
-from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.cpu import CpuDevice
 
 
 @dataclass(frozen=True, slots=True)

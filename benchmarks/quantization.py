@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.limits import rounded
 from nanoengine.config import GIB, QUANTIZATIONS
 from nanoengine.llm import LLM
-from nanoengine.loading.loader import read_model_config, resolve_model
+from nanoengine.loading.find_model import resolve_model
+from nanoengine.loading.model_config import read_model_config
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.probe import time_steps
 

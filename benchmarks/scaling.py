@@ -18,7 +18,8 @@ from tqdm import tqdm
 from benchmarks.limits import Model, decode_steps, measure_limits, rounded
 from nanoengine.config import GIB
 from nanoengine.llm import LLM
-from nanoengine.loading.loader import read_model_config, resolve_model
+from nanoengine.loading.find_model import resolve_model
+from nanoengine.loading.model_config import read_model_config
 from nanoengine.startup.probe import time_steps
 
 Row = dict[str, Any]

@@ -21,8 +21,8 @@ from nanoengine.devices.copy_streams import Convert
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.kv_cache import HybridKVCacheManager, StepKV
-from nanoengine.loading.loader import read_model_config
-from nanoengine.models.decoder import ARCHITECTURES
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 from nanoengine.sequence import Sequence as EngineSequence

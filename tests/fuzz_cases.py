@@ -22,15 +22,11 @@ from nasties import NASTIES
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig, make_config
 from nanoengine.errors import EngineError, ModelLoadError
+from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.gguf.convert import convert_gguf
-from nanoengine.loading.loader import (
-    CheckpointReader,
-    check_names,
-    ignorable_tensors,
-    read_model_config,
-)
-from nanoengine.models.decoder import weight_shapes
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.architectures import weight_shapes
 from nanoengine.sampling_params import BeamSearchParams
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.template_process import TemplateProcess

@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import nanoengine
 from nanoengine import SamplingParams
-from nanoengine.devices.device import make_device
+from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry
 from nanoengine.engine.llm_engine import LLMEngine
 

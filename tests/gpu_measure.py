@@ -25,8 +25,8 @@ from nanoengine import SamplingParams
 from nanoengine.bench.niah import induction_samples
 from nanoengine.config import GIB
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.loading.loader import read_model_config
-from nanoengine.models.decoder import weight_shapes
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.architectures import weight_shapes
 from nanoengine.sequence import Admission, Sequence, SequenceStatus
 from nanoengine.startup.probe import PROBE_ID, probe_sequence
 

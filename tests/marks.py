@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanoengine.kernels import cpu_linear
-from nanoengine.kernels.cpu_kernels import KernelBuildError, cpu_flags, find_compiler
+from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, find_compiler
 
 
 def _has_compiler() -> bool:

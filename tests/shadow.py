@@ -25,7 +25,7 @@ from torch import Tensor
 from nanoengine.config import EngineConfig
 from nanoengine.context import KVChunk
 from nanoengine.devices.copy_streams import Convert, Event, InlineStream, WorkerEvent, WorkerStream
-from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.scheduler import Scheduler
 from nanoengine.kv.block_manager import Block

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from benchmarks.main import main
 from benchmarks.quantization import TEXT, perplexity
 from nanoengine import LLM, PromptTooLongError
-from nanoengine.loading.loader import BUNDLED_MODEL as MODEL
-from nanoengine.loading.loader import _bundled_gguf, resolve_model
+from nanoengine.loading.find_model import BUNDLED_MODEL as MODEL
+from nanoengine.loading.find_model import _bundled_gguf, resolve_model
 from nanoengine.text.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]

@@ -19,6 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import compare as benchmark_compare
+from benchmarks import main as benchmark
+from benchmarks import peers
 from benchmarks.compare import (
     WORKS,
     Kind,
@@ -34,8 +37,7 @@ from benchmarks.limits import (
     measure_limits,
     share_of_limits,
 )
-from nanoengine import benchmark_compare, peers
-from nanoengine.bench import main as benchmark
+from nanoengine.bench.main import workload
 from nanoengine.config import ModelConfig, RopeConfig
 
 FAKE = """
@@ -99,9 +101,7 @@ def peer(name: str, python: str, **more: Any) -> Peer:
 
 
 def work(kind: Kind = KIND) -> peers.Work:
-    return make_work(
-        kind, argparse.Namespace(seed=0, num_threads=1), CONFIG.vocab_size, benchmark.workload
-    )
+    return make_work(kind, argparse.Namespace(seed=0, num_threads=1), CONFIG.vocab_size, workload)
 
 
 def rows_of(

@@ -13,7 +13,7 @@ from marks import needs_compiler
 
 from nanoengine.devices import cache_folders
 from nanoengine.errors import ModelLoadError
-from nanoengine.kernels import cpu_kernels
+from nanoengine.kernels import c_build
 from nanoengine.loading import model_cache
 
 ANSWER = "int answer(void) { return 42; }\n"
@@ -65,13 +65,13 @@ def test_kernels_are_kept_where_nobody_else_may_write(
     source = answer_source(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     kept = tmp_path / "cache" / "nanoengine" / "kernels"
-    assert cpu_kernels.load_library(source).answer() == 42
+    assert c_build.load_library(source).answer() == 42
     assert kept.stat().st_mode & 0o777 == 0o700 and len(list(kept.iterdir())) == 1
     kept.chmod(0o777)
     other = tmp_path / "other"
     other.mkdir()
     monkeypatch.setenv("TMPDIR", str(other))
-    assert cpu_kernels.load_library(source).answer() == 42
+    assert c_build.load_library(source).answer() == 42
     assert len(list(other.glob("nanoengine-*/kernels/*.so"))) == 1
 
 
@@ -84,15 +84,15 @@ def test_a_folder_that_is_full_is_passed_over_and_nothing_stays_behind(
     last.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(last))
-    build = cpu_kernels.build_library
+    build = c_build.build_library
 
     def full(folder: Path, *rest: object) -> Path:
         if folder.is_relative_to(tmp_path / "cache"):
             raise OSError(28, "No space left on device")
         return build(folder, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cpu_kernels, "build_library", full)
-    assert cpu_kernels.load_library(answer_source(tmp_path)).answer() == 42
+    monkeypatch.setattr(c_build, "build_library", full)
+    assert c_build.load_library(answer_source(tmp_path)).answer() == 42
     assert not any(last.iterdir()) and not any(nowhere.iterdir())
 
 
@@ -103,8 +103,8 @@ def test_without_any_folder_kernels_and_conversions_say_what_to_set(
         raise FileNotFoundError("no usable temporary directory")
 
     monkeypatch.setattr("tempfile.TemporaryDirectory", no_folder)
-    with pytest.raises(cpu_kernels.KernelBuildError, match="set XDG_CACHE_HOME"):
-        cpu_kernels.load_library(answer_source(tmp_path))
+    with pytest.raises(c_build.KernelBuildError, match="set XDG_CACHE_HOME"):
+        c_build.load_library(answer_source(tmp_path))
     with pytest.raises(ModelLoadError, match="neither a home nor a temporary folder"):
         model_cache.cached_folder("x", lambda _: "")
 

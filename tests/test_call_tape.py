@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoengine import SamplingParams
 from nanoengine.context import StepInputs
-from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import EngineError

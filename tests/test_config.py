@@ -15,7 +15,7 @@ import torch
 from nasties import NASTIES, Unprintable
 
 from nanoengine.config import EngineConfig, make_config
-from nanoengine.devices.device import make_device
+from nanoengine.devices.select import make_device
 from nanoengine.errors import ConfigError, InvalidParamsError
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 

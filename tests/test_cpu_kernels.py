@@ -14,8 +14,9 @@ from torch import Tensor
 
 from nanoengine.context import KVChunk, KVTarget
 from nanoengine.errors import EngineError
-from nanoengine.kernels import cpu_kernels
-from nanoengine.kernels.cpu_kernels import CpuKernels, KernelBuildError
+from nanoengine.kernels import c_build
+from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.kernels.cpu_kernels import CpuKernels
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)
@@ -356,7 +357,7 @@ def test_failing_compiler(tmp_path):
 
 
 def test_torn_library_is_rebuilt(build_folder, tmp_path):
-    path = cpu_kernels.build_library(build_folder)
+    path = c_build.build_library(build_folder)
     torn = tmp_path / path.name
     torn.write_bytes(path.read_bytes()[:-20000])
     assert_close(CpuKernels.load(tmp_path), make_batch([1], [9], dtype=torch.float32))
@@ -364,7 +365,7 @@ def test_torn_library_is_rebuilt(build_folder, tmp_path):
 
 
 def test_cache_is_reused(build_folder, kernels):
-    path = cpu_kernels.build_library(build_folder)
+    path = c_build.build_library(build_folder)
     before = path.stat().st_mtime_ns
     CpuKernels.load(build_folder)
     assert path.stat().st_mtime_ns == before
@@ -375,7 +376,7 @@ def test_another_header_is_another_build(tmp_path):
     source.write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
     for value in (41, 42):
         header.write_text(f"#define ANSWER {value}\n")
-        assert cpu_kernels.load_library(source, tmp_path).answer() == value
+        assert c_build.load_library(source, tmp_path).answer() == value
     assert len(list(tmp_path.glob("*.so"))) == 2
 
 

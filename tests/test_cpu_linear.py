@@ -13,9 +13,9 @@ from marks import BUILDS, needs_bf16_cpu, needs_compiler, needs_tiles
 from torch import Tensor
 
 from nanoengine.errors import EngineError
-from nanoengine.kernels import cpu_kernels, cpu_linear
+from nanoengine.kernels import c_build, cpu_linear
+from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_kernels import KernelBuildError
 from nanoengine.kernels.cpu_linear import CpuLinear, WeightArena
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
@@ -321,7 +321,7 @@ def test_wrong_weights_are_refused(packer):
 
 
 def test_the_arena_hands_out_memory_once(packer, build_folder):
-    library = cpu_kernels.load_library(cpu_linear.SOURCE, build_folder)
+    library = c_build.load_library(cpu_linear.SOURCE, build_folder)
     arena = WeightArena(library)
     sizes = [1, 100, 40 << 20, 30 << 20, 70 << 20, 7]
     parts = [arena.take(size) for size in sizes]
@@ -337,8 +337,8 @@ def test_the_arena_hands_out_memory_once(packer, build_folder):
 
 @needs_bf16_cpu
 def test_both_sources_share_a_folder(build_folder):
-    attention = cpu_kernels.build_library(build_folder)
-    linear = cpu_kernels.build_library(build_folder, source=cpu_linear.SOURCE)
+    attention = c_build.build_library(build_folder)
+    linear = c_build.build_library(build_folder, source=cpu_linear.SOURCE)
     assert attention != linear
     assert attention.parent == linear.parent == build_folder
 

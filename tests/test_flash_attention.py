@@ -29,6 +29,8 @@ from driver import (
 from torch import Tensor
 
 from nanoengine import SamplingParams
+from nanoengine.attention import flash_attention
+from nanoengine.attention import select as attention
 from nanoengine.attention.flash_attention import (
     FindKernels,
     FlashAttention,
@@ -44,8 +46,8 @@ from nanoengine.attention.flash_attention import (
     seen_by,
     varlen_kernels,
 )
-from nanoengine.attention.select import TorchAttention, flash_attention, make_attention
-from nanoengine.attention.select import select as attention
+from nanoengine.attention.select import make_attention
+from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
 from nanoengine.engine import llm_engine

@@ -24,7 +24,7 @@ from nanoengine.config import ModelConfig
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.kernels.call_tape import _Pass
-from nanoengine.loading.loader import read_model_config
+from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.layers import OffsetNorm, TorchOps
 
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 70))]

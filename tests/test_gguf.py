@@ -27,12 +27,13 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from nanoengine.config import RopeConfig
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
-from nanoengine.loading import loader
+from nanoengine.loading import find_model
+from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf import convert as gguf_convert
 from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.structure import check_structure
-from nanoengine.loading.loader import CheckpointReader, read_model_config
+from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.rope import turned_pairs
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -196,12 +197,12 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The bundled model, converted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield loader.resolve_model("smollm2-135m")
+        yield find_model.resolve_model("smollm2-135m")
 
 
 @pytest.fixture(scope="module")
 def real_source() -> gguf.GGUFReader:
-    return gguf.GGUFReader(loader._bundled_gguf())
+    return gguf.GGUFReader(find_model._bundled_gguf())
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
@@ -412,7 +413,7 @@ def test_the_bundled_model_equals_transformers_reading(real: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real))
     expected = load_gguf_checkpoint(
-        str(loader._bundled_gguf()),
+        str(find_model._bundled_gguf()),
         return_tensors=True,
         model_to_load=model,
         torch_dtype=torch.bfloat16,
@@ -481,7 +482,7 @@ def test_the_bundled_model_runs_in_transformers(real: Path) -> None:
     with torch.inference_mode():
         logits = model(ids).logits[0, -1]
     assert tokenizer.decode(logits.argmax()) == " Paris"
-    assert loader.describe_weights(real) == "Q4_1 GGUF, dequantised to bfloat16"
+    assert find_model.describe_weights(real) == "Q4_1 GGUF, dequantised to bfloat16"
 
 
 # -- tokenizer and settings ------------------------------------------------------------------------
@@ -769,7 +770,7 @@ def test_a_file_system_without_space_is_a_clear_error(
         status = 1
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-            loader.resolve_model(path)
+            find_model.resolve_model(path)
         except ModelLoadError as error:
             status = 0 if "cannot write the converted model" in str(error) else 2
         finally:

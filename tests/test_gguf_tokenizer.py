@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
-from nanoengine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanoengine.text.detokenizer import IncrementalDetokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 RECORDED = json.loads(
     (Path(__file__).parent / "data" / "sentencepiece_ids.json").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.cpu import CpuDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.kv import host_pool

@@ -17,8 +17,8 @@ from huggingface_hub import constants
 
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, ModelNotFoundError
+from nanoengine.loading.find_model import find_model
 from nanoengine.loading.hub import UNWANTED, WANTED, hub_folder, is_hub_id
-from nanoengine.loading.loader import find_model
 
 NAME, COMMIT = "some-org/Tiny-1.0_b", "0123456789abcdef0123456789abcdef01234567"
 Tiny = Callable[[str], Path]

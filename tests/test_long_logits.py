@@ -14,7 +14,7 @@ from driver import Driver
 from transformers import AutoModelForCausalLM
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.loading.loader import resolve_model
+from nanoengine.loading.find_model import resolve_model
 
 POSITIONS = 16384
 NUM_OUT = 64

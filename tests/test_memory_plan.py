@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
-from nanoengine.devices.device import available_memory
+from nanoengine.devices.cpu import available_memory
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.startup.memory_plan import MemoryPlan, describe_invariance, plan_memory

@@ -20,8 +20,8 @@ from driver import Driver, assert_logits_are_transformers, expected, host_gib, t
 from torch import Tensor
 
 from nanoengine import PromptTooLongError, SamplingParams
-from nanoengine.attention.select import TorchAttention
-from nanoengine.devices.device import CpuDevice
+from nanoengine.attention.torch_attention import TorchAttention
+from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine import llm_engine
 from nanoengine.engine.llm_engine import LLMEngine

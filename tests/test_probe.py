@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanoengine.config import GIB
-from nanoengine.devices.device import CpuDevice
+from nanoengine.devices.cpu import CpuDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.model_runner import ModelRunner
 from nanoengine.kv.kv_cache import HybridKVCacheManager

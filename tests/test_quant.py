@@ -26,8 +26,10 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.call_tape import CallTape, _Pass
 from nanoengine.kernels.cpu_linear import PackedLinear
-from nanoengine.loading.loader import CheckpointReader, read_model_config
-from nanoengine.models.decoder import quant, weight_shapes
+from nanoengine.loading.checkpoint import CheckpointReader
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models import quant
+from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.quant import Quantizer, quantise_int4, quantise_int8, stored_int4
 
 Tiny = Callable[[str], Path]

@@ -12,7 +12,7 @@ from driver import Driver
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.loading.loader import _bundled_gguf
+from nanoengine.loading.find_model import _bundled_gguf
 
 MODEL = "smollm2-135m"
 PROMPTS = (

@@ -21,7 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from nanoengine.config import RopeConfig
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError
-from nanoengine.loading.loader import read_model_config
+from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.rope import Rotary, head_order, inverse_frequencies, turned_pairs
 
 PLAIN: dict[str, Any] = {

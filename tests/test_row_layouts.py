@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kernels import cpu_kernels, cpu_linear
-from nanoengine.models.decoder import layers
+from nanoengine.kernels import c_build, cpu_linear
+from nanoengine.models import layers
 from nanoengine.outputs import RequestOutput
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
@@ -46,7 +46,7 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(layers.Linear, "__init__", keep_weight)
         monkeypatch.setattr(layers.Linear, "__call__", multiply_in_order)
         return str(request.param)
-    monkeypatch.setattr(cpu_kernels, "CFLAGS", (*cpu_kernels.CFLAGS, *flags))
+    monkeypatch.setattr(c_build, "CFLAGS", (*c_build.CFLAGS, *flags))
     monkeypatch.setattr(cpu_linear, "is_supported", lambda: True)
     return str(request.param)
 

@@ -13,7 +13,8 @@ from driver import host_gib
 
 from nanoengine import SamplingParams
 from nanoengine.devices.copy_streams import DoneEvent, InlineStream, WorkerStream
-from nanoengine.devices.device import CpuDevice, Device
+from nanoengine.devices.cpu import CpuDevice
+from nanoengine.devices.device import Device
 from nanoengine.devices.stream_check import CheckedDevice, Key, RaceError, TraceEntry
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.offload import OffloadEngine, StepTransfers

@@ -23,7 +23,8 @@ from nanoengine.engine.streaming import DeltaStream, RequestStream, merge_deltas
 from nanoengine.errors import EngineClosedError, EngineError, TransferError
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sequence import RequestMetrics, Sequence
-from nanoengine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanoengine.text.detokenizer import IncrementalDetokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 BLOCK = 4
 SETTINGS: dict[str, Any] = {

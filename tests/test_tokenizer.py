@@ -25,9 +25,10 @@ from nanoengine.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from nanoengine.loading import loader
+from nanoengine.loading import find_model
 from nanoengine.loading.gguf.tokenizer import add_around, build_byte_level_bpe
-from nanoengine.text.tokenizer import MAX_PENDING_TOKENS, IncrementalDetokenizer, Tokenizer
+from nanoengine.text.detokenizer import MAX_PENDING_TOKENS, IncrementalDetokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 RECORDED = json.loads(
     (Path(__file__).parent / "data" / "smollm2_token_ids.json").read_text(encoding="utf-8")
@@ -78,7 +79,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The bundled model, converted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield loader.resolve_model("smollm2-135m")
+        yield find_model.resolve_model("smollm2-135m")
 
 
 @pytest.fixture(scope="module")

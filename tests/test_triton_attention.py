@@ -29,7 +29,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton.runtime import interpreter
 
-from nanoengine.attention.select import triton_attention
+from nanoengine.attention import triton_attention
 from nanoengine.attention.triton_attention import TritonAttention, query_tiles
 from nanoengine.kernels.cuda_graph import graph_size
 from nanoengine.kernels.triton_kernels import TritonKernels

@@ -20,7 +20,7 @@ from virtual_gpu import Costs, HostWaitError, VirtualGpu, WrongPlaceError
 
 from nanoengine import SamplingParams
 from nanoengine.context import packed
-from nanoengine.devices.device import make_device
+from nanoengine.devices.select import make_device
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.startup import probe
 

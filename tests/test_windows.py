@@ -18,7 +18,8 @@ from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
 from nanoengine import PromptTooLongError, SamplingParams
-from nanoengine.attention.select import CpuAttention, TorchAttention
+from nanoengine.attention.cpu_attention import CpuAttention
+from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
 from nanoengine.engine.llm_engine import LLMEngine
@@ -28,8 +29,8 @@ from nanoengine.kv.block_manager import Block
 from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.offload import StepTransfers, TransferRun
-from nanoengine.loading.loader import read_model_config
-from nanoengine.models.decoder import layer_windows
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.architectures import layer_windows
 
 CPU = torch.device("cpu")
 # Prompts whole and on top of earlier keys, decodes of one to four queries, one key, no key.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from nanoengine.devices.device import CYCLES_PER_S, CudaDevice
+from nanoengine.devices.cuda import CYCLES_PER_S, CudaDevice
 
 GPU = torch.device("cuda", 0)
 GET_DEVICE = Tensor.device.__get__

@@ -10,177 +10,21 @@ gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate, count
 
 import torch
-from torch import Tensor
 
+from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.flash_attention import (
     flash_attn_kernels,
     make_flash,
     sdpa_kernels,
     varlen_kernels,
 )
+from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
-from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
+from nanoengine.context import AttentionBackend
 from nanoengine.errors import ConfigError
-from nanoengine.kernels.cpu_kernels import CpuKernels, Workspace
-
-
-@dataclass(frozen=True, slots=True)
-class SoftmaxState:
-    """The buffers of one backend, which every layer and step uses again; they grow with the largest
-    step and stay.
-
-    row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided.
-    """
-
-    row_max: Tensor
-    row_sum: Tensor
-    acc: Tensor
-
-    @classmethod
-    def on(cls, device: torch.device) -> SoftmaxState:
-        """A state without rows."""
-        row_max, row_sum, acc = (
-            torch.empty(0, dtype=torch.float32, device=device) for _ in range(3)
-        )
-        return cls(row_max, row_sum, acc)
-
-    def start(self, q: Tensor) -> None:
-        """Room for the rows of q, none of which has seen a key."""
-        self.row_max.resize_(q.shape[:2]).fill_(-torch.inf)
-        self.row_sum.resize_(q.shape[:2]).zero_()
-        self.acc.resize_(q.shape).zero_()
-
-
-class TorchAttention:
-    """Plain PyTorch, one block of one sequence at a time: runs anywhere, the reference for the
-    others.
-    """
-
-    follows_tensors = False
-    is_batch_invariant = False
-
-    def __init__(self, config: AttentionConfig) -> None:
-        self.name = "torch"
-        self._config = config
-        self._scale = config.score_scale
-        self._state: SoftmaxState | None = None
-
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """See context.AttentionBackend."""
-        if self._state is None:
-            self._state = SoftmaxState.on(q.device)
-        state = self._state
-        state.start(q)
-        window = self._config.window(layer)
-        for chunk in ctx.kv.read(layer):
-            self._attend(q, chunk, ctx.lengths, state, window)
-        return (state.acc / state.row_sum.unsqueeze(-1)).to(q.dtype)
-
-    def _attend(
-        self,
-        q: Tensor,
-        chunk: KVChunk,
-        lengths: tuple[tuple[int, int], ...],
-        state: SoftmaxState,
-        window: int | None,
-    ) -> None:
-        block_size = chunk.k.shape[1]
-        stops = list(accumulate(num_queries for num_queries, _ in lengths))
-        for index, first, blocks in chunk.spans:
-            (num_queries, kv_len), stop = lengths[index], stops[index]
-            for position, block in zip(count(first * block_size, block_size), blocks, strict=False):
-                num_keys = min(block_size, kv_len - position)
-                # Rows before the first key of this block see nothing of it, nor do those whose
-                # window begins after its last.
-                first = max(position, kv_len - num_queries)
-                last = kv_len
-                if window is not None:
-                    last = min(last, position + num_keys - 1 + window)
-                if num_keys > 0 and first < last:
-                    rows = slice(stop - kv_len + first, stop - kv_len + last)
-                    k, v = chunk.k[block, :num_keys], chunk.v[block, :num_keys]
-                    self._fold(q[rows], k, v, last - position, rows, state, window)
-
-    def _fold(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        visible: int,
-        rows: slice,
-        state: SoftmaxState,
-        window: int | None,
-    ) -> None:
-        """Fold one block into `rows`; the last row is `visible` - 1 keys after the block's first,
-        and sees those up to itself, the last `window` of them.
-        """
-        num_rows, heads, head_dim = q.shape
-        num_keys, kv_heads = k.shape[:2]
-        grouped = q.float().view(num_rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-        scores = (grouped * self._scale) @ k.float().permute(1, 2, 0).unsqueeze(1)
-        if self._config.softcap is not None:
-            scores = self._config.softcap * torch.tanh(scores / self._config.softcap)
-        hides = window is not None and visible > window
-        if visible - num_rows + 1 < num_keys or hides:
-            limit = torch.arange(visible - num_rows, visible, device=q.device).unsqueeze(1)
-            keys = torch.arange(num_keys, device=q.device)
-            unseen = keys > limit
-            if window is not None:
-                unseen |= keys <= limit - window
-            scores = scores.masked_fill(unseen, -torch.inf)
-        scores = scores.reshape(heads, num_rows, num_keys)
-        old_max = state.row_max[rows]
-        new_max = torch.maximum(old_max, scores.amax(-1).T)
-        weights = (scores - new_max.T.unsqueeze(-1)).exp_()
-        decay = (old_max - new_max).exp_()
-        values = v.float().permute(1, 0, 2).unsqueeze(1)
-        out = weights.view(kv_heads, -1, num_rows, num_keys) @ values
-        state.row_max[rows] = new_max
-        state.row_sum[rows] = state.row_sum[rows] * decay + weights.sum(-1).T
-        out = out.reshape(heads, num_rows, head_dim).transpose(0, 1)
-        state.acc[rows] = state.acc[rows] * decay.unsqueeze(-1) + out
-
-
-class CpuAttention:
-    """The C kernel of cpu_kernels.c: reads each KV byte once for all query heads of its group."""
-
-    follows_tensors = True
-    is_batch_invariant = True
-
-    def __init__(self, config: AttentionConfig, kernels: CpuKernels) -> None:
-        self.name = f"C kernel ({kernels.isa})"
-        self._config = config
-        self._kernels = kernels
-        self._workspace = Workspace()
-
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """See context.AttentionBackend."""
-        out = torch.empty(q.shape, dtype=q.dtype)
-        tokens, heads, head_dim = q.shape
-        state = (
-            self._workspace.take("row_max", (tokens, heads), torch.float32),
-            self._workspace.take("row_sum", (tokens, heads), torch.float32),
-            self._workspace.take("acc", (tokens, heads, head_dim), torch.float32),
-        )
-        for number, chunk in enumerate(ctx.kv.read(layer)):
-            self._kernels.attend(
-                q,
-                chunk,
-                ctx.query_start,
-                ctx.kv_lens,
-                *state,
-                self._config.score_scale,
-                number == 0,
-                out if chunk.is_last else None,
-                self._config.window(layer),
-                self._config.softcap,
-            )
-        return out
-
+from nanoengine.kernels.cpu_kernels import CpuKernels
 
 Found = tuple[AttentionBackend | None, str]  # a backend, and why others were not taken
 # The first that serves is taken; on a CPU "sdpa" only if it is asked for.

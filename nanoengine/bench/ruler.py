@@ -34,7 +34,7 @@ from nanoengine.bench.niah import (
 )
 from nanoengine.errors import ConfigError, EngineError
 from nanoengine.llm import LLM
-from nanoengine.loading.loader import resolve_model
+from nanoengine.loading.find_model import resolve_model
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.tokenizer import Tokenizer

@@ -18,7 +18,8 @@ from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooL
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import RequestMetrics, Sequence, TokenHistory
 from nanoengine.startup.memory_plan import MemoryPlan
-from nanoengine.text.tokenizer import IncrementalDetokenizer, Tokenizer
+from nanoengine.text.detokenizer import IncrementalDetokenizer
+from nanoengine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

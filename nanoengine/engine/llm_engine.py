@@ -22,8 +22,9 @@ import torch
 from nanoengine.attention.select import make_attention
 from nanoengine.config import EngineConfig, ModelConfig, make_config
 from nanoengine.context import AttentionBackend
-from nanoengine.devices.device import Device, make_device
+from nanoengine.devices.device import Device
 from nanoengine.devices.home_process import HomeProcess
+from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.input_processor import InputProcessor
 from nanoengine.engine.model_runner import ModelRunner, StepCaches, StepTokens
@@ -37,12 +38,14 @@ from nanoengine.errors import (
     ModelNotFoundError,
     RequestError,
 )
-from nanoengine.kernels.cpu_kernels import CpuKernels, KernelBuildError
+from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
 from nanoengine.kv.kv_cache import HybridKVCacheManager
+from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
-from nanoengine.loading.loader import LoadedModel, find_model, load_model
+from nanoengine.loading.loader import LoadedModel, load_model
 from nanoengine.models.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
 from nanoengine.models.quant import Quantizer
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs

@@ -9,164 +9,23 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
-import platform
-import shutil
 import struct
-import subprocess
-import tempfile
-from collections.abc import Generator
-from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
-import xxhash
 from torch import Tensor
 
 from nanoengine.context import KVChunk, KVTarget
-from nanoengine.devices.cache_folders import cache_folders, is_private
 from nanoengine.errors import EngineError
+from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape
 
-SOURCE = Path(__file__).with_name("cpu_kernels.c")
-CFLAGS = (
-    "-std=gnu11",
-    "-O3",
-    "-march=native",
-    "-fopenmp",
-    "-fno-math-errno",
-    "-ffp-contract=fast",
-    "-shared",
-    "-fPIC",
-)
-_BUILD_TIMEOUT_S = 120
-_SEAL_BYTES = 16
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
 _ATTEND_ARGS = struct.Struct("=13Q16q2d")
 _NORM_ARGS = struct.Struct("=3Q9qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
-
-
-class KernelBuildError(EngineError):
-    """The CPU kernels could not be compiled or loaded; the engine can run without them."""
-
-
-def find_compiler() -> str:
-    """Path of $CC, gcc, cc or clang, the first that exists. Raises KernelBuildError."""
-    for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
-        if name and (path := shutil.which(name)):
-            return path
-    raise KernelBuildError(
-        "no C compiler found ($CC, gcc, cc, clang): install gcc for the faster CPU attention, or "
-        'set attention_backend="sdpa"'
-    )
-
-
-def load_library(
-    source: Path, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()
-) -> ctypes.CDLL:
-    """Compile `source` (or take it from the cache) and load it. Raises KernelBuildError.
-
-    folder: where it is kept (None: in the first cache folder that is ours alone and serves).
-    """
-    problem = KernelBuildError(
-        "no folder for compiled kernels can be written: set XDG_CACHE_HOME to one"
-    )
-    with closing(_kernel_folders(folder)) as folders:
-        for each in folders:
-            try:
-                path = build_library(each, extra_cflags, source)
-                return ctypes.CDLL(str(path))
-            except OSError as error:  # full, read-only, or mounted so that no code runs
-                problem = KernelBuildError(f"compiled kernels cannot be kept in {each}: {error}")
-                problem.__cause__ = error
-    raise problem
-
-
-def _kernel_folders(wanted: Path | None) -> Generator[Path]:
-    """The wanted one; else those of the cache that are ours alone, and at last a temporary one that
-    does not stay.
-    """
-    if wanted is not None:
-        yield wanted
-        return
-    for folder in (cache / "kernels" for cache in cache_folders()):
-        if is_private(folder) and os.access(folder, os.W_OK):
-            yield folder
-    with suppress(OSError), tempfile.TemporaryDirectory(prefix="nanoengine-") as name:
-        yield Path(name)
-
-
-def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path = SOURCE) -> Path:
-    """Compile `source` into `folder` unless that very build is already there; returns the .so.
-
-    Two processes may build at once: each writes its own temporary file and renames it. A file torn
-    by a crash is built again. Raises KernelBuildError when there is no compiler or it fails, and
-    OSError where the folder does not serve.
-    """
-    compiler = find_compiler()
-    command = [compiler, *CFLAGS, *extra_cflags]
-    target = folder / f"{_build_key(compiler, command, source)}.so"
-    if not _is_whole(target):
-        _compile(command, source, target)
-    return target
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether the file ends with the hash of the rest: loading half a library is a bus error."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return content[-_SEAL_BYTES:] == xxhash.xxh3_128_digest(content[:-_SEAL_BYTES])
-
-
-def _build_key(compiler: str, command: list[str], source: Path) -> str:
-    """Hash of everything the machine code depends on."""
-    version = _run([compiler, "--version"])
-    sources = [source, *sorted(source.parent.glob("*.h"))]
-    content = [path.read_bytes() for path in sources]
-    parts = [*content, " ".join(command).encode(), version, cpu_flags()]
-    return xxhash.xxh3_128_hexdigest(b"\0".join(parts))
-
-
-def cpu_flags() -> bytes:
-    """What -march=native stands for here; the cache folder may be shared between machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}".encode()
-    return next((line for line in lines if line.startswith((b"flags", b"Features"))), b"")
-
-
-def _compile(command: list[str], source: Path, target: Path) -> None:
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
-    try:
-        os.close(handle)
-        _run([*command, str(source), "-o", temporary, "-lm"], target.parent)
-        with open(temporary, "r+b") as file:
-            # After the end of an ELF file, where no loader looks.
-            file.write(xxhash.xxh3_128_digest(file.read()))
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
-def _run(command: list[str], folder: Path | None = None) -> bytes:
-    """folder: for the program's own temporary files."""
-    environment = None if folder is None else os.environ | {"TMPDIR": str(folder)}
-    try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=_BUILD_TIMEOUT_S, env=environment, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KernelBuildError(f"cannot run {command[0]}: {error}") from error
-    if done.returncode != 0:
-        tail = done.stderr.decode(errors="replace").strip()[-2000:]
-        raise KernelBuildError(f"{command[0]} failed with status {done.returncode}: {tail}")
-    return done.stdout
 
 
 class Workspace:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoengine.errors import EngineError
+from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_kernels import KernelBuildError, Workspace, cpu_flags, load_library
+from nanoengine.kernels.cpu_kernels import Workspace
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
 # As in cpu_linear.c: outputs of a panel, lanes of a vector, k of a matrix tile, bytes of normed

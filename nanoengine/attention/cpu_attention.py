@@ -1,0 +1,47 @@
+"""Attention by the C kernel of kernels/cpu_kernels.c."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nanoengine.config import AttentionConfig
+from nanoengine.context import ForwardContext
+from nanoengine.kernels.cpu_kernels import CpuKernels, Workspace
+
+
+class CpuAttention:
+    """The C kernel of cpu_kernels.c: reads each KV byte once for all query heads of its group."""
+
+    follows_tensors = True
+    is_batch_invariant = True
+
+    def __init__(self, config: AttentionConfig, kernels: CpuKernels) -> None:
+        self.name = f"C kernel ({kernels.isa})"
+        self._config = config
+        self._kernels = kernels
+        self._workspace = Workspace()
+
+    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+        """See context.AttentionBackend."""
+        out = torch.empty(q.shape, dtype=q.dtype)
+        tokens, heads, head_dim = q.shape
+        state = (
+            self._workspace.take("row_max", (tokens, heads), torch.float32),
+            self._workspace.take("row_sum", (tokens, heads), torch.float32),
+            self._workspace.take("acc", (tokens, heads, head_dim), torch.float32),
+        )
+        for number, chunk in enumerate(ctx.kv.read(layer)):
+            self._kernels.attend(
+                q,
+                chunk,
+                ctx.query_start,
+                ctx.kv_lens,
+                *state,
+                self._config.score_scale,
+                number == 0,
+                out if chunk.is_last else None,
+                self._config.window(layer),
+                self._config.softcap,
+            )
+        return out

@@ -1,0 +1,197 @@
+"""The CPU: memory, threads, and streams that are threads, or none."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import mmap
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoengine.config import MAX_THREADS
+from nanoengine.devices.copy_streams import (
+    InlineStream,
+    Stream,
+    WorkerStream,
+)
+from nanoengine.devices.device import Readable
+from nanoengine.devices.home_process import HomeProcess
+from nanoengine.errors import ConfigError
+
+# Of the two versions of control groups: where they are, a group's limit and use, and of the latter
+# what the system takes back first.
+GROUPS_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+GROUPS_V1 = (
+    *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    "total_inactive_file",
+)
+
+
+class CpuDevice:
+    """The host itself. Compute runs inline; copies too, or on a worker thread each."""
+
+    name = "cpu"
+    is_checked = False
+    computes_later = False
+    torch_device = torch.device("cpu")
+
+    def __init__(
+        self, num_threads: int | None = None, copy_workers: bool = False, max_delay_s: float = 0.0
+    ) -> None:
+        self.num_threads = num_threads or _num_threads()
+        if self.num_threads > 1:
+            _home_of_threads().check("OpenMP (num_threads=1 does without)")
+        torch.set_num_threads(self.num_threads)
+        self._workers = (
+            [WorkerStream(name, max_delay_s) for name in ("h2d", "d2h")] if copy_workers else []
+        )
+        self.compute: Stream = InlineStream("compute")
+        self.h2d: Stream = self._workers[0] if copy_workers else InlineStream("h2d")
+        self.d2h: Stream = self._workers[1] if copy_workers else InlineStream("d2h")
+
+    def auto_dtype(self) -> tuple[torch.dtype, str]:
+        """bfloat16 where the CPU multiplies it natively, else float32."""
+        if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+            return torch.bfloat16, "the CPU multiplies bfloat16 natively"
+        return torch.float32, "the CPU has no native bfloat16 arithmetic"
+
+    def memory(self) -> tuple[int, int]:
+        """Available and all memory of the machine."""
+        return self.host_memory(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    def host_memory(self) -> int:
+        """See Device."""
+        return available_memory()
+
+    def peak_memory_mib(self) -> float:
+        """Peak resident set of the process."""
+        return _peak_resident_kib() / 1024
+
+    def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
+        """See Device. Not done: memory of the host is not counted."""
+        return None
+
+    def synchronize(self) -> None:
+        """Wait for the copy workers."""
+        for worker in self._workers:
+            self.compute.wait(worker.record())
+
+    def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
+        """See Device."""
+        return torch.tensor(values, dtype=dtype)
+
+    def read_back(self, tensor: Tensor) -> Readable:
+        """See Device. They are here."""
+        return tensor
+
+    def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Pages taken from the system as they are first written; big ones where it has them.
+
+        With pages of 4 KiB copies ran at half the speed in some processes and not in others.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if not num_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(shape, dtype=dtype)
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+    def declare(
+        self,
+        stream: Stream,
+        reads: Iterable[tuple[str, int, int]] = (),
+        writes: Iterable[tuple[str, int, int]] = (),
+    ) -> None:
+        """Nobody checks."""
+
+    def share_cores(self, with_copies: bool) -> None:
+        """See Device. Sharing all of two, a streamed step takes up to 1.6 times as long."""
+        if self._workers and self.num_threads > 1:
+            torch.set_num_threads(self.num_threads - with_copies)
+
+    def close_streams(self) -> None:
+        """See Device."""
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+
+def _read_kib(path: Path, name: str) -> int:
+    with open(path) as lines:
+        info = dict(line.split(":", 1) for line in lines)
+    return int(info[name].split()[0])
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that the process may still take: what the machine has, or what a control
+    group (a container's limit) leaves, if that is less. root: where the machine's files are.
+    """
+    try:
+        available = _read_kib(root / "proc/meminfo", "MemAvailable") << 10
+    except (OSError, KeyError):
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([available, *_left_by_groups(root)])
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """What each limit leaves: on the process's control group, and on those above it."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, *files = GROUPS_V1 if controllers else GROUPS_V2
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            left = _left_by_group((root / top).joinpath(*parts[:depth]), *files)
+            if left is not None:
+                yield left
+
+
+def _left_by_group(folder: Path, limit: str, used: str, cache: str) -> int | None:
+    """What a group may still take, which counts what it only caches; None without a limit."""
+    try:
+        most, current = (int((folder / name).read_text()) for name in (limit, used))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, most - current + int(stat[cache]))
+    except (OSError, ValueError, KeyError):  # not here, or "max"
+        return None
+
+
+def _peak_resident_kib() -> float:
+    """The system's own mark: getrusage's is carried over from the process that started this one."""
+    try:
+        return _read_kib(Path("/proc/self/status"), "VmHWM")
+    except (OSError, KeyError):
+        unit = 1024 if sys.platform == "darwin" else 1
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+@functools.cache
+def _home_of_threads() -> HomeProcess:
+    """The first process that computes with several threads; a fork of it inherits the answer."""
+    return HomeProcess()
+
+
+def _num_threads() -> int:
+    """What OMP_NUM_THREADS says, as for every other OpenMP program; else all usable cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    digits = asked.lstrip("0")
+    if digits.isdecimal():
+        if len(digits) > 9 or int(digits) > MAX_THREADS:
+            raise ConfigError(
+                f"OMP_NUM_THREADS={asked[:20]} is above {MAX_THREADS} threads; lower it, or give "
+                "num_threads"
+            )
+        return int(digits)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

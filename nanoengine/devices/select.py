@@ -1,0 +1,36 @@
+"""From the name of a device to the Device."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from nanoengine.devices.cpu import CpuDevice
+from nanoengine.devices.cuda import CudaDevice
+from nanoengine.devices.device import Device
+from nanoengine.errors import ConfigError
+
+
+def make_device(
+    name: str, num_threads: int | None, copy_workers: bool = False, max_delay_s: float = 0.0
+) -> Device:
+    """The Device called "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for anything else.
+
+    copy_workers: copies on a CPU run on threads. max_delay_s: copies on streams or threads are held
+    up by random delays of up to so many seconds.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return CpuDevice(num_threads, copy_workers, max_delay_s)
+    if name == "cuda":
+        return CudaDevice(name, max_delay_s)
+    if re.fullmatch("cuda:(0|[1-9][0-9]{0,8})", name):
+        num_gpus = torch.cuda.device_count()
+        if torch.cuda.is_available() and int(name[5:]) >= max(1, num_gpus):
+            raise ConfigError(
+                f"device={name!r} was asked for, but the last of {num_gpus} is cuda:{num_gpus - 1}"
+            )
+        return CudaDevice(name, max_delay_s)
+    raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {name!r}')

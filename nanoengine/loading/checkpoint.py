@@ -1,0 +1,228 @@
+"""The tensors of a checkpoint: which there are, and reading them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanoengine.config import ModelConfig
+from nanoengine.errors import (
+    CorruptModelError,
+    ModelLoadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    WeightMismatchError,
+    shown,
+)
+from nanoengine.loading.model_config import _gguf_hint
+from nanoengine.text.checked_json import (
+    MAX_REASON,
+    has_file,
+    read_json,
+)
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Buffers that old checkpoints carry and every model computes itself.
+COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
+MAX_FILE_NAME = 255  # characters, the most that file systems take
+NUM_SHOWN = 5
+REMAP_BYTES = 64 << 20
+
+
+class CheckpointReader:
+    """The tensors of a folder's safetensors file or shards, by name, read when asked for.
+
+    Opening it checks that every shard is whole and holds what the index says, and that no name
+    appears twice. Tensors are views of the mapped file: copy before writing, and before `close`.
+    Files are mapped anew from time to time, as the pages that were read count as the process's own
+    for as long as they are mapped: beside the weights made of them they would be held twice.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelNotFoundError without safetensors, CorruptModelError for a damaged shard."""
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._file_of: dict[str, str] = {}
+        self._num_read = 0
+        try:
+            weight_map = _weight_map(folder)
+            for file_name in _shard_names(folder, weight_map):
+                self._open(file_name)
+            self._check_index(weight_map)
+        except ModelLoadError:
+            self.close()
+            raise
+
+    def _open(self, file_name: str) -> None:
+        if not has_file(self.folder / file_name):
+            raise CorruptModelError(
+                f"{self.folder}: {file_name[:MAX_REASON]} is missing, but the index names it"
+            )
+        for name in self._map(file_name):
+            if name in self._file_of:
+                raise CorruptModelError(
+                    f"tensor {name!r} is in {self._file_of[name]} and in {file_name} "
+                    f"of {self.folder}"
+                )
+            self._file_of[name] = file_name
+
+    def _map(self, file_name: str) -> list[str]:
+        """Open the file, instead of an earlier mapping if there is one; returns its names."""
+        path = self.folder / file_name
+        try:
+            file = safe_open(str(path), framework="pt", device="cpu")
+            names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError, ValueError) as error:
+            reason = str(error)[:MAX_REASON]  # it may hold the whole header
+            raise CorruptModelError(f"{path} is truncated or damaged: {reason}") from error
+        self._files[file_name] = file
+        return names
+
+    def _check_index(self, weight_map: Mapping[str, str]) -> None:
+        for name, file_name in weight_map.items():
+            if self._file_of.get(name) != file_name:
+                raise CorruptModelError(
+                    f"{self.folder / file_name} lacks tensor {name!r}, which the index places there"
+                )
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, from the header alone."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Raises UnsupportedModelError unless it is float32, float16 or bfloat16."""
+        stored = str(self._slice(name).get_dtype())
+        if stored not in DTYPES:
+            raise UnsupportedModelError(
+                f"{self.folder / self._file_of[name]}: tensor {name!r} is {stored}; "
+                f"supported: {', '.join(DTYPES)}"
+            )
+        return DTYPES[stored]
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(
+            math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._file_of
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor, on the CPU and in its stored dtype, mapped from the file."""
+        self.dtype(name)
+        if self._num_read > REMAP_BYTES:
+            for file_name in self._files:
+                self._map(file_name)
+            self._num_read = 0
+        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        self._num_read += tensor.nbytes
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def close(self) -> None:
+        """Drop the files. Tensors already handed out keep their mapping."""
+        self._files.clear()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
+    """Endings of tensor names that a checkpoint may hold and no model needs; for `check_names`."""
+    return (*COMPUTED_BUFFERS, "lm_head.weight") if config.tie_word_embeddings else COMPUTED_BUFFERS
+
+
+def check_names(
+    needed: Mapping[str, Sequence[int]],
+    reader: CheckpointReader,
+    ignorable: Iterable[str] = COMPUTED_BUFFERS,
+) -> None:
+    """Check that the checkpoint holds exactly the tensors in `needed` (name to shape, before
+    fusion).
+
+    A tensor whose name ends with one of `ignorable` may be there unused.
+    Raises WeightMismatchError that lists what is missing, unexpected and wrongly shaped, and
+    UnsupportedModelError for a needed tensor that is no float32, float16 or bfloat16.
+    """
+    present = reader.names()
+    missing = sorted(needed.keys() - present)
+    unexpected = sorted(
+        name for name in present - needed.keys() if not name.endswith(tuple(ignorable))
+    )
+    wrong = [
+        f"{name} is {list(reader.shape(name))}, not {list(shape)}"
+        for name, shape in needed.items()
+        if name in present and reader.shape(name) != tuple(shape)
+    ]
+    problems = [
+        f"{len(items)} {what}: {'; '.join(item[:MAX_REASON] for item in items[:NUM_SHOWN])}"
+        + ("; ..." if len(items) > NUM_SHOWN else "")
+        for what, items in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("wrongly shaped", wrong),
+        )
+        if items
+    ]
+    if problems:
+        raise WeightMismatchError(
+            f"the tensors in {reader.folder} are not those that its config.json asks for. "
+            + ". ".join(problems)
+        )
+    for name in needed:
+        reader.dtype(name)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name to file name from the index; empty without one."""
+    path = folder / "model.safetensors.index.json"
+    if not has_file(path):
+        return {}
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CorruptModelError(f"{path} has no 'weight_map'")
+    for name, file_name in weight_map.items():
+        # A plain name: an index must not lead out of its folder.
+        is_plain = isinstance(file_name, str) and Path(file_name).name == file_name
+        is_safetensors = is_plain and file_name.endswith(".safetensors")
+        if not is_safetensors or len(file_name) > MAX_FILE_NAME:
+            raise CorruptModelError(
+                f"{path}: {shown(file_name)} (of {shown(name)}) is no file of this folder"
+            )
+    return weight_map
+
+
+def _shard_names(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
+    if weight_map:
+        return sorted(set(weight_map.values()))
+    if (folder / "model.safetensors").is_file():
+        return ["model.safetensors"]
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if found:
+        return found
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise UnsupportedModelError(
+            f"{folder} holds only pickled weights ({pickles[0]}), which are never opened: "
+            "safetensors only; convert them or find a safetensors copy"
+        )
+    raise ModelNotFoundError(f"{folder} holds no *.safetensors file{_gguf_hint(folder)}")

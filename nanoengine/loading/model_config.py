@@ -1,0 +1,192 @@
+"""config.json of a checkpoint, read with suspicion, as a ModelConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from nanoengine.config import ModelConfig
+from nanoengine.errors import (
+    CorruptModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    shown,
+)
+from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
+from nanoengine.models.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    layer_windows,
+)
+from nanoengine.text.checked_json import (
+    MAX_REASON,
+    CheckedJson,
+    has_file,
+    read_json_if_any,
+)
+from nanoengine.text.tokenizer_files import read_eos_id
+
+MAX_LAYERS = 10_000
+
+
+def read_model_config(
+    folder: Path,
+    supported: Collection[str] = tuple(ARCHITECTURES),
+    max_model_len: int | None = None,
+) -> ModelConfig:
+    """config.json, generation_config.json and the tokenizer's end token as a ModelConfig.
+
+    RoPE is read in both spellings (`rope_theta` and `rope_scaling`, or `rope_parameters`).
+    max_model_len: what the engine was asked for; a RoPE that depends on the length takes it.
+    Raises ModelNotFoundError without a config.json, CorruptModelError for one that cannot be read
+    or holds absurd numbers, UnsupportedModelError for an architecture or setting that is not known.
+    """
+    if not has_file(folder / "config.json"):
+        raise ModelNotFoundError(f"{folder} has no config.json{_gguf_hint(folder)}")
+    content = CheckedJson(folder / "config.json")
+    name = _architecture(content, supported)
+    architecture = ARCHITECTURES[name]
+    content.fill(architecture.defaults)
+    _refuse_settings(content, architecture)
+    num_heads = content.size("num_attention_heads")
+    hidden_size = content.size("hidden_size")
+    vocab_size = content.size("vocab_size")
+    num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
+    head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
+    gemma: dict[str, Any] = {}
+    if architecture.is_gemma:
+        rope, local_rope, max_position = read_ropes_by_kind(content, head_dim, max_model_len)
+        gemma = _gemma_settings(content) | {"local_rope": local_rope}
+    else:
+        may_turn_a_part = architecture.may_turn_a_part
+        rope, max_position = read_rope(content, head_dim, may_turn_a_part, max_model_len)
+    config = ModelConfig(
+        architecture=name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=content.size("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=content.size("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        rms_norm_eps=content.real("rms_norm_eps", 1e-6),
+        max_position=max_position,
+        tie_word_embeddings=content.flag("tie_word_embeddings"),
+        rope=rope,
+        attention_bias=content.flag("attention_bias"),
+        mlp_bias=content.flag("mlp_bias"),
+        no_rope_layers=_no_rope_layers(content, num_layers) if architecture.may_skip_rope else (),
+        eos_token_ids=_eos_token_ids(folder, content, vocab_size),
+        windows=layer_windows(name, content.values, num_layers, content.path),
+        **gemma,
+    )
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise UnsupportedModelError(
+            f"{content.path}: {config.num_heads} heads, {config.num_kv_heads} KV heads of "
+            f"{config.head_dim}; heads must be a multiple of KV heads, and the head size even"
+        )
+    return config
+
+
+def _gguf_hint(folder: Path) -> str:
+    files = sorted(folder.glob("*.gguf"))
+    return f"; give the file itself: {files[0]}" if files else ""
+
+
+def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
+    named = content.get("architectures")
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise CorruptModelError(f"{content.path}: 'architectures' must be a list of names")
+    for name in named:
+        if name in supported:
+            return str(name)
+    found = ", ".join(named)[:MAX_REASON] or "(none)"
+    raise UnsupportedModelError(
+        f"{content.path}: architecture {found} is not supported; "
+        f"supported: {', '.join(sorted(supported))}"
+    )
+
+
+def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
+    """Layers without RoPE as SmolLM3 spells them: zeros in a list, or the last of each interval."""
+    listed = content.get("no_rope_layers")
+    if listed is None:
+        interval = content.size("no_rope_layer_interval", 4)
+        return tuple(range(interval - 1, num_layers, interval))
+    if not isinstance(listed, list) or any(has_rope not in (0, 1) for has_rope in listed):
+        raise CorruptModelError(f"{content.path}: 'no_rope_layers' must be a list of 0 and 1")
+    if len(listed) < num_layers:
+        raise CorruptModelError(
+            f"{content.path}: 'no_rope_layers' has {len(listed)} entries for {num_layers} layers"
+        )
+    return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
+
+
+def _gemma_settings(content: CheckedJson) -> dict[str, float | None]:
+    """What ModelConfig has for keys that only Gemma reads."""
+    key = "final_logit_softcapping"
+    return {
+        "query_pre_attn_scalar": content.real("query_pre_attn_scalar"),
+        "final_logit_softcap": None if content.get(key) is None else content.real(key),
+    }
+
+
+def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
+    """What would change the arithmetic and that no model here computes."""
+    refused = {
+        "quantization_config": content.get("quantization_config") is not None,
+        "sliding_window": not architecture.windows and _has_window(content),
+        "auto_map": _brings_code(content, architecture.own_code),
+    }
+    if architecture.is_gemma:
+        refused |= {
+            "hidden_activation": content.get("hidden_activation") != "gelu_pytorch_tanh",
+            # transformers' class of Gemma 3 takes it and computes nothing of it; others do.
+            "attn_logit_softcapping": content.get("attn_logit_softcapping") is not None,
+            "use_bidirectional_attention": bool(content.get("use_bidirectional_attention")),
+        }
+    else:
+        refused["hidden_act"] = content.get("hidden_act") not in (None, "silu", "swish")
+    for key, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedModelError(
+                f"{content.path}: {key!r} is {shown(content.get(key))}, which is not supported"
+                + (" (code in a checkpoint is never run)" if key == "auto_map" else "")
+            )
+
+
+def _has_window(content: CheckedJson) -> bool:
+    layer_types = content.get("layer_types")
+    if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
+        return True
+    return (
+        content.get("sliding_window") is not None and content.get("use_sliding_window") is not False
+    )
+
+
+def _brings_code(content: CheckedJson, own_code: str) -> bool:
+    """A checkpoint that brings its own model class may compute something else under a known
+    name."""
+    auto_map = content.get("auto_map")
+    classes = auto_map.items() if isinstance(auto_map, dict) else ()
+    return any(
+        str(key).startswith("AutoModel") and not (own_code and value == own_code)
+        for key, value in classes
+    )
+
+
+def _eos_token_ids(folder: Path, content: CheckedJson, vocab_size: int) -> tuple[int, ...]:
+    """generation_config.json's ids, else config.json's, and the tokenizer's end token."""
+    path = folder / "generation_config.json"
+    listed = read_json_if_any(path).get("eos_token_id")
+    if listed is None:
+        path, listed = content.path, content.get("eos_token_id")
+    ids = listed if isinstance(listed, list) else [listed]
+    if not all(token_id is None or type(token_id) is int for token_id in ids):
+        raise CorruptModelError(
+            f"{path}: 'eos_token_id' must be an integer or a list, not {shown(listed)}"
+        )
+    ids = [*ids, read_eos_id(folder)]
+    # -1 and the like say that there is none.
+    return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))

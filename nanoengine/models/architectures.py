@@ -1,0 +1,183 @@
+"""A table of architectures, as data; and what tensors a model has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoengine.config import ModelConfig
+from nanoengine.errors import UnsupportedModelError, shown
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What differs between decoders.
+
+    qk_norm: RMSNorm over each head of q and k before the rotation.
+    qkv_bias: q, k and v have a bias though config.json names none.
+    is_fused: q, k, v are one tensor of the checkpoint, gate and up another.
+    may_skip_rope: reads no_rope_layers. may_turn_a_part: reads partial_rotary_factor.
+    is_gemma: norms of weight + 1 before and after attention and feed-forward, gated by GELU (tanh),
+    embeddings times the root of hidden_size, and Gemma's keys in config.json.
+    windows: which layers may have a sliding window, by what config.json says: "every layer",
+    "layer_types" or "pattern"; "": none, it is refused.
+    defaults: what transformers takes for keys that config.json lacks, where Llama's differ.
+    own_code: the class that checkpoints bring though transformers has the same.
+    """
+
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    is_fused: bool = False
+    may_skip_rope: bool = False
+    may_turn_a_part: bool = False
+    is_gemma: bool = False
+    windows: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    own_code: str = ""
+
+
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": Architecture(
+        qk_norm=True,
+        is_gemma=True,
+        windows="pattern",
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+        },
+    ),
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(windows="every layer", defaults={"sliding_window": 4096}),
+    "Phi3ForCausalLM": Architecture(
+        is_fused=True,
+        may_turn_a_part=True,
+        windows="every layer",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": None,
+        },
+        own_code="modeling_phi3.Phi3ForCausalLM",
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        qkv_bias=True, windows="layer_types", defaults={"use_sliding_window": False}
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        qk_norm=True, windows="layer_types", defaults={"head_dim": 128}
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        may_skip_rope=True, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
+    ),
+}
+
+
+def layer_windows(
+    architecture: str, settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, () without any, as transformers' classes read config.json.
+
+    settings: of config.json, at `where`. Raises UnsupportedModelError for what they would not run.
+    """
+    rule = ARCHITECTURES[architecture].windows
+    if rule == "pattern":
+        return _windows_by_pattern(settings, num_layers, where)
+    if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
+        window, first = None, num_layers
+    else:
+        window, first = settings.get("sliding_window", 4096), 0
+    if rule == "layer_types" and window is not None:
+        first = settings.get("max_window_layers", 28)
+    if window is not None and (type(window) is not int or window < 1 or type(first) is not int):
+        raise UnsupportedModelError(f"{where}: a 'sliding_window' of {window!r} is not supported")
+    kinds: Any = [SLIDING if window and i >= first else FULL for i in range(num_layers)]
+    listed = settings.get("layer_types")
+    if listed is not None and listed != kinds:
+        if rule != "layer_types" or not window or not _are_layer_types(listed, num_layers):
+            raise UnsupportedModelError(
+                f"{where}: 'layer_types' {shown(listed)} with a 'sliding_window' of {window} is "
+                "not supported"
+            )
+        kinds = listed
+    windows = tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _windows_by_pattern(
+    settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int | None, ...]:
+    """As `layer_types` says, else in all layers but each `sliding_window_pattern`-th."""
+    window: Any = settings.get("sliding_window")
+    listed: Any = settings.get("layer_types")
+    interval = settings.get("sliding_window_pattern")
+    if listed is None and type(interval) is int and interval > 0:
+        listed = [SLIDING if (i + 1) % interval else FULL for i in range(num_layers)]
+    has_window = type(window) is int and window > 0
+    if not _are_layer_types(listed, num_layers) or (SLIDING in listed and not has_window):
+        raise UnsupportedModelError(
+            f"{where}: 'layer_types' {listed!r} for {num_layers} layers with a 'sliding_window' of "
+            f"{window!r} and a 'sliding_window_pattern' of {interval!r} is not supported"
+        )
+    return tuple(window if k == SLIDING else None for k in listed) if SLIDING in listed else ()
+
+
+def _are_layer_types(listed: object, num_layers: int) -> bool:
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        return False
+    return all(kind in (FULL, SLIDING) for kind in listed)
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the architecture needs, under Hugging Face's names."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        shapes.update(_layer_shapes(config, f"model.layers.{layer}."))
+    return shapes
+
+
+def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    architecture = ARCHITECTURES[config.architecture]
+    hidden, inner = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    yield f"{prefix}input_layernorm.weight", (hidden,)
+    yield f"{prefix}post_attention_layernorm.weight", (hidden,)
+    if architecture.is_gemma:
+        yield f"{prefix}pre_feedforward_layernorm.weight", (hidden,)
+        yield f"{prefix}post_feedforward_layernorm.weight", (hidden,)
+    if architecture.qk_norm:
+        yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
+        yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
+    if architecture.is_fused:
+        qkv, gate_up = {"qkv": heads + 2 * kv_heads}, {"gate_up": 2 * inner}
+    else:
+        qkv = {"q": heads, "k": kv_heads, "v": kv_heads}
+        gate_up = {"gate": inner, "up": inner}
+    for part, rows, columns, has_bias in (
+        ("self_attn", qkv, hidden, _has_qkv_bias(config)),
+        ("self_attn", {"o": hidden}, heads, config.attention_bias),
+        ("mlp", gate_up, hidden, config.mlp_bias),
+        ("mlp", {"down": hidden}, inner, config.mlp_bias),
+    ):
+        for name, num_rows in rows.items():
+            yield f"{prefix}{part}.{name}_proj.weight", (num_rows, columns)
+            if has_bias:
+                yield f"{prefix}{part}.{name}_proj.bias", (num_rows,)
+
+
+def _has_qkv_bias(config: ModelConfig) -> bool:
+    return config.attention_bias or ARCHITECTURES[config.architecture].qkv_bias
