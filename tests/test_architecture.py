@@ -31,8 +31,8 @@ BASE = {
 FOLDERS = {
     "devices": set(),
     "kv": {"devices"},
-    "kernels": {"devices"},
-    "models": {"kernels"},
+    "models": set(),
+    "kernels": {"models", "devices"},
     "attention": {"kernels", "devices"},
     "text": {"devices"},
     "loading": {"models", "text", "devices"},

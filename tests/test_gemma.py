@@ -25,7 +25,8 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.kernels.call_tape import _Pass
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.layers import OffsetNorm, TorchOps
+from nanoengine.models.layer_ops import TorchOps
+from nanoengine.models.layers import OffsetNorm
 
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 70))]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

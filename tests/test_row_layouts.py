@@ -22,7 +22,7 @@ from torch.nn import functional
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kernels import c_build, cpu_linear
-from nanoengine.models import layers
+from nanoengine.models import layer_ops
 from nanoengine.outputs import RequestOutput
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
@@ -43,8 +43,8 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """
     flags = EMULATED.get(request.param)
     if flags is None:
-        monkeypatch.setattr(layers.Linear, "__init__", keep_weight)
-        monkeypatch.setattr(layers.Linear, "__call__", multiply_in_order)
+        monkeypatch.setattr(layer_ops.Linear, "__init__", keep_weight)
+        monkeypatch.setattr(layer_ops.Linear, "__call__", multiply_in_order)
         return str(request.param)
     monkeypatch.setattr(c_build, "CFLAGS", (*c_build.CFLAGS, *flags))
     monkeypatch.setattr(cpu_linear, "is_supported", lambda: True)
@@ -57,12 +57,12 @@ def stored_as(arithmetic: str) -> str:
 
 
 def keep_weight(
-    self: layers.Linear, weight: Tensor, bias: Any = None, norm: Any = None, _: Any = None
+    self: layer_ops.Linear, weight: Tensor, bias: Any = None, norm: Any = None, _: Any = None
 ) -> None:
     self._weight, self._bias, self._norm = weight, bias, norm
 
 
-def multiply_in_order(self: layers.Linear, x: Tensor) -> Tensor:
+def multiply_in_order(self: layer_ops.Linear, x: Tensor) -> Tensor:
     """A sum in the order of a tree, by operators that take each number by itself."""
     if self._norm is not None:
         x = self._norm(x)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
-from nanoengine.models.layers import TorchOps
+from nanoengine.models.layer_ops import TorchOps
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

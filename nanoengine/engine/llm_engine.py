@@ -42,11 +42,12 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
+from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, load_model
-from nanoengine.models.layers import GpuOps, KernelOps, LayerOps, PackedOps, TorchOps
+from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.models.quant import Quantizer
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from nanoengine.sampling_params import SamplingParams

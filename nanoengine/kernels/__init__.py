@@ -1,4 +1,5 @@
 """Fast code: C for a CPU, Triton for a GPU, and what makes a step's calls again without Python.
 
-Start with cpu_kernels.c, whose head states the law that holds a row's bits. Imports devices.
+Start with cpu_kernels.c, whose head states the law that holds a row's bits. Imports models (for
+LayerOps) and devices.
 """

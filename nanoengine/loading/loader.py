@@ -22,7 +22,7 @@ from nanoengine.models.architectures import (
     weight_shapes,
 )
 from nanoengine.models.decoder import Decoder, TensorSource
-from nanoengine.models.layers import LayerOps
+from nanoengine.models.layer_ops import LayerOps
 
 
 @dataclass(frozen=True, slots=True)

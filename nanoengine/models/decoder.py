@@ -15,20 +15,8 @@ from torch import Tensor
 from nanoengine.config import ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, StepInputs
 from nanoengine.models.architectures import ARCHITECTURES, _has_qkv_bias
-from nanoengine.models.layers import (
-    Attention,
-    Bridge,
-    GateUp,
-    Head,
-    LayerOps,
-    Norm,
-    Normalize,
-    NormedProduct,
-    OffsetNorm,
-    Product,
-    gelu_mul,
-    plain_bridge,
-)
+from nanoengine.models.layer_ops import Bridge, GateUp, Head, LayerOps, Norm, Product, plain_bridge
+from nanoengine.models.layers import Attention, Normalize, NormedProduct, OffsetNorm, gelu_mul
 from nanoengine.models.rope import Rotary, head_order
 
 TensorSource = Callable[[str], Tensor]
