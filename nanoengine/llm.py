@@ -20,7 +20,8 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
-from nanoengine.engine.llm_engine import LLMEngine, refused
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.engine.output_processor import refused
 from nanoengine.engine.streaming import DeltaStream, RequestStream, StreamDelta
 from nanoengine.engine.turns import Turn, Turns
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError

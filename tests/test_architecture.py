@@ -36,7 +36,7 @@ FOLDERS = {
     "attention": {"kernels", "devices"},
     "text": {"devices"},
     "loading": {"models", "text", "devices"},
-    "startup": {"kv", "devices"},
+    "startup": {"loading", "attention", "kernels", "models", "kv", "text", "devices"},
     "engine": {
         *("startup", "loading", "attention", "models", "kernels", "kv", "text", "devices"),
     },

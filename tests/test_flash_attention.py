@@ -50,9 +50,9 @@ from nanoengine.attention.select import make_attention
 from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
-from nanoengine.engine import llm_engine
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError
+from nanoengine.startup import parts
 
 BLOCK, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 2, 8
 PLAIN = AttentionConfig(64)
@@ -512,7 +512,7 @@ def test_an_engine_that_streams_equals_transformers(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks across blocks, shared prefixes, mixed batches; NaN in undelivered memory, delays."""
-    monkeypatch.setattr(llm_engine, "make_attention", lambda *args: _flash_of(args[-1]))
+    monkeypatch.setattr(parts, "make_attention", lambda *args: _flash_of(args[-1]))
     path = tiny("llama")
     rng = random.Random(5)
     long = [rng.randrange(256) for _ in range(60)]

@@ -14,7 +14,7 @@ from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
 from nanoengine.devices.cpu import available_memory
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, OutOfMemoryError
-from nanoengine.startup.memory_plan import MemoryPlan, describe_invariance, plan_memory
+from nanoengine.startup.memory_plan import MemoryPlan, ModelFacts, describe_invariance, plan_memory
 
 MIB = 1 << 20
 BLOCK = 2 * 16 * 2 * 64 * 2 * 256  # bytes: K and V of 16 layers, 2 heads of 64, bf16, 256 tokens
@@ -68,15 +68,9 @@ def plan(machine: Machine, profiled: int | None = None, **settings: Any) -> Memo
     return plan_memory(
         config,
         MODEL,
-        machine,
-        torch.bfloat16,
-        "",
-        "",
-        0,
-        "torch",
-        profiled,  # type: ignore[arg-type]
-        "",
-        "",
+        machine,  # type: ignore[arg-type]
+        ModelFacts("", torch.bfloat16, "", 0, "torch"),
+        profiled,
     )
 
 

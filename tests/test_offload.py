@@ -23,10 +23,10 @@ from nanoengine import PromptTooLongError, SamplingParams
 from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
-from nanoengine.engine import llm_engine
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.offload import OffloadEngine, StepTransfers, _store_runs
 from nanoengine.kv.step_plan import Load, Store
+from nanoengine.startup import parts
 
 BLOCK = 8
 VOCAB = 256
@@ -180,7 +180,7 @@ def test_logits_are_bitwise_equal(
 ) -> None:
     """At the same schedule: mixed batches, chunks across blocks, a shared prefix."""
     if backend == "torch":
-        monkeypatch.setattr(llm_engine, "make_attention", lambda *args: TorchAttention(args[-1]))
+        monkeypatch.setattr(parts, "make_attention", lambda *args: TorchAttention(args[-1]))
     path = tiny("qwen3")
     long = some_ids(1, 90)
     prompts = [long, some_ids(2, 33), [*long[:50], *some_ids(3, 5)]]
@@ -208,7 +208,7 @@ def test_logits_are_bitwise_equal(
 def test_the_plain_backend_equals_transformers(
     tiny: Tiny, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm_engine, "make_attention", lambda *args: TorchAttention(args[-1]))
+    monkeypatch.setattr(parts, "make_attention", lambda *args: TorchAttention(args[-1]))
     path = tiny("llama")
     driver = make_driver(path, max_num_batched_tokens=30, max_num_seqs=4, **LAYOUTS[layout])
     assert driver.engine.plan.attention == "torch"

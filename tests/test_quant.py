@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanoengine import SamplingParams
-from nanoengine.engine import llm_engine
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.call_tape import CallTape, _Pass
@@ -31,6 +30,7 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.models import quant
 from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.quant import Quantizer, quantise_int4, quantise_int8, stored_int4
+from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -411,7 +411,7 @@ def test_a_folder_without_stored_codes_is_refused(tiny: Tiny) -> None:
 def test_off_by_default_and_then_nothing_is_touched(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm_engine, "Quantizer", None)
+    monkeypatch.setattr(parts, "Quantizer", None)
     engine = LLMEngine(tiny("llama"), num_gpu_blocks=4, dtype="bfloat16")
     assert engine.config.quantization is None and "quantised" not in str(engine.plan)
     assert engine._runner is not None

@@ -88,30 +88,38 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the plan says of a loaded model, in words but for dtype and bytes.
+
+    quantization: what was done to the weights; invariance: what the bits of a request depend on.
+    """
+
+    source: str
+    dtype: torch.dtype
+    dtype_reason: str
+    weight_bytes: int
+    attention: str
+    quantization: str = ""
+    invariance: str = ""
+
+
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
     device: Device,
-    dtype: torch.dtype,
-    dtype_reason: str,
-    source: str,
-    weight_bytes: int,
-    attention: str,
+    facts: ModelFacts,
     profiled_bytes: int | None,
-    quantization: str,
-    invariance: str,
 ) -> MemoryPlan:
     """Divide the memory. profiled_bytes: what a largest step held (None: computed from shapes).
-    quantization: what was done to the weights, in words; invariance: what the bits of a request
-    depend on.
 
     Raises OutOfMemoryError or ConfigError for what cannot be honoured.
     """
     tokens = config.max_num_batched_tokens
     activations = profiled_bytes
     if activations is None:
-        activations = activation_bytes(model, tokens, config.max_num_seqs, dtype.itemsize)
-    spec = _kv_spec(config, model, device, dtype, activations)
+        activations = activation_bytes(model, tokens, config.max_num_seqs, facts.dtype.itemsize)
+    spec = _kv_spec(config, model, device, facts.dtype, activations)
     max_model_len, bound = _max_model_len(config, model, spec)
     threads = f", {torch.get_num_threads()} threads" if device.name == "cpu" else ""
     if spec.num_host_blocks:
@@ -119,11 +127,11 @@ def plan_memory(
         tokens = min(tokens, spec.num_blocks * spec.block_size)
     return MemoryPlan(
         model=config.model,
-        source=source,
+        source=facts.source,
         device=device.name + threads,
-        dtype=f"{str(dtype).removeprefix('torch.')} ({dtype_reason})",
-        attention=attention,
-        weight_bytes=weight_bytes,
+        dtype=f"{str(facts.dtype).removeprefix('torch.')} ({facts.dtype_reason})",
+        attention=facts.attention,
+        weight_bytes=facts.weight_bytes,
         activation_bytes=activations,
         kv=spec,
         offload=_describe_offload(spec),
@@ -131,8 +139,8 @@ def plan_memory(
         max_model_len_bound=bound,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=tokens,
-        quantization=quantization,
-        invariance=invariance,
+        quantization=facts.quantization,
+        invariance=facts.invariance,
     )
 
 

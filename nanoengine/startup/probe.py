@@ -30,6 +30,7 @@ from nanoengine.sequence import (
     ScheduledSequence,
     Sequence,
 )
+from nanoengine.startup.memory_plan import MemoryPlan, activation_bytes, check_step_fits
 
 NUM_BLOCKS = 32
 MAX_BYTES = 3 << 28  # with one block more, within the first piece of the host pool
@@ -211,6 +212,47 @@ def profile_step(
     batch = ScheduledBatch(tuple(ScheduledSequence(seq, seq.num_tokens) for seq in seqs))
     scratch = ScratchKV(model, config.kvcache_block_size, dtype, device, lengths)
     return device.peak_bytes_of(lambda: make_runner(scratch).run(batch))
+
+
+def profiled_bytes(
+    make_runner: Callable[[ScratchKV], Runner],
+    model: ModelConfig,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: Device,
+) -> int | None:
+    """What the largest step holds beside weights and KV, where the rest is for KV; None where the
+    settings or the device make that needless. Raises OutOfMemoryError before such a step is tried
+    that cannot fit.
+    """
+    if config.num_gpu_blocks or config.kv_cache_gib or not device.computes_later:
+        return None
+    tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
+    estimated = activation_bytes(model, tokens, seqs, dtype.itemsize)
+    check_step_fits(config, estimated, device.memory()[0])
+    return profile_step(make_runner, model, config, dtype, device)
+
+
+def predict_speed(
+    plan: MemoryPlan,
+    config: EngineConfig,
+    runner: Runner,
+    kv: HybridKVCacheManager,
+    device: Device,
+) -> tuple[MemoryPlan, DecodeCosts]:
+    """The plan with what was measured, and that."""
+    spec = plan.kv
+    num_blocks = min(spec.most_held, -(-plan.max_model_len // spec.block_size))
+    costs = measure_decode(runner, kv, device, num_blocks)
+    copy_gb_per_s = measure_copy(device, kv)
+    kv.end_probe()
+    predicted = replace(
+        plan,
+        copy_gb_per_s=copy_gb_per_s,
+        stream_blocks_per_step=stream_budget(config, spec, costs),
+        decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
+    )
+    return predicted, costs
 
 
 def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts) -> int | None:

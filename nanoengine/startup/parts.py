@@ -1,0 +1,167 @@
+"""What an engine is built of, chosen once: the device, the model, its kernels, its attention.
+
+Knows no request and no step.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanoengine.attention.select import make_attention
+from nanoengine.config import EngineConfig
+from nanoengine.context import AttentionBackend
+from nanoengine.devices.device import Device
+from nanoengine.devices.select import make_device
+from nanoengine.devices.stream_check import CheckedDevice
+from nanoengine.errors import ConfigError, ModelNotFoundError
+from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.cuda_graph import CudaGraphs
+from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
+from nanoengine.loading.find_model import find_model
+from nanoengine.loading.generation_config import read_sampling_params
+from nanoengine.loading.loader import LoadedModel, load_model
+from nanoengine.models.layer_ops import LayerOps, TorchOps
+from nanoengine.models.quant import Quantizer
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
+from nanoengine.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """model: the decoder, its weights and its shape; ops: what computes its layers. tokenizer: None
+    where the model came without one. default_params: of requests that bring none.
+    """
+
+    folder: Path
+    model: LoadedModel
+    ops: LayerOps
+    attention: AttentionBackend
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+    facts: ModelFacts
+
+    @property
+    def can_use_graphs(self) -> bool:
+        """Whether decode steps can be replayed as CUDA graphs."""
+        return isinstance(self.ops, GpuOps) and self.attention.follows_tensors
+
+
+def make_engine_device(config: EngineConfig) -> Device:
+    """The device of the config, checked in debugging. Raises ConfigError."""
+    delay_s = config.debug_copy_delay_ms / 1000
+    has_workers = streams(config, "cpu")
+    device = make_device(config.device, config.num_threads, has_workers, delay_s)
+    return CheckedDevice(device) if config.debug_kv else device
+
+
+def load_parts(config: EngineConfig, device: Device) -> Parts:
+    """Choose the kernels, load the model and its tokenizer. Raises ConfigError, ModelLoadError."""
+    dtype, dtype_reason = choose_dtype(config, device)
+    kernels, no_kernels = find_kernels(device)
+    quantizer = None
+    if config.quantization is not None:
+        quantizer = Quantizer(config.quantization, device.torch_device, dtype)
+    ops = choose_ops(config, device, kernels, dtype, quantizer)
+    folder = find_model(config.model, config.load_format)
+    is_asked = config.generation_config == "auto"
+    params = read_sampling_params(folder) if is_asked else SamplingParams()
+    with ThreadPoolExecutor(1) as thread:  # the vocabulary is parsed while weights are packed
+        tokenizer = thread.submit(load_tokenizer, config, folder)
+        model = load_model(
+            folder,
+            config.load_format,
+            device.torch_device,
+            dtype,
+            config.seed,
+            ops,
+            config.max_model_len,
+        )
+    attention = make_attention(
+        config.attention_backend,
+        kernels,
+        no_kernels,
+        device.torch_device,
+        dtype,
+        config.kvcache_block_size,
+        model.config.attention,
+    )
+    facts = ModelFacts(
+        source=model.source,
+        dtype=dtype,
+        dtype_reason=dtype_reason,
+        weight_bytes=model.weight_bytes - (quantizer.saved_bytes() if quantizer else 0),
+        attention=attention.name,
+        quantization=str(quantizer or ""),
+        invariance=describe_invariance(
+            ops.is_batch_invariant,
+            attention.is_batch_invariant,
+            config.kv_offload_dtype == "int8",
+        ),
+    )
+    return Parts(folder, model, ops, attention, tokenizer.result(), params, facts)
+
+
+def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
+    """The dtype of weights and KV, and why. Raises ConfigError."""
+    if config.dtype == "auto":
+        return device.auto_dtype()
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    if device.name == "cpu" and dtype is torch.float16:
+        raise ConfigError("float16 arithmetic is not offered on a CPU; use bfloat16 or float32")
+    return dtype, "as asked"
+
+
+def find_kernels(device: Device) -> tuple[CpuKernels | None, str]:
+    """The C kernels where they serve, else None and why."""
+    if device.name != "cpu":
+        return None, ""
+    try:
+        return CpuKernels.load(), ""
+    except KernelBuildError as error:
+        return None, str(error)
+
+
+def choose_ops(
+    config: EngineConfig,
+    device: Device,
+    kernels: CpuKernels | None,
+    dtype: torch.dtype,
+    quantizer: Quantizer | None,
+) -> LayerOps:
+    """What computes the layers: the fastest that this machine has."""
+    if device.name != "cpu":
+        return _gpu_ops(config, quantizer)
+    if kernels is None:
+        return TorchOps(quantizer)
+    if dtype is not torch.bfloat16:
+        return KernelOps(kernels, kernels.tape, quantizer)
+    try:
+        return PackedOps(kernels, CpuLinear.load(kernels.tape), quantizer)
+    except KernelBuildError:
+        return KernelOps(kernels, kernels.tape, quantizer)
+
+
+def _gpu_ops(config: EngineConfig, quantizer: Quantizer | None) -> LayerOps:
+    try:
+        from nanoengine.kernels.triton_kernels import TritonKernels  # comes with a GPU's PyTorch
+    except ImportError:
+        return TorchOps(quantizer)
+    graphs = None if config.enforce_eager else CudaGraphs()
+    return GpuOps(TritonKernels(), graphs, quantizer)
+
+
+def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
+    """The one that is asked for, else the model's; None where it came without one."""
+    if config.tokenizer:
+        return Tokenizer.from_folder(Path(config.tokenizer).expanduser())
+    try:
+        return Tokenizer.from_folder(folder)
+    except ModelNotFoundError:
+        return None  # token ids will do
