@@ -261,9 +261,9 @@ class EngineConfig:
     enable_prefix_caching: reuse the KV of equal prompt beginnings.
     enforce_eager: on a GPU, launch every kernel of a decode step by itself, not as a CUDA graph.
     load_format: "auto", "safetensors", "gguf" or "dummy" (random weights of the right shapes).
-    attention_backend: "auto": the first that serves, on a GPU of "flash-attn", "varlen" (PyTorch's
-    varlen_attn), "triton", "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on a CPU of
-    "c" and "torch" ("sdpa" is there, too). How a context is cut into chunks shows in the bits of
+    attention_backend: "auto": the first that serves, on a GPU of "triton", "flash-attn", "varlen"
+    (PyTorch's varlen_attn), "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on a CPU
+    of "c" and "torch" ("sdpa" is there, too). How a context is cut into chunks shows in the bits of
     "flash-attn", "varlen" and "sdpa" only.
     quantization: None, or lossy: "int8" (a scale for each output) or "int4" (a scale and a zero for
     128 inputs, 64 or 32 where 128 does not divide them) weights of all layers; "gguf" keeps the

@@ -28,7 +28,8 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 
 Found = tuple[AttentionBackend | None, str]  # a backend, and why others were not taken
 # The first that serves is taken; on a CPU "sdpa" only if it is asked for.
-ORDER = {"cuda": ("flash-attn", "varlen", "triton", "sdpa", "torch"), "cpu": ("c", "torch", "sdpa")}
+# On a GPU first what a GPU run has proved.
+ORDER = {"cuda": ("triton", "flash-attn", "varlen", "sdpa", "torch"), "cpu": ("c", "torch", "sdpa")}
 
 
 def make_attention(
