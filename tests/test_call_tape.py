@@ -19,8 +19,9 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import EngineError
 from nanoengine.kernels.call_tape import CallTape, _Pass
-from nanoengine.kv.offload import OffloadEngine, StepTransfers
+from nanoengine.kv.offload import OffloadEngine
 from nanoengine.kv.step_plan import Store
+from nanoengine.kv.transfers import StepTransfers
 
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 90, 1))]
 PARAMS = [

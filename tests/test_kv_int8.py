@@ -24,8 +24,9 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, TransferError
 from nanoengine.kv.kv_codec import CPU_ELEMENTS, Int8Codec
-from nanoengine.kv.offload import OffloadEngine, StepTransfers
+from nanoengine.kv.offload import OffloadEngine
 from nanoengine.kv.step_plan import Load, Store
+from nanoengine.kv.transfers import StepTransfers
 from nanoengine.outputs import RequestOutput
 
 BLOCK = 8

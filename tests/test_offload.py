@@ -24,8 +24,9 @@ from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kv.offload import OffloadEngine, StepTransfers, _store_runs
+from nanoengine.kv.offload import OffloadEngine, _store_runs
 from nanoengine.kv.step_plan import Load, Store
+from nanoengine.kv.transfers import StepTransfers
 from nanoengine.startup import parts
 
 BLOCK = 8

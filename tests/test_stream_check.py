@@ -17,8 +17,9 @@ from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.device import Device
 from nanoengine.devices.stream_check import CheckedDevice, Key, RaceError, TraceEntry
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kv.offload import OffloadEngine, StepTransfers
+from nanoengine.kv.offload import OffloadEngine
 from nanoengine.kv.step_plan import Store
+from nanoengine.kv.transfers import StepTransfers
 
 SLOT = ("device", 0, 3)
 OTHER = ("device", 1, 3)

@@ -28,7 +28,8 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.kv.offload import StepTransfers, TransferRun
+from nanoengine.kv.offload import TransferRun
+from nanoengine.kv.transfers import StepTransfers
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import layer_windows
 

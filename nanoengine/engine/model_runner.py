@@ -15,9 +15,10 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device, Readable
-from nanoengine.engine.sampler import Sampler, read_scores, score_tokens
+from nanoengine.engine.logprobs import PromptScores, read_scores, score_tokens
+from nanoengine.engine.sampler import Sampler
 from nanoengine.models.decoder import Decoder
-from nanoengine.sequence import ScheduledBatch, Sequence
+from nanoengine.sequence import ScheduledBatch
 
 
 class StepCache(KVCache, Protocol):
@@ -36,23 +37,6 @@ class StepCaches(Protocol):
 
 
 PROMPT_SCORE_ROWS = 256  # logits of so many tokens of a prompt are held at once
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Scores of a sequence's prompt, from the token at `position` on, on their way to the host."""
-
-    seq: Sequence
-    position: int
-    rows: Readable
-
-    def give(self) -> None:
-        """Append to the sequence what it does not have: a preempted one computes again."""
-        width = self.seq.params.prompt_logprobs or 0
-        for position, row in enumerate(self.rows.tolist(), self.position):
-            if position == len(self.seq.prompt_scores) + 1:
-                token_id = self.seq.token_ids[position]
-                self.seq.prompt_scores.append(read_scores(row, token_id, width))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.context import MakeTensor
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import NO_TOKEN, Sequence, TokenHistory, TokenScore
+from nanoengine.sequence import NO_TOKEN, Sequence, TokenHistory
 
 LARGEST_LOGIT = 1e36  # over the lowest temperature it is still a number
 
@@ -114,27 +114,6 @@ class Sampler:
         u = column(numbers) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, u, right=True).squeeze(1)
         return tokens.clamp_(max=logits.shape[1] - 1)  # of a row with NaN nobody takes it
-
-
-def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
-    """How likely tokens are by these logits, and which are likeliest: what `read_scores` reads.
-
-    logits [n, vocab], tokens int64 [n], whose NO_TOKENs get any score. Returns float64
-    [n, 2 + 2 k]: log-probability and rank of the token, the k largest log-probabilities, and the
-    ids that have them.
-    """
-    logprobs = torch.log_softmax(logits.float(), dim=1)
-    chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))
-    ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
-    values, ids = logprobs.topk(min(num_likeliest, logits.shape[1]), dim=1)
-    return torch.cat([part.double() for part in (chosen, ranks, values, ids)], dim=1)
-
-
-def read_scores(row: Seq[float], token_id: int, num_likeliest: int) -> TokenScore:
-    """One row of `score_tokens`, and no more of its likeliest tokens than wanted."""
-    values, ids = row[2 : 2 + (len(row) - 2) // 2], row[2 + (len(row) - 2) // 2 :]
-    likeliest = tuple((int(i), value) for i, value in zip(ids, values, strict=True))
-    return TokenScore(token_id, row[0], int(row[1]), likeliest[:num_likeliest])
 
 
 def _is_adjusted(seq: Sequence, position: int) -> bool:

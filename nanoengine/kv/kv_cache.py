@@ -21,7 +21,7 @@ from nanoengine.errors import OutOfMemoryError
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable, StepBudget, Write
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.kv.offload import OffloadEngine, StepTransfers, TransferCounters
+from nanoengine.kv.offload import OffloadEngine
 from nanoengine.kv.placement import Placement, StepTables, device_slot
 from nanoengine.kv.step_kv import ChunkTable, LayerPool, Pad, StepKV, count_transfers
 from nanoengine.kv.step_plan import (
@@ -34,6 +34,7 @@ from nanoengine.kv.step_plan import (
     streamed_pieces,
     unseen_parts,
 )
+from nanoengine.kv.transfers import StepTransfers, TransferCounters
 from nanoengine.sequence import Admission, ScheduledBatch, Sequence
 
 

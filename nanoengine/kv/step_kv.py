@@ -16,9 +16,10 @@ from nanoengine.context import KVChunk, KVTarget, MakeTensor, Spans, StepInputs,
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.block_table import Write
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.kv.offload import OffloadEngine, TransferCounters, TransferRun
+from nanoengine.kv.offload import OffloadEngine, TransferRun
 from nanoengine.kv.placement import Placement
 from nanoengine.kv.step_plan import DEVICE, HOST, Part
+from nanoengine.kv.transfers import TransferCounters
 from nanoengine.sequence import RequestMetrics
 
 Pad = Callable[[int], int]
