@@ -267,7 +267,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nanoengine.attention.select import triton_attention_kernels
+from nanoengine.attention import triton_attention_kernels
 from nanoengine.kernels import triton_kernels
 
 T = "*bf16"
