@@ -1,7 +1,7 @@
 """The engine in 300 lines of plain PyTorch, fp32 and greedy: nanoengine without what makes it fast.
 
 `python docs/nano.py FOLDER "The sea is" "def add(a, b):"` completes the texts. FOLDER is a Hugging
-Face folder of a Llama; `resolve_model("smollm2-135m")` of nanoengine/loading/find_model.py makes one.
+Face folder of a Llama; `resolve_model("smollm2-135m")` of nanoengine/loading/find_model.py has one.
 
 The KV cache is cut into blocks: a few on the "device", many on the "host". A step writes into
 device blocks only; when these run out, full ones are stored on the host. Attention reads the blocks
