@@ -61,8 +61,14 @@ def _one_patch_of_triton() -> None:
 
 @pytest.fixture(scope="session")
 def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests compile C kernels; the same source and flags are compiled once."""
-    return tmp_path_factory.mktemp("kernels")
+    """Where tests compile C kernels; the same source and flags are compiled once, for all of the
+    processes that share this run.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = folder.parent
+    (folder / "kernels").mkdir(exist_ok=True)
+    return folder / "kernels"
 
 
 @pytest.fixture(scope="session")

@@ -78,7 +78,7 @@ def assert_pieces_move_no_bit(
 
 @pytest.mark.parametrize("built_as", BUILT_AS)
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 24))]
+    "seed", [*range(2), *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 24))]
 )
 def test_the_rows_of_a_call_move_no_bit(build_folder: Path, built_as: str, seed: int) -> None:
     """A batch of random shape: all rows of a sequence at once, and in pieces of all sizes."""
@@ -109,6 +109,8 @@ def test_pieces_of_one_size_move_no_bit(
     build_folder: Path, built_as: str, dtype: torch.dtype, size: int
 ) -> None:
     """Across tiles (64 keys), segments (256) and blocks (300)."""
+    if built_as in EMULATED and dtype is torch.float32:
+        pytest.skip("float32 is computed as in the native build")
     kernels = CpuKernels.load(build_folder, BUILT_AS[built_as])
     batch = make_batch([70, 21], [590, 277], dtype=dtype, block_size=300)
     assert_pieces_move_no_bit(kernels, batch, [size], random.Random(0))

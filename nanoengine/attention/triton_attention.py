@@ -26,7 +26,7 @@ from nanoengine.context import ForwardContext, KVChunk, Spans
 from nanoengine.devices.device import to_device
 
 PARTITION = 512
-MERGED_AT_ONCE = 8  # partitions whose states are loaded together
+MERGED_AT_ONCE = 8  # partitions whose states are loaded together, at most
 FEW_QUERIES, FEW_ROWS = 17, 128  # of a sequence whose partitions run in parallel: at most so many
 PREFILL_ROWS, PREFILL_WARPS = 128, 8
 DECODE_PROGRAMS = 1024  # of a launch: several for each multiprocessor
@@ -45,6 +45,7 @@ class _Partitions:
     start: int32 [n], where the states of sequence i begin, those of the first partition that any
     layer sees; row_max, row_sum: fp32 [states, heads]; acc: fp32 [states, heads, head_dim].
     few: up to so many queries are few; queries: the most that a sequence of this step has of few.
+    at_once: partitions that are merged in a turn.
     """
 
     start: Tensor
@@ -53,6 +54,7 @@ class _Partitions:
     acc: Tensor
     few: int
     queries: int
+    at_once: int
 
 
 class TritonAttention:
@@ -98,9 +100,15 @@ class TritonAttention:
         if counts:
             start = self._first_states(ctx, few)
             states = _states(q, self._most_states(chunk, ctx, few))
-            self._parts = _Partitions(start, *states, few, max(counts))
+            self._parts = _Partitions(start, *states, few, max(counts), self._at_once(chunk))
         if len(counts) < len(ctx.lengths):
             self._states = _states(q, 0 if chunk.is_last else 2 * len(q))
+
+    def _at_once(self, chunk: KVChunk) -> int:
+        """As many partitions as a row of the table has room for: the same in all replays."""
+        keys = chunk.block_table.shape[1] * chunk.k.shape[1]
+        most = max(1, -(-keys // PARTITION))
+        return min(MERGED_AT_ONCE, int(triton.next_power_of_2(most)))
 
     def _first_states(self, ctx: ForwardContext, few: int) -> Tensor:
         """_Partitions.start, of tensors alone: a graph of the step may run on longer contexts."""
@@ -184,7 +192,7 @@ class TritonAttention:
         merge[(len(ctx.lengths), heads, parts.queries)](
             ctx.query_start, ctx.kv_lens,
             parts.start, parts.row_max, parts.row_sum, parts.acc, out,
-            heads, head_dim, self._dim, PARTITION, parts.few, MERGED_AT_ONCE, window,
+            heads, head_dim, self._dim, PARTITION, parts.few, parts.at_once, window,
             self._config.longest_window or 0, num_warps=2,
         )  # fmt: skip
 
