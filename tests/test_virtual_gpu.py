@@ -169,7 +169,11 @@ def test_decode_steps_are_one_graph_or_one_a_layer(
 
 @pytest.mark.parametrize(
     ("ring", "ratios", "is_checked"),
-    [(2, (0.2,), False), (3, (0.6, 1.5), False), (4, (0.2,), True)],
+    [
+        pytest.param(2, (0.2,), False, marks=pytest.mark.slow),
+        (3, (0.6, 1.5), False),
+        (4, (0.2,), True),
+    ],
 )
 def test_a_streamed_step_takes_as_long_as_its_copies_or_its_arithmetic(
     gpu: VirtualGpu,
