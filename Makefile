@@ -60,7 +60,7 @@ bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
 
 clean: ## remove .venv and everything that was built
 	rm -rf .venv build dist nanoengine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find nanoengine tests -name __pycache__ -exec rm -rf {} +
+	find nanoengine tests benchmarks -name __pycache__ -exec rm -rf {} +
 
 .venv/.python:
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

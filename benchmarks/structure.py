@@ -15,14 +15,14 @@ from pathlib import Path
 
 TOUR = ("llm_engine", "scheduler", "model_runner", "kv_cache", "offload")
 FEATURES = {
-    "logprobs": "logprob",
-    "completions": "num_candidates|completion",
-    "beam search": "beam",
-    "speculation": "guess|speculat",
-    "windows": "window",
-    "int8 on the host": "int8|codec",
-    "running ahead": "ahead",
-    "replay": "tape|graphs|replay",
+    "logprobs": ("logprob",),
+    "completions": ("num_candidates", "completion"),
+    "beam search": ("beam",),
+    "speculation": ("guess", "speculat"),
+    "windows": ("window",),
+    "int8 on the host": ("int8", "codec"),
+    "running ahead": ("ahead",),
+    "replay": ("tape", "graphs", "replay"),
 }
 STEP = """
 import json, sys
@@ -87,9 +87,9 @@ def lines_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def names(text: str, words: str) -> bool:
+def names(text: str, words: tuple[str, ...]) -> bool:
     """Whether an identifier of the source holds one of the words."""
-    return any(word in name for name in identifiers(text) for word in words.split("|"))
+    return any(word in name for name in identifiers(text) for word in words)
 
 
 def identifiers(text: str) -> Iterator[str]:

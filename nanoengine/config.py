@@ -1,7 +1,8 @@
 """What the engine was asked to do (EngineConfig) and what the model is (ModelConfig): frozen,
 validated.
 
-Nothing here touches torch or the disk; `loader.py` builds a ModelConfig from a checkpoint.
+Nothing here touches torch or the disk; loading/model_config.py reads a ModelConfig from a
+checkpoint.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ if not torch.cuda.is_available():  # read when Triton is first imported, by whom
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from checkpoints import TINY
+from marks import use_our_products
 
 from nanoengine.kernels.cpu_kernels import CpuKernels
 
@@ -75,6 +76,12 @@ def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def kernels(build_folder: Path) -> CpuKernels:
     """The C kernels as this machine compiles them."""
     return CpuKernels.load(build_folder)
+
+
+@pytest.fixture
+def our_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 goes through our C products, on an emulated CPU where this one lacks AVX512-BF16."""
+    use_our_products(monkeypatch)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanoengine.kernels import cpu_linear
+from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, find_compiler
 
 
@@ -26,9 +26,6 @@ needs_bf16_cpu = pytest.mark.skipif(
 )
 
 HAS_TILES = b"amx_bf16" in cpu_flags().split()
-needs_tiles = pytest.mark.skipif(
-    not HAS_TILES, reason="no matrix tiles (AMX) here: pairs are multiplied instead"
-)
 # Compiler flags by what they build: where there are matrix tiles, also what others run.
 BUILDS: dict[str, tuple[str, ...]] = {"native": ()}
 if HAS_TILES:
@@ -39,3 +36,27 @@ if not HAS_TILES and b"avx512bw" in cpu_flags().split():
     _header = Path(__file__).with_name("sanitize") / "emulate.h"
     EMULATED["pairs in C"] = ("-include", str(_header), "-D__AVX512BF16__")
     EMULATED["tiles in C"] = (*EMULATED["pairs in C"], "-D__AMX_BF16__", "-D__AMX_TILE__")
+
+
+def emulate(patch: pytest.MonkeyPatch, name: str) -> None:
+    """From here on C is compiled for a machine of EMULATED, and our products serve."""
+    patch.setattr(c_build, "CFLAGS", (*c_build.CFLAGS, *EMULATED[name]))
+    patch.setattr(cpu_linear, "is_supported", lambda: True)
+
+
+def use_our_products(patch: pytest.MonkeyPatch) -> None:
+    """This machine's, or emulated ones; skips the test where it can be neither."""
+    if cpu_linear.is_supported():
+        return
+    if not EMULATED:
+        pytest.skip("no AVX512-BF16 here, and no AVX-512 to do it with")
+    emulate(patch, "tiles in C")
+
+
+def use_tiles(patch: pytest.MonkeyPatch) -> None:
+    """The same for products in matrix tiles (AMX)."""
+    if HAS_TILES:
+        return
+    if not EMULATED:
+        pytest.skip("no matrix tiles (AMX) here, and no AVX-512 to do them with")
+    emulate(patch, "tiles in C")

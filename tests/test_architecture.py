@@ -34,13 +34,11 @@ FOLDERS = {
     "models": set(),
     "kernels": {"models", "devices"},
     "attention": {"kernels", "devices"},
-    "text": {"devices"},
+    "text": set(),
     "loading": {"models", "text", "devices"},
     "startup": {"loading", "attention", "kernels", "models", "kv", "text", "devices"},
-    "engine": {
-        *("startup", "loading", "attention", "models", "kernels", "kv", "text", "devices"),
-    },
-    "bench": {"__init__", "llm", "loading", "text", "engine", "devices"},
+    "engine": {"startup", "loading", "models", "kernels", "kv", "text", "devices"},
+    "bench": {"__init__", "llm", "loading", "text"},
 }
 # What users call. The package itself shows what users import.
 FRONT = {

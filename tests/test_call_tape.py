@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from driver import Driver
-from marks import needs_bf16_cpu, needs_compiler
+from marks import needs_compiler
 from shadow import HeldDevice
 from torch import Tensor
 
@@ -55,7 +55,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @needs_compiler
-@needs_bf16_cpu
+@pytest.mark.usefixtures("our_products")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral-window", "qwen3-window"])
 def test_decoding_from_the_tape_moves_no_bit(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, replays: list[int], name: str
@@ -79,7 +79,7 @@ def test_with_pytorch_s_products_nothing_is_made_again(
 
 
 @needs_compiler
-@needs_bf16_cpu
+@pytest.mark.usefixtures("our_products")
 @pytest.mark.parametrize(
     ("mode", "name"),
     [("in_place", "llama"), ("stream", "llama"), ("in_place", "qwen3-window")],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import BUILDS, needs_bf16_cpu, needs_compiler, needs_tiles
+from marks import BUILDS, needs_compiler, use_our_products, use_tiles
 from torch import Tensor
 
 from nanoengine.errors import EngineError
@@ -28,9 +28,9 @@ SHAPES = [(64, 32), (1, 1), (33, 7), (31, 2), (200, 61), (576, 576), (70, 4101),
 @pytest.fixture(scope="module", params=BUILDS)
 def packer(build_folder: Path, request: pytest.FixtureRequest) -> CpuLinear:
     """As this machine compiles it, and as one without matrix tiles would."""
-    if not cpu_linear.is_supported():
-        pytest.skip("no AVX512-BF16 here: oneDNN multiplies instead")
-    return CpuLinear.load(CallTape(), build_folder, BUILDS[request.param])
+    with pytest.MonkeyPatch.context() as patch:
+        use_our_products(patch)
+        return CpuLinear.load(CallTape(), build_folder, BUILDS[request.param])
 
 
 @pytest.fixture(params=[61, 96])
@@ -118,9 +118,9 @@ def test_many_row_blocks(packer, tokens, outputs, inputs):
     assert_rounded(packer.pack(weight)(x), exact(x, weight), inputs)
 
 
-@needs_tiles
 @pytest.mark.parametrize("outputs, inputs", [(33, 32), (200, 96), (65, 1280)])
-def test_sums_in_matrix_tiles(build_folder, outputs, inputs):
+def test_sums_in_matrix_tiles(build_folder, monkeypatch, outputs, inputs):
+    use_tiles(monkeypatch)
     weight, x = normal(outputs, inputs), normal(37, inputs, seed=1)
     linear = CpuLinear.load(CallTape(), build_folder).pack(weight)
     want = in_tiles(x, weight)
@@ -320,7 +320,8 @@ def test_wrong_weights_are_refused(packer):
         packer.pack(weight[:0])
 
 
-def test_the_arena_hands_out_memory_once(packer, build_folder):
+@pytest.mark.usefixtures("our_products")
+def test_the_arena_hands_out_memory_once(build_folder):
     library = c_build.load_library(cpu_linear.SOURCE, build_folder)
     arena = WeightArena(library)
     sizes = [1, 100, 40 << 20, 30 << 20, 70 << 20, 7]
@@ -335,7 +336,7 @@ def test_the_arena_hands_out_memory_once(packer, build_folder):
     assert parts[0].eq(1).all()
 
 
-@needs_bf16_cpu
+@pytest.mark.usefixtures("our_products")
 def test_both_sources_share_a_folder(build_folder):
     attention = c_build.build_library(build_folder)
     linear = c_build.build_library(build_folder, source=cpu_linear.SOURCE)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import reference, reference_logits
 from driver import Driver, host_gib, token_ids
-from marks import needs_bf16_cpu, needs_compiler
+from marks import needs_compiler
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -407,7 +407,7 @@ def test_a_folder_without_stored_codes_is_refused(tiny: Tiny) -> None:
 
 
 @needs_compiler
-@needs_bf16_cpu
+@pytest.mark.usefixtures("our_products")
 def test_off_by_default_and_then_nothing_is_touched(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

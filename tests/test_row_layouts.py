@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, host_gib, small_engine
-from marks import EMULATED, needs_compiler
+from marks import EMULATED, emulate, needs_compiler
 from torch import Tensor
 from torch.nn import functional
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kernels import c_build, cpu_linear
+from nanoengine.kernels import cpu_linear
 from nanoengine.models import layer_ops
 from nanoengine.outputs import RequestOutput
 
@@ -41,13 +41,11 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """PyTorch's products depend on the rows of a call: others take their place. Where bfloat16 goes
     through these here, our own are tried as well, on a machine that is done in C.
     """
-    flags = EMULATED.get(request.param)
-    if flags is None:
+    if request.param in EMULATED:
+        emulate(monkeypatch, request.param)
+    else:
         monkeypatch.setattr(layer_ops.Linear, "__init__", keep_weight)
         monkeypatch.setattr(layer_ops.Linear, "__call__", multiply_in_order)
-        return str(request.param)
-    monkeypatch.setattr(c_build, "CFLAGS", (*c_build.CFLAGS, *flags))
-    monkeypatch.setattr(cpu_linear, "is_supported", lambda: True)
     return str(request.param)
 
 

@@ -1,10 +1,5 @@
-"""Attention backends: causal grouped-query attention over paged chunks, softmax state carried in
-fp32; and which of them, or of flash_attention, an engine takes.
-
-Those here fold the KV blocks of a sequence in logical order into (row maximum, row sum,
-accumulator), the online softmax of Milakov and Gimelshein (arXiv 1805.02867). The state between two
-blocks does not depend on which pool they came from or in how many calls, so any split of a context
-gives the same bits.
+"""Chooses the attention backend of an engine: the first in ORDER that this machine and this model
+support, or the one that was asked for.
 """
 
 from __future__ import annotations

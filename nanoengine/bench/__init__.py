@@ -1,4 +1,4 @@
 """What users measure with: `python -m nanoengine.bench offline`, and the needle test (ruler.py).
 
-Imports everything, and nothing imports it.
+Imports the public API, loading and text; nothing imports it.
 """

@@ -1,8 +1,8 @@
-"""Our own CPU kernels: compiles `cpu_kernels.c` at first use, and calls it.
+"""Calls the attention kernels of `cpu_kernels.c`.
 
-Owns the build of our C files, its cache on disk and the C calling convention of this one. Knows no
-sequence, no scheduler and no model: it sees tensors and one KVChunk at a time. The arithmetic, and
-the law that makes it independent of how KV is split into chunks, are described in `cpu_kernels.c`.
+Owns their C calling convention; c_build compiles the file. Knows no sequence, no scheduler and no
+model: it sees tensors and one KVChunk at a time. `cpu_kernels.c` describes the arithmetic, and why
+the result does not depend on how KV is split into chunks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""From a model's name to its configuration and its tensors, checked before anything is allocated.
+"""Loads a model: finds its folder, reads its configuration, and fills a Decoder with its tensors.
 
-Owns where models are found, config.json and safetensors checkpoints, and fills a Decoder from them.
-Knows nothing of the engine or of how a model fuses its weights. Code in a checkpoint is never run,
-pickles are never opened.
+Sizes are checked before anything is allocated. Knows nothing of the engine or of how a model fuses
+its weights. Code in a checkpoint is never run, pickles are never opened.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One Decoder, and a table of what sets the architectures apart. Knows tensor names, not files.
+"""One Decoder for every architecture: what sets them apart is a row in architectures.py.
 
-A new architecture is a row in ARCHITECTURES; a new class only when the block graph itself changes.
+Knows tensor names, not files. A new class is needed only when the block graph itself changes.
 """
 
 from __future__ import annotations

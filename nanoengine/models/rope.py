@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv 2104.09864): what angle turns which pair at which position.
 
-Knows RopeConfig; who turns the pairs is in layers.py. The scalings are transformers'
+Knows RopeConfig; layer_ops.py turns the pairs. The scalings are transformers'
 (modeling_rope_utils.py), except that what it chooses anew from the tokens of each call is here
 chosen once, from the most tokens that a request may have: KV that is kept must not go stale, and
 no answer may depend on how prompts are cut up.

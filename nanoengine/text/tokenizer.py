@@ -1,4 +1,4 @@
-"""Text to token ids and back: encoding, incremental detokenising; and a model's chat templates.
+"""Turns text into token ids and back, and renders a model's chat templates.
 
 Owns everything that is a property of the vocabulary; knows nothing about weights, requests or
 engines. `transformers` is imported only for a folder without tokenizer.json: it costs over a
