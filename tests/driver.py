@@ -20,7 +20,8 @@ from nanoengine.config import GIB
 from nanoengine.devices.copy_streams import Convert
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.block_manager import Block
-from nanoengine.kv.kv_cache import HybridKVCacheManager, StepKV
+from nanoengine.kv.kv_cache import HybridKVCacheManager
+from nanoengine.kv.open_step import OpenStep
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.outputs import RequestOutput
@@ -129,23 +130,23 @@ class Audit:
         self.schedule: list[tuple[tuple[int, int], ...]] = []
         self.h2d_bytes = self.d2h_bytes = self.peak_streamed = self.spared_bytes = 0
         self._kv = kv
-        self._begin = kv.begin
-        kv.begin = self._audited
+        self._open_step = kv.open_step
+        kv.open_step = self._audited
 
-    def _audited(self, batch: ScheduledBatch) -> StepKV:
+    def _audited(self, batch: ScheduledBatch) -> OpenStep:
         self.schedule.append(tuple((item.seq.seq_id, item.num_tokens) for item in batch.items))
         before = {
             block: _Place(block.device_slot is not None, block.host_slot, block.host_len)
             for block in self._all_blocks()
         }
-        step = self._begin(batch)
+        step = self._open_step(batch)
         self._count(batch, before)
         return step
 
     def _all_blocks(self) -> list[Block]:
-        tables = [table.blocks for table in self._kv._tables.values()]
+        tables = [table.blocks for table in self._kv.tables.values()]
         blocks = [block for table in tables for block in table]
-        return [*dict.fromkeys([*blocks, *self._kv._manager.cached])]
+        return [*dict.fromkeys([*blocks, *self._kv.blocks.cached])]
 
     def _count(self, batch: ScheduledBatch, before: dict[Block, _Place]) -> None:
         spec = self._kv.spec
@@ -153,7 +154,7 @@ class Audit:
         reads: list[set[Block]] = []
         for item in batch.items:
             num_blocks = -(-(item.seq.num_computed + item.num_tokens) // spec.block_size)
-            blocks = self._kv._tables[item.seq.seq_id].blocks[:num_blocks]
+            blocks = self._kv.tables[item.seq.seq_id].blocks[:num_blocks]
             on_host = (block for block in blocks if block.host_slot is not None)
             reads.append({block for block in on_host if block.device_slot is None})
         self.peak_streamed = max(self.peak_streamed, sum(map(bool, reads)))
@@ -178,7 +179,7 @@ class Audit:
         seen: set[Block] = set()
         for item, read in zip(batch.items, reads, strict=True):
             first = 0 if window is None else max(0, item.start + 1 - window)
-            blocks = self._kv._tables[item.seq.seq_id].blocks[first // self._kv.spec.block_size :]
+            blocks = self._kv.tables[item.seq.seq_id].blocks[first // self._kv.spec.block_size :]
             seen |= read.intersection(blocks)
         return seen
 
@@ -186,7 +187,7 @@ class Audit:
         """Tokens with KV in each block, by the lengths of the sequences that hold it."""
         size = self._kv.spec.block_size
         computed: dict[Block, int] = {}
-        for table in self._kv._tables.values():
+        for table in self._kv.tables.values():
             for index, block in enumerate(table.blocks):
                 num_tokens = max(0, min(size, table.seq.num_computed - index * size))
                 if index < len(table.published):
@@ -246,8 +247,8 @@ def fail_copies(stream: Any, numbers: set[int]) -> None:
 def assert_all_free(engine: LLMEngine) -> None:
     """Nothing is held, in flight or, once the prefix cache is reset, taken on either tier."""
     engine.kv.reset_prefix_cache()
-    manager = engine.kv._manager
-    assert not engine.kv._tables and not manager._in_flight
+    manager = engine.kv.blocks
+    assert not engine.kv.tables and not manager._in_flight
     for pool in (manager.device, manager.host):
         assert pool.num_free == pool.num_slots
     engine.kv.check()

@@ -28,7 +28,7 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes
 from nanoengine.sequence import Admission, Sequence, SequenceStatus
-from nanoengine.startup.probe import PROBE_ID, probe_sequence
+from nanoengine.startup.probe import PROBE_ID, fill_random, probe_sequence
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -171,10 +171,10 @@ def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
     step brings what fits to the device.
     """
     seqs = [_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
-    made.kv.start_step()
+    made.kv.reset_budget()
     for seq in seqs:
         assert made.kv.admit(seq) is Admission.ADMITTED
-        made.kv.fill_random(seq, bool(made.plan.kv.num_host_blocks))
+        fill_random(made.kv, seq, bool(made.plan.kv.num_host_blocks))
         seq.status = SequenceStatus.RUNNING
     made.scheduler.running += seqs
     try:
@@ -536,12 +536,12 @@ def _transformers(
             start = time.perf_counter()
             for prompt, length in zip(prompts, wanted, strict=True):
                 manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
-            num_left, deadline = len(prompts), start + 150
-            while num_left:
+            num_released, deadline = len(prompts), start + 150
+            while num_released:
                 result = manager.get_result(timeout=1)
-                num_left -= result is not None and result.is_finished()
+                num_released -= result is not None and result.is_finished()
                 if time.perf_counter() > deadline:
-                    raise TimeoutError(f"{num_left} requests unfinished after 150 s")
+                    raise TimeoutError(f"{num_released} requests unfinished after 150 s")
             seconds = time.perf_counter() - start
     del model
     gc.collect()

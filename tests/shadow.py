@@ -30,8 +30,9 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.scheduler import Scheduler
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.host_pool import HostPool
-from nanoengine.kv.kv_cache import HybridKVCacheManager, StepKV
+from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.step_kv import StepKV
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import RequestMetrics, ScheduledBatch, SequenceStatus
 from nanoengine.sequence import Sequence as EngineSequence
@@ -158,7 +159,7 @@ class Faults:
     """Makes chosen copies of a stream fail, as if the link had."""
 
     def __init__(self, stream: InlineStream | WorkerStream | HeldStream) -> None:
-        self.victims: set[Block] = set()
+        self.victims: set[int] = set()
         self._stream = stream
         self._copy = stream.copy
         self._countdown = 0
@@ -168,12 +169,12 @@ class Faults:
         """The copy with this number from here on, 1 is the next, is going to fail."""
         self._countdown = number
 
-    def untold(self) -> set[Block]:
+    def untold(self) -> set[int]:
         """Blocks of copies that have failed and of which the engine was not told yet."""
-        return {block for failed in self._stream._copies._failed for block in failed.owner}
+        return {number for failed in self._stream._copies._failed for number in failed.owner}
 
     def _faulty_copy(
-        self, dst: Tensor, src: Tensor, owner: tuple[Block, ...], convert: Convert | None = None
+        self, dst: Tensor, src: Tensor, owner: tuple[int, ...], convert: Convert | None = None
     ) -> None:
         self._countdown -= 1
         if not self._countdown:
@@ -320,7 +321,9 @@ class ShadowEngine:
     @property
     def is_idle(self) -> bool:
         """True when no copy is queued and no thread is there to make one."""
-        return not (self.num_held or self.cpu._workers or self.kv._offload.host._thread.is_alive())
+        offload = self.kv.memory.offload
+        is_taking = offload is not None and offload.host._thread.is_alive()
+        return not (self.num_held or self.cpu._workers or is_taking)
 
     def close(self) -> None:
         """Let copies end and free all pools."""
@@ -339,14 +342,14 @@ class ShadowEngine:
             for h in all_of_it[item.seq.num_computed :]
         ]
         self._misread = set()
-        step = self.kv.begin(batch)
+        step = self.kv.open_step(batch)
         for kind in self.num_moved:
-            self.num_moved[kind] += len(getattr(step.run._transfers, kind))
+            self.num_moved[kind] += len(getattr(step.kv.plan.transfers, kind))
         try:
             for layer in range(NUM_LAYERS):
-                self._layer(layer, step, fresh, hashes, fail_at)
+                self._layer(layer, step.kv, fresh, hashes, fail_at)
         finally:
-            step.end()
+            step.close()
         return [
             next_token(all_of_it[-1])
             for item, all_of_it in zip(batch.items, hashes, strict=True)
@@ -363,13 +366,14 @@ class ShadowEngine:
         """Whom the engine says to have failed: all that read wrong KV, and nobody without cause."""
         failed = self.kv.take_failures(batch)
         for seq_id, reason in failed.items():
-            assert reason and not self.victims.isdisjoint(self.kv._tables[seq_id].blocks)
+            ids = {block.block_id for block in self.kv.tables[seq_id].blocks}
+            assert reason and not self.victims.isdisjoint(ids)
         for index, item in enumerate(batch.items):
             assert index not in self._misread or item.seq.seq_id in failed, "wrong keys, not told"
         return failed
 
     @property
-    def victims(self) -> set[Block]:
+    def victims(self) -> set[int]:
         """All blocks that ever were in a copy that failed."""
         return set().union(*(faults.victims for faults in self.faults.values()))
 
@@ -420,10 +424,11 @@ class ShadowEngine:
         self._check_queues()
         self._learn()
         self._check_cache()
-        if self.kv._pool.numel():  # not closed
-            self._check_tier(self.kv._pool, on_host=False)
-            if settled or self.copies == "inline" or (self.copies == "held" and not self.num_held):
-                self._check_tier(host_content(self.kv._offload.host), on_host=True)
+        if self.kv.memory.pool.numel():  # not closed
+            self._check_tier(self.kv.memory.pool, on_host=False)
+            is_still = self.copies == "inline" or (self.copies == "held" and not self.num_held)
+            if self.kv.memory.offload and (settled or is_still):
+                self._check_tier(host_content(self.kv.memory.offload.host), on_host=True)
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         """What the scheduler may plan; an empty step only when there is nothing to do."""
@@ -437,17 +442,17 @@ class ShadowEngine:
 
     def _check_queues(self) -> None:
         """Every sequence is in one queue, and only those that compute hold an open table."""
-        tables = self.kv._tables
+        tables = self.kv.tables
         running, waiting = self.scheduler.running, self.scheduler.waiting
         ids = [seq.seq_id for seq in self.unfinished]
         assert len(set(ids)) == len(ids), "a sequence is queued twice"
         assert tables.keys() <= set(ids), "a table outlives its sequence"
         assert len(running) <= self.config.max_num_seqs
         for seq in running:
-            assert seq.status is SequenceStatus.RUNNING and not tables[seq.seq_id].is_parked
+            assert seq.status is SequenceStatus.RUNNING and not tables[seq.seq_id].is_preempted
         for seq in waiting:
             assert seq.status is SequenceStatus.WAITING
-            assert seq.seq_id not in tables or tables[seq.seq_id].is_parked
+            assert seq.seq_id not in tables or tables[seq.seq_id].is_preempted
 
     def _learn(self, batch: ScheduledBatch | None = None) -> None:
         """Note what each block in a table or in the cache must hold; tables that share must agree.
@@ -456,8 +461,8 @@ class ShadowEngine:
         """
         fresh = {item.seq.seq_id: item.num_tokens for item in batch.items} if batch else {}
         known, size = self._content, self.block_size
-        self._content = {block: known[block] for block in self.kv._manager.cached}
-        for seq_id, table in self.kv._tables.items():
+        self._content = {block: known[block] for block in self.kv.blocks.cached}
+        for seq_id, table in self.kv.tables.items():
             computed = table.seq.num_computed + fresh.get(seq_id, 0)
             hashes = self.hashes(table.seq)
             for index, block in enumerate(table.blocks):
@@ -470,7 +475,7 @@ class ShadowEngine:
 
     def _check_cache(self) -> None:
         """A hash points only to a full, computed block, and to the tokens that are in it."""
-        manager, tables = self.kv._manager, self.kv._tables
+        manager, tables = self.kv.blocks, self.kv.tables
         assert manager.num_available >= 0, "more blocks are held than there are"
         for block in manager.cached:
             assert not block.ref_count and block.key is not None, "cached, but not findable"
@@ -489,7 +494,7 @@ class ShadowEngine:
             assert len(table.published) <= max(full, table.num_shared_tokens // self.block_size)
             assert len(table.published) <= len(table.blocks), "published ahead of time"
         for owner in manager._in_flight.values():
-            assert owner in tables and not tables[owner].is_parked, "nobody keeps this promise"
+            assert owner in tables and not tables[owner].is_preempted, "nobody keeps this promise"
 
     def _check_tier(self, pool: Tensor, on_host: bool) -> None:
         """The valid tokens of every reachable block that has a slot on this tier."""
@@ -499,11 +504,11 @@ class ShadowEngine:
             else (block.device_slot, block.num_tokens)
             for block in self._content
         }
-        bad = {block for faults in self.faults.values() for block in faults.untold()}
+        bad = {number for faults in self.faults.values() for number in faults.untold()}
         held = [
             (slot, n, block)
             for block, (slot, n) in place.items()
-            if slot is not None and block not in bad
+            if slot is not None and block.block_id not in bad
         ]
         if not held:
             return

@@ -71,7 +71,7 @@ class Storm:
     def check(self, llm: LLM, wanted: list[list[int]]) -> None:
         """All is free, and the next text is as before."""
         llm.reset_prefix_cache()
-        engine, manager = llm.llm_engine, llm.llm_engine.kv._manager
+        engine, manager = llm.llm_engine, llm.llm_engine.kv.blocks
         assert not engine.has_unfinished_requests, "a request is left"
         for pool in (manager.device, manager.host):
             assert pool.num_free == pool.num_slots, "blocks are left"

@@ -263,7 +263,7 @@ def test_lost_kv_ends_one_search(ending: Path) -> None:
                 check(output, references(ending, prompt, 3, 12))
             else:
                 assert output.sequences == []
-        assert not llm.llm_engine.kv._tables and not llm.llm_engine.has_unfinished_requests
+        assert not llm.llm_engine.kv.tables and not llm.llm_engine.has_unfinished_requests
 
 
 def test_ctrl_c_frees_all_beams(llm: LLM) -> None:

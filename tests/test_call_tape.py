@@ -19,9 +19,19 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import EngineError
 from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.offload import OffloadEngine
-from nanoengine.kv.step_plan import Store
-from nanoengine.kv.transfers import StepTransfers
+from nanoengine.kv.step_kv import StepKV
+from nanoengine.kv.step_plan import (
+    DEVICE,
+    Part,
+    SequenceSpan,
+    SlotWrite,
+    StepPlan,
+    StepTransfers,
+    Store,
+)
 
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 90, 1))]
 PARAMS = [
@@ -156,22 +166,27 @@ def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
     device = HeldDevice()
     engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), 6, 2, 2)
     engine.begin(StepTransfers(stores=(Store(0, 5, 0, 4),))).end()
-    writes_stored = engine.begin(StepTransfers(write_slots=(0,)))
-    elsewhere = engine.begin(StepTransfers(write_slots=(1,)))
-    assert not writes_stored.moves_nothing([])
-    assert not elsewhere.moves_nothing([(0, (4, 5))])
-    assert elsewhere.moves_nothing([(0, (4,))])
+    run = engine.begin(StepTransfers())
+    assert not run.moves_nothing((0,), [])
+    assert not run.moves_nothing((1,), [(0, (4, 5))])
+    assert run.moves_nothing((1,), [(0, (4,))])
     device.synchronize()
-    assert writes_stored.moves_nothing([(0, (4, 5))])
-    filling = engine.begin(StepTransfers(write_slots=(1,), fills=((5,),)))
-    assert not filling.moves_nothing([])
+    assert run.moves_nothing((0,), [(0, (4, 5))])
+    filling = engine.begin(StepTransfers(fills=((5,),)))
+    assert not filling.moves_nothing((1,), [])
     engine.close()
 
 
 def test_a_checking_device_is_told_of_every_access() -> None:
-    engine = OffloadEngine(CheckedDevice(CpuDevice(1)), torch.zeros(2, 4, 2, 4, 1, 3), 0, 0, 0)
-    assert not engine.begin(StepTransfers(write_slots=(1,))).moves_nothing([])
-    engine.close()
+    """So its steps are never made again from a tape."""
+    plan = StepPlan(
+        1, 0, (SlotWrite(0, 1, 0, 1),), (1,), (Part(DEVICE, (SequenceSpan(0, 0, (1,)),)),)
+    )
+    for device, is_replayed in ((CpuDevice(1), True), (CheckedDevice(CpuDevice(1)), False)):
+        memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32), device)
+        step = StepKV.open(plan, memory)
+        assert (step.inputs() is not None) == is_replayed
+        memory.close()
 
 
 @pytest.mark.parametrize("is_decode, fills", [(True, ((5,),)), (True, ()), (False, ((5,),))])

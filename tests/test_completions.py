@@ -96,7 +96,7 @@ def test_a_prompt_is_computed_and_held_once(tiny: Callable[[str], Path], caching
         sizes.append([item.num_tokens for item in batch.items])
         engine.scheduler.postprocess(batch, engine._runner.run(batch))
     assert sizes == [[length], [1] * NUM]
-    tables = [table.blocks for table in engine.kv._tables.values()]
+    tables = [table.blocks for table in engine.kv.tables.values()]
     assert len(tables) == NUM
     assert all(blocks[:8] == tables[0][:8] for blocks in tables)
     assert len({blocks[8] for blocks in tables}) == NUM
@@ -113,7 +113,7 @@ def test_completions_end_each_in_its_time(tiny: Callable[[str], Path]) -> None:
     reasons = {made.finish_reason for made in output.outputs}
     assert reasons == {"stop", "length"} and output.finished
     assert all(len(made.logprobs) == len(made.token_ids) for made in output.outputs)
-    assert not engine.kv._tables and not engine._requests
+    assert not engine.kv.tables and not engine._requests
     engine.close()
 
 
@@ -127,7 +127,7 @@ def test_abort_ends_all_completions(tiny: Callable[[str], Path]) -> None:
     (output,) = engine.abort(request_id)
     assert [made.finish_reason for made in output.outputs] == ["abort"] * NUM
     assert len(output.outputs[0].token_ids) == 4 and not output.outputs[3].token_ids
-    assert not engine.has_unfinished_requests and not engine.kv._tables
+    assert not engine.has_unfinished_requests and not engine.kv.tables
     engine.close()
 
 

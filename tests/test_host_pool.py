@@ -144,7 +144,7 @@ def test_an_engine_over_many_pieces_gives_the_same_tokens(
     driver = Driver(LLMEngine(path, **settings))
     rng = random.Random(3)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in (70, 41, 9)]
-    assert driver.engine.kv._offload.host.num_pieces == 20
+    assert driver.engine.kv.memory.offload.host.num_pieces == 20
     assert token_ids(driver.run(prompts, GREEDY)) == [expected(path, p, 6) for p in prompts]
     assert driver.engine.kv.counters.h2d_bytes == driver.audit.h2d_bytes
     driver.engine.close()

@@ -201,7 +201,7 @@ def test_blocks_of_an_aborted_request_are_reused_while_copies_were_under_way(
 
 
 def assert_nothing_is_held(driver: Driver) -> None:
-    manager = driver.engine.kv._manager
+    manager = driver.engine.kv.blocks
     assert manager.num_available == manager.capacity
     driver.engine.kv.reset_prefix_cache()
     driver.engine.kv.check()
@@ -216,7 +216,7 @@ def test_freed_slots_are_poisoned(tiny: Tiny) -> None:
     driver.run([some_ids(random.Random(1), 40, 41)], greedy(4))
     driver.engine.device.synchronize()
     kv = driver.engine.kv
-    for pool in (kv._pool, *kv._offload.host._pieces._taken, kv._offload.ring):
+    for pool in (kv.memory.pool, *kv.memory.offload.host._pieces._taken, kv.memory.offload.ring):
         assert pool.isnan().all()
     driver.engine.close()
 
@@ -339,7 +339,7 @@ def random_batch(
 ) -> list[ScheduledSequence]:
     """Some of the running sequences, in any order, some preempted or ended on the way."""
     kv, items = engine.kv, []
-    kv.start_step()
+    kv.reset_budget()
     running = [seq for seq in seqs if seq.status is SequenceStatus.RUNNING]
     for seq in rng.sample(running, len(running)):
         if seq.num_tokens >= kv.spec.num_tokens or rng.random() < 0.03:
@@ -388,7 +388,7 @@ def test_loads_and_new_blocks_share_the_last_slots() -> None:
         assert step_alone(engine, seq) == 1
     first.token_ids += [1] * 6
     assert step_alone(engine, first) == 7  # takes the whole device: both tails go to the host
-    engine.kv.start_step()
+    engine.kv.reset_budget()
     granted = [engine.kv.reserve(seq, 1) for seq in (second, third, first)]
     assert granted == [1, 1, 0]
     run_batch(engine, [ScheduledSequence(second, 1), ScheduledSequence(third, 1)], None)
@@ -405,10 +405,10 @@ def test_a_failed_step_takes_back_its_loads() -> None:
         assert engine.kv.admit(seq) is Admission.ADMITTED
         while seq.is_prefill and seq.num_remaining:
             step_alone(engine, seq)
-    tail = engine.kv._tables[1].blocks[0]
+    tail = engine.kv.tables[1].blocks[0]
     assert tail.device_slot is None and tail.num_tokens == 1
     for fail_at in ((0, 0), (1, 0), (0, 1), None):
-        engine.kv.start_step()
+        engine.kv.reset_budget()
         assert [engine.kv.reserve(seq, 1) for seq in (short, long)] == [1, 1]
         items = [ScheduledSequence(seq, 1) for seq in (short, long)]
         run_batch(engine, items, fail_at)
@@ -418,7 +418,7 @@ def test_a_failed_step_takes_back_its_loads() -> None:
 
 
 def step_alone(engine: ShadowEngine, seq: EngineSequence) -> int | None:
-    engine.kv.start_step()
+    engine.kv.reset_budget()
     granted = engine.kv.reserve(seq, seq.num_remaining)
     if granted:
         run_batch(engine, [ScheduledSequence(seq, granted)], None)

@@ -24,9 +24,9 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, TransferError
 from nanoengine.kv.kv_codec import CPU_ELEMENTS, Int8Codec
-from nanoengine.kv.offload import OffloadEngine
-from nanoengine.kv.step_plan import Load, Store
-from nanoengine.kv.transfers import StepTransfers
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.step_plan import Load, StepTransfers, Store
 from nanoengine.outputs import RequestOutput
 
 BLOCK = 8
@@ -138,19 +138,22 @@ def test_what_is_not_finite_comes_back_as_nan() -> None:
 def test_a_round_trip_through_the_host(dtype: torch.dtype) -> None:
     """Whole and partial stores, a load and fills; what was not stored is NaN, bytes are int8's."""
     device = CheckedDevice(CpuDevice(1, copy_workers=True, max_delay_s=0.001))
-    pool = torch.empty(2, 4, 2, 4, 3, 8, dtype=dtype)
-    engine = OffloadEngine(device, pool, 6, 2, 2, debug=True, codec=Int8Codec())
+    spec = KVSpec(2, 4, 4, 3, 8, dtype, 6, 2, 2, host_codec=Int8Codec())
+    memory = KVMemory(spec, device, debug=True)
+    pool, engine = memory.pool, memory.offload
+    assert engine is not None
     content = torch.randn(pool.shape).to(dtype)
     pool.copy_(content)
     stores = (Store(0, 4, 0, 4), Store(1, 5, 0, 4), Store(2, 0, 1, 3))
     assert engine.begin(StepTransfers(stores=stores)).end()
     device.synchronize()
     assert torch.equal(pool, content)  # storing leaves what is on the device as it is
-    engine.poison(range(4), [])
+    for slot in range(4):
+        memory.poison(slot, None)
     run = engine.begin(StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (0,))))
     for layer in range(2):
-        run.before_write(layer)
-        run.read_device(layer, (3,))
+        run.await_loads(layer)
+        memory.before_read(layer, (3,))
         assert pool[layer, 3, :, [0, 3]].isnan().all()
         assert_half_a_step(pool[layer, 3, :, 1:3], content[layer, 2, :, 1:3])
         ring = run.fill(layer, 0)
@@ -162,7 +165,7 @@ def test_a_round_trip_through_the_host(dtype: torch.dtype) -> None:
         assert_half_a_step(ring[0, :, 1:3], content[layer, 2, :, 1:3])
         run.drained(layer, 1)
     assert run.end()
-    engine.poison([], [4])
+    memory.poison(None, 4)
     device.synchronize()
     back = torch.zeros_like(content[0, 0])
     Int8Codec.decode(back, engine.host.block(0, 4))
@@ -170,7 +173,7 @@ def test_a_round_trip_through_the_host(dtype: torch.dtype) -> None:
     token_bytes = 2 * 3 * (8 + 4)
     assert engine.counters.d2h_bytes == 2 * (4 + 4 + 2) * token_bytes
     assert engine.counters.h2d_bytes == 2 * (3 + 3 * 4) * token_bytes
-    engine.close()
+    memory.close()
 
 
 def assert_half_a_step(ours: Tensor, exact: Tensor) -> None:
@@ -350,9 +353,9 @@ def test_twice_the_tokens_fit_and_the_plan_says_lossy(tiny: Tiny) -> None:
     exact, lossy = (engine.plan.kv for engine in engines)
     assert lossy.num_host_blocks == pytest.approx(1.6 * exact.num_host_blocks, abs=2)
     assert (lossy.num_blocks, lossy.block_bytes) == (exact.num_blocks, exact.block_bytes)
-    pieces = engines[1].kv._offload.host._pieces._taken
+    pieces = engines[1].kv.memory.offload.host._pieces._taken
     assert sum(p.nbytes for p in pieces) == lossy.num_host_blocks * lossy.host_block_bytes
-    assert engines[1].kv._offload.ring.nbytes == lossy.ring_bytes > 0
+    assert engines[1].kv.memory.offload.ring.nbytes == lossy.ring_bytes > 0
     host_line = next(line for line in str(engines[1].plan).splitlines() if "KV host" in line)
     assert "240 bytes, int8 (lossy); streamed" in host_line
     assert "lossy" not in str(engines[0].plan)

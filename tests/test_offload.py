@@ -24,9 +24,10 @@ from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kv.offload import OffloadEngine, _store_runs
-from nanoengine.kv.step_plan import Load, Store
-from nanoengine.kv.transfers import StepTransfers
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.offload import OffloadEngine
+from nanoengine.kv.step_plan import Load, StepTransfers, Store, store_runs
 from nanoengine.startup import parts
 
 BLOCK = 8
@@ -273,7 +274,7 @@ def test_full_prefix_hits_whose_blocks_lie_on_the_host(tiny: Tiny, mode: str) ->
     driver.run([prompt], greedy(1))
     driver.run([some_ids(6, 3 * BLOCK)], greedy(1))  # takes the device slots
     before = driver.engine.kv.counters.h2d_bytes
-    on_host = [b for b in driver.engine.kv._manager.cached if b.device_slot is None]
+    on_host = [b for b in driver.engine.kv.blocks.cached if b.device_slot is None]
     assert len(on_host) >= 6
     output = driver.run([prompt], greedy(12))[0]
     assert output.num_cached_tokens == len(prompt) - 1
@@ -379,22 +380,22 @@ def test_partial_tails_leave_the_device_and_come_back(tiny: Tiny) -> None:
 def test_bytes_survive_a_round_trip() -> None:
     """Out to the host, poisoned on the device, back in through a load and through the ring."""
     device = CheckedDevice(CpuDevice(2, copy_workers=True))
-    pool = torch.empty(2, 4, 2, 4, 1, 3)
-    engine = OffloadEngine(device, pool, 6, 2, 2, debug=True)
+    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2), device, debug=True)
+    pool, engine = memory.pool, memory.offload
+    assert engine is not None
     content = torch.randn(pool.shape)
-    run = engine.begin(StepTransfers(write_slots=(0, 1, 2, 3)))
     for layer in range(2):
-        run.before_write(layer)
+        memory.before_write(layer, (0, 1, 2, 3))
         pool[layer] = content[layer]
-    assert run.end()
     stores = (Store(0, 4, 0, 4), Store(1, 5, 0, 4), Store(2, 0, 0, 3))
     assert engine.begin(StepTransfers(stores=stores)).end()
-    engine.poison(range(4), [])
+    for slot in range(4):
+        memory.poison(slot, None)
     transfers = StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (5,)))
     run = engine.begin(transfers)
     for layer in range(2):
-        run.before_write(layer)
-        run.read_device(layer, (3,))
+        run.await_loads(layer)
+        memory.before_read(layer, (3,))
         assert torch.equal(pool[layer, 3, :, :3], content[layer, 2, :, :3])
         assert pool[layer, 3, :, 3:].isnan().all()
         for index, slots in enumerate([(0, 1), (1,)]):
@@ -407,7 +408,7 @@ def test_bytes_survive_a_round_trip() -> None:
     token_bytes = pool[0, 0].nbytes // 4
     assert engine.counters.d2h_bytes == 2 * (4 + 4 + 3) * token_bytes
     assert engine.counters.h2d_bytes == 2 * (3 + 3 * 4) * token_bytes
-    engine.close()
+    memory.close()
 
 
 def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
@@ -421,22 +422,22 @@ def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
         assert engine.begin(StepTransfers(stores=(Store(slot, slot, 0, 4),))).end()
         run = engine.begin(
             [
-                StepTransfers(loads=(Load(0, 3, 4),), write_slots=(3,)),
+                StepTransfers(loads=(Load(0, 3, 4),)),
                 StepTransfers(fills=((1,),)),
                 StepTransfers(),
             ][slot]
         )
         for layer in range(2):
             if slot == 0:
-                run.before_write(layer)
+                run.await_loads(layer)
                 assert torch.equal(pool[layer, 3], content[layer, 0])
             elif slot == 1:
                 assert torch.equal(run.fill(layer, 0)[0], content[layer, 1])
                 run.drained(layer, 0)
             else:
-                run.read_host(layer, 0, (2,))
-                assert torch.equal(engine.host.block(layer, 2), content[layer, 2])
+                assert torch.equal(run.read_host(layer, 0, (2,))[2], content[layer, 2])
         assert run.end()
+    device.close_streams()
     engine.close()
 
 
@@ -444,9 +445,9 @@ def test_whole_blocks_that_follow_one_another_are_one_copy() -> None:
     """On both sides: not where part of a block is stored, nor where one side goes on elsewhere."""
     whole = [Store(3, 7, 0, 4), Store(4, 8, 0, 4), Store(0, 10, 0, 4), Store(9, 11, 0, 4)]
     part = Store(5, 9, 1, 4)
-    runs = _store_runs([whole[3], part, whole[0], whole[2], whole[1]], block_size=4)
+    runs = store_runs([whole[3], part, whole[0], whole[2], whole[1]], block_size=4)
     assert runs == [whole[:2], [part], [whole[2]], [whole[3]]]
-    assert _store_runs([part, Store(6, 10, 0, 4)], block_size=4) == [[part], [Store(6, 10, 0, 4)]]
+    assert store_runs([part, Store(6, 10, 0, 4)], block_size=4) == [[part], [Store(6, 10, 0, 4)]]
 
 
 def test_copies_are_counted_as_found_ready_or_waited_for(tiny: Tiny) -> None:
@@ -482,7 +483,7 @@ def test_refused_only_what_could_not_finish_alone(tiny: Tiny, small: Driver) -> 
     prompt = some_ids(1, 60)
     output = small.run([prompt], greedy(28))[0]
     assert output.outputs[0].token_ids == expected(tiny("llama"), prompt, 28)
-    assert small.engine.kv._manager.num_available == 11
+    assert small.engine.kv.blocks.num_available == 11
 
 
 def test_what_does_not_fit_now_is_queued(tiny: Tiny, small: Driver) -> None:

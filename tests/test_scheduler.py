@@ -29,7 +29,7 @@ class CountingKV:
     def stream_cost(self, seq: Sequence) -> int:
         return self.costs.get(seq.seq_id, 0) if seq.num_computed else 0
 
-    def start_step(self) -> None:
+    def reset_budget(self) -> None:
         pass
 
     def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
@@ -43,7 +43,7 @@ class CountingKV:
     def preempt(self, seq: Sequence) -> None:
         self.deallocate(seq)
 
-    def room(self, seq: Sequence) -> int:
+    def free_tokens(self, seq: Sequence) -> int:
         return self.free
 
     def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None:

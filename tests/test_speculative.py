@@ -98,15 +98,15 @@ def test_greedy_ids_are_those_of_transformers(
 def test_nothing_is_guessed_past_the_last_token(tiny: Callable[[str], Path]) -> None:
     """The last token that a request may have is sampled, never computed."""
     engine = small_engine(tiny("llama"), speculative="ngram:5")
-    begin, seen = engine.kv.begin, []
+    open_step, seen = engine.kv.open_step, []
 
     def watched(batch: ScheduledBatch) -> Any:
         for item in batch.items:
             seen.append(bool(item.guesses))
             assert item.start + item.num_tokens < item.seq.max_total_tokens
-        return begin(batch)
+        return open_step(batch)
 
-    engine.kv.begin = watched  # type: ignore[method-assign]
+    engine.kv.open_step = watched  # type: ignore[method-assign]
     each = [SamplingParams(**GREEDY, max_tokens=n) for n in LENGTHS]
     outputs = answer(engine, repetitive_prompts(), each)
     engine.close()
@@ -181,7 +181,7 @@ def test_what_was_guessed_wrong_does_not_count(tiny: Callable[[str], Path], mode
         found.update({output.request_id: output for output in engine.step()})
         if engine.scheduler.running:
             engine.scheduler.preempt(engine.scheduler.running[-1])
-        for table in engine.kv._tables.values():
+        for table in engine.kv.tables.values():
             held = sum(block.num_tokens for block in table.blocks)
             assert held == max(table.seq.num_computed, table.num_shared_tokens)
         engine.kv.check()

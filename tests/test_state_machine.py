@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
 
     def observed_step(self) -> None:
         """A step of the engine, and in the tally what it was a step of."""
-        scheduler, tables = self.engine.scheduler, self.engine.kv._tables
+        scheduler, tables = self.engine.scheduler, self.engine.kv.tables
         held = {s.seq_id: tables[s.seq_id].blocks for s in scheduler.waiting if s.seq_id in tables}
         parked = {seq_id for seq_id, blocks in held.items() if blocks}
         on_host = {i for i in parked if any(b.host_len and b.device_slot is None for b in held[i])}
@@ -321,25 +321,25 @@ class Machine(RuleBasedStateMachine):
         self.engine.check()
         self.step(steps)
 
-    @precondition(lambda self: self.engine.kv._manager._cached)
+    @precondition(lambda self: self.engine.kv.blocks._cached)
     @rule(which=ANY, copy=one_of("all", "device", "host"))
     def evict(self, which: int, copy: str) -> None:
         """A cached block loses one of its two copies, or goes altogether."""
         kv = self.engine.kv
-        manager = kv._manager
+        manager = kv.blocks
         cached = list(manager.cached)
         twice = [b for b in cached if b.device_slot is not None and b.is_on_host]
         if not twice or copy == "all":
-            kv._evict(self.chosen(cached, which))
+            kv.evict(self.chosen(cached, which))
             copy = "all"
         elif copy == "device":
             slot = manager.drop_device(self.chosen(twice, which))
             manager.device.give(slot)
-            kv._offload.poison([slot], [])
+            kv.memory.poison(slot, None)
         else:
             slot = manager.drop_host(self.chosen(twice, which))
             manager.host.give(slot)
-            kv._offload.poison([], [slot])
+            kv.memory.poison(None, slot)
         self.tally[f"evicted: {copy}"] += 1
 
     @precondition(lambda self: self.mode != "resident")
@@ -361,7 +361,7 @@ class Machine(RuleBasedStateMachine):
 
     def reset_prefix_cache(self) -> None:
         self.engine.kv.reset_prefix_cache()
-        assert not self.engine.kv._manager._cached and not self.engine.kv._manager._by_digest
+        assert not self.engine.kv.blocks._cached and not self.engine.kv.blocks._by_digest
         self.tally["resets"] += 1
 
     # -- copies
@@ -409,8 +409,8 @@ class Machine(RuleBasedStateMachine):
             self.finish()
         self.engine.settle()
         kv = self.engine.kv
-        manager = kv._manager
-        assert not kv._tables and manager.num_available == manager.capacity
+        manager = kv.blocks
+        assert not kv.tables and manager.num_available == manager.capacity
         for pool, name in ((manager.device, "device_slot"), (manager.host, "host_slot")):
             cached = sum(getattr(block, name) is not None for block in manager.cached)
             assert pool.num_free + cached == pool.num_slots
@@ -429,7 +429,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.scheduler.abort([seq.seq_id for seq in self.engine.unfinished])
         self.engine.check()
         self.engine.close()
-        assert self.engine.is_idle and not self.engine.kv._tables
+        assert self.engine.is_idle and not self.engine.kv.tables
 
     def count_engine(self) -> None:
         seqs = self.engine.finished.values()

@@ -17,9 +17,9 @@ from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.device import Device
 from nanoengine.devices.stream_check import CheckedDevice, Key, RaceError, TraceEntry
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kv.offload import OffloadEngine
-from nanoengine.kv.step_plan import Store
-from nanoengine.kv.transfers import StepTransfers
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.step_plan import StepTransfers, Store
 
 SLOT = ("device", 0, 3)
 OTHER = ("device", 1, 3)
@@ -287,12 +287,12 @@ def test_a_copy_on_the_device_waits_for_the_store_that_reads_its_target(
     device: CheckedDevice,
 ) -> None:
     """A step that fails gives slots back while its stores still read them."""
-    pool = torch.zeros(2, 4, 2, 8, 1, 16)
-    offload = OffloadEngine(device, pool, num_host_blocks=4, ring_slots=2, slot_blocks=1)
-    run = offload.begin(StepTransfers(stores=(Store(0, 0, 0, 8),)))
-    offload.copy_on_device(source=1, target=0, num_tokens=5)
+    memory = KVMemory(KVSpec(2, 4, 8, 1, 16, torch.float32, 4, 2, 1), device)
+    assert memory.offload is not None
+    run = memory.offload.begin(StepTransfers(stores=(Store(0, 0, 0, 8),)))
+    memory.copy_block(source=1, target=0, num_tokens=5)
     run.end()
-    offload.close()
+    memory.close()
 
 
 def test_a_streamed_run_is_ordered_by_its_trace_alone(tiny: Callable[[str], Path]) -> None:

@@ -288,12 +288,14 @@ def test_closing_in_the_middle_of_transfers_frees_everything(
     kv, device = driver.engine.kv, driver.engine.device
     workers = [device.h2d.inner._thread, device.d2h.inner._thread]
     if is_cut_off:
-        step = kv.begin(driver.engine.scheduler.schedule())
-        assert step.run._filled, "nothing is under way"
+        step = kv.open_step(driver.engine.scheduler.schedule())
+        assert step.kv.run._filled, "nothing is under way"
     driver.engine.close()
     assert not any(worker.is_alive() for worker in workers)
-    offload = kv._offload
-    assert not offload.host._pieces._taken and not kv._pool.numel() and not offload.ring.numel()
+    offload = kv.memory.offload
+    assert (
+        not offload.host._pieces._taken and not kv.memory.pool.numel() and not offload.ring.numel()
+    )
     driver.engine.close()
     again = make_driver(path)
     assert token_ids(again.run([some_ids(0, 9)], greedy(3)))[0] == expected(path, some_ids(0, 9), 3)

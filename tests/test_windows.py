@@ -29,7 +29,7 @@ from nanoengine.kv.block_manager import Block
 from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.offload import TransferRun
-from nanoengine.kv.transfers import StepTransfers
+from nanoengine.kv.step_plan import StepTransfers
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import layer_windows
 
@@ -305,13 +305,13 @@ def test_preempted_beyond_the_window(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers outgrow the pool; who lost a block, having left others, begins anew."""
-    path, left, forget = tiny("mistral-window"), [], BlockTable.forget
+    path, left, keep_first = tiny("mistral-window"), [], BlockTable.keep_first
 
     def recorded(table: BlockTable, num_kept: int, size: int) -> list[Block]:
-        left.append(table.num_left)
-        return forget(table, num_kept, size)
+        left.append(table.num_released)
+        return keep_first(table, num_kept, size)
 
-    monkeypatch.setattr(BlockTable, "forget", recorded)
+    monkeypatch.setattr(BlockTable, "keep_first", recorded)
     for prefix_cache in (True, False):
         driver = make_driver(path, num_gpu_blocks=7, enable_prefix_caching=prefix_cache)
         prompts = [some_ids(seed, length) for seed, length in enumerate((5, 6, 40))]
@@ -329,7 +329,7 @@ def test_prefixes_are_found_and_only_their_end_is_held(tiny: Callable[[str], Pat
     long = [*prompt, *some_ids(5, 3)]
     driver.engine.add_request(long, greedy(2))
     driver.step()
-    (table,) = driver.engine.kv._tables.values()
+    (table,) = driver.engine.kv.tables.values()
     assert len(table.held) == 4  # of 21 keys and the new ones
     driver.drain()
     follow_ups = [[*prompt, i, 2 * i] for i in range(2)]
@@ -384,7 +384,7 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
     windows, fills = driver.engine.kv.spec.windows, set()
     assert driver.engine.kv.spec.tail_blocks == tail
     prompts = [some_ids(6, 150), some_ids(7, 120), some_ids(8, 11), some_ids(6, 150)[:100]]
-    begin = driver.engine.kv._offload.begin
+    begin = driver.engine.kv.memory.offload.begin
 
     def recorded(transfers: StepTransfers) -> TransferRun:
         numbers = range(len(transfers.fills))
@@ -392,7 +392,7 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
         fills.update((layer, windows[layer]) for layer, read in enumerate(of_layers) for _ in read)
         return begin(transfers)
 
-    driver.engine.kv._offload.begin = recorded
+    driver.engine.kv.memory.offload.begin = recorded
     outputs = driver.run(prompts, greedy(12))
     assert token_ids(outputs) == [expected(path, prompt, 12) for prompt in prompts]
     assert fills == {(layer, None) for layer, window in enumerate(windows) if window is None}

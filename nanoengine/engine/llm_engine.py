@@ -18,7 +18,7 @@ from nanoengine.config import EngineConfig, ModelConfig, make_config
 from nanoengine.devices.device import Device
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.engine.input_processor import InputProcessor
-from nanoengine.engine.model_runner import ModelRunner, StepCaches, StepTokens
+from nanoengine.engine.model_runner import ModelRunner, StepOpener, StepTokens
 from nanoengine.engine.output_processor import OutputProcessor
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.scheduler import Scheduler
@@ -57,7 +57,7 @@ class LLMEngine:
         self.default_params: SamplingParams = parts.default_params
         self._folder = parts.folder
 
-        def make_runner(kv: StepCaches) -> ModelRunner:
+        def make_runner(kv: StepOpener) -> ModelRunner:
             sampler = Sampler(parts.ops.argmax, device.tensor)
             return ModelRunner(parts.model.decoder, parts.attention, kv, sampler, device)
 

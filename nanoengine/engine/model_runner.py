@@ -21,19 +21,21 @@ from nanoengine.models.decoder import Decoder
 from nanoengine.sequence import ScheduledBatch
 
 
-class StepCache(KVCache, Protocol):
-    """The KV cache of one step, laid out for `num_rows` sequences."""
+class OpenStep(Protocol):
+    """One step's KV cache, laid out for `num_rows` sequences (kv.open_step.OpenStep)."""
+
+    num_rows: int
 
     @property
-    def num_rows(self) -> int: ...
-    def count(self) -> None: ...
-    def end(self) -> None: ...
+    def kv(self) -> KVCache: ...
+    def mark_written(self) -> None: ...
+    def close(self) -> None: ...
 
 
-class StepCaches(Protocol):
+class StepOpener(Protocol):
     """The KV manager, as far as the runner knows it."""
 
-    def begin(self, batch: ScheduledBatch) -> StepCache: ...
+    def open_step(self, batch: ScheduledBatch) -> OpenStep: ...
 
 
 PROMPT_SCORE_ROWS = 256  # logits of so many tokens of a prompt are held at once
@@ -76,7 +78,7 @@ class ModelRunner:
         self,
         model: Decoder,
         attention: AttentionBackend,
-        kv: StepCaches,
+        kv: StepOpener,
         sampler: Sampler,
         device: Device,
     ) -> None:
@@ -93,13 +95,13 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: StepTokens | None = None) -> StepTokens:
         """Begin the step. before: the one that computes the tokens which `batch` is ahead of."""
-        kv = self._kv.begin(batch)
+        step = self._kv.open_step(batch)
         try:
-            ctx = self.context(batch, kv, before)
+            ctx = self.context(batch, step, before)
             hidden = self._model.forward(ctx)
-            kv.count()
+            step.mark_written()
         finally:
-            kv.end()
+            step.close()
         prompt_scores = tuple(self._score_prompts(batch, hidden))
         drawn = [
             (item.seq, item.start + item.num_tokens - item.num_samples + number)
@@ -143,7 +145,7 @@ class ModelRunner:
             row += item.num_tokens
 
     def context(
-        self, batch: ScheduledBatch, kv: StepCache, before: StepTokens | None
+        self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None
     ) -> ForwardContext:
         """The forward context of a batch, over the KV cache of its step. Rows of it past the real
         sequences have a token, and no keys.
@@ -164,7 +166,7 @@ class ModelRunner:
             kv_lens.append(end)
             logit_rows += range(len(token_ids) - item.num_samples, len(token_ids))
         lengths = [*zip((item.num_tokens for item in batch.items), kv_lens, strict=True)]
-        for _ in range(len(lengths), kv.num_rows):
+        for _ in range(len(lengths), step.num_rows):
             lengths.append((1, 0))
             token_ids.append(0)
             positions.append(0)
@@ -182,7 +184,7 @@ class ModelRunner:
             kv_lens=lens,
             lengths=tuple(lengths),
             logit_rows=rows,
-            kv=kv,
+            kv=step.kv,
             attention=self._attention,
         )
 

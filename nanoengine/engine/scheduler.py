@@ -30,11 +30,11 @@ from nanoengine.sequence import (
 class KVAdmission(Protocol):
     """The scheduler's face of the KV manager."""
 
-    def start_step(self) -> None: ...
+    def reset_budget(self) -> None: ...
     def admit(self, seq: Sequence) -> Admission: ...
     def stream_cost(self, seq: Sequence) -> int: ...
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None: ...
-    def room(self, seq: Sequence) -> int: ...
+    def free_tokens(self, seq: Sequence) -> int: ...
     def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None: ...
     def preempt(self, seq: Sequence) -> None: ...
     def deallocate(self, seq: Sequence) -> None: ...
@@ -97,7 +97,7 @@ class Scheduler:
         budget = self._max_tokens
         num_running = len(self.running)
         self._spare_tokens = budget - num_running
-        self._kv.start_step()
+        self._kv.reset_budget()
         order = self._in_order()
         budget = self._schedule_running(order, budget, plan)
         if not plan and self._pacer.is_limited:  # whoever was protected cannot go on just now
@@ -126,7 +126,7 @@ class Scheduler:
             return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
-        self._kv.start_step()
+        self._kv.reset_budget()
         for item in batch.items:
             seq, done = item.seq, item.start + item.num_tokens
             if item.samples and done + 1 >= seq.max_total_tokens:
@@ -248,7 +248,7 @@ class Scheduler:
         """What may follow a decoding sequence, as far as it may go on and there is room for it."""
         if seq.guesser is None or seq.is_prefill:
             return ()
-        most = min(most, self._config.num_guesses, self._kv.room(seq) - 1)
+        most = min(most, self._config.num_guesses, self._kv.free_tokens(seq) - 1)
         return seq.guesser.guess(
             seq.token_ids, min(most, seq.max_total_tokens - seq.num_tokens - 1)
         )

@@ -13,20 +13,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 import xxhash
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. Validity is a length: `num_tokens` are computed, the first `host_len` have a host
-    copy.
+    """One block: `num_tokens` of its tokens are computed, the first `host_len` have a host copy.
 
-    The device copy, where there is a device slot, holds all of them. `key` is set while the block,
-    full and computed, is published: it can be found under `parent`.
+    The device copy, where there is a device slot, holds all of them. `block_id` is never used
+    again. `key` is set while the block, full and computed, is published: it can be found under
+    `parent`.
     """
 
+    block_id: int = -1
     ref_count: int = 1
     num_tokens: int = 0
     device_slot: int | None = None
@@ -153,6 +154,7 @@ class BlockManager:
         self.device = SlotPool(num_device)
         self.host = SlotPool(num_host)
         self.capacity = num_device + num_host - (spare if num_host else 0)
+        self._ids = count()
         self._num_referenced = 0
         self._cached: OrderedDict[Block, None] = OrderedDict()  # unreferenced, oldest first
         self._cached_on_device: OrderedDict[Block, None] = OrderedDict()  # those with a device slot
@@ -191,7 +193,7 @@ class BlockManager:
     def allocate(self) -> Block:
         """A new empty block with one reference and no slot; at most `num_available` of them."""
         self._num_referenced += 1
-        return Block()
+        return Block(next(self._ids))
 
     def find(self, parent: Block | None, key: BlockKey) -> Block | None:
         """The published block with this key after `parent`, without taking a reference.
@@ -292,8 +294,8 @@ class BlockManager:
         references: block -> number of tables holding it.
         """
         assert len(references) == self._num_referenced, "referenced blocks are miscounted"
-        for block, count in references.items():
-            assert block.ref_count == count, "a reference count is off"
+        for block, num_tables in references.items():
+            assert block.ref_count == num_tables, "a reference count is off"
         blocks = [*references, *self._cached]
         assert len(set(blocks)) == len(blocks), "a block is both referenced and cached"
         self.device.check(b.device_slot for b in blocks if b.device_slot is not None)

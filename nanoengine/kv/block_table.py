@@ -1,6 +1,4 @@
-"""BlockTable: the blocks of one sequence, and where its next tokens go; and what the reservations
-of a step add up to. Knows no pools.
-"""
+"""BlockTable: the blocks of one sequence, and where its next tokens go. Knows no pools."""
 
 from __future__ import annotations
 
@@ -10,17 +8,19 @@ from dataclasses import dataclass, field
 from nanoengine.kv.block_manager import Block, BlockKey, block_key
 from nanoengine.sequence import Sequence
 
-LEFT = Block(ref_count=0)  # stands for a block that was given back; nobody changes it
+RELEASED = Block(ref_count=0)  # stands in a table for a block that was released; never changed
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """What the reservations of one step may still write, how many loads were granted, and which
-    host blocks the step streams so far.
+    """What the reservations of one step may still take.
+
+    num_write_blocks: blocks that may still be written. num_loads: loads granted so far. streamed:
+    the host blocks that the step streams so far.
     """
 
-    write_blocks: int
-    loads: int
+    num_write_blocks: int
+    num_loads: int = 0
     streamed: set[Block] = field(default_factory=set)
 
 
@@ -36,32 +36,32 @@ class Write:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one sequence in logical order; in place of the first `num_left`, which every
-    layer's window has left, LEFT.
+    """The blocks of one sequence in logical order. Every layer's window has passed the first
+    `num_released` of them; RELEASED stands in their place.
 
     The first len(published) are findable by content, each under the block that stands for it there.
-    `keys` are those of its full blocks, as far as they were needed; the first `num_promised` were
-    promised to others while it computes them.
-    `num_shared_tokens` came from the prefix cache: their KV is never written again.
+    `keys` are those of its full blocks, as far as they were needed; the first `num_announced` were
+    announced to others, as this sequence computes them. `num_shared_tokens` came from the prefix
+    cache: their KV is never written again.
     """
 
     seq: Sequence
     blocks: list[Block] = field(default_factory=list)
     published: list[Block] = field(default_factory=list)
     keys: list[BlockKey] = field(default_factory=list)
-    num_promised: int = 0
+    num_announced: int = 0
     num_shared_tokens: int = 0
-    num_left: int = 0
-    is_parked: bool = True
+    num_released: int = 0
+    is_preempted: bool = True
 
     @property
     def held(self) -> list[Block]:
-        """Those that the sequence has a reference to."""
-        return self.held_from(0)
+        """The blocks that the sequence has a reference to."""
+        return self.blocks[self.num_released :]
 
     def held_from(self, first: int) -> list[Block]:
         """Those of them from block `first` on."""
-        return self.blocks[max(self.num_left, first) :]
+        return self.blocks[max(self.num_released, first) :]
 
     def first_keys(self, num_blocks: int, size: int) -> list[BlockKey]:
         """The keys of the first `num_blocks` blocks of `size` tokens, which are full."""
@@ -71,9 +71,13 @@ class BlockTable:
             keys.append(block_key(keys[-1] if keys else None, tokens, seq.cache_salt))
         return keys[:num_blocks]
 
-    def count(self, first: int, size: int, num_rejected: int) -> None:
-        """Blocks of `size` tokens, from `first` on, hold what the sequence has computed; not what
-        was rejected after it.
+    def commit(self, num_computed: int) -> None:
+        """The first `num_computed` tokens have KV. Nothing else sets num_computed."""
+        self.seq.num_computed = num_computed
+
+    def mark_computed(self, first: int, size: int, num_rejected: int) -> None:
+        """The blocks of `size` tokens, from `first` on, hold what the sequence has computed, and
+        not the `num_rejected` tokens after it.
         """
         num_computed = self.seq.num_computed
         for index in range(first, -(-(num_computed + num_rejected) // size)):
@@ -82,44 +86,46 @@ class BlockTable:
             least = 0 if num_rejected else block.num_tokens
             block.num_tokens = max(least, num_tokens)
 
-    def leave(self, num_left: int) -> list[Block]:
-        """The first `num_left` blocks are needed no more; returns those that were still held."""
-        left = self.blocks[self.num_left : num_left]
-        self.blocks[: self.num_left + len(left)] = [LEFT] * (self.num_left + len(left))
-        self.num_left += len(left)
-        return left
+    def release_passed(self, num_released: int) -> list[Block]:
+        """Every window has passed the first `num_released` blocks; returns those still held."""
+        passed = self.blocks[self.num_released : num_released]
+        num_released = self.num_released + len(passed)
+        self.blocks[:num_released] = [RELEASED] * num_released
+        self.num_released = num_released
+        return passed
 
-    def skip(self, num_blocks: int) -> None:
-        """What it holds are the blocks after so many, which are not needed."""
-        self.blocks[:0], self.num_left = [LEFT] * num_blocks, num_blocks
+    def start_at(self, num_blocks: int) -> None:
+        """Put `num_blocks` released blocks before those that it holds."""
+        self.blocks[:0], self.num_released = [RELEASED] * num_blocks, num_blocks
 
-    def take(self, hits: list[Block], num_left: int) -> None:
-        """Begin with these cached blocks, of which the first `num_left` are not needed."""
-        self.blocks = [LEFT] * num_left + hits[num_left:]
-        self.published, self.num_left = list(hits), num_left
+    def adopt(self, hits: list[Block], num_released: int) -> None:
+        """Begin with these cached blocks, of which the first `num_released` are not needed."""
+        self.blocks = [RELEASED] * num_released + hits[num_released:]
+        self.published, self.num_released = list(hits), num_released
 
-    def forget(self, num_kept: int, size: int) -> list[Block]:
+    def keep_first(self, num_kept: int, size: int) -> list[Block]:
         """Keep the first `num_kept` blocks of `size` tokens; returns the others that were held.
 
-        Without those that the window left none can be computed anew: then it keeps nothing.
+        A table that has released blocks keeps nothing: what follows them could not be computed
+        again.
         """
-        if self.num_left:
+        if self.num_released:
             num_kept = 0
-        gone = self.blocks[max(num_kept, self.num_left) :]
+        dropped = self.blocks[max(num_kept, self.num_released) :]
         del self.blocks[num_kept:], self.published[num_kept:]
-        self.num_left = 0
+        self.num_released = 0
         self.num_shared_tokens = min(self.num_shared_tokens, num_kept * size)
-        self.seq.num_computed = min(self.seq.num_computed, num_kept * size)
-        return gone
+        self.commit(min(self.seq.num_computed, num_kept * size))
+        return dropped
 
     def writes(self, row: int, start: int, num_tokens: int, size: int) -> Iterator[Write]:
-        """Where tokens from position `start` on are stored, the first of them row `row` of a step.
+        """Where tokens from position `start` on are stored; the first is row `row` of a step.
 
-        Those whose KV came from the prefix cache are left out: other sequences may be reading it.
+        Tokens whose KV came from the prefix cache are left out: other sequences may be reading it.
         """
         position, stop = max(start, self.num_shared_tokens), start + num_tokens
         while position < stop:
             end = min(stop, (position // size + 1) * size)
-            place = self.blocks[position // size], position % size
-            yield Write(row + position - start, *place, end - position)
+            block, offset = self.blocks[position // size], position % size
+            yield Write(row + position - start, block, offset, end - position)
             position = end

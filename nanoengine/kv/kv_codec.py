@@ -58,6 +58,14 @@ class Int8Codec:
             if src.is_cuda:
                 target.copy_(staged, non_blocking=True)
 
+    @classmethod
+    def encoded(cls, block: Tensor) -> Tensor:
+        """`block` [..., head_dim], on the CPU, as it is on the host: [..., head_dim + 4]."""
+        shape = *block.shape[:-1], cls.row_size(block.shape[-1])
+        codes = torch.empty(shape, dtype=cls.dtype)
+        cls.encode(codes, block)
+        return codes
+
     @staticmethod
     def decode(dst: Tensor, src: Tensor) -> None:
         """The inverse: `src` [..., head_dim + 4] to `dst` [..., head_dim], both contiguous."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -29,16 +28,8 @@ from nanoengine.devices.copy_streams import Convert, Event, Stream
 from nanoengine.devices.device import Device
 from nanoengine.kv.host_pool import HostPool
 from nanoengine.kv.kv_codec import Int8Codec
-from nanoengine.kv.step_plan import Store
-from nanoengine.kv.transfers import FailedTransfer, StepTransfers, TransferCounters
-
-
-@dataclass(slots=True)
-class _SlotEvents:
-    """For each device and host slot the events, one a layer, of the last store that touched it."""
-
-    device: dict[int, list[Event]] = field(default_factory=dict)
-    host: dict[int, list[Event]] = field(default_factory=dict)
+from nanoengine.kv.step_plan import StepTransfers, Store, store_runs
+from nanoengine.kv.transfers import FailedTransfer, StoreEvents, TransferCounters
 
 
 class OffloadEngine:
@@ -56,13 +47,14 @@ class OffloadEngine:
     ) -> None:
         """device_pool: [layers, device_blocks, 2, block_size, kv_heads, head_dim].
 
-        slot_blocks 0 makes no ring: host blocks are read where they are. codec: how they are on the
-        host (None: as on the device); it needs a ring.
+        slot_blocks 0 makes no ring: host blocks are read in place. codec: encodes host blocks
+        (None: they are as on the device); it needs a ring. debug: memory that holds no KV is filled
+        with NaN.
         """
         layers, _, *block = device_pool.shape
-        self._device = device
+        self.device = device
         self._pool = device_pool
-        self._codec = codec
+        self.codec = codec
         self._encode: Convert | None = codec.encode if codec else None
         self._decode: Convert | None = codec.decode if codec else None
         host_block = [*block[:-1], codec.row_size(block[-1])] if codec else block
@@ -73,7 +65,7 @@ class OffloadEngine:
         self.ring = device_pool.new_empty((ring_slots, slot_blocks, *block))
         self.slot_blocks = slot_blocks
         self.counters = TransferCounters()
-        self._stored = _SlotEvents()
+        self.stored = StoreEvents()
         self._drained: list[Event | None] = [None] * ring_slots
         self._debug = debug
         self.poison_all()
@@ -83,111 +75,41 @@ class OffloadEngine:
         return TransferRun(self, transfers)
 
     def poison_all(self) -> None:
-        """Fill everything with NaN (debug only); nothing may be in use or under way."""
+        """Fill the ring and the host pool with NaN (debug only); nothing may be under way."""
         if self._debug:
-            for pool in (self._pool, self.ring):
-                pool.fill_(torch.nan)
+            self.ring.fill_(torch.nan)
             self.host.fill(self._host_poison)
 
-    def poison(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        """Fill freed slots with NaN (debug only), once nothing reads them any more."""
-        compute, d2h = self._device.compute, self._device.d2h
-        for slot in device_slots:
-            for layer, pool in enumerate(self._pool):
-                self.wait_stored(compute, layer, device_slots=(slot,))
-                self._device.declare(compute, writes=_keys("device", layer, (slot,)))
-                compute.fill(pool[slot], torch.nan)
-        d2h.wait(compute.record())
-        for slot in host_slots:
-            for layer in range(self.host.num_layers):
-                self._device.declare(d2h, writes=_keys("host", layer, (slot,)))
-                d2h.fill(self.host.block(layer, slot), self._host_poison)
-            self._stored.host[slot] = [d2h.record()] * self.host.num_layers
-
-    def wait_stored(
-        self,
-        stream: Stream,
-        layer: int,
-        device_slots: Sequence[int] = (),
-        host_slots: Sequence[int] = (),
-    ) -> None:
-        """Let `stream` wait for the last stores that read these device slots or wrote these
-        host slots.
-        """
-        for events, slots in (
-            (self._stored.device, device_slots),
-            (self._stored.host, host_slots),
-        ):
-            if events:
-                found = {id(e[layer]): e[layer] for s in slots if (e := events.get(s))}
-                for event in found.values():
-                    stream.wait(event)
-
-    def all_stored(self, device_slots: Iterable[int], host_slots: Iterable[int]) -> bool:
-        """Whether the last stores that read these device slots or wrote these host slots are done.
-
-        Stores run in order, so the last layer's tells of all.
-        """
-        stored = self._stored
-        device = (stored.device.get(slot) for slot in device_slots)
-        host = (stored.host.get(slot) for slot in host_slots)
-        return all(events[-1].is_done() for events in (*device, *host) if events)
+    def poison(self, host_slot: int) -> None:
+        """Fill a freed host slot with NaN, behind what compute has been given so far."""
+        d2h = self.device.d2h
+        d2h.wait(self.device.compute.record())
+        for layer in range(self.host.num_layers):
+            self.device.declare(d2h, writes=slot_keys("host", layer, (host_slot,)))
+            d2h.fill(self.host.block(layer, host_slot), self._host_poison)
+        self.stored.host[host_slot] = [d2h.record()] * self.host.num_layers
 
     def take_failures(self) -> list[FailedTransfer]:
         """The transfers that failed since the last call; those that compute waited for are among
         them.
         """
         failures = []
-        for stream, lost in ((self._device.d2h, True), (self._device.h2d, False)):
+        for stream, lost in ((self.device.d2h, True), (self.device.h2d, False)):
             for failed in stream.take_failed():
                 assert isinstance(failed.owner, tuple)
                 failures.append(FailedTransfer(failed.owner, lost, str(failed.error)))
         return failures
 
     def close(self) -> None:
-        """Let queued copies end, then drop the pools."""
-        self._device.close_streams()
+        """Drop the pools; the device's streams must be closed."""
         self.host.close()
         self.ring = self._pool = torch.empty(0)
 
-    def copy_on_device(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first `num_tokens` tokens of a device slot to another one, all layers, behind
-        what compute has been given so far.
-        """
-        compute = self._device.compute
-        for layer, pool in enumerate(self._pool):
-            self.wait_stored(compute, layer, device_slots=(target,))
-            self._device.declare(
-                compute,
-                reads=_keys("device", layer, (source,)),
-                writes=_keys("device", layer, (target,)),
-            )
-            pool[target, :, :num_tokens] = pool[source, :, :num_tokens]
-
-    def as_stored(self, block: Tensor) -> Tensor:
-        """One layer of a block, [2, block_size, kv_heads, head_dim], as the host pool holds it."""
-        if self._codec is None:
-            return block
-        shape = *block.shape[:-1], self._codec.row_size(block.shape[-1])
-        stored = torch.empty(shape, dtype=self._codec.dtype)
-        self._codec.encode(stored, block.cpu())
-        return stored
-
-    def ring_pieces(self, num_blocks: int) -> list[tuple[Tensor, Tensor]]:
-        """Pairs of (part of the ring, host blocks) to time `fetch` with."""
-        ring, host = self.ring, self.host.piece(0, 0)
-        num_blocks = min(num_blocks, len(host))
-        width = min(self.slot_blocks, num_blocks)
-        host[:num_blocks] = 0  # memory never written reads faster than real KV
-        starts = range(0, num_blocks - width + 1, width)
-        return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]
-
     def fetch(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
         """Queue a copy of host blocks of a layer to device memory."""
-        self._device.h2d.copy(dst, src, owner, self._decode)
+        self.device.h2d.copy(dst, src, owner, self._decode)
 
-    # -- used by TransferRun
-    # -------------------------------------------------------------------------
+    # -- used by TransferRun ---------------------------------------------------------------------
 
     def queue_stores(self, transfers: StepTransfers) -> None:
         """All stores of a step, layer by layer, behind everything that compute has been given
@@ -196,80 +118,78 @@ class OffloadEngine:
         stores = transfers.stores
         if not stores:
             return
-        d2h = self._device.d2h
-        d2h.wait(self._device.compute.record())
+        d2h = self.device.d2h
+        d2h.wait(self.device.compute.record())
         events: list[Event] = []
-        runs = _store_runs(stores, self._pool.shape[3])
+        runs = store_runs(stores, self._pool.shape[3])
         for layer in range(len(self._pool)):
             for run in runs:
                 self._queue_run(layer, run, transfers)
             events.append(d2h.record())
         for s in stores:
-            self._stored.device[s.device_slot] = events
-            self._stored.host[s.host_slot] = events
+            self.stored.device[s.device_slot] = events
+            self.stored.host[s.host_slot] = events
             self.counters.d2h_bytes += len(self._pool) * self._token_bytes * (s.stop - s.start)
 
     def _queue_run(self, layer: int, run: Sequence[Store], transfers: StepTransfers) -> None:
         """Stores of one layer: one, or of whole blocks that are one copy wherever they are in one
         piece of the host pool.
         """
-        d2h, first = self._device.d2h, run[0]
+        d2h, first = self.device.d2h, run[0]
         device_slots, host_slots = [s.device_slot for s in run], [s.host_slot for s in run]
-        self._device.declare(
+        self.device.declare(
             d2h,
-            reads=_keys("device", layer, device_slots),
-            writes=_keys("host", layer, host_slots),
+            reads=slot_keys("device", layer, device_slots),
+            writes=slot_keys("host", layer, host_slots),
         )
-        owners = tuple(transfers.owners.get(slot) for slot in host_slots)
+        ids = tuple(transfers.block_ids.get(slot) for slot in host_slots)
         if len(run) == 1:
-            host, block = (
-                self.host.block(layer, first.host_slot),
-                self._pool[layer, device_slots[0]],
-            )
-            self._copy(d2h, host, block, (first.start, first.stop), owners, self._encode)
+            host = self.host.block(layer, first.host_slot)
+            block = self._pool[layer, first.device_slot]
+            self._copy(d2h, host, block, (first.start, first.stop), ids, self._encode)
             return
         for at, host in self.host.runs(layer, host_slots):
             start, stop = device_slots[0] + at, device_slots[0] + at + len(host)
             blocks = self._pool[layer, start:stop]
-            d2h.copy(host, blocks, owners[at : at + len(host)], self._encode)
+            d2h.copy(host, blocks, ids[at : at + len(host)], self._encode)
 
     def queue_loads(self, layer: int, transfers: StepTransfers) -> Event:
         """Bring blocks of one layer back into device slots."""
-        h2d, declare = self._device.h2d, self._device.declare
+        h2d, declare = self.device.h2d, self.device.declare
         for load in transfers.loads:
-            self.wait_stored(h2d, layer, (load.device_slot,), (load.host_slot,))
+            self.stored.wait(h2d, layer, (load.device_slot,), (load.host_slot,))
             declare(
                 h2d,
-                reads=_keys("host", layer, (load.host_slot,)),
-                writes=_keys("device", layer, (load.device_slot,)),
+                reads=slot_keys("host", layer, (load.host_slot,)),
+                writes=slot_keys("device", layer, (load.device_slot,)),
             )
             source = self.host.block(layer, load.host_slot)
-            owner = (transfers.owners.get(load.host_slot),)
+            ids = (transfers.block_ids.get(load.host_slot),)
             target = self._pool[layer, load.device_slot]
-            self._copy(h2d, target, source, (0, load.num_tokens), owner, self._decode)
+            self._copy(h2d, target, source, (0, load.num_tokens), ids, self._decode)
             self.counters.h2d_bytes += self._token_bytes * load.num_tokens
         return h2d.record()
 
     def queue_fill(self, layer: int, transfers: StepTransfers, index: int, ring_slot: int) -> Event:
         """Bring fill `index` of one layer into a ring slot, once its last reader has drained it."""
         host_slots = transfers.fills[index]
-        h2d, declare = self._device.h2d, self._device.declare
+        h2d, declare = self.device.h2d, self.device.declare
         drained = self._drained[ring_slot]
         if drained is not None:
             h2d.wait(drained)
-        self.wait_stored(h2d, layer, host_slots=host_slots)
+        self.stored.wait(h2d, layer, host_slots=host_slots)
         declare(
             h2d,
-            reads=_keys("host", layer, host_slots),
-            writes=_keys("ring", 0, (ring_slot,)),
+            reads=slot_keys("host", layer, host_slots),
+            writes=slot_keys("ring", 0, (ring_slot,)),
         )
         target = self.ring[ring_slot]
         if self._debug:
             h2d.fill(target, torch.nan)
         for at, blocks in self.host.runs(layer, host_slots):
             stop = at + len(blocks)
-            owners = tuple(transfers.owners.get(slot) for slot in host_slots[at:stop])
-            self.fetch(target[at:stop], blocks, owners)
+            ids = tuple(transfers.block_ids.get(slot) for slot in host_slots[at:stop])
+            self.fetch(target[at:stop], blocks, ids)
             self.counters.num_fill_copies += 1
         self.counters.fill_bytes += len(host_slots) * self._block_bytes
         self.counters.h2d_bytes += len(host_slots) * self._block_bytes
@@ -281,20 +201,15 @@ class OffloadEngine:
             self.counters.num_prefetch_hits += 1
         else:
             self.counters.num_stalls += 1
-        self._device.compute.wait(event)
+        self.device.compute.wait(event)
 
     def drain(self, ring_slot: int) -> None:
         """Compute has been given all its reads of this ring slot."""
-        compute = self._device.compute
+        compute = self.device.compute
         if self._debug:
-            self._device.declare(compute, writes=_keys("ring", 0, (ring_slot,)))
+            self.device.declare(compute, writes=slot_keys("ring", 0, (ring_slot,)))
             compute.fill(self.ring[ring_slot], torch.nan)
         self._drained[ring_slot] = compute.record()
-
-    @property
-    def device(self) -> Device:
-        """The device whose streams are used."""
-        return self._device
 
     @property
     def _token_bytes(self) -> int:
@@ -340,40 +255,30 @@ class TransferRun:
             engine.device.h2d.wait(engine.device.compute.record())
         self._issue()
 
-    def before_write(self, layer: int) -> None:
-        """Let compute wait until this layer's K and V may be written: loads are in, old blocks
-        are out.
-        """
-        engine, write_slots = self._engine, self._transfers.write_slots
+    def await_loads(self, layer: int) -> None:
+        """Let compute wait until the blocks of this layer that were loaded are in."""
         if self._transfers.loads:
-            engine.await_event(self._loaded[layer])
-        engine.wait_stored(engine.device.compute, layer, device_slots=write_slots)
-        engine.device.declare(engine.device.compute, writes=_keys("device", layer, write_slots))
+            self._engine.await_event(self._loaded[layer])
 
-    def moves_nothing(self, on_host: Iterable[tuple[int, Sequence[int]]]) -> bool:
-        """Whether the step has no transfers, and those before it that touched what it touches are
-        done.
-
-        on_host: (piece, places) of the host pool that the step reads. Never on a checking device,
-        which wants to be told of every access.
+    def moves_nothing(
+        self, write_slots: Iterable[int], on_host: Iterable[tuple[int, Sequence[int]]]
+    ) -> bool:
+        """Whether the step has no transfers, and those before it are done that touched what it
+        writes (device slots) or reads: on_host, (piece, places) of the host pool.
         """
         engine, transfers = self._engine, self._transfers
-        if transfers.stores or transfers.loads or transfers.fills or engine.device.is_checked:
+        if transfers.stores or transfers.loads or transfers.fills:
             return False
         host = engine.host
         slots = (slot for piece, places in on_host for slot in host.slots(piece, places))
-        return engine.all_stored(transfers.write_slots, slots)
+        return engine.stored.are_done(write_slots, slots)
 
-    def read_device(self, layer: int, slots: Sequence[int]) -> None:
-        """Compute is about to read these device slots."""
-        device = self._engine.device
-        device.declare(device.compute, reads=_keys("device", layer, slots))
-
-    def read_host(self, layer: int, piece: int, places: Sequence[int]) -> None:
-        """Compute is about to read these places of a piece of the host pool."""
+    def read_host(self, layer: int, piece: int, places: Sequence[int]) -> Tensor:
+        """One layer of a piece of the host pool; compute is about to read these places of it."""
         device, slots = self._engine.device, list(self._engine.host.slots(piece, places))
-        self._engine.wait_stored(device.compute, layer, host_slots=slots)
-        device.declare(device.compute, reads=_keys("host", layer, slots))
+        self._engine.stored.wait(device.compute, layer, host_slots=slots)
+        device.declare(device.compute, reads=slot_keys("host", layer, slots))
+        return self._engine.host.piece(piece, layer)
 
     def fill(self, layer: int, index: int) -> Tensor:
         """The ring slot with fill `index` of a layer, [slot_blocks, 2, block_size, kv_heads,
@@ -385,7 +290,7 @@ class TransferRun:
         self._engine.await_event(self._filled[number])
         ring_slot = number % len(self._engine.ring)
         device = self._engine.device
-        device.declare(device.compute, reads=_keys("ring", 0, (ring_slot,)))
+        device.declare(device.compute, reads=slot_keys("ring", 0, (ring_slot,)))
         return self._engine.ring[ring_slot]
 
     def drained(self, layer: int, index: int) -> None:
@@ -430,19 +335,6 @@ class TransferRun:
             self._next_fill += 1
 
 
-def _store_runs(stores: Sequence[Store], block_size: int) -> list[list[Store]]:
-    """The stores, those of whole blocks that follow one another on both sides together."""
-    runs: list[list[Store]] = []
-    for store in sorted(stores, key=lambda s: s.host_slot):
-        last = runs[-1][-1] if runs else store
-        following = Store(last.device_slot + 1, last.host_slot + 1, 0, block_size)
-        if store == following and (last.start, last.stop) == (0, block_size):
-            runs[-1].append(store)
-        else:
-            runs.append([store])
-    return runs
-
-
-def _keys(pool: str, layer: int, slots: Sequence[int]) -> Iterator[tuple[str, int, int]]:
+def slot_keys(pool: str, layer: int, slots: Sequence[int]) -> Iterator[tuple[str, int, int]]:
     """Names of slots for the checking device; nobody else asks for them."""
     return ((pool, layer, slot) for slot in slots)

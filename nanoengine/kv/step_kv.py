@@ -1,46 +1,23 @@
-"""StepKV: one step's view of the KV cache, the face that the attention sees.
+"""StepKV: one step's view of the KV cache, which attention writes and reads layer by layer.
 
-Made by HybridKVCacheManager.begin, once everything is placed and planned; good for one step.
+Opened from a StepPlan over a KVMemory; good for one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from nanoengine.context import KVChunk, KVTarget, MakeTensor, Spans, StepInputs, packed
-from nanoengine.kv.block_manager import Block
-from nanoengine.kv.block_table import Write
-from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.kv.offload import OffloadEngine, TransferRun
-from nanoengine.kv.placement import Placement
-from nanoengine.kv.step_plan import DEVICE, HOST, Part
-from nanoengine.kv.transfers import TransferCounters
-from nanoengine.sequence import RequestMetrics
-
-Pad = Callable[[int], int]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerPool:
-    """The device pool of one layer in the two shapes it is used in, made once: views cost more than
-    a small kernel.
-
-    blocks: k and v, each [device_blocks, block_size, kv_heads, head_dim]; rows: both, flattened to
-    [device_blocks x 2 x block_size, kv_heads, head_dim].
-    """
-
-    blocks: tuple[Tensor, ...]
-    rows: Tensor
-
-    @classmethod
-    def of(cls, blocks: Tensor) -> LayerPool:
-        """blocks: [device_blocks, 2, block_size, kv_heads, head_dim]."""
-        return cls(blocks.unbind(1), blocks.flatten(0, 2))
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.offload import TransferRun
+from nanoengine.kv.step_plan import DEVICE, HOST, Part, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +35,8 @@ class ChunkTable:
 
     @classmethod
     def make(cls, part: Part, fill_index: int, tensor: MakeTensor, num_rows: int = 0) -> ChunkTable:
-        """num_rows: at least so many sequences, those past the real ones without blocks, and room
-        for a power of two of blocks each.
+        """num_rows: sequences of a padded step, those past the real ones without blocks; each row
+        has room for a power of two of blocks. 0: the step is not padded.
         """
         spans = part.spans
         width = max(len(span.slots) for span in spans)
@@ -104,93 +81,96 @@ class ChunkTable:
 class StepKV:
     """One step's view of the KV cache (context.KVCache).
 
-    num_rows: sequences that the step is laid out for, those past the real ones without KV. writes:
-    where their tokens go.
-    pools: of each layer. k_slots, v_slots, stored: as in KVTarget, for `rows` of such a pool.
-    unseen: for each layer, which of `reads` lie before its window; () if no layer has one.
+    k_slots, v_slots, stored: as in KVTarget, for the `rows` of a layer's pool. reads: in the order
+    of plan.reads. run: the step's transfers under way; None without a host tier.
     """
 
-    num_rows: int
-    writes: list[Write]
-    pools: list[LayerPool]
-    offload: OffloadEngine
+    plan: StepPlan
+    memory: KVMemory
     k_slots: Tensor
     v_slots: Tensor
     stored: Tensor | None
     reads: list[ChunkTable]
-    run: TransferRun
-    placement: Placement
-    streamed: list[RequestMetrics]
-    counted: TransferCounters
-    unseen: tuple[frozenset[int], ...] = ()
+    run: TransferRun | None
+
+    @classmethod
+    def open(cls, plan: StepPlan, memory: KVMemory) -> StepKV:
+        """Lay out what the step writes and reads, and start its transfers."""
+        tensor = memory.device.tensor
+        slots = _token_slots(plan, memory.block_size)
+        num_stored = sum(write.num_tokens for write in plan.writes)
+        is_whole = num_stored == plan.num_tokens
+        k_slots, v_slots = tensor(slots, torch.int64)
+        fills = count()
+        return cls(
+            plan,
+            memory,
+            k_slots,
+            v_slots,
+            None if is_whole else tensor(np.flatnonzero(slots[0] >= 0), torch.int64),
+            [
+                ChunkTable.make(part, next(fills) if part.fill else -1, tensor, plan.num_rows)
+                for part in plan.reads
+            ],
+            memory.offload.begin(plan.transfers) if memory.offload else None,
+        )
 
     def target(self, layer: int) -> KVTarget:
-        """See context.KVCache."""
-        self.run.before_write(layer)
-        return KVTarget(self.pools[layer].rows, self.k_slots, self.v_slots, self.stored)
+        """Where this step's keys and values go; they may be stored from now on."""
+        if self.run is not None:
+            self.run.await_loads(layer)
+        self.memory.before_write(layer, self.plan.write_slots)
+        return KVTarget(self.memory.layers[layer].rows, self.k_slots, self.v_slots, self.stored)
 
     def inputs(self) -> StepInputs | None:
-        """See context.KVCache."""
+        """The tensors behind every target and chunk, if the step moves nothing between the tiers.
+
+        Never on a checking device, which wants to be told of every access.
+        """
+        if self.stored is not None or self.memory.device.is_checked:
+            return None
         on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
-        if self.stored is not None or not self.run.moves_nothing(on_host):
+        if self.run and not self.run.moves_nothing(self.plan.write_slots, on_host):
             return None
         return StepInputs(
             (self.k_slots, self.v_slots, *(tensor for t in self.reads for tensor in t.tensors)),
-            (*(table.part.tier for table in self.reads), self.unseen),
+            (*(table.part.tier for table in self.reads), self.plan.unseen),
         )
 
     def read(self, layer: int) -> Iterator[KVChunk]:
         """The blocks of all sequences that the layer sees, each sequence's in logical order."""
-        unseen = self.unseen[layer] if self.unseen else ()
+        unseen = self.plan.unseen[layer] if self.plan.unseen else ()
         for number, table in enumerate(self.reads):
             if number in unseen:
                 continue
             is_last = table is self.reads[-1]
             if table.part.tier == DEVICE:
-                self.run.read_device(layer, table.slots)
-                yield table.chunk(self.pools[layer].blocks, is_last)
-            elif table.part.fill:
-                slots = self.run.fill(layer, table.fill_index)
-                yield table.chunk(slots.unbind(1), is_last)
-                self.run.drained(layer, table.fill_index)
+                self.memory.before_read(layer, table.slots)
+                yield table.chunk(self.memory.layers[layer].blocks, is_last)
             else:
-                self.run.read_host(layer, table.part.tier - HOST, table.slots)
-                piece = self.offload.host.piece(table.part.tier - HOST, layer)
-                yield table.chunk(piece.unbind(1), is_last)
+                yield from self._read_host(layer, table, is_last)
 
-    def count(self) -> None:
-        """The layers have stored what they were to store: from here on it may go to the host, and a
-        step that is begun before this one is counted finds the blocks as they will be.
-        """
-        for write in self.writes:
-            write.block.num_tokens = max(write.block.num_tokens, write.offset + write.num_tokens)
+    def _read_host(self, layer: int, table: ChunkTable, is_last: bool) -> Iterator[KVChunk]:
+        """Through a ring slot, or in place."""
+        assert self.run is not None
+        if table.part.fill:
+            ring_slot = self.run.fill(layer, table.fill_index)
+            yield table.chunk(ring_slot.unbind(1), is_last)
+            self.run.drained(layer, table.fill_index)
+        else:
+            piece = self.run.read_host(layer, table.part.tier - HOST, table.slots)
+            yield table.chunk(piece.unbind(1), is_last)
 
-    def end(self) -> None:
-        """Wait for what is still under way; to be called whether the step succeeded or not."""
-        if not self.run.end():
-            self.placement.undo_loads()
-        now = self.offload.counters
-        for metrics in self.streamed:
-            metrics.num_stalls += now.num_stalls - self.counted.num_stalls
-            metrics.num_prefetch_hits += now.num_prefetch_hits - self.counted.num_prefetch_hits
-            metrics.peak_streamed = max(metrics.peak_streamed, len(self.streamed))
+    def end(self) -> bool:
+        """Wait for transfers still under way; False if the step did not come to its end."""
+        return self.run is None or self.run.end()
 
 
-def count_transfers(
-    metrics: list[RequestMetrics],
-    tables: list[list[Block]],
-    placement: Placement,
-    pieces: dict[int, int],
-    spec: KVSpec,
-) -> None:
-    """Count what a step moves for each of its sequences, which see these blocks.
-
-    pieces: as step_plan.streamed_pieces gives them.
-    """
-    if not (pieces or placement.loads or placement.stores):
-        return
-    for index, (counted, blocks) in enumerate(zip(metrics, tables, strict=True)):
-        loaded, stored = placement.moved_tokens(blocks)
-        streamed = pieces.get(index, 0) * spec.host_block_bytes // spec.num_layers
-        counted.h2d_bytes += streamed + loaded * spec.host_block_bytes // spec.block_size
-        counted.d2h_bytes += stored * spec.host_block_bytes // spec.block_size
+def _token_slots(plan: StepPlan, block_size: int) -> npt.NDArray[np.int64]:
+    """[2, tokens]: the row of a layer's pool for K and for V of each token; -1: not stored."""
+    slots = np.full((2, max(plan.num_tokens, plan.num_rows)), -1)
+    for write in plan.writes:
+        rows, first = slice(write.row, write.row + write.num_tokens), write.slot * 2 * block_size
+        slots[0, rows] = np.arange(write.num_tokens) + first + write.offset
+        slots[1, rows] = slots[0, rows] + block_size
+    return slots

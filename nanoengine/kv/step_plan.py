@@ -1,16 +1,15 @@
-"""How one step reads KV that lies on two tiers: pure functions over block locations. No torch, no
-state.
+"""StepPlan: what one step does to the KV cache, in integers; and how it reads KV on two tiers.
 
-A sequence's blocks are read in logical order, each exactly once. Runs of blocks on the device are
-read
-where they are; runs on the host are read through ring fills, or in place. Sequences that share a
-prefix share its fills: one crossing of the link serves them all.
+Pure functions and frozen records, no torch. A sequence's blocks are read in logical order, each
+exactly once. Runs of blocks on the device are read in place; runs on the host are read through ring
+fills, or in place. Sequences that share a prefix share its fills: one crossing of the link serves
+them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 DEVICE, HOST = 0, 1  # what lies on the host in several pieces is on tier HOST + piece
 Location = tuple[int, int]  # (tier, slot)
@@ -60,6 +59,55 @@ class Part:
     tier: int
     spans: tuple[SequenceSpan, ...]
     fill: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWrite:
+    """The KV of `num_tokens` tokens of a step, from row `row` on, goes to one device slot, from
+    token `offset` of the block on.
+    """
+
+    row: int
+    slot: int
+    offset: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTransfers:
+    """What one step moves between the tiers.
+
+    fills: host slots of each ring fill. fills_of: for each layer the numbers of the fills that it
+    reads, in order; () if every layer reads all. block_ids: which block a host slot holds, for the
+    report if a copy of it fails. is_decode: one token a sequence, so that copies take as long as
+    the arithmetic.
+    """
+
+    stores: tuple[Store, ...] = ()
+    loads: tuple[Load, ...] = ()
+    fills: tuple[tuple[int, ...], ...] = ()
+    fills_of: tuple[tuple[int, ...], ...] = ()
+    block_ids: Mapping[int, int] = field(default_factory=dict)
+    is_decode: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step does to the KV cache: StepKV opens it over a KVMemory.
+
+    num_tokens: of the step. num_rows: the sequences that it is laid out for, those past the real
+    ones without KV; 0: as many as it has. write_slots: the device slots of `writes`, each once.
+    unseen: for each layer the numbers of `reads` that lie before its window; () if no layer has a
+    window.
+    """
+
+    num_tokens: int
+    num_rows: int
+    writes: tuple[SlotWrite, ...]
+    write_slots: tuple[int, ...]
+    reads: tuple[Part, ...]
+    unseen: tuple[frozenset[int], ...] = ()
+    transfers: StepTransfers = StepTransfers()
 
 
 def plan_reads(
@@ -190,4 +238,17 @@ def slot_runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
             runs[-1] = (position, first, count + 1)
         else:
             runs.append((at, slot, 1))
+    return runs
+
+
+def store_runs(stores: Sequence[Store], block_size: int) -> list[list[Store]]:
+    """Groups stores of consecutive whole blocks, consecutive on both tiers, into one copy each."""
+    runs: list[list[Store]] = []
+    for store in sorted(stores, key=lambda s: s.host_slot):
+        last = runs[-1][-1] if runs else store
+        following = Store(last.device_slot + 1, last.host_slot + 1, 0, block_size)
+        if store == following and (last.start, last.stop) == (0, block_size):
+            runs[-1].append(store)
+        else:
+            runs.append([store])
     return runs

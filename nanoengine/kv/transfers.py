@@ -1,11 +1,11 @@
-"""What a step moves between the tiers, what failed of it, and what was moved in all."""
+"""What copies between the tiers leave behind: their events, their failures, their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from nanoengine.kv.step_plan import Load, Store
+from nanoengine.devices.copy_streams import Event, Stream
 
 
 @dataclass(slots=True)
@@ -22,31 +22,45 @@ class TransferCounters:
     num_prefetch_hits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class StepTransfers:
-    """What one step moves. fills: host slots of each ring fill. fills_of: for each layer the
-    numbers of those that it reads, in order; () if every layer reads all.
+@dataclass(slots=True)
+class StoreEvents:
+    """For each device and host slot the events, one a layer, of the last store that touched it."""
 
-    write_slots: device slots that this step's K and V are written to. owners: whose the content of
-    a host slot is, to be told when a copy of it fails. is_decode: one token a sequence, so that
-    copies take as long as the arithmetic.
-    """
+    device: dict[int, list[Event]] = field(default_factory=dict)
+    host: dict[int, list[Event]] = field(default_factory=dict)
 
-    stores: tuple[Store, ...] = ()
-    loads: tuple[Load, ...] = ()
-    fills: tuple[tuple[int, ...], ...] = ()
-    write_slots: tuple[int, ...] = ()
-    owners: Mapping[int, object] = field(default_factory=dict)
-    is_decode: bool = False
-    fills_of: tuple[tuple[int, ...], ...] = ()
+    def wait(
+        self,
+        stream: Stream,
+        layer: int,
+        device_slots: Sequence[int] = (),
+        host_slots: Sequence[int] = (),
+    ) -> None:
+        """Let `stream` wait for the last stores that read these device slots or wrote these host
+        slots.
+        """
+        for events, slots in ((self.device, device_slots), (self.host, host_slots)):
+            if events:
+                found = {id(e[layer]): e[layer] for s in slots if (e := events.get(s))}
+                for event in found.values():
+                    stream.wait(event)
+
+    def are_done(self, device_slots: Iterable[int], host_slots: Iterable[int]) -> bool:
+        """Whether the last stores that read these device slots or wrote these host slots are done.
+
+        Stores run in order, so the last layer's event stands for all layers.
+        """
+        device = (self.device.get(slot) for slot in device_slots)
+        host = (self.host.get(slot) for slot in host_slots)
+        return all(events[-1].is_done() for events in (*device, *host) if events)
 
 
 @dataclass(frozen=True, slots=True)
 class FailedTransfer:
-    """Copies that could not be made. lost: the host copy is bad (a store failed), not just what
-    was read from it.
+    """Copies that failed, by the ids of their blocks. is_lost: the host copy is bad, as a store
+    failed; else only what was read from it is missing.
     """
 
-    owners: tuple[object, ...]
-    lost: bool
+    block_ids: tuple[int | None, ...]
+    is_lost: bool
     reason: str

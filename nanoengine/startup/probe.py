@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from nanoengine.config import EngineConfig, ModelConfig
 from nanoengine.context import KVChunk, KVTarget
@@ -100,14 +101,15 @@ def time_steps(
     behind. Empty if they are more than fit.
     """
     seqs = [probe_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
-    kv.start_step()
+    kv.reset_budget()
     try:
         if any(kv.admit(seq) is not Admission.ADMITTED for seq in seqs):
             return []
         for seq in seqs:
-            kv.fill_random(seq, on_host)
+            fill_random(kv, seq, on_host)
         batch = ScheduledBatch(tuple(ScheduledSequence(seq, 1) for seq in seqs))
-        with kv.full_device(keep_free=1) if on_host else nullcontext():
+        # With one device slot free, host blocks stay where they are.
+        with kv.blocks.device.all_taken_but(1) if on_host else nullcontext():
             for _ in range(NUM_WARMUPS):
                 _step(runner, device, batch)
             return [_step(runner, device, batch) for _ in range(NUM_STEPS)]
@@ -138,8 +140,34 @@ def _step(runner: Runner, device: Device, batch: ScheduledBatch) -> float:
     return time.perf_counter() - start
 
 
+def fill_random(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
+    """Give an admitted sequence random KV for all its tokens but the last, on one tier."""
+    pool, offload, size = kv.memory.pool, kv.memory.offload, kv.spec.block_size
+    values = torch.randn(pool.shape[2:], dtype=torch.float32, device=pool.device)
+    if on_host and offload is not None and offload.codec is not None:
+        values = offload.codec.encoded(values.cpu())
+    table = kv.tables[seq.seq_id]
+    table.commit(seq.num_tokens - 1)
+    table.start_at(-(-seq.num_tokens // size) - len(table.blocks))
+    for index, block in enumerate(table.held, table.num_released):
+        block.num_tokens = max(0, min(size, seq.num_computed - index * size))
+        if not block.num_tokens:
+            break
+        slot = (kv.blocks.host if on_host else kv.blocks.device).take()
+        assert slot is not None, "no free slot for random KV"
+        for layer in range(kv.spec.num_layers):
+            if on_host and offload is not None:
+                offload.host.block(layer, slot).copy_(values)
+            else:
+                pool[layer, slot].copy_(values)
+        if on_host:
+            block.host_slot, block.host_len = slot, block.num_tokens
+        else:
+            block.device_slot = slot
+
+
 class ScratchKV:
-    """The KV of one layer, which all layers of a step write and read (model_runner.StepCache)."""
+    """The KV of one layer, which all layers of a step write and read (model_runner.OpenStep)."""
 
     def __init__(
         self,
@@ -182,14 +210,19 @@ class ScratchKV:
         """See context.KVCache."""
         yield self._chunk
 
-    def count(self) -> None:
-        """Nobody asks what is in it."""
+    @property
+    def kv(self) -> ScratchKV:
+        """The forward pass writes and reads it directly."""
+        return self
 
-    def end(self) -> None:
-        """Nothing is under way."""
+    def mark_written(self) -> None:
+        """What it holds is never read again."""
 
-    def begin(self, batch: ScheduledBatch) -> ScratchKV:
-        """See model_runner.StepCaches."""
+    def close(self) -> None:
+        """It moves nothing."""
+
+    def open_step(self, batch: ScheduledBatch) -> ScratchKV:
+        """It serves the one batch that it was laid out for."""
         return self
 
 
@@ -245,7 +278,9 @@ def predict_speed(
     num_blocks = min(spec.most_held, -(-plan.max_model_len // spec.block_size))
     costs = measure_decode(runner, kv, device, num_blocks)
     copy_gb_per_s = measure_copy(device, kv)
-    kv.end_probe()
+    if kv.memory.offload is not None:  # any earlier, taking the rest would disturb the timing
+        kv.memory.offload.host.take_rest()
+    kv.memory.poison_all()
     predicted = replace(
         plan,
         copy_gb_per_s=copy_gb_per_s,
@@ -272,15 +307,25 @@ def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts) -> int
 
 def measure_copy(device: Device, kv: HybridKVCacheManager) -> float:
     """GB/s of copies from host blocks into the ring; 0 without a ring."""
-    pieces = kv.ring_pieces(NUM_BLOCKS)
-    if not pieces:
+    offload = kv.memory.offload
+    if offload is None or not kv.spec.slot_blocks:
         return 0.0
+    pieces = _ring_pieces(offload.ring, offload.host.piece(0, 0))
     best = float("inf")
     for _ in range(NUM_STEPS):
         start = time.perf_counter()
         for dst, src in pieces:
-            kv.fetch(dst, src)
+            offload.fetch(dst, src)
         device.compute.wait(device.h2d.record())
         device.synchronize()
         best = min(best, time.perf_counter() - start)
     return sum(src.nbytes for _, src in pieces) / best / 1e9
+
+
+def _ring_pieces(ring: Tensor, host: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of (part of the ring, host blocks) to copy; host: one layer of a piece of the pool."""
+    num_blocks = min(NUM_BLOCKS, len(host))
+    width = min(ring.shape[1], num_blocks)
+    host[:num_blocks] = 0  # memory never written reads faster than real KV
+    starts = range(0, num_blocks - width + 1, width)
+    return [(ring[i % len(ring), :width], host[at : at + width]) for i, at in enumerate(starts)]

@@ -1,0 +1,138 @@
+"""KVMemory: the tensors of the KV cache. The device pool and, with a host tier, an OffloadEngine.
+
+Knows slots; which sequence holds which slot is the KV manager's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoengine.devices.device import Device
+from nanoengine.errors import OutOfMemoryError
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.offload import OffloadEngine, slot_keys
+from nanoengine.kv.transfers import FailedTransfer, TransferCounters
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPool:
+    """The device pool of one layer in its two shapes, made once: a view costs more than a small
+    kernel.
+
+    blocks: k and v, each [device_blocks, block_size, kv_heads, head_dim]; rows: both, flattened to
+    [device_blocks x 2 x block_size, kv_heads, head_dim].
+    """
+
+    blocks: tuple[Tensor, ...]
+    rows: Tensor
+
+    @classmethod
+    def of(cls, blocks: Tensor) -> LayerPool:
+        """blocks: [device_blocks, 2, block_size, kv_heads, head_dim]."""
+        return cls(blocks.unbind(1), blocks.flatten(0, 2))
+
+
+class KVMemory:
+    """Owns the device pool, [layers, device_blocks, 2, block_size, kv_heads, head_dim].
+
+    offload: None without a host tier.
+    """
+
+    def __init__(self, spec: KVSpec, device: Device, debug: bool = False) -> None:
+        """debug: memory that holds no KV is filled with NaN. Raises OutOfMemoryError."""
+        self.device = device
+        self.block_size = spec.block_size
+        self._debug = debug
+        block = (2, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (spec.num_layers, spec.num_blocks, *block)
+        try:
+            self.pool = torch.empty(shape, dtype=spec.dtype, device=device.torch_device)
+            self.offload = self._make_offload(spec)
+        except (RuntimeError, MemoryError) as error:
+            num_bytes = spec.block_bytes * spec.num_blocks
+            gib = (num_bytes + spec.host_block_bytes * spec.num_host_blocks) / (1 << 30)
+            raise OutOfMemoryError(
+                f"{spec.num_blocks} device and {spec.num_host_blocks} host KV blocks need "
+                f"{gib:.2f} GiB, which could not be allocated; lower kv_cache_gib, num_gpu_blocks "
+                "or kv_offload_gib"
+            ) from error
+        self.layers = [LayerPool.of(blocks) for blocks in self.pool]
+        self._no_transfers = TransferCounters()
+        self.poison_all()
+
+    def _make_offload(self, spec: KVSpec) -> OffloadEngine | None:
+        if not spec.num_host_blocks:
+            return None
+        return OffloadEngine(
+            self.device,
+            self.pool,
+            spec.num_host_blocks,
+            spec.ring_slots,
+            spec.slot_blocks,
+            self._debug,
+            spec.host_codec,
+        )
+
+    @property
+    def counters(self) -> TransferCounters:
+        """Bytes moved between the tiers so far."""
+        return self.offload.counters if self.offload else self._no_transfers
+
+    def reset_counters(self) -> None:
+        """Forget what was counted so far."""
+        if self.offload:
+            self.offload.counters = TransferCounters()
+
+    def before_write(self, layer: int, slots: Sequence[int]) -> None:
+        """Compute is about to write these device slots of a layer."""
+        compute = self.device.compute
+        if self.offload:
+            self.offload.stored.wait(compute, layer, device_slots=slots)
+        self.device.declare(compute, writes=slot_keys("device", layer, slots))
+
+    def before_read(self, layer: int, slots: Sequence[int]) -> None:
+        """Compute is about to read these device slots of a layer."""
+        self.device.declare(self.device.compute, reads=slot_keys("device", layer, slots))
+
+    def copy_block(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first `num_tokens` tokens of a device slot to another one, all layers, behind
+        what compute has been given so far.
+        """
+        for layer, pool in enumerate(self.pool):
+            self.before_read(layer, (source,))
+            self.before_write(layer, (target,))
+            pool[target, :, :num_tokens] = pool[source, :, :num_tokens]
+
+    def poison(self, device_slot: int | None, host_slot: int | None) -> None:
+        """Fill freed slots with NaN (debug only), once nothing reads them any more."""
+        if not self._debug:
+            return
+        if device_slot is not None:
+            for layer, pool in enumerate(self.pool):
+                self.before_write(layer, (device_slot,))
+                self.device.compute.fill(pool[device_slot], torch.nan)
+        if host_slot is not None and self.offload:
+            self.offload.poison(host_slot)
+
+    def poison_all(self) -> None:
+        """Fill everything with NaN (debug only); nothing may be in use or under way."""
+        if self._debug:
+            self.pool.fill_(torch.nan)
+            if self.offload:
+                self.offload.poison_all()
+
+    def take_failures(self) -> list[FailedTransfer]:
+        """The transfers that failed since the last call."""
+        return self.offload.take_failures() if self.offload else []
+
+    def close(self) -> None:
+        """Let queued copies end, then drop the pools."""
+        self.device.close_streams()
+        if self.offload:
+            self.offload.close()
+        self.layers.clear()
+        self.pool = torch.empty(0)

@@ -1,0 +1,138 @@
+"""PrefixCache: full blocks that a new sequence finds by content, instead of computing them again.
+
+A block is published once it is full and computed. While it is computed it is announced, and other
+sequences with the same prefix wait for it. Knows blocks and tables, no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nanoengine.kv.block_manager import Block, BlockManager
+from nanoengine.kv.block_table import BlockTable
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a sequence begins with: blocks whose KV is there, of which the first `num_released` are
+    not needed; prompt_owner: the table whose prompt it shares.
+    """
+
+    blocks: list[Block]
+    num_released: int
+    prompt_owner: BlockTable | None = None
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that no table holds yet: to hold them takes room."""
+        return sum(not block.ref_count for block in self.blocks[self.num_released :])
+
+
+class PrefixCache:
+    """Looks blocks up, announces and publishes them; disabled, it does none of this."""
+
+    def __init__(self, blocks: BlockManager, spec: KVSpec, is_enabled: bool) -> None:
+        self._blocks = blocks
+        self._spec = spec
+        self._size = spec.block_size
+        self._is_enabled = is_enabled
+
+    def find_start(self, table: BlockTable, tables: Mapping[int, BlockTable]) -> Start | None:
+        """What the sequence begins with; None: another one is computing what it needs next."""
+        if table.blocks:  # preempted: it goes on with what it still holds
+            return Start(table.blocks, table.num_released)
+        owner = self._prompt_owner(table, tables)
+        if owner is not None:
+            if owner.seq.num_computed < table.seq.num_prompt_tokens:
+                return None
+            hits = owner.blocks[: table.seq.num_prompt_tokens // self._size]
+        else:
+            hits = self._lookup(table)
+            if self._is_in_flight(table, len(hits)):
+                return None
+        return Start(hits, self._spec.first_held(self._num_found(table.seq, hits)), owner)
+
+    def adopt(self, table: BlockTable, start: Start) -> None:
+        """Take references to the blocks that the sequence begins with."""
+        seq, size, hits = table.seq, self._size, start.blocks
+        for block in hits[start.num_released :]:
+            self._blocks.acquire(block)
+        table.adopt(hits, start.num_released)
+        table.num_shared_tokens = len(hits) * size
+        table.commit(self._num_found(seq, hits))
+        if seq.metrics.first_scheduled_time is None:
+            seq.num_cached = seq.num_computed
+            seq.num_cached_on_host = sum(
+                min(size, seq.num_computed - index * size)
+                for index, block in enumerate(hits)
+                if block.device_slot is None
+            )
+
+    def announce(self, table: BlockTable) -> None:
+        """Sequences with the same prefix may wait for the blocks that this one will compute."""
+        if self._is_enabled:
+            keys = table.first_keys(table.seq.num_tokens // self._size, self._size)
+            table.num_announced = len(keys)
+            for key in keys[len(table.published) :]:
+                self._blocks.promise(key, table.seq.seq_id)
+
+    def withdraw(self, table: BlockTable) -> None:
+        """The sequence computes no more of what it announced."""
+        for key in table.keys[len(table.published) : table.num_announced]:
+            self._blocks.withdraw(key, table.seq.seq_id)
+        table.num_announced = 0
+
+    def publish(self, table: BlockTable, num_blocks: int) -> None:
+        """Make the first `num_blocks` blocks findable, which are full and computed."""
+        if not self._is_enabled:
+            return
+        keys = table.first_keys(num_blocks, self._size)
+        for index in range(len(table.published), num_blocks):
+            parent = table.published[-1] if table.published else None
+            table.published.append(self._blocks.publish(table.blocks[index], parent, keys[index]))
+            self._blocks.withdraw(keys[index], table.seq.seq_id)
+
+    def share_keys(self, table: BlockTable, owner: BlockTable) -> None:
+        """The table begins with the full blocks of its owner's prompt, published or not."""
+        num_full = table.seq.num_prompt_tokens // self._size
+        table.published, table.keys = owner.published[:num_full], owner.keys[:num_full]
+
+    def _prompt_owner(
+        self, table: BlockTable, tables: Mapping[int, BlockTable]
+    ) -> BlockTable | None:
+        """The table whose prompt this one shares; None when that sequence has ended, has not begun,
+        or has released what is needed.
+        """
+        owner = table.seq.source
+        if owner is None or owner.is_finished:
+            return None
+        found = tables.get(owner.seq_id)
+        num_full = owner.num_prompt_tokens // self._size
+        needed = self._spec.first_held(num_full * self._size)
+        return None if found is None or found.num_released > needed else found
+
+    def _lookup(self, table: BlockTable) -> list[Block]:
+        """The cached blocks with which the sequence begins.
+
+        A sequence whose prompt is scored finds none: scores need the logits of every token.
+        """
+        hits: list[Block] = []
+        if self._is_enabled and table.seq.params.prompt_logprobs is None:
+            for key in table.first_keys(table.seq.num_tokens // self._size, self._size):
+                block = self._blocks.find(hits[-1] if hits else None, key)
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def _is_in_flight(self, table: BlockTable, num_hits: int) -> bool:
+        """True when another sequence is computing the block after the hits."""
+        key = table.keys[num_hits] if num_hits < len(table.keys) else None
+        return key is not None and self._blocks.is_in_flight(key)
+
+    def _num_found(self, seq: Sequence, hits: list[Block]) -> int:
+        """Tokens that need not be computed. The last one always is: its logits give the next."""
+        return min(len(hits) * self._size, seq.num_tokens - 1)

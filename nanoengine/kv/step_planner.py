@@ -1,0 +1,188 @@
+"""StepPlanner: from a batch and its block tables to a StepPlan. Knows blocks, no tensors.
+
+Placement gives a device slot to every block that the step writes, and decides which blocks move;
+plan_reads cuts what the step reads into calls of the attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from nanoengine.kv.block_manager import Block, BlockManager
+from nanoengine.kv.block_table import BlockTable, Write
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.placement import Placement, StepTables, device_slot
+from nanoengine.kv.step_plan import (
+    DEVICE,
+    HOST,
+    Location,
+    Part,
+    SlotWrite,
+    StepPlan,
+    StepTransfers,
+    fills_of_layers,
+    plan_reads,
+    streamed_pieces,
+    unseen_parts,
+)
+from nanoengine.sequence import RequestMetrics, ScheduledBatch
+
+PadDecode = Callable[[int], int]
+Locate = Callable[[int], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A plan, and the blocks behind it: those it writes, those it moves (placement), and the
+    metrics of the sequences that read host KV (streamed).
+    """
+
+    plan: StepPlan
+    writes: tuple[Write, ...]
+    placement: Placement
+    streamed: tuple[RequestMetrics, ...]
+
+
+class StepPlanner:
+    """Plans one step after the other; what it changes is where blocks lie."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        blocks: BlockManager,
+        locate: Locate | None,
+        pad_decode: PadDecode | None = None,
+    ) -> None:
+        """locate: host slot -> (piece of the host pool, place in it); None without a host tier.
+        pad_decode: number of sequences of a decode step -> the number that it is laid out for, so
+        that there are fewer kinds of steps (None: as many as it has).
+        """
+        self._spec = spec
+        self._blocks = blocks
+        self._locate = locate
+        self._pad_decode = pad_decode
+
+    def plan(self, batch: ScheduledBatch, tables: Mapping[int, BlockTable]) -> PlannedStep:
+        """Place the blocks that the batch writes, and plan what it reads and moves."""
+        step = [tables[item.seq.seq_id] for item in batch.items]
+        writes = tuple(self._writes(batch, step))
+        placement = self._place(batch, tables, writes)
+        stops = [
+            -(-(item.start + item.num_tokens) // self._spec.block_size) for item in batch.items
+        ]
+        seen = [t.blocks[t.num_released : stop] for t, stop in zip(step, stops, strict=True)]
+        parts = plan_reads(
+            [[self._location(block) for block in blocks] for blocks in seen],
+            self._spec.slot_blocks,
+            [table.num_released for table in step],
+        )
+        starts = [item.start for item in batch.items]
+        unseen = unseen_parts(parts, starts, self._spec.block_size, self._spec.windows)
+        metrics = [item.seq.metrics for item in batch.items]
+        self._count_transfers(metrics, seen, placement, parts, unseen)
+        streamed = {span.index for part in parts if part.tier != DEVICE for span in part.spans}
+        plan = StepPlan(
+            num_tokens=batch.num_tokens,
+            num_rows=self._num_rows(parts, batch),
+            writes=tuple(
+                SlotWrite(write.row, device_slot(write.block), write.offset, write.num_tokens)
+                for write in writes
+            ),
+            write_slots=tuple(dict.fromkeys(device_slot(write.block) for write in writes)),
+            reads=tuple(parts),
+            unseen=unseen,
+            transfers=self._transfers(batch, placement, parts, unseen, seen),
+        )
+        return PlannedStep(plan, writes, placement, tuple(metrics[index] for index in streamed))
+
+    def _writes(self, batch: ScheduledBatch, step: list[BlockTable]) -> Iterable[Write]:
+        """Where the KV of the batch's tokens is stored, block by block."""
+        row = 0
+        for table, item in zip(step, batch.items, strict=True):
+            yield from table.writes(row, item.start, item.num_tokens, self._spec.block_size)
+            row += item.num_tokens
+
+    def _place(
+        self, batch: ScheduledBatch, tables: Mapping[int, BlockTable], writes: Iterable[Write]
+    ) -> Placement:
+        placement = Placement(self._blocks, self._step_tables(batch, tables))
+        placement.place(list(dict.fromkeys(write.block for write in writes)))
+        if self._spec.slot_blocks:
+            placement.promote()
+        return placement
+
+    def _step_tables(self, batch: ScheduledBatch, tables: Mapping[int, BlockTable]) -> StepTables:
+        starts = {item.seq.seq_id: item.start for item in batch.items}
+        step = [tables[seq_id] for seq_id in starts]
+        others = [t for seq_id, t in tables.items() if seq_id not in starts]
+        resting = [t for t in others if not t.is_preempted]
+        window_blocks: set[Block] = set()
+        if self._spec.tail_blocks > 1:
+            for table in (*step, *resting):
+                start = starts.get(table.seq.seq_id, table.seq.num_computed)
+                window_blocks.update(table.held_from(self._spec.first_of_tail(start)))
+        return StepTables(
+            [table.held for table in step],
+            [table.held for table in resting],
+            [table.held for table in others if table.is_preempted],
+            frozenset(window_blocks),
+        )
+
+    def _location(self, block: Block) -> Location:
+        """Where a step reads the block: on the device if it is there."""
+        if block.device_slot is not None:
+            return DEVICE, block.device_slot
+        assert block.host_slot is not None and self._locate is not None
+        if self._spec.slot_blocks:
+            return HOST, block.host_slot
+        piece, place = self._locate(block.host_slot)
+        return HOST + piece, place
+
+    def _num_rows(self, parts: list[Part], batch: ScheduledBatch) -> int:
+        """Sequences that a step is padded to; 0: it is not."""
+        is_resident = len(parts) == 1 and parts[0].tier == DEVICE
+        is_plain = batch.num_tokens == len(batch.items)
+        if self._pad_decode is None or not is_plain or not is_resident:
+            return 0
+        return self._pad_decode(len(batch.items))
+
+    def _transfers(
+        self,
+        batch: ScheduledBatch,
+        placement: Placement,
+        parts: list[Part],
+        unseen: tuple[frozenset[int], ...],
+        seen: list[list[Block]],
+    ) -> StepTransfers:
+        """seen: the blocks of each sequence that the step reads."""
+        if not self._spec.num_host_blocks:
+            return StepTransfers()
+        moved = [*placement.stores, *(block for blocks in seen for block in blocks)]
+        return StepTransfers(
+            stores=tuple(placement.stores.values()),
+            loads=tuple(placement.loads.values()),
+            fills=tuple(part.fill for part in parts if part.fill),
+            fills_of=fills_of_layers(parts, unseen),
+            block_ids={b.host_slot: b.block_id for b in moved if b.host_slot is not None},
+            is_decode=batch.is_decode,
+        )
+
+    def _count_transfers(
+        self,
+        metrics: list[RequestMetrics],
+        seen: list[list[Block]],
+        placement: Placement,
+        parts: list[Part],
+        unseen: tuple[frozenset[int], ...],
+    ) -> None:
+        """Count what the step moves for each of its sequences; a shared block counts for each."""
+        spec = self._spec
+        pieces = streamed_pieces(parts, unseen, spec.num_layers)
+        if not (pieces or placement.loads or placement.stores):
+            return
+        for index, (counted, blocks) in enumerate(zip(metrics, seen, strict=True)):
+            loaded, stored = placement.moved_tokens(blocks)
+            streamed = pieces.get(index, 0) * spec.host_block_bytes // spec.num_layers
+            counted.h2d_bytes += streamed + loaded * spec.host_block_bytes // spec.block_size
+            counted.d2h_bytes += stored * spec.host_block_bytes // spec.block_size
