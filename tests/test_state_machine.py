@@ -3,7 +3,7 @@
 hypothesis draws pools, chunks and limits, then adds requests that share beginnings of every length,
 steps, aborts, preempts, evicts, resets, fails steps and copies, and lets copies come as early or as
 late as events allow. shadow.py is the engine: the real scheduler and KV manager over hashes for
-keys. After every call all that docs/architecture.md promises must hold (ShadowEngine.check), and at
+keys. After every call all that docs/kv_offload.md promises must hold (ShadowEngine.check), and at
 the end every answer must be right and everything must be free.
 
     python tests/test_state_machine.py --minutes 20 [--json FILE]    new seeds for so long
