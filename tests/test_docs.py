@@ -1,4 +1,4 @@
-"""README.md and docs/: links lead somewhere, settings and examples are real, README is short."""
+"""README.md and docs/: links, files, commands, settings and examples are real; README is short."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+# Files that are named by their folder, and Python files wherever they are named.
+FILE = re.compile(r"(?<![\w/])((?:benchmarks|docs|tests)/[\w./]*\w|[\w/]*\w\.py)\b")
+TARGET = re.compile(r"\bmake ([a-z-]+)(?=[ `]|$)", re.MULTILINE)
 SETTING = re.compile(r"`([a-z_]+)=[^`]+`")
 SETTINGS = {field.name for field in fields(EngineConfig)}
 PARAMS = {field.name for field in fields(SamplingParams)}
@@ -104,6 +107,21 @@ def test_the_readme_shows_offload_and_a_hub_id() -> None:
     (example,) = python_in(text_of(ROOT / "README.md"))
     (keywords,) = (keywords for name, keywords in calls_in(example) if name == "LLM")
     assert "enable_cpu_offload" in keywords and '"Qwen/Qwen3-0.6B"' in text_of(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_are_named_exist(page: Path) -> None:
+    places = ROOT, ROOT / "nanoengine", page.parent
+    named = FILE.findall(LINK.sub("", text_of(page)))
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_make_targets_that_are_named_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text_of(ROOT / "Makefile"), re.MULTILINE))
+    code = re.findall(r"```sh\n(.*?)```|`([^`\n]+)`", text_of(page), re.DOTALL)
+    named = TARGET.findall("\n".join(fenced or inline for fenced, inline in code))
+    assert set(named) <= targets
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
