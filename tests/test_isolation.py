@@ -216,7 +216,7 @@ def test_freed_slots_are_poisoned(tiny: Tiny) -> None:
     driver.run([some_ids(random.Random(1), 40, 41)], greedy(4))
     driver.engine.device.synchronize()
     kv = driver.engine.kv
-    for pool in (kv._pool, *kv._offload.host._pieces._taken, kv._offload.ring):
+    for pool in (kv._pool, *kv._offload.host._segments._allocated, kv._offload.ring):
         assert pool.isnan().all()
     driver.engine.close()
 

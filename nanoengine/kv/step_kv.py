@@ -125,12 +125,10 @@ class StepKV:
     unseen: tuple[frozenset[int], ...] = ()
 
     def target(self, layer: int) -> KVTarget:
-        """See context.KVCache."""
         self.run.before_write(layer)
         return KVTarget(self.pools[layer].rows, self.k_slots, self.v_slots, self.stored)
 
     def inputs(self) -> StepInputs | None:
-        """See context.KVCache."""
         on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
         if self.stored is not None or not self.run.moves_nothing(on_host):
             return None
