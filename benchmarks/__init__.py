@@ -1,1 +1,1 @@
-"""Measuring tools that only a checkout has, and under results/ what they wrote."""
+"""Measuring tools of a checkout (not in the wheel); results/ holds what they measured."""

@@ -1,8 +1,8 @@
-"""`bench.py compare`: nanoengine and other engines at the same work, alternately, a process each.
+"""`bench.py compare`: runs nanoengine and other engines in turn on one workload, a process each.
 
-Owns the works, the rounds and the rows; also `bench.py write-gguf`, the model file that two of the
-peers read. How an engine is set up is in peers.py, which runs in that engine's process; what the
-machine could do at best is in benchmarks/limits.py.
+Owns the workloads, the rounds and the result rows; also `bench.py write-gguf`, which writes the
+model file that two of the peers read. peers.py sets up an engine in that engine's own process;
+limits.py measures what the machine can do at best.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ OURS = "nanoengine"
 SCRIPT = Path(__file__).with_name("peers.py")
 BATCHING = (OURS, "vllm", "transformers", "openvino")
 ALL = (*BATCHING, "llama.cpp")
-KINDS_WITH_FILE = ("llama.cpp", "openvino")  # they read a GGUF; the others a Hugging Face folder
+KINDS_WITH_FILE = ("llama.cpp", "openvino")  # these read a GGUF, the others a Hugging Face folder
 PEER_FORMS = "transformers, vllm=PYTHON, llama.cpp=PYTHON,GGUF or openvino=PYTHON,GGUF"
 SIXTEEN_BITS = ("BF16", "F16")
 KV_GIB = 2
 MAX_MODEL_LEN = 8192
 STDERR_CHARS = 2000
-# Written anew, or by the writer itself.
+# These keys are replaced, or set by the GGUF writer itself.
 GGUF_KEYS_OF_OURS = ("general.architecture", "general.file_type", "general.quantization_version")
 
 
@@ -57,10 +57,10 @@ class WorkerError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A work. figure: what its rows show, better the smaller if it is "seconds".
+    """A workload. figure: what its rows show; for "seconds", smaller is better.
 
-    shape: requests, then fewest and most tokens in and out of each. prefix: tokens that all prompts
-    begin with. engines: who can do it.
+    shape: requests, then fewest and most input and output tokens of each. prefix: tokens that all
+    prompts begin with. engines: the engines that can run it.
     """
 
     figure: str
@@ -100,21 +100,22 @@ class Peer:
 
     @property
     def precision(self) -> str:
-        """Both precisions, in words."""
+        """Precision of weights and KV, as text."""
         return f"weights {self.weights}, KV {'u8' if self.kv == 'default' else self.kv}"
 
     @property
     def is_equal(self) -> bool:
-        """Whether it computes at nanoengine's precision, so that a ratio says something."""
+        """Whether it computes at nanoengine's precision, which a ratio needs."""
         return self.weights in SIXTEEN_BITS and self.kv == "bf16"
 
 
 def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
-    """All engines, `rounds` times in turns; one row for each engine and part of the work.
+    """Run all engines in turn, `rounds` times; returns a row for each engine and part of the work.
 
     A row has the figure of each round with its median, min and max; `ratio` is nanoengine over the
-    peer (above 1: nanoengine is faster), round by round. There is none where token counts or
-    precision differ; `note` says why. What fails is told in `error`, and the others go on.
+    peer (above 1: nanoengine is faster), round by round. It is left out where token counts or
+    precision differ; `note` gives the reason. If an engine fails, its row has `error` and the other
+    engines go on.
     """
     folder = resolve_model(args.model)
     config = read_model_config(folder)
@@ -157,7 +158,7 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
 
 
 def _best_peers(rows: Iterable[Row]) -> dict[str, str]:
-    """For each part of the work the peer at equal precision that comes closest, or passes us."""
+    """For each part of the work, the fastest peer at equal precision."""
     best: dict[str, Row] = {}
     for row in rows:
         part = row.get("part", "")
@@ -169,10 +170,10 @@ def _best_peers(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def parse_peer(text: str) -> list[Peer]:
-    """The engines that a --peer names; OpenVINO is two, with bf16 and with its own KV precision.
+    """The engines that a --peer names; OpenVINO runs twice, with bf16 KV and with its default KV.
 
-    `model` is empty for engines that read no GGUF. Raises ConfigError for what is not one of
-    PEER_FORMS, or names a file that is not there.
+    `model` is empty for engines that read no GGUF. Raises ConfigError for a text that is not one of
+    PEER_FORMS, and for a missing file.
     """
     kind, _, rest = text.partition("=")
     if kind not in ALL or kind == OURS:
@@ -211,9 +212,9 @@ def _peers_with_file(kind: str, python: str, file: Path) -> list[Peer]:
 
 
 def _given_peers(given: Iterable[list[Peer]], folder: Path) -> list[Peer]:
-    """All peers, those without a file with the model's Hugging Face folder.
+    """All peers; those without a file get the model's Hugging Face folder.
 
-    Raises ConfigError for one that is given twice.
+    Raises ConfigError for a peer that is given twice.
     """
     peers = [
         replace(peer, model=peer.model or str(folder)) for several in given for peer in several
@@ -232,7 +233,7 @@ def _peer_argument(text: str) -> list[Peer]:
 
 
 def _weights_of(path: Path) -> str:
-    """The type of most weights in a GGUF file, as it says itself: "BF16", "Q4_1"."""
+    """The type of most weights in a GGUF file, from its metadata: "BF16", "Q4_1"."""
     import gguf  # 0.3 s, and only for peers that read such a file
 
     try:
@@ -243,7 +244,7 @@ def _weights_of(path: Path) -> str:
 
 
 def _rehearsal(kind: Kind) -> Kind:
-    """The same work, tiny."""
+    """The same workload with tiny sizes."""
     shape = (min(kind.shape[0], 2), *(max(1, length // 16) for length in kind.shape[1:]))
     return replace(kind, shape=shape, prefix=kind.prefix // 8)
 
@@ -251,7 +252,7 @@ def _rehearsal(kind: Kind) -> Kind:
 def make_work(
     kind: Kind, args: argparse.Namespace, vocab_size: int, make_workload: MakeWorkload
 ) -> Work:
-    """The prompts, a function of seed and sizes only; `model` and `kv` are filled in per engine."""
+    """Make the prompts from seed and sizes only; `model` and `kv` are filled in per engine."""
     names = ("num_seqs", "min_input", "max_input", "min_output", "max_output")
     sizes = argparse.Namespace(seed=args.seed, **dict(zip(names, kind.shape, strict=True)))
     prompts, params = make_workload(sizes, vocab_size)
@@ -276,10 +277,10 @@ def make_work(
 def run_rounds(
     peers: Sequence[Peer], work: Work, rounds: int, timeout_s: float, discard: bool = False
 ) -> dict[str, list[Row] | str]:
-    """What each peer's process said in each round, or how it failed, by the peer's name.
+    """The result of each peer's process in each round, or its error text, by the peer's name.
 
-    Peers take turns, so that a machine that slows down slows all of them. discard: a round before
-    the first that is not counted. A peer that failed is not run again.
+    Peers take turns, so that a machine that slows down slows all of them. discard: run one round
+    more before the first and do not count it. A peer that failed is not run again.
     """
     runs: dict[str, Any] = {peer.name: [] for peer in peers}
     with tempfile.TemporaryDirectory(prefix="nanoengine-compare-") as folder:
@@ -300,9 +301,9 @@ def run_rounds(
 
 
 def run_worker(peer: Peer, work: Work, folder: Path, timeout_s: float) -> Row:
-    """Run one engine in its process; its last line, and `first_token_s` since the start.
+    """Run one engine in its process; returns its last line with `first_token_s` since the start.
 
-    Raises WorkerError if it fails, hangs or says nothing, with the end of its standard error.
+    Raises WorkerError with the end of its standard error if it fails, hangs or prints nothing.
     """
     task = folder / "work.json"
     task.write_text(json.dumps(asdict(work) | {"model": peer.model, "kv": peer.kv}))
@@ -329,7 +330,7 @@ def run_worker(peer: Peer, work: Work, folder: Path, timeout_s: float) -> Row:
 def _listen(
     process: subprocess.Popen[str], start: float, timeout_s: float
 ) -> tuple[Row | None, float | None, bool]:
-    """The last result a worker prints, when its first token came, and whether it was stopped."""
+    """The worker's last result, the time of its first token, and whether it was stopped."""
     said, first_token_s, is_late = None, None, threading.Event()
 
     def stop() -> None:
@@ -354,7 +355,7 @@ def _listen(
 
 
 def _environment(peer: Peer) -> dict[str, str]:
-    """Our own interpreter finds this package; another one sees nothing of our packages."""
+    """Our own interpreter finds this package; another one must not see our packages."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
     if peer.python == sys.executable:
         paths = [str(SCRIPT.parent.parent), os.environ.get("PYTHONPATH", "")]
@@ -365,7 +366,7 @@ def _environment(peer: Peer) -> dict[str, str]:
 def make_rows(
     kind: Kind, part: str, peers: Sequence[Peer], runs: Mapping[str, list[Row] | str], model: Model
 ) -> list[Row]:
-    """One row per peer for one part of the work; nanoengine's is the first of `peers`."""
+    """One row per peer for one part of the work; nanoengine is the first of `peers`."""
     ours = runs[peers[0].name]
     rows = []
     for peer in peers:
@@ -410,7 +411,7 @@ def _figure(kind: Kind, part: str, said: Row) -> float:
 
 
 def _against(kind: Kind, part: str, peer: Peer, ours: list[Row] | str, own: list[Row]) -> Row:
-    """The ratio to nanoengine with its spread, or the reason why there is none."""
+    """The ratio to nanoengine with its spread, or the reason for leaving it out."""
     if isinstance(ours, str):
         return {"note": f"no ratio: {OURS} failed"}
     if counts := _different_counts(part, ours, own):
@@ -426,7 +427,7 @@ def _against(kind: Kind, part: str, peer: Peer, ours: list[Row] | str, own: list
 
 
 def _different_counts(part: str, ours: list[Row], own: list[Row]) -> str:
-    """How token counts differ, empty if they do not; every round and request counts."""
+    """How token counts differ in any round or request; empty if they are equal."""
     for a, b in zip(ours, own, strict=True):
         mine, theirs = (_counts(said["parts"][part]) for said in (a, b))
         if mine != theirs:
@@ -444,7 +445,7 @@ def _counts(run: Row) -> list[tuple[int, int]]:
 
 
 def _agreement(part: str, ours: Row, own: Row) -> str:
-    """On how many requests the first tokens agree: few would mean another model."""
+    """How many requests have the same first token: few would mean another model."""
     pairs = list(zip(ours["parts"][part]["outputs"], own["parts"][part]["outputs"], strict=True))
     return f"{sum(a[:1] == b[:1] for a, b in pairs)} of {len(pairs)} first tokens equal"
 
@@ -482,10 +483,10 @@ def _words(spread: Row | None) -> str:
 
 
 def write_gguf(args: argparse.Namespace) -> Row:
-    """The GGUF `source` with its matrices as bf16 or f16, for peers at equal precision.
+    """Write the GGUF `source` with its matrices as bf16 or f16, for peers at equal precision.
 
-    Every weight is rounded to bf16 first, as nanoengine does it, so all engines have the same
-    numbers. Vectors stay float32, which llama.cpp wants. Raises ConfigError if there is no source.
+    Every weight is rounded to bf16 first, as in nanoengine, so all engines have the same numbers.
+    Vectors stay float32, as llama.cpp needs them. Raises ConfigError if there is no source.
     """
     source = _source_gguf(args.source)
     if args.dtype == "stored":
@@ -518,7 +519,7 @@ def _write_as(source: Path, out: Path, kind: str) -> None:
 
 
 def _source_gguf(source: str | None) -> Path:
-    """The file to start from: the one given, or the demo model's."""
+    """The given file, or the demo model's."""
     if source is not None:
         found = [Path(source)]
     else:
@@ -532,7 +533,7 @@ def _source_gguf(source: str | None) -> Path:
 
 
 def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[[], Row]) -> None:
-    """The subcommands of this module. make_workload and versions are benchmark.py's."""
+    """Add this module's subcommands. make_workload comes from nanoengine/bench/main.py."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
     sub = commands.add_parser(
         "compare", help="nanoengine and other engines, alternately", formatter_class=formatter
@@ -543,7 +544,7 @@ def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[
         "--peer", action="append", default=[], type=_peer_argument, metavar="PEER", help=PEER_FORMS
     )
     sub.add_argument("--rounds", type=int, default=5, help="times each engine runs")
-    sub.add_argument("--rehearsal", action="store_true", help="tiny sizes: does everything run?")
+    sub.add_argument("--rehearsal", action="store_true", help="tiny sizes, to test that all run")
     sub.add_argument("--model", default=BUNDLED_MODEL, help="folder, .gguf file or smollm2-135m")
     sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
     cores = len(os.sched_getaffinity(0))

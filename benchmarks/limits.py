@@ -1,7 +1,7 @@
-"""What a machine can do, measured, and the share of it that a piece of work used.
+"""Measures what a machine can do, and what share of it a run used.
 
-Owns two measured limits and the least bytes and FLOP of a dense decoder's work. Knows lengths of
-prompts and outputs, not how an engine cut them into steps.
+Owns two measured limits and the least bytes and FLOP that a dense decoder needs. Knows the lengths
+of prompts and outputs, not how an engine split them into steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanoengine.devices.cpu import CpuDevice
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the machine can do, measured: plain reads from memory, bf16 matrix products."""
+    """Measured limits of the machine: plain reads from memory, bf16 matrix products."""
 
     read_gb_per_s: float
     matmul_gflop_per_s: float
@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the share of the limit is computed from. prefix: tokens that all prompts begin with."""
+    """Inputs of the share of the limit. prefix: tokens that all prompts begin with."""
 
     config: ModelConfig
     prefix: int
@@ -36,13 +36,13 @@ class Model:
 
 
 def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, Any]:
-    """What the work needs at least, over what the median round took.
+    """The least time that the work needs, over the time of the median round.
 
     P: parameters of all linear layers but the head, H: of the head. Prefill computes each prompt
-    token that no cache gave, 2 P FLOP, the head once a request, 2 H. Then step i decodes every
-    request that wants more than i tokens: 2 (P + H) FLOP each, and it reads all P + H weights
-    once, 2 bytes each, and the K and V of every context (a shared beginning once). Attention adds
-    4 x layers x heads x head_dim FLOP for each token of context. With B bytes and F FLOP a second:
+    token that is not cached, 2 P FLOP, and the head once a request, 2 H. Then step i decodes every
+    request that wants more than i tokens: 2 (P + H) FLOP each. It reads all P + H weights once, 2
+    bytes each, and the K and V of every context (a shared prefix once). Attention adds 4 x layers x
+    heads x head_dim FLOP for each token of context. With B bytes and F FLOP a second:
 
         least seconds = prefill FLOP / F + sum over steps of max(bytes / B, FLOP / F)
         share_of_limit = least seconds / elapsed
@@ -99,7 +99,7 @@ def _attention_flop(config: ModelConfig) -> int:
 
 
 def _num_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Of the linear layers, and of the head."""
+    """Parameters of the linear layers, and of the head."""
     hidden = config.hidden_size
     attention = 2 * hidden * config.head_dim * (config.num_heads + config.num_kv_heads)
     mlp = 3 * hidden * config.intermediate_size
@@ -107,11 +107,11 @@ def _num_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def measure_limits(num_threads: int, num_bytes: int = 512 << 20, size: int = 2048) -> Limits:
-    """The best of several rounds of plain torch operators.
+    """Measure both limits as the best of several rounds of plain torch operators.
 
-    Reads: sum, max and products with a vector over `num_bytes` of float32, which no cache holds, in
-    large pages where the system has them (half as fast again here). Products: square bf16 matrices
-    of `size`.
+    Reads: sum, max and products with a vector over `num_bytes` of float32, too many for any cache,
+    in large pages where the system has them (1.5 times as fast here). Products: square bf16
+    matrices of `size`.
     """
     before = torch.get_num_threads()
     memory = CpuDevice(num_threads).empty_host((num_bytes // 4,), torch.float32).fill_(1.0)
@@ -133,5 +133,5 @@ def _best_s(run: Callable[[], Any], rounds: int = 10) -> float:
 
 
 def rounded(value: float) -> float:
-    """Four digits."""
+    """Round to four digits."""
     return float(f"{value:.4g}")

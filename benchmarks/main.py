@@ -1,4 +1,4 @@
-"""Benchmarks: `python bench.py offline`; an installed package has offline and offload alone.
+"""All benchmarks: `python bench.py offline`; an installed package has only offline and offload.
 
 Logs and the memory plan go to stderr; the last line of stdout is one JSON object.
 """
@@ -19,9 +19,9 @@ from nanoengine.bench.main import (
     make_llm,
     make_parser,
     run,
-    versions,
     workload,
 )
+from nanoengine.bench.report import versions
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
 def _with_settings(
     measure: Callable[..., dict[str, Any]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """A benchmark of another module, with its settings."""
+    """Run a benchmark of another module and add its settings to the result."""
     rows = measure(args, make_llm)
     settings = {k: v for k, v in vars(args).items() if v is not None and k not in ("run", "json")}
     return {"workload": settings, "versions": versions(), "threads": torch.get_num_threads()} | rows

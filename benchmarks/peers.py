@@ -1,13 +1,12 @@
-"""One engine at one piece of work: `PYTHON peers.py KIND WORK.json`, each in its own process.
+"""Runs one engine on one workload in its own process: `PYTHON peers.py KIND WORK.json`.
 
-Owns how every engine of `bench.py compare` is set up at its best. PYTHON is the interpreter in
-which that engine is installed, so nothing but the standard library is imported at the top, and
-nothing of nanoengine but for the kind "nanoengine". Knows nothing of rounds, ratios or other
-engines.
+Sets up every engine of `bench.py compare` at its best. PYTHON is the interpreter in which that
+engine is installed, so only the standard library is imported at the top, and nanoengine only for
+the kind "nanoengine". Knows nothing of rounds, ratios or other engines.
 
-Prints {"event": "first token"} once anything was generated, then one line with all it measured:
+Prints {"event": "first token"} once anything was generated, then one line with the results:
 {"version": ..., "peak_memory_mib": ..., "parts": {name: {"seconds", "input_tokens", "num_cached",
-"outputs"}}}, lists with one entry a request. What the engine itself prints goes to stderr.
+"outputs"}}}, lists with one entry a request. The engine's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-# Prompts and tokens to generate for each -> tokens generated, and tokens found in a prefix cache.
+# (prompts, tokens to generate for each) -> (generated tokens, tokens found in a prefix cache)
 Generate = Callable[[list[list[int]], list[int]], tuple[list[list[int]], list[int]]]
 
 LLAMA_BF16 = 30  # GGML_TYPE_BF16
 STARTED_AGAIN = "NANOENGINE_PEER_STARTED_AGAIN"
-# Steps of so many tokens gave each engine its best prefill; the rest are the engines' defaults.
+# The step sizes that gave the fastest prefill; other settings are the engines' defaults.
 OPENVINO_TOKENS_A_STEP = 2048
 
 
 @dataclass(frozen=True)
 class Work:
-    """What benchmarks/compare.py asks for. `model` is what this kind of engine loads.
+    """One workload from benchmarks/compare.py. `model` is what this kind of engine loads.
 
     parts: names of equal runs over the prompts, one after the other. kv: "bf16", or "default" for
     the engine's own choice.
@@ -57,14 +56,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Engine:
-    """A loaded engine. `generate` is greedy and goes on past the end of a text."""
+    """A loaded engine. `generate` is greedy and ignores end-of-text tokens."""
 
     version: str
     generate: Generate
 
 
 def main(argv: list[str]) -> None:
-    """Load the engine, warm it up, time each part."""
+    """Load the engine, warm it up and time each part."""
     kind, path = argv
     work = Work(**json.loads(Path(path).read_text(encoding="utf-8")))
     if kind == "vllm":
@@ -91,11 +90,11 @@ def main(argv: list[str]) -> None:
         {"version": engine.version, "peak_memory_mib": peak_memory_mib(), "parts": parts},
     )
     out.flush()
-    os._exit(0)  # engines take seconds to tear down, some of them crash in it
+    os._exit(0)  # some engines take seconds to shut down, and some crash in it
 
 
 def _own_stdout() -> TextIO:
-    """Standard output for this file alone: whatever else is printed goes to standard error."""
+    """Keep standard output for this file; all other output goes to standard error."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return out
@@ -109,8 +108,7 @@ def _say(out: TextIO, message: dict[str, Any]) -> None:
 def peak_memory_mib() -> float:
     """Peak resident set of this process.
 
-    Linux carries getrusage's figure over from the process that started this one, so the system's
-    own high-water mark goes first.
+    On Linux getrusage's figure includes the process that started this one, so /proc is read first.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="utf-8")
@@ -150,7 +148,7 @@ def _nanoengine(work: Work) -> Engine:
 
 def _vllm(work: Work) -> Engine:
     os.environ |= {
-        # One process: the default's second one keeps a core of its own, which is half of two.
+        # One process: the second one of the default setting would keep one of two cores busy.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(work.kv_gib),
         "VLLM_NO_USAGE_STATS": "1",
@@ -180,10 +178,10 @@ def _vllm(work: Work) -> Engine:
 
 
 def _preload_for_vllm(num_threads: int) -> None:
-    """Start this process again with the OpenMP and malloc that vLLM's CPU guide wants preloaded.
+    """Restart this process with the OpenMP and malloc that vLLM's CPU guide wants preloaded.
 
-    vLLM does so itself for the worker processes that are switched off here; without
-    OMP_NUM_THREADS it serves on one thread.
+    vLLM does this for its worker processes, which are switched off here. Without OMP_NUM_THREADS it
+    uses one thread.
     """
     if STARTED_AGAIN in os.environ:
         return
@@ -297,7 +295,7 @@ ENGINES: dict[str, Callable[[Work], Engine]] = {
 
 
 if __name__ == "__main__":
-    # The folder of this file would hide other packages behind nanoengine's file names.
+    # File names in this folder would hide other packages.
     sys.path = [
         path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent
     ]

@@ -1,6 +1,6 @@
-"""`bench.py quantization`: what quantised weights cost in quality and save in memory and time.
+"""`bench.py quantization`: perplexity, memory and speed of quantised weights.
 
-Called by benchmark.py. A process for each row, so that its peak memory is its own.
+Each row runs in its own process, so that its peak memory is its own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ COLUMNS = ("perplexity", "weight_mib", "peak_mib", "prefill_tokens_per_s")
 
 
 def quantization(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
-    """A row for each method; prints them as a table, too.
+    """Measure a row for each method; prints them as a table, too.
 
-    perplexity: exp of the mean negative log-likelihood of the text's tokens but the first.
-    peak_mib: of a process that loads the model, prefills and decodes. prefill: a prompt of
-    `--input-len` random tokens. decode: steps over KV of random numbers, `--context` tokens each.
+    perplexity: exp of the mean negative log-likelihood of the text's tokens after the first.
+    peak_mib: peak memory of a process that loads the model, prefills and decodes. prefill: a prompt
+    of `--input-len` random tokens. decode: steps over random KV, `--context` tokens each.
     """
     if len(args.methods) == 1:
         return {"rows": [_measure(args, make_llm, args.methods[0])]}
@@ -47,7 +47,7 @@ def quantization(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
 
 
 def perplexity(llm: LLM, token_ids: list[int]) -> float:
-    """Of a text that fits the context, each token given those before it."""
+    """Perplexity of a text that fits the context, each token given those before it."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([token_ids], params, use_tqdm=False)
     if output.error is not None:
@@ -83,7 +83,7 @@ def _measure(args: argparse.Namespace, make_llm: Callable[..., LLM], method: str
 
 
 def _prefill(args: argparse.Namespace, llm: LLM) -> float:
-    """Tokens per second of the median of three prompts."""
+    """Tokens per second: the median of three prompts."""
     rng = random.Random(args.seed)
     vocab = llm.llm_engine.model_config.vocab_size
     params = SamplingParams(temperature=0, max_tokens=1)
@@ -97,7 +97,7 @@ def _prefill(args: argparse.Namespace, llm: LLM) -> float:
 
 
 def _in_own_process(args: argparse.Namespace, method: str) -> Row:
-    """The same command for one method alone; its last line of output is its result."""
+    """Run the same command for one method; the last line of its output is the result."""
     given = vars(args) | {"methods": method}
     flags = [
         part
@@ -122,7 +122,7 @@ def _table(rows: list[Row]) -> str:
 
 
 def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Callable[..., Any]]]:
-    """The subcommand of this module, with its function."""
+    """Yield this module's subcommand with its function."""
     sub = commands.add_parser(
         "quantization",
         help="quantised weights (lossy): perplexity, memory, speed",

@@ -1,6 +1,6 @@
-"""`bench.py scaling`: decode speed over batch sizes and contexts, and its share of the limit.
+"""`bench.py scaling`: decode speed by batch size and context, and its share of the limit.
 
-Called by benchmark.py. Steps of the real runner over KV of random numbers, so nothing is prefilled.
+Runs steps of the engine's own model runner over random KV, so nothing is prefilled.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ CONTEXTS = (1024, 2048, 4096, 8192)
 
 
 def scaling(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
-    """A row for each batch size and context; `tokens_per_s` is null where the KV does not fit.
+    """Measure a row for each batch size and context; `tokens_per_s` is null if the KV does not fit.
 
-    share_of_limit: what a step needs at least, by benchmark_limits.share_of_limits, over what it
-    took. kv_gb_per_s: K and V of all contexts over the whole step.
+    share_of_limit: the least time of a step, by limits.share_of_limits, over its measured time.
+    kv_gb_per_s: bytes of K and V of all contexts over the time of the whole step.
     """
     limits = measure_limits(args.num_threads or torch.get_num_threads())
     config = read_model_config(resolve_model(args.model))
@@ -71,7 +71,7 @@ def _row(llm: LLM, model: Model, batch: int, context: int) -> Row:
 
 
 def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Callable[..., Any]]]:
-    """The subcommand of this module, with its function."""
+    """Yield this module's subcommand with its function."""
     sub = commands.add_parser(
         "scaling",
         help="decode speed over batch sizes and contexts",

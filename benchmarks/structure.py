@@ -1,7 +1,7 @@
-"""How large the house is: `python benchmarks/structure.py [ROOT]`, of this tree or another one.
+"""Size of the source tree: `python benchmarks/structure.py [ROOT]` counts this tree or another.
 
-Counts by reading the sources; the files that a decode step enters by running SmolLM2 for one step
-under a profiler, without and with KV on the host. Prints one JSON object.
+Counts lines and names in the sources. To find the files that a decode step enters, it runs one step
+of SmolLM2 under a profiler, without and with KV on the host. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ print(json.dumps(sorted(seen)))
 
 
 def main() -> None:
-    """Print the counts of the tree at argv[1], or of this one."""
+    """Print the counts of the tree at argv[1], or of this tree."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
     print(json.dumps(counts(root) | {"decode step": steps(root)}, indent=1))
 
 
 def counts(root: Path) -> dict[str, object]:
-    """What reading tells."""
+    """Counts from reading the sources."""
     package = root / "nanoengine"
     entries = [path for path in package.iterdir() if path.name != "__pycache__"]
     sources = {path: path.read_text() for path in sorted(package.rglob("*.py"))}
@@ -83,12 +83,12 @@ def counts(root: Path) -> dict[str, object]:
 
 
 def lines_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """From its first line to its last, decorators aside."""
+    """Lines from the first to the last, without decorators."""
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def names(text: str, words: tuple[str, ...]) -> bool:
-    """Whether an identifier of the source holds one of the words."""
+    """Whether an identifier of the source contains one of the words."""
     return any(word in name for name in identifiers(text) for word in words)
 
 
@@ -100,7 +100,7 @@ def identifiers(text: str) -> Iterator[str]:
 
 
 def steps(root: Path) -> dict[str, object]:
-    """Files, and folders, that one decode step enters."""
+    """Files and folders that one decode step enters."""
     found: dict[str, object] = {}
     for kind in ("resident", "with KV on the host"):
         command = [sys.executable, "-c", STEP, kind]

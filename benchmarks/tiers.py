@@ -1,6 +1,6 @@
-"""Benchmarks of two KV tiers shared by many: prefix reuse, preemption, fairness.
+"""Benchmarks of many requests on two KV tiers: prefix reuse, preemption, fairness.
 
-Called by benchmark.py; each returns rows of figures by name.
+Each returns rows of figures by name.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ MODES = ("in_place", "stream")
 
 
 def shared_prefix(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
-    """`num_seqs` requests with one long beginning, twice: cold, then warm.
+    """Serve `num_seqs` requests with one long shared prefix twice: cold, then warm.
 
-    The device cannot hold the beginning beside the running requests; `device only` has the same
-    blocks and no host tier.
+    The device cannot hold the prefix beside the running requests; `device only` has the same blocks
+    and no host tier.
     """
     rng, rows = random.Random(args.seed), {}
     for mode in ("resident", "device only", *MODES):
-        with make_llm(args, **_settings(args, mode, enable_prefix_caching=True)) as llm:
+        settings = offload_settings(args, mode, _resident_blocks(args), enable_prefix_caching=True)
+        with make_llm(args, **settings) as llm:
             vocab = llm.llm_engine.model_config.vocab_size
             shared = _random_ids(rng, vocab, args.input_len)
             prompts: list[Any] = [
@@ -46,12 +47,10 @@ def shared_prefix(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]
 
 
 def preemption(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
-    """Seconds from a preemption to the next token: KV kept on the host, against all computed
-    again.
-    """
+    """Seconds from a preemption to the next token, with KV kept on the host and recomputed."""
     rng, rows = random.Random(args.seed), {}
     for mode in MODES:
-        with make_llm(args, **_settings(args, mode)) as llm:
+        with make_llm(args, **offload_settings(args, mode)) as llm:
             engine = llm.llm_engine
             prompt = _random_ids(rng, engine.model_config.vocab_size, args.input_len)
             _warm_up(llm)
@@ -73,14 +72,14 @@ def preemption(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
 
 
 def fairness(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
-    """A short request that decodes beside a streamed one, with the link budget and without, and one
-    that arrives during a long prefill.
+    """Time a short request beside a streamed one, with and without the link budget, and one that
+    arrives during a long prefill.
     """
     rows: dict[str, Row] = {}
-    for name, budget in (("budget", {}), ("no budget", {"stream_mib_per_step": 1e6})):
-        with make_llm(args, **_settings(args, "stream", **budget)) as llm:
+    for name, mib in (("budget", None), ("no budget", 1e6)):
+        with make_llm(args, **offload_settings(args, "stream", stream_mib_per_step=mib)) as llm:
             rows[name] = _beside_a_streamed_one(args, llm)
-    with make_llm(args, **_settings(args, "stream")) as llm:
+    with make_llm(args, **offload_settings(args, "stream")) as llm:
         rows["arrival during a prefill"] = _arrival_during_prefill(args, llm)
     return rows
 
@@ -128,7 +127,7 @@ def _arrival_during_prefill(args: argparse.Namespace, llm: LLM) -> Row:
 
 
 def _start(llm: LLM, prompt: list[int]) -> Sequence:
-    """A request that has its first token, and goes on as long as its context lasts."""
+    """Start a request and step until its first token; it goes on to the end of its context."""
     llm.llm_engine.add_request(prompt, _greedy(1 << 20))
     seq = llm.llm_engine.scheduler.waiting[-1]
     _step_until(llm, seq, 1)
@@ -136,7 +135,7 @@ def _start(llm: LLM, prompt: list[int]) -> Sequence:
 
 
 def _gaps(llm: LLM, seq: Sequence, num_tokens: int) -> list[float]:
-    """Seconds between the next tokens of a request."""
+    """Seconds between the next `num_tokens` tokens of a request."""
     gaps = []
     for _ in range(num_tokens):
         start = time.perf_counter()
@@ -146,7 +145,7 @@ def _gaps(llm: LLM, seq: Sequence, num_tokens: int) -> list[float]:
 
 
 def _resume_s(llm: LLM, seq: Sequence, forget: bool) -> float:
-    """Seconds from preempting the one running request to its next token."""
+    """Seconds from preempting the only running request to its next token."""
     engine, before = llm.llm_engine, seq.num_output_tokens
     engine.scheduler.preempt(seq)
     if forget:
@@ -178,16 +177,12 @@ def _answer_all(llm: LLM, prompts: list[Any], output_len: int) -> Row:
     return row
 
 
-def _settings(args: argparse.Namespace, mode: str, **more: Any) -> dict[str, Any]:
-    size = args.kvcache_block_size
-    settings: dict[str, Any] = {"kvcache_block_size": size, "enable_prefix_caching": False} | more
-    if mode == "resident":
-        each = -(-(args.own_len + args.output_len) // size) + 1
-        blocks = -(-args.input_len // size) + args.num_seqs * each + 2
-        return settings | {"num_gpu_blocks": blocks}
-    if mode == "device only":
-        return settings | {"num_gpu_blocks": args.num_gpu_blocks}
-    return settings | offload_settings(args, mode)
+def _resident_blocks(args: argparse.Namespace) -> int:
+    """Blocks that hold the shared prefix and all requests, with two to spare."""
+    size: int = args.kvcache_block_size
+    each: int = -(-(args.own_len + args.output_len) // size) + 1
+    num_blocks: int = -(-args.input_len // size) + args.num_seqs * each + 2
+    return num_blocks
 
 
 def _warm_up(llm: LLM) -> None:
@@ -204,19 +199,19 @@ def _greedy(num_tokens: int) -> SamplingParams:
 
 
 def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Callable[..., Any]]]:
-    """The subcommands of this module, each with its function."""
+    """Yield this module's subcommands, each with its function."""
     for name, function, defaults, text in (
         (
             "prefix",
             shared_prefix,
             {"input_len": 2048, "output_len": 64, "num_gpu_blocks": 20, "num_seqs": 16},
-            "requests that share a long beginning, cold and warm",
+            "requests that share a long prefix, cold and warm",
         ),
         (
             "preempt",
             preemption,
             {"input_len": 4000, "num_gpu_blocks": 8},
-            "from preemption to the next token, resumed and computed again",
+            "seconds from preemption to the next token, resumed and recomputed",
         ),
         (
             "fairness",
@@ -235,7 +230,7 @@ def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Calla
 
 def _arguments(sub: argparse.ArgumentParser, defaults: dict[str, int]) -> None:
     texts = {
-        "input_len": "tokens of a long prompt, or of a shared beginning",
+        "input_len": "tokens of a long prompt, or of a shared prefix",
         "output_len": "tokens to generate, or to time",
         "num_seqs": "requests at once",
         "num_gpu_blocks": "device blocks",
@@ -243,7 +238,7 @@ def _arguments(sub: argparse.ArgumentParser, defaults: dict[str, int]) -> None:
     for name, default in defaults.items():
         sub.add_argument("--" + name.replace("_", "-"), type=int, default=default, help=texts[name])
     if "num_seqs" in defaults:
-        sub.add_argument("--own-len", type=int, default=32, help="tokens of each request's own")
+        sub.add_argument("--own-len", type=int, default=32, help="tokens after the shared prefix")
     else:
         sub.add_argument("--rounds", type=int, default=5, help="repetitions")
     sub.add_argument("--kvcache-block-size", type=int, default=256, help="tokens of a block")

@@ -1,6 +1,6 @@
-"""nanoengine: a small LLM inference engine whose context need not fit the device that runs it.
+"""nanoengine: a small LLM inference engine for contexts larger than device memory.
 
-`LLM` and `AsyncLLM` bring PyTorch with them, and only when they are first asked for (PEP 562).
+`LLM` and `AsyncLLM` import PyTorch, so they are imported on first use (PEP 562).
 """
 
 import importlib as _importlib

@@ -1,8 +1,8 @@
-"""AsyncLLM: the engine for many callers at once, on event loops of any thread.
+"""AsyncLLM: one engine for many concurrent callers, on event loops of any thread.
 
-One thread owns the LLM and is the only one to call it. Callers post functions for it to run between
-two steps; it leaves what is new in a mailbox for each request and wakes the caller's loop. A caller
-that lags finds all that came meanwhile as one, so nobody waits for it and nothing piles up.
+One thread owns the LLM and is the only one to call it. Callers post functions that it runs between
+two steps. It puts new output into a mailbox for each request and wakes the caller's loop. A slow
+caller finds all output since its last read merged into one, so nothing waits for it or piles up.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ Answer = TypeVar("Answer")
 
 
 class AsyncLLM:
-    """A loaded model for asyncio; any thread, and event loops in several, may call it.
+    """A loaded model for asyncio; event loops in any number of threads may call it.
 
     `async with AsyncLLM(...) as llm`, `await aclose()` or `close()` ends its thread and frees it.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        """As LLM; returns when the model is loaded (`await asyncio.to_thread(AsyncLLM, model)`
-        keeps a loop going meanwhile). Raises ConfigError and ModelLoadError.
+        """Takes LLM's arguments; returns when the model is loaded. Inside an event loop use `await
+        asyncio.to_thread(AsyncLLM, model)`. Raises ConfigError and ModelLoadError.
         """
         self._engine = _EngineThread(model, settings)
-        # Also when it is dropped, and when Python ends.
+        # Runs also when this object is collected and when Python exits.
         self._close = weakref.finalize(self, self._engine.stop)
 
     @property
     def plan(self) -> Any:
-        """What start-up decided and allocated; print it."""
+        """What start-up decided and allocated; print it to read it."""
         return self._engine.plan
 
     def generate(
@@ -57,13 +57,12 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt: `async for output in llm.generate("The sea is"): ...`
 
-        prompt: as for LLM.generate, but one. request_id: shown on the outputs, and for abort();
-        without one the outputs show a number. Each output holds all that there is so far; the last
-        one, with `finished`, equals LLM.generate's. Cancelling the task or closing the generator
-        ends the request.
-        Raises, at the first output, what LLM.generate raises for the prompt, and RequestError for a
-        request_id that is in use; later TransferError for a request whose KV is lost, the engine's
-        own error when that fails, EngineClosedError when it is or was closed.
+        prompt: one prompt, as for LLM.generate. request_id: shown on the outputs and used by
+        abort(); by default a number. Each output holds the whole text so far; the last one, with
+        `finished`, equals LLM.generate's. Cancelling the task or closing the generator aborts it.
+        Raises at the first output what LLM.generate raises for the prompt, and RequestError for a
+        request_id in use. Raises later TransferError if the request's KV is lost, the engine's
+        error if the engine fails, EngineClosedError if it is closed.
         """
         return self._outputs(lambda llm: llm.stream(prompt, sampling_params), request_id)
 
@@ -84,8 +83,8 @@ class AsyncLLM:
         )
 
     async def abort(self, request_id: int | str) -> None:
-        """End a request and free what it holds; its generator gives one more output, with
-        finish_reason "abort". An id that no open request has is no error.
+        """End a request and free its memory; its generator yields one last output with
+        finish_reason "abort". An unknown id is not an error.
         """
         await self._call(partial(self._engine.abort, request_id))
 
@@ -94,7 +93,7 @@ class AsyncLLM:
         return await self._call(lambda llm: llm.tokenizer)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached KV that no running request uses."""
+        """Drop all cached KV that no running request uses."""
         await self._call(LLM.reset_prefix_cache)
 
     def close(self) -> None:
@@ -105,7 +104,7 @@ class AsyncLLM:
         self._close()
 
     async def aclose(self) -> None:
-        """close() without holding up the event loop."""
+        """close() without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     async def __aenter__(self) -> Self:
@@ -141,7 +140,7 @@ class AsyncLLM:
 def _grown(
     completions: list[CompletionOutput], deltas: Iterable[StreamDelta]
 ) -> list[CompletionOutput]:
-    """The completions so far with what is new; none of the old ones changes."""
+    """The completions so far, extended by the deltas, as new objects."""
     grown = {completion.index: completion for completion in completions}
     for delta in deltas:
         old = grown.get(delta.index) or CompletionOutput(delta.index, "", [], None)
@@ -164,7 +163,7 @@ def _grown(
 
 
 class _Mailbox:
-    """What the engine's thread has for one caller; made on the caller's loop."""
+    """New output of one request for its caller; made on the caller's loop."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -178,7 +177,7 @@ class _Mailbox:
     def put(
         self, deltas: list[StreamDelta], end: RequestOutput | BaseException | None = None
     ) -> bool:
-        """Add to what was not taken yet. True when the caller does not know that there is news."""
+        """Merge new output into the unread output. Returns True if the caller must be woken."""
         with self._lock:
             was_empty = not self._deltas and self._end is None
             self._deltas = merge_deltas([*self._deltas, *deltas])
@@ -187,13 +186,13 @@ class _Mailbox:
             return was_empty
 
     def wake(self) -> None:
-        """On the caller's loop: there is news."""
+        """Tell the caller, on its own loop, that there is new output."""
         self._arrived.set()
 
     async def take(self) -> tuple[list[StreamDelta], RequestOutput | None]:
-        """What is new, at most one delta a completion, and the last output when the request ended.
+        """Wait for new output: at most one delta for each completion, and the last output if any.
 
-        Raises what the request or the engine failed with.
+        Raises the error of the request or the engine.
         """
         while True:
             with self._lock:
@@ -201,7 +200,7 @@ class _Mailbox:
                 end = self._end
             self.is_done = end is not None
             if isinstance(end, BaseException):
-                raise end.with_traceback(self._trace)  # less what other callers added to it
+                raise end.with_traceback(self._trace)  # without frames that other callers added
             if deltas or end is not None:
                 return deltas, end
             await self._arrived.wait()
@@ -209,7 +208,7 @@ class _Mailbox:
 
 
 class _EngineThread:
-    """The thread that owns the LLM. Other threads call `post`, `leave` and `stop` only."""
+    """The thread that owns the LLM. Other threads may call only `post`, `leave` and `stop`."""
 
     def __init__(self, model: str | Path, settings: dict[str, Any]) -> None:
         self._home = HomeProcess()
@@ -220,7 +219,7 @@ class _EngineThread:
         self._open: dict[_Mailbox, tuple[int | str, DeltaStream]] = {}
         self._by_id: dict[int | str, _Mailbox] = {}
         ready: Future[Any] = Future()
-        # A daemon, since Python waits for other threads before it lets anyone say that it ends.
+        # A daemon: Python joins other threads before it runs the finalizer that would stop them.
         self._thread = threading.Thread(
             target=self._run, args=(model, settings, ready), name="nanoengine", daemon=True
         )
@@ -229,14 +228,14 @@ class _EngineThread:
             self.plan = ready.result()
         except BaseException:
             self._refuse(None)
-            if ready.done():  # else we were interrupted: it ends when it has loaded
+            if ready.done():  # otherwise Ctrl-C came here: the thread ends once it has loaded
                 self._thread.join()
             raise
 
     # -- for every thread
 
     def post(self, function: Callable[[LLM], Answer]) -> Future[Answer]:
-        """Have the engine's thread call `function` with the LLM, before its next step."""
+        """Have the engine's thread call `function(llm)` before its next step."""
         self._home.check("this engine")
         done: Future[Answer] = Future()
         with self._changed:
@@ -247,7 +246,7 @@ class _EngineThread:
         return done
 
     def leave(self, mailbox: _Mailbox) -> None:
-        """The caller of a request is gone: end it."""
+        """End a request whose caller is gone."""
         if not self._home.is_here:
             return
         with self._changed:
@@ -256,7 +255,7 @@ class _EngineThread:
                 self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread and wait for that. In a fork of the process there is none."""
+        """End the thread and wait for its end; a forked process has no such thread."""
         if not self._home.is_here:
             return
         self._refuse(None)
@@ -286,7 +285,7 @@ class _EngineThread:
     ) -> RequestOutput:
         """Queue a request; returns its output before the first token."""
         if request_id is not None and not isinstance(request_id, str):
-            raise RequestError(f"request_id must be a text or None, got {request_id!r}")
+            raise RequestError(f"request_id must be a string or None, got {request_id!r}")
         if request_id in self._by_id:
             raise RequestError(f"request_id {request_id!r} is in use by an open request")
         stream = open_stream(llm)
@@ -306,7 +305,7 @@ class _EngineThread:
                 self._wake([mailbox] if self._deliver(mailbox, output) else [])
 
     def _forget(self, mailbox: _Mailbox) -> None:
-        """Nobody waits for this request any more."""
+        """Remove a request for which no caller waits any more."""
         if mailbox in self._open:
             shown, stream = self._open.pop(mailbox)
             del self._by_id[shown]
@@ -329,7 +328,7 @@ class _EngineThread:
         llm.close()
 
     def _serve(self, llm: LLM) -> None:
-        """Run what was posted and step, until closed; with nothing to do, wait."""
+        """Run posted functions and step until closed; wait when there is nothing to do."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._posted or self._open or self._is_closed)
@@ -348,7 +347,7 @@ class _EngineThread:
 
     def _step(self, llm: LLM) -> None:
         for mailbox in list(self._open):
-            if mailbox.loop.is_closed():  # under its caller, who can end nothing any more
+            if mailbox.loop.is_closed():  # its caller can no longer end the request
                 self._forget(mailbox)
         ended = {output.request_id: output for output in llm.llm_engine.step()}
         self._wake(
@@ -360,9 +359,7 @@ class _EngineThread:
         )
 
     def _deliver(self, mailbox: _Mailbox, output: RequestOutput | None) -> bool:
-        """Put what is new of a request, and its end, into the mailbox; True if that must wake the
-        caller.
-        """
+        """Put new output of a request into its mailbox; True if the caller must be woken."""
         shown, stream = self._open[mailbox]
         deltas = stream.request.take()
         if output is None:
@@ -371,7 +368,7 @@ class _EngineThread:
         return mailbox.put(deltas, output.error or replace(output, request_id=shown))
 
     def _wake(self, mailboxes: Iterable[_Mailbox]) -> None:
-        """One call for each event loop."""
+        """Wake the callers, with one call for each event loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[_Mailbox]] = {}
         for mailbox in mailboxes:
             by_loop.setdefault(mailbox.loop, []).append(mailbox)
@@ -380,7 +377,7 @@ class _EngineThread:
                 loop.call_soon_threadsafe(_wake_all, group)
 
     def _end_all(self) -> None:
-        """After the last step: everyone who still waits is told why."""
+        """After the last step, give every waiting caller the reason."""
         with self._changed:
             posted, self._posted = self._posted, []
         for _, done in posted:

@@ -1,8 +1,6 @@
-"""What the engine was asked to do (EngineConfig) and what the model is (ModelConfig): frozen,
-validated.
+"""Settings of the engine (EngineConfig) and shape of the model (ModelConfig): frozen, validated.
 
-Nothing here touches torch or the disk; loading/model_config.py reads a ModelConfig from a
-checkpoint.
+Imports no torch and reads no files; loading/model_config.py reads a checkpoint's ModelConfig.
 """
 
 from __future__ import annotations
@@ -21,11 +19,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is transformers' `rope_type`; rope.py says what each reads.
+    """Rotary embedding. `kind` is transformers' `rope_type`; rope.py lists the fields of each.
 
-    original_max_position: positions of the training, before scaling.
-    attention_factor: multiplies cos and sin. divisors: one for each turned pair of a head.
-    length: most tokens that a request may have. turned: the part of a head that is turned.
+    original_max_position: positions of the training, before scaling. attention_factor: multiplies
+    cos and sin. divisors: one for each rotated pair of a head. length: most tokens that a request
+    may have. turned: the rotated share of a head.
     """
 
     theta: float
@@ -45,11 +43,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """Which keys a query sees and how its scores come about, the same for every backend.
+    """Which keys a query sees and how its scores are computed, equal for every backend.
 
-    scale: of the products q k; None: head_dim**-0.5. softcap: scores s become
-    softcap * tanh(s / softcap) (arXiv 2408.00118); None: they stay. windows: for each layer, how
-    many keys a query sees, its own the last of them; None: all; no entries: all in every layer.
+    scale: factor of the products q k; None: head_dim**-0.5. softcap: scores s become softcap *
+    tanh(s / softcap) (arXiv 2408.00118); None: no softcap. windows: for each layer, how many keys a
+    query sees, its own included; None: all; no entries: all in every layer.
     """
 
     head_dim: int
@@ -59,26 +57,26 @@ class AttentionConfig:
 
     @property
     def score_scale(self) -> float:
-        """What the products q k are multiplied by."""
+        """The factor of the products q k."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def longest_window(self) -> int | None:
-        """The longest of all layers; None if a layer sees all keys."""
+        """The longest window of all layers; None if a layer sees all keys."""
         found = [window for window in self.windows if window is not None]
         return max(found) if found and len(found) == len(self.windows) else None
 
     def window(self, layer: int) -> int | None:
-        """Keys that a query of this layer sees, at most; None: all before it."""
+        """The most keys that a query of this layer sees; None: all up to its own."""
         return self.windows[layer] if self.windows else None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLimits:
-    """What an attention backend can do.
+    """Which models and settings an attention backend supports.
 
-    dtypes: by torch's names. head_dim_step, page: what head_dim and kvcache_block_size must be
-    multiples of. max_head_dim: None: any. windows, softcap: whether it does AttentionConfig's.
+    dtypes: torch's names. head_dim_step, page: head_dim and kvcache_block_size must be multiples of
+    these. max_head_dim: None: any. windows, softcap: whether it supports AttentionConfig's.
     """
 
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
@@ -89,7 +87,7 @@ class AttentionLimits:
     softcap: bool = True
 
     def unmet(self, dtype: str, block_size: int, config: AttentionConfig) -> str:
-        """The first limit that is not kept, and by what; "" if all are."""
+        """The first limit that is not met, with the value that breaks it; "" if all are met."""
         head_dim, most = config.head_dim, self.max_head_dim
         if any(config.windows) and not self.windows:
             return "layers that see all keys, and this model has a sliding window"
@@ -113,8 +111,8 @@ _FLASH = AttentionLimits(
     windows=False,
     softcap=False,
 )
-# By what attention_backend calls them. All either give their log-sum-exp, so that what they make of
-# the parts of a context can be merged, or carry their state from part to part.
+# Keys are values of attention_backend. Each backend returns its log-sum-exp, so that results of
+# chunks can be merged, or carries its softmax state from chunk to chunk.
 ATTENTION_LIMITS = {
     "flash-attn": _FLASH,
     "varlen": _FLASH,
@@ -127,13 +125,12 @@ ATTENTION_LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder, read from config.json. `architecture` is a key of
-    models.ARCHITECTURES.
+    """A decoder's shape, read from config.json. `architecture` is a key of models.ARCHITECTURES.
 
-    no_rope_layers: those that see no positions (arXiv 2501.18795). windows, attn_logit_softcap: as
-    in AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
-    local_rope: of the layers with a window (None: as in the others). final_logit_softcap: as the
-    one of scores, for the logits.
+    no_rope_layers: layers without RoPE (arXiv 2501.18795). windows, attn_logit_softcap: as in
+    AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
+    local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
+    softcap of the logits.
     """
 
     architecture: str
@@ -160,7 +157,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> AttentionConfig:
-        """What an attention backend is told."""
+        """The part that attention backends need."""
         scalar = self.query_pre_attn_scalar
         scale = None if scalar is None else scalar**-0.5
         return AttentionConfig(self.head_dim, scale, self.attn_logit_softcap, self.windows)
@@ -186,13 +183,13 @@ OFFLOAD_DTYPES = ("int8",)
 MAX_GUESSES = 64
 MAX_THREADS = 1024
 MAX_GIB = 1 << 20
-MAX_NAME = 64  # characters of an unknown setting's name that are looked at
+MAX_NAME = 64  # characters of an unknown setting's name that are compared with known names
 GENERATION_CONFIGS = ("auto", "vllm")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 QUANTIZATIONS = ("int8", "int4", "gguf")
 FLAGS = ("enable_prefix_caching", "enforce_eager", "enable_cpu_offload", "debug_kv")
 DEVICE_NAMES = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
-# The least and the most of every count; where None is its default, it may be None.
+# Lower and upper bound of every count; a count whose default is None may be None.
 COUNTS = {
     "max_model_len": (1, MAX_COUNT),
     "max_num_seqs": (1, MAX_COUNT),
@@ -208,14 +205,14 @@ COUNTS = {
     "ring_slots": (2, 1 << 16),
     "slot_tokens": (1, MAX_COUNT),
 }
-# What every budget is below, and its unit.
+# Exclusive upper bound of every budget, and its unit.
 BUDGETS = {
     "kv_cache_gib": (MAX_GIB, "GiB"),
     "kv_offload_gib": (MAX_GIB, "GiB"),
     "stream_mib_per_step": (MAX_GIB << 10, "MiB"),
 }
 
-# Settings that users of other engines bring, and what they are called here.
+# Settings of other engines, and their names here.
 ELSEWHERE = {
     "session_len": "max_model_len",
     "max_batch_size": "max_num_seqs",
@@ -246,57 +243,54 @@ NOT_YET = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every setting of the engine; None means "planned at start-up". COUNTS and BUDGETS say between
-    what numbers must be.
+    """Every setting of the engine; None: planned at start-up. COUNTS and BUDGETS hold their ranges.
 
     model: a Hugging Face folder, a .gguf file, a hub id ("organisation/model") or "smollm2-135m".
     tokenizer: another folder for it.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda", "cuda:N".
     max_model_len: most tokens of one request, prompt and output.
     max_num_seqs: most requests running at once.
-    max_num_batched_tokens: most tokens computed in one step; a longer prompt is prefilled in
-    chunks.
+    max_num_batched_tokens: most tokens computed in one step; longer prompts are chunked.
     gpu_memory_utilization: share of the device's memory for weights, activations and KV (GPU).
-    kv_cache_gib: KV budget given outright; num_gpu_blocks: the same in blocks.
+    kv_cache_gib: device memory for KV; num_gpu_blocks: the same in blocks.
     kvcache_block_size: tokens of a KV block.
-    enable_prefix_caching: reuse the KV of equal prompt beginnings.
-    enforce_eager: on a GPU, launch every kernel of a decode step by itself, not as a CUDA graph.
-    load_format: "auto", "safetensors", "gguf" or "dummy" (random weights of the right shapes).
-    attention_backend: "auto": the first that serves, on a GPU of "triton", "flash-attn", "varlen"
-    (PyTorch's varlen_attn), "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on a CPU
-    of "c" and "torch" ("sdpa" is there, too). How a context is cut into chunks shows in the bits of
+    enable_prefix_caching: reuse the KV of equal prompt prefixes.
+    enforce_eager: on a GPU, run decode steps without CUDA graphs. load_format: "auto",
+    "safetensors", "gguf" or "dummy" (random weights of the right shapes). attention_backend: "auto"
+    takes the first that can be used: on a GPU of "triton", "flash-attn", "varlen" (PyTorch's
+    varlen_attn), "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on a CPU of "c" and
+    "torch" ("sdpa" on request). The split of a context into chunks changes the bits of
     "flash-attn", "varlen" and "sdpa" only.
-    quantization: None, or lossy: "int8" (a scale for each output) or "int4" (a scale and a zero for
-    128 inputs, 64 or 32 where 128 does not divide them) weights of all layers; "gguf" keeps the
-    4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay as they
-    are.
-    seed: the seed of requests that bring none. num_threads: CPU threads (None:
-    OMP_NUM_THREADS where that is set, else all usable cores).
-    max_num_partial_prefills: most prompts that may be half computed after a step.
-    max_long_partial_prefills: most of them that are long.
-    long_prefill_token_threshold: a prompt with more tokens left than this is long; while others
-    wait for prefill, a long one takes at most this many tokens of a step (None: half of
+    quantization: None, or lossy weights in all layers: "int8" (a scale for each output) or "int4"
+    (a scale and a zero for each 128 inputs, or 64 or 32 where 128 does not divide them); "gguf"
+    keeps the 4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay.
+    seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
+    set, else all usable cores).
+    max_num_partial_prefills: most prompts that may be partly computed after a step.
+    max_long_partial_prefills: most long prompts among them.
+    long_prefill_token_threshold: a prompt with more uncomputed tokens than this is long; while
+    others wait for prefill, a long one gets at most this many tokens of a step (None: half of
     max_num_batched_tokens).
-    decode_reserve_blocks: blocks kept free at admission, so that decodes do not run out at once.
-    enable_cpu_offload: KV that does not fit the device lives on the host and is read from there.
+    decode_reserve_blocks: blocks kept free for decodes when requests are admitted.
+    enable_cpu_offload: keep KV that does not fit the device in host memory and read it from there.
     offload_mode: "stream" copies host blocks through a ring on the device, "in_place" (CPU only)
-    reads them where they are; "auto": in_place on a CPU, stream on a GPU.
-    kv_offload_gib: host memory for KV (None: 4 GiB, or a quarter of what is available if that is
+    reads them in host memory; "auto": in_place on a CPU, stream on a GPU.
+    kv_offload_gib: host memory for KV (None: 4 GiB, or a quarter of the available memory if that is
     less). kv_offload_dtype: None, or lossy: "int8" keeps host KV in 8 bits with a scale for each
-    token and KV head, which halves what 16 bits take of host memory and link; KV that stays on the
-    device is exact, so which tokens are touched depends on what else runs. Needs "stream".
-    ring_slots: buffers of the ring, at least 2.
+    token and KV head, half the memory and link traffic of 16 bits. KV on the device stays exact, so
+    the tokens affected depend on what else runs. Needs "stream". ring_slots: buffers of the ring,
+    at least 2.
     slot_tokens: tokens of one layer that a ring slot holds (None: 4096, on a GPU 16384).
-    stream_mib_per_step: host KV that may be streamed a step, on average, beside requests that
-    decode from the device (None: what takes 0.6 of a short step, measured at start-up).
-    speculative: "ngram:K" guesses up to K tokens a step and request by prompt lookup, and checks
-    them in one forward pass; what is generated stays the same (None: one token a step).
-    generation_config: "auto": requests without sampling parameters are sampled as the model's
-    generation_config.json says (None, or "vllm": as SamplingParams() says).
+    stream_mib_per_step: host KV that may be streamed per step, on average, beside requests that
+    decode from the device (None: the amount that takes 0.6 of a short step, measured at start-up).
+    speculative: "ngram:K" guesses up to K tokens per step and request by prompt lookup, and checks
+    them in one forward pass; the output does not change (None: one token a step).
+    generation_config: default sampling parameters of requests. "auto": those of the model's
+    generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
-    (slow). debug_copy_delay_ms: random delay of up to so long before each copy (stream).
+    (slow). debug_copy_delay_ms: longest random delay before each copy (stream).
 
-    Raises ConfigError, naming the value and what is allowed.
+    Raises ConfigError with the value and the allowed ones.
     """
 
     model: str
@@ -353,7 +347,7 @@ class EngineConfig:
 
     @property
     def num_guesses(self) -> int:
-        """Most tokens guessed a step and request; 0 without speculation."""
+        """Most tokens guessed per step and request; 0 without speculation."""
         spelled = self.speculative if isinstance(self.speculative, str) else ""
         found = re.fullmatch(r"ngram:([0-9]{1,3})", spelled)
         return int(found[1]) if found and 1 <= int(found[1]) <= MAX_GUESSES else 0
@@ -411,8 +405,8 @@ class EngineConfig:
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                "max_num_seqs "
-                f"({self.max_num_seqs}): every running request computes a token in a step"
+                f"max_num_seqs ({self.max_num_seqs}): every running request computes a token in a "
+                "step"
             )
 
     def _check_offload_dtype(self) -> None:
@@ -458,7 +452,7 @@ class EngineConfig:
 
 
 def make_config(model: Any, settings: dict[str, Any]) -> EngineConfig:
-    """An EngineConfig from keywords; an unknown one is a ConfigError that names the nearest."""
+    """An EngineConfig from keywords. Raises ConfigError for unknown ones, with a near match."""
     settings = dict(settings)
     if "kv_offloading_size" in settings:  # vLLM's name
         settings.setdefault("kv_offload_gib", settings.pop("kv_offloading_size"))
@@ -470,12 +464,12 @@ def make_config(model: Any, settings: dict[str, Any]) -> EngineConfig:
 
 def _unknown(name: object, known: Iterable[str]) -> str:
     if not isinstance(name, str):
-        return f"unknown setting {shown(name)}; the name of a setting is a text"
+        return f"unknown setting {shown(name)}; the name of a setting is a string"
     if name in NOT_YET:
-        return f"{name}: {NOT_YET[name]} is not here yet"
+        return f"{name}: {NOT_YET[name]} is not supported yet"
     if name == "cpu_offload_gb":
         return (
-            "cpu_offload_gb offloads weights in vLLM, which is not here; KV goes to the host with "
+            "cpu_offload_gb offloads weights in vLLM, which nanoengine cannot do; offload KV with "
             "enable_cpu_offload=True and kv_offload_gib"
         )
     if name in ELSEWHERE:
@@ -493,26 +487,26 @@ def _bad_quantization(value: object) -> str:
 
 
 def _path(name: str, value: object) -> str:
-    """The path, or the name of a model, as a text that the system can be asked for."""
+    """A path, or the name of a model, as a string. Raises ConfigError if it can name no file."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if not isinstance(path, str):
-        raise ConfigError(f"{name} must be a text or a path, got {shown(value)}")
+        raise ConfigError(f"{name} must be a string or a path, got {shown(value)}")
     try:
         is_odd = b"\0" in os.fsencode(path)
     except UnicodeEncodeError:
         is_odd = True
     if is_odd:
-        raise ConfigError(f"{name} must be a text that can name a file, got {shown(value)}")
+        raise ConfigError(f"{name} must be a string that can name a file, got {shown(value)}")
     return path
 
 
 def _torch_name(value: object) -> str:
-    """A text as it is; torch's own as it writes them, "torch.bfloat16" and "cuda:1"; else ""."""
+    """A string as it is; torch's dtypes and devices as str() shows them; "" for other types."""
     kind = type(value)
     is_torch_s = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
     return str(value) if is_torch_s else value if isinstance(value, str) else ""
 
 
 def _is_one_of(value: object, allowed: Iterable[str]) -> bool:
-    """For values of any type: some have no hash, and some do not compare."""
+    """`value in allowed` for values of any type: some have no hash, and some cannot be compared."""
     return isinstance(value, str) and value in allowed

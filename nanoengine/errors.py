@@ -1,10 +1,10 @@
-"""Every error nanoengine raises on purpose, and the checks of plain values that lead to them.
+"""Every error nanoengine raises on purpose, and helpers that check plain values.
 
 EngineError
 ├── ConfigError                 an engine setting is unknown, out of range or cannot be honoured
 │   └── OutOfMemoryError        the KV budget or the weights do not fit
 ├── ModelLoadError              a model folder or file cannot be used
-│   ├── ModelNotFoundError      nothing is there
+│   ├── ModelNotFoundError      no model at the given place
 │   ├── CorruptModelError       truncated or damaged file
 │   ├── UnsupportedModelError   architecture, RoPE type or tensor type we do not know
 │   └── WeightMismatchError     missing, unexpected or wrongly shaped tensors
@@ -25,7 +25,7 @@ import operator
 from numbers import Integral, Real
 
 MAX_COUNT = (1 << 31) - 1
-SEEDS = (-(1 << 63), (1 << 64) - 1)  # what fits 64 bits, signed or not
+SEEDS = (-(1 << 63), (1 << 64) - 1)  # numbers that fit 64 bits, signed or unsigned
 MAX_SHOWN = 100  # characters
 MAX_BITS = 128
 
@@ -91,14 +91,12 @@ class EngineClosedError(EngineError, RuntimeError):
 
 
 class ForkedProcessError(EngineError, RuntimeError):
-    """The engine, or the threads that it needs, belong to the process that this one was forked
-    from.
-    """
+    """The engine, or threads that it needs, belong to the parent process of this fork."""
 
 
 def integer(value: object) -> int | None:
-    """The integer, numpy's too, as an int; None for anything else, as for True and False."""
-    if type(value) is int:  # nearly always, and the rest takes ten times as long
+    """An integer of any type as an int; None for anything else, also for True and False."""
+    if type(value) is int:  # the common case; the other checks take ten times as long
         return value
     if isinstance(value, bool) or not isinstance(value, Integral):
         return None
@@ -106,7 +104,7 @@ def integer(value: object) -> int | None:
 
 
 def number(value: object) -> int | float | None:
-    """The integer as an int, another finite number as a float; None for anything else."""
+    """An integer as an int, another finite number as a float; None for anything else."""
     if type(value) is float:
         return value if math.isfinite(value) else None
     whole = integer(value)
@@ -120,14 +118,14 @@ def number(value: object) -> int | float | None:
 
 
 def shown(value: object) -> str:
-    """The value as an error shows it, on one line of a readable length."""
+    """The value as error texts show it: one line of readable length."""
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         return f"an integer of {value.bit_length()} bits"
     try:
         if isinstance(value, str | bytes | list | tuple):
             value = value[:MAX_SHOWN]  # a repr of all of it may take long
         text = repr(value)
-    except Exception:  # whatever a repr of somebody else's raises
+    except Exception:  # a foreign type's repr may raise anything
         text = f"a value of type {type(value).__name__}"
     text = "".join(c if c.isprintable() else " " for c in text[: MAX_SHOWN + 1])
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."

@@ -1,8 +1,8 @@
-"""LLM: what users import. Batches of prompts in, texts out, with a progress bar.
+"""LLM: the synchronous API. Takes batches of prompts and returns texts, with a progress bar.
 
 with LLM("smollm2-135m") as llm:
-    print(llm.generate("The capital of France is",
-    SamplingParams(temperature=0))[0].outputs[0].text)
+    outputs = llm.generate("The capital of France is", SamplingParams(temperature=0))
+    print(outputs[0].outputs[0].text)
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +31,7 @@ from nanoengine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A prompt on its way in: text or ids, the text it came from, or why it is refused."""
+    """A prompt before it is queued: text or ids, the original text, or the error against it."""
 
     prompt: Any
     text: str | None = None
@@ -47,53 +46,51 @@ class _Request:
 
 
 Prompt = str | list[int] | dict[str, Any]
-Params = SamplingParams | Seq[SamplingParams] | None
+Params = SamplingParams | Sequence[SamplingParams] | None
 Messages = list[dict[str, str]]
 TemplateKwargs = Mapping[str, Any] | None
 
 
 class LLM:
-    """A loaded model. `with LLM(...) as llm` or `close()` frees it; two in one process are fine.
+    """A loaded model. `with LLM(...) as llm` or `close()` frees it; a process may have several.
 
-    One thread at a time may use an instance; one that comes while another is in `generate`, `chat`
-    or a stream's next delta gets an EngineError. AsyncLLM is for many.
+    Only one thread at a time may use an instance: a call during another thread's `generate`, `chat`
+    or next delta of a stream raises EngineError. Use AsyncLLM for many threads.
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        """model: a Hugging Face folder, a .gguf file, or "smollm2-135m"; settings:
-        config.EngineConfig.
+        """model, settings: see config.EngineConfig.
 
-        Raises ConfigError for a setting that is unknown or cannot be honoured, ModelLoadError for
-        the model.
+        Raises ConfigError for an unknown or unusable setting, ModelLoadError for a bad model.
         """
         engine = LLMEngine(model, **settings)
         self.llm_engine = engine
         self._turns = Turns(engine.check_open, engine.abort, engine.close)
-        # Also when it is dropped, and when Python ends: a thread that is in a step then would end
-        # in the middle of PyTorch, which aborts the process.
+        # Runs also when this object is collected and when Python exits: a thread that ends inside
+        # PyTorch aborts the process.
         weakref.finalize(self, self._turns.close)
 
     @property
     def plan(self) -> Any:
-        """What start-up decided and allocated; print it."""
+        """What start-up decided and allocated; print it to read it."""
         return self.llm_engine.plan
 
     def generate(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: Params = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of them, in order.
 
         prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A
-        dict may bring a "cache_salt": only prompts with the same one share cached KV. Text is
-        encoded as transformers and vLLM do it: where the tokenizer adds a beginning-of-sequence
-        token it does so also before a text that brings its own; for that give token ids.
-        sampling_params: one for all, or one each.
-        Raises RequestError for a single bad prompt; in a list, that output's `error` is set and its
-        finish_reason is "error" while the others are answered. Ctrl-C frees the requests and is
-        raised again.
+        dict may have a "cache_salt": only prompts with equal salts share cached KV. Text is encoded
+        as in transformers and vLLM: a tokenizer that adds a beginning-of-sequence token adds one
+        even if the text has its own; to prevent that, give token ids.
+        sampling_params: one for all prompts, or one each.
+        Raises RequestError for a single bad prompt; in a list, that output's `error` is set, its
+        finish_reason is "error", and the others are answered. Ctrl-C aborts all requests and raises
+        KeyboardInterrupt as usual.
         """
         single = _is_single(prompts)
         requests = [_request(p) for p in ([prompts] if single else prompts)]
@@ -109,11 +106,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them: lists of {"role": ..., "content": ...}.
 
-        chat_template_kwargs: variables of the model's chat template, for all conversations alike:
-        {"enable_thinking": False} of Qwen3, "tools", "documents". The template alone writes special
-        tokens: none is put before what it renders.
-        Raises InvalidPromptError when the model has no chat template or it refuses the messages,
-        InvalidParamsError for what is no template variable.
+        chat_template_kwargs: variables of the model's chat template, the same for all
+        conversations, such as Qwen3's {"enable_thinking": False}, "tools" or "documents". No
+        special tokens are added to those that the template writes.
+        Raises InvalidPromptError if the model has no chat template or the template refuses the
+        messages, InvalidParamsError for an argument that is no template variable.
         """
         if not isinstance(messages, list | tuple):
             raise InvalidPromptError(
@@ -128,18 +125,18 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Prompt | Seq[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | None = None,
         use_tqdm: bool = True,
         **settings: Any,
     ) -> list[BeamSearchOutput]:
-        """The likeliest texts after one prompt or each of a list, by beam search:
+        """Find the most probable continuations of one prompt or a list of them by beam search:
         `llm.beam_search(prompts, beam_width=4, max_tokens=64)`.
 
         prompts: as for generate(). params: a BeamSearchParams, or its fields as keywords.
-        Finds what transformers' `generate(num_beams=W, num_return_sequences=W, do_sample=False)`
-        finds, in the same order. Errors and Ctrl-C are as in generate(), but that a refused prompt
-        in a list has no sequences.
+        Results and order equal those of transformers' `generate(num_beams=W,
+        num_return_sequences=W, do_sample=False)`. Errors and Ctrl-C are as in generate(), except
+        that a refused prompt in a list has no sequences.
         """
         params = beam_params(params, settings)
         single = _is_single(prompts)
@@ -165,12 +162,11 @@ class LLM:
         return [s.output if isinstance(s, BeamSearch) else s for s in searches]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
-        """Complete one prompt, text as it comes: `for delta in llm.stream("The sea is"): ...`
+        """Stream the completion of one prompt: `for delta in llm.stream("The sea is"): ...`
 
-        The texts of the deltas, joined, are generate()'s text. Streams that are open at the same
-        time, and generate() between two deltas, share the engine's steps. A stream that is left
-        early ends its request.
-        Raises what generate() raises for the prompt, at once.
+        The joined texts of the deltas are generate()'s text. Open streams, and generate() between
+        two deltas, share the engine's steps. Leaving a stream early aborts its request.
+        Raises at once what generate() raises for the prompt.
         """
         if not isinstance(prompt, dict) and not _is_single(prompt):
             raise InvalidPromptError(
@@ -185,7 +181,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: TemplateKwargs = None,
     ) -> DeltaStream:
-        """Answer one conversation, text as it comes; see stream() and chat()."""
+        """Stream the answer to one conversation; see stream() and chat()."""
         request = self._chat_request(messages, add_generation_prompt, chat_template_kwargs)
         return self._stream(request, sampling_params)
 
@@ -199,22 +195,22 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How the model's generation_config.json wants it sampled (temperature, top_k, top_p,
-        min_p, repetition_penalty); `dataclasses.replace` changes the rest. With the setting
-        generation_config="auto", requests without parameters use it.
+        """SamplingParams with the values of the model's generation_config.json (temperature, top_k,
+        top_p, min_p, repetition_penalty); change others with `dataclasses.replace`. With the
+        setting generation_config="auto", requests without parameters use them.
 
         Raises CorruptModelError for values out of range.
         """
         return self.llm_engine.model_sampling_params()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached KV that no running request uses."""
+        """Drop all cached KV that no running request uses."""
         with Turn(self._turns):
             self.llm_engine.kv.reset_prefix_cache()
 
     def close(self) -> None:
-        """Free weights and KV; closing twice is fine. A call that another thread is in ends after
-        its step, with EngineClosedError. In a fork of the process this does nothing.
+        """Free weights and KV; closing twice is fine. A call under way in another thread ends after
+        its step with EngineClosedError. In a forked process this does nothing.
         """
         self._turns.close()
 
@@ -237,7 +233,7 @@ class LLM:
             text = self.tokenizer.apply_chat_template(messages, **variables)
         except RequestError as error:
             return _Request(None, error=error)
-        # The template has written the special tokens, a beginning-of-sequence token included.
+        # The template has already written the special tokens, also the beginning-of-sequence token.
         return _Request(self.tokenizer.encode(text, add_special_tokens=False), text)
 
     def _answer(
@@ -278,22 +274,24 @@ class LLM:
         return DeltaStream(stream, self._advance, self._turns.abandon)
 
     def _advance(self, stream: RequestStream) -> list[StreamDelta]:
-        """Step until the stream has something new."""
+        """Step until the stream has new deltas."""
         with Turn(self._turns) as turn:
             while not (deltas := stream.take()):
                 turn.run(self.llm_engine.step)
             return deltas
 
-    def _run(self, left: set[int | str], use_tqdm: bool, turn: Turn) -> Iterator[RequestOutput]:
-        """Step until every request of `left` is finished."""
+    def _run(
+        self, unfinished: set[int | str], use_tqdm: bool, turn: Turn
+    ) -> Iterator[RequestOutput]:
+        """Step until every request in `unfinished` has finished; yields their outputs."""
         num_in = num_out = 0
         start = time.perf_counter()
-        with _progress_bar("requests", len(left), use_tqdm and bool(left)) as bar:
-            while left:
+        with _progress_bar("requests", len(unfinished), use_tqdm and bool(unfinished)) as bar:
+            while unfinished:
                 for output in turn.run(self.llm_engine.step):
-                    if output.request_id not in left:
+                    if output.request_id not in unfinished:
                         continue
-                    left.remove(output.request_id)
+                    unfinished.remove(output.request_id)
                     num_in += len(output.prompt_token_ids)
                     num_out += sum(len(made.token_ids) for made in output.outputs)
                     elapsed = time.perf_counter() - start
@@ -304,7 +302,7 @@ class LLM:
 
 
 def _progress_bar(what: str, total: int, is_wanted: bool) -> tqdm:
-    """On stderr, where there is one: a program without a console has none."""
+    """A progress bar on stderr, which a program without a console lacks."""
     return tqdm(total=total, desc=what, disable=not is_wanted or sys.stderr is None)
 
 
@@ -321,9 +319,7 @@ def _is_single(prompts: object) -> bool:
 
 
 def _request(prompt: Any) -> _Request:
-    """A prompt in any of its forms; a dict without a prompt becomes a request that will be
-    refused.
-    """
+    """The _Request of a prompt in any form; a dict without a prompt becomes one with an error."""
     if not isinstance(prompt, dict):
         return _Request(prompt)
     salt = prompt.get("cache_salt")
@@ -337,7 +333,7 @@ def _request(prompt: Any) -> _Request:
 
 
 def _template_variables(add_generation_prompt: bool, kwargs: TemplateKwargs) -> dict[str, Any]:
-    """What chat_template_kwargs names goes before the argument of that name, as in vLLM."""
+    """Template variables; those in chat_template_kwargs override arguments, as in vLLM."""
     given = {} if kwargs is None else kwargs
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidParamsError(

@@ -1,6 +1,4 @@
-"""What a request gives back: vLLM's attributes, and nano-vllm's `out["text"]`,
-`out["token_ids"]`.
-"""
+"""Outputs of requests, with vLLM's attributes and nano-vllm's `out["text"]`, `out["token_ids"]`."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from nanoengine.sequence import RequestMetrics
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """A token's natural log-probability in the model's own distribution, before temperature,
-    penalties and the like. rank: 1 for the likeliest token.
+    penalties and other adjustments. rank: 1 for the likeliest token.
     """
 
     logprob: float
@@ -22,9 +20,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-TokenLogprobs = dict[
-    int, Logprob
-]  # of one position: the token that stands there, and the likeliest
+TokenLogprobs = dict[int, Logprob]  # of one position: its token and the likeliest tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +28,8 @@ class CompletionOutput:
     """One generated text.
 
     finish_reason: "stop" (end of sequence or a stop), "length", "abort" or "error".
-    stop_reason: the stop string or stop token id that matched; None for the model's own end of
-    sequence.
-    logprobs: of each token, where asked for; cumulative_logprob: the sum of the tokens' own.
+    stop_reason: the stop string or stop token id that matched; None for end of sequence.
+    logprobs: of each token, if requested; cumulative_logprob: the sum of the tokens' own.
     """
 
     index: int
@@ -50,8 +45,8 @@ class CompletionOutput:
 class BeamSearchSequence:
     """One text that LLM.beam_search found.
 
-    token_ids: without the prompt's, and with the end-of-sequence token where that ended it
-    (finish_reason "stop"; "length" else). cumulative_logprob: the sum of its tokens'
+    token_ids: without the prompt, with the end-of-sequence token if that ended the text
+    (finish_reason "stop", otherwise "length"). cumulative_logprob: the sum of its tokens'
     log-probabilities; score: that over their number to the power of length_penalty.
     """
 
@@ -64,8 +59,8 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """What LLM.beam_search found for one prompt: `beam_width` sequences, best score first; none
-    when the prompt was refused or failed, and `error` says why.
+    """Result of LLM.beam_search for one prompt: `beam_width` sequences, best score first. If the
+    prompt was refused or failed, there are none and `error` is set.
     """
 
     prompt: str | None
@@ -76,12 +71,12 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A request, finished unless AsyncLLM shows how far it is. `error` is set, and
-    outputs[0].finish_reason "error", when it was refused or failed.
+    """Result of a request, unfinished only in AsyncLLM's outputs. If it was refused or failed,
+    `error` is set and outputs[0].finish_reason is "error".
 
-    num_cached_tokens of the prompt were found in the prefix cache, num_host_cached_tokens of these
-    on the host only. prompt_logprobs, where asked for: of each token of the prompt; None for its
-    first. request_id: the engine's number, or the name that AsyncLLM's caller gave it.
+    num_cached_tokens: tokens of the prompt found in the prefix cache; num_host_cached_tokens: those
+    found only on the host. prompt_logprobs: of each token of the prompt, if requested; None for the
+    first. request_id: the engine's number, or the name that AsyncLLM's caller gave.
     """
 
     request_id: int | str
@@ -96,9 +91,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def __getitem__(self, key: str) -> Any:
-        """`out["text"]` and `out["token_ids"]` of the first completion, as nano-vllm's dicts
-        have them.
-        """
+        """`out["text"]` and `out["token_ids"]` of the first completion, as in nano-vllm's dicts."""
         if key not in ("text", "token_ids"):
             raise KeyError(f'{key!r}; a RequestOutput answers "text" and "token_ids"')
         return getattr(self.outputs[0], key)

@@ -1,4 +1,4 @@
-"""What one request asks for: SamplingParams, validated when it is made."""
+"""Parameters of one request: SamplingParams and BeamSearchParams, validated when made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_COMPLETIONS = 1024
 MAX_BEAM_WIDTH = 128
-# Within these, logits that a penalty divides or multiplies stay finite in fp32.
+# In this range, logits divided or multiplied by a penalty stay finite in fp32.
 PENALTIES = (0.01, 100.0)
 FLAGS = ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output")
 GREEDY_BELOW = 1e-5
@@ -24,31 +24,30 @@ MIN_TEMPERATURE = 0.01
 class SamplingParams:
     """How to choose the next tokens of one request, with vLLM's names and defaults.
 
-    temperature: 0 is greedy, 1 the model's own distribution, at most 100; between 0 and 0.01 counts
-    as 0.01, below 0.00001 as 0.
+    temperature: 0 is greedy, 1 the model's own distribution, at most 100. Values below 0.00001
+    count as 0, other values below 0.01 as 0.01.
     top_k: keep the k most likely tokens (0 or -1: all).
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest, in [0, 1].
-    seed: makes sampling depend on (seed, position) only; None draws one from the engine's seed. It
-    fits 64 bits, signed or not.
+    seed: makes sampling depend on (seed, position) only; None: derived from the engine's seed. It
+    must fit 64 bits, signed or unsigned.
     stop: a string or up to 64 that end the text (not part of it); stop_token_ids: ids that end it.
     ignore_eos: go on past the model's end-of-sequence tokens.
     max_tokens: most tokens to generate (None: as many as the context holds).
-    min_tokens: before so many, neither end-of-sequence nor stops end the text.
+    min_tokens: before this many tokens, neither end-of-sequence nor stops end the text.
     skip_special_tokens: leave special tokens out of the text.
     repetition_penalty: divide positive logits of tokens in prompt or output by it, multiply
     negative ones (arXiv 1909.05858); in [0.01, 100], 1 is off.
-    presence_penalty, frequency_penalty: take this from the logits of tokens in the output, once, or
-    for each time; in [-2, 2].
-    logit_bias: {token id: what is added to its logit, within -100 to 100}; an id may be a text of
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens in the output, once,
+    or for each occurrence; in [-2, 2].
+    logit_bias: {token id: number added to its logit, from -100 to 100}; an id may be a string of
     digits, as in JSON.
-    allowed_token_ids: only these may be chosen. bad_words: up to 64 texts that the output may not
-    contain.
-    logprobs, prompt_logprobs: of each token of the output, or of the prompt after its first, the
-    log-probability and rank in the model's own distribution, and so many of the likeliest tokens
-    (0 to 20; None: nothing).
-    n: independent completions of the prompt, up to 1024, whose KV they share; with a seed,
-    completion i has seed + i.
+    allowed_token_ids: only these may be chosen. bad_words: up to 64 strings that are never output.
+    logprobs, prompt_logprobs: return the log-probability and rank, in the model's own distribution,
+    of each token of the output, or of the prompt after its first, and of this many of the likeliest
+    tokens (0 to 20; None: nothing).
+    n: independent completions of the prompt, up to 1024, which share its KV; with a seed,
+    completion i uses seed + i.
     detokenize: False leaves the text empty. include_stop_str_in_output: keep the stop in the text.
 
     Raises InvalidParamsError for a value out of range.
@@ -100,7 +99,7 @@ class SamplingParams:
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.stop and not self.detokenize:
-            raise InvalidParamsError("stop strings are found in the text: they need detokenize")
+            raise InvalidParamsError("stop strings are searched in the text: set detokenize=True")
         if 0 < self.temperature < MIN_TEMPERATURE:
             self._set("temperature", 0.0 if self.temperature < GREEDY_BELOW else MIN_TEMPERATURE)
         if self.greedy and self.n > 1:
@@ -129,7 +128,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True when the likeliest token is always taken."""
+        """True if the likeliest token is always chosen."""
         return self.temperature == 0.0
 
     @property
@@ -154,7 +153,7 @@ class SamplingParams:
 
     @property
     def named_ids(self) -> dict[str, tuple[int, ...]]:
-        """Every token id that these parameters name, by the parameter that does."""
+        """Token ids in these parameters, by the name of the parameter."""
         return {
             "stop_token_ids": self.stop_ids,
             "logit_bias": tuple(token_id for token_id, _ in self.biases),
@@ -163,15 +162,13 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """True when a token's logit depends on whether it came before."""
+        """True if a token's logit depends on whether it occurred before."""
         penalties = self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty
         return any(penalties)
 
     @property
     def follows_history(self) -> bool:
-        """True when the choice of a token depends on those before it other than through the
-        model.
-        """
+        """True if the choice of a token depends on earlier tokens other than through the model."""
         return self.penalizes or bool(self.bad_words)
 
 
@@ -180,11 +177,11 @@ class BeamSearchParams:
     """How LLM.beam_search searches, with vLLM's names.
 
     beam_width: beams kept in each step, and texts returned. max_tokens: most tokens of a text.
-    length_penalty: a text's score is the sum of its log-probabilities over its length to this
+    length_penalty: a text's score is the sum of its log-probabilities divided by its length to this
     power: above 0 favours long texts, below 0 short ones, 0 compares the sums.
-    early_stopping: True ends the search when beam_width texts have ended; False also goes on while
-    the best beam, at its present length, would beat the worst of them; "never" only ends it when no
-    beam can do better at any length.
+    early_stopping: True ends the search when beam_width texts have ended; False goes on while the
+    best beam, at its present length, would beat the worst of them; "never" ends it only when no
+    beam can score better at any length.
     ignore_eos: go on past the model's end-of-sequence tokens.
 
     Raises InvalidParamsError for a value out of range.
@@ -268,7 +265,7 @@ def _biases(biases: object) -> tuple[tuple[int, float], ...]:
         except (TypeError, ValueError) as error:
             raise _no_biases(biases) from error
         if isinstance(key, str) and re.fullmatch("[0-9]{1,10}", key):
-            key = int(key)  # JSON has no other keys than texts
+            key = int(key)  # keys of JSON objects are always strings
         if integer(key) is None:
             raise _no_biases(biases)
         token_id = _integer("logit_bias", key, 0, MAX_COUNT)

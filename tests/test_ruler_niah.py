@@ -24,7 +24,8 @@ import pytest
 from benchmarks.induction import write_checkpoint
 from nanoengine.bench import niah
 from nanoengine.bench.niah import NiahBuilder, PromptFormat, Sample, read_samples
-from nanoengine.bench.ruler import compare, first_difference, main
+from nanoengine.bench.report import first_difference
+from nanoengine.bench.ruler import compare, main
 from nanoengine.errors import ConfigError, InvalidPromptError
 from nanoengine.text.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""Which keys meet which queries: one backend each for C, Triton, flash kernels and plain PyTorch.
+"""Attention backends: one each for C, Triton, flash kernels and plain PyTorch.
 
-Start with select.py. Imports kernels and devices; meets the memory in context.py alone.
+Start with select.py. Imports kernels and devices; reads KV only through context.py.
 """

@@ -23,7 +23,6 @@ class CpuAttention:
         self._workspace = Workspace()
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """See context.AttentionBackend."""
         out = torch.empty(q.shape, dtype=q.dtype)
         tokens, heads, head_dim = q.shape
         state = (

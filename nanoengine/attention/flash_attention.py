@@ -1,10 +1,10 @@
-"""Attention by a flash kernel: which calls one step needs, and how their results merge.
+"""Attention by a flash kernel: plans the calls of a step and merges their results.
 
-A kernel call is either non-causal or bottom-right causal, so the queries that meet a span of keys
-are cut in two: those past the span see all of it, those inside it see it up to themselves. Each
-result comes with its log-sum-exp and is merged in fp32 (the split softmax of Dao et al.,
-arXiv 2205.14135). How a context is cut into chunks changes the rounding, how fast they arrive does
-not. Knows no pools and no schedule, only chunks and lengths.
+A kernel call is either non-causal or bottom-right causal, so the queries over a span of keys are
+split in two: queries past the span see all of it, queries inside it see it up to themselves. Each
+result comes with its log-sum-exp and is merged in fp32 (the split softmax of Dao et al., arXiv
+2205.14135). The split of a context into chunks changes the rounding; the time of their arrival does
+not. Knows only chunks and lengths, not pools or the schedule.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Lengths = tuple[tuple[int, int], ...]
 class KernelCall:
     """One kernel call over a chunk, for n sequences; the same for every layer of a step.
 
-    rows          which of the step's tokens ask: a slice, or int64 [queries] where they lie apart
-    query_start   int32 [n + 1]: queries [query_start[i], query_start[i + 1]) of the call are the
-                  i-th sequence's, at least one
+    rows          the query tokens of the step: a slice, or int64 [queries] if not consecutive
+    query_start   int32 [n + 1]: sequence i has queries [query_start[i], query_start[i + 1]) of the
+                  call, at least one
     key_start     int32 [n + 1]: the running sum of num_keys
     num_keys      int32 [n]: keys of each sequence in the chunk, at least one
-    block_table   int32 [n, blocks]: where they are
+    block_table   int32 [n, blocks]: the blocks that hold them
     lengths       (queries, keys) of each sequence, for kernels driven from Python
     causal        the last query of a sequence sees all of these keys, the one before sees one fewer
     """
@@ -65,7 +65,7 @@ class FlashKernel(Protocol):
         """Attention of q [queries, heads, head_dim] over pools [blocks, block_size, kv_heads,
         head_dim], of q's dtype and shape, and its natural log-sum-exp, fp32 [heads, queries].
 
-        Both are the caller's to overwrite. A row without keys has the output 0 and an infinite
+        The caller may overwrite both. A row without keys has the output 0 and an infinite
         log-sum-exp of either sign. Rows past num_keys are not read.
         """
         ...
@@ -82,7 +82,6 @@ class FlashAttnKernel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See FlashKernel."""
         out, lse, _ = self._function(
             q,
             k,
@@ -106,7 +105,7 @@ class VarlenKernel:
     def __init__(
         self, function: Callable[..., Any], want_lse: object, version: str, num_splits: int | None
     ) -> None:
-        """want_lse: the module's AuxRequest that asks for the log-sum-exp."""
+        """want_lse: the module's AuxRequest that makes it return the log-sum-exp."""
         self.name = f"varlen_attn of torch {version}{_splits_text(num_splits)}"
         self._function = function
         self._want_lse = want_lse
@@ -115,7 +114,6 @@ class VarlenKernel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See FlashKernel."""
         out, lse = self._function(
             q,
             k,
@@ -136,9 +134,9 @@ class VarlenKernel:
 
 
 class SdpaKernel:
-    """The operators behind PyTorch's scaled_dot_product_attention, which itself keeps the
-    log-sum-exp: one sequence at a time, its blocks gathered. They are not public, so that a change
-    of theirs would show in `try_kernel`.
+    """The operators behind PyTorch's scaled_dot_product_attention, which does not return the
+    log-sum-exp. Runs one sequence at a time and gathers its blocks. These operators are not public;
+    `try_kernel` finds out if they change.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -148,7 +146,6 @@ class SdpaKernel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See FlashKernel."""
         out = torch.empty_like(q)
         lse = q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
         stop = 0
@@ -164,7 +161,7 @@ class SdpaKernel:
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Causality is aligned at the top left there: the keys that all queries see come apart."""
+        """They align causality at the top left, so keys that all queries see get their own call."""
         seen_by_all = len(k) - len(q)
         if not causal or len(q) == 1:
             return self._call(q, k, v, False, scale)
@@ -179,7 +176,7 @@ class SdpaKernel:
     def _call(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """The query heads of a KV head are a batch that shares it."""
+        """Call the operator with the query heads of a KV head as a batch that shares its keys."""
         num_queries, heads, head_dim = q.shape
         group = heads // k.shape[1]
         grouped = q.view(num_queries, -1, group, head_dim).permute(2, 1, 0, 3)
@@ -195,7 +192,7 @@ class SdpaKernel:
 
 
 class FlashAttention:
-    """Flash kernel calls over the chunks of a layer, merged in fp32 (context.AttentionBackend)."""
+    """Runs a flash kernel over the chunks of a layer and merges the results in fp32."""
 
     follows_tensors = False
     is_batch_invariant = False
@@ -209,7 +206,6 @@ class FlashAttention:
         self._gathered = torch.empty(0, device=device)
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """See context.AttentionBackend."""
         self._state.start(q)
         for position, chunk in enumerate(ctx.kv.read(layer)):
             for call in self._calls(position, chunk, ctx.lengths):
@@ -219,10 +215,10 @@ class FlashAttention:
         return self._state.result(q.dtype)
 
     def _calls(self, position: int, chunk: KVChunk, lengths: Lengths) -> tuple[KernelCall, ...]:
-        """The calls over this step's chunk number `position`, made when the first layer asks."""
+        """The calls over chunk number `position` of this step, planned once for all layers."""
         if position < len(self._plans):
             plan = self._plans[position]
-            # The same objects have the same values, so a plan never outlives what it was made for.
+            # Identical objects have equal values, so a plan is only used for its own step.
             if plan.spans is chunk.spans and plan.lengths is lengths:
                 return plan.calls
             del self._plans[position:]
@@ -247,10 +243,10 @@ class _ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class MergedState:
-    """Partial results so far, as a softmax over log-sum-exps; the buffers of one backend.
+    """Partial results so far, as a softmax over log-sum-exps, in buffers of one backend.
 
     row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided.
-    The storage grows with the largest step and stays; `scratch` is for merges.
+    The storage grows with the largest step and is kept; `scratch` is for merges.
     """
 
     row_max: Tensor
@@ -267,8 +263,8 @@ class MergedState:
         return cls(row_max, row_sum, acc, tuple(scratch))
 
     def start(self, q: Tensor) -> None:
-        """Room for the rows of q, none of which has seen a key."""
-        # Finite, so that merging "no keys" into "no keys" is no inf - inf.
+        """Reset the state to one empty row for each row of q."""
+        # Finite, so that merging two rows without keys does not compute inf - inf.
         self.row_max.resize_(q.shape[:2]).fill_(torch.finfo(torch.float32).min)
         self.row_sum.resize_(q.shape[:2]).zero_()
         self.acc.resize_(q.shape).zero_()
@@ -289,7 +285,7 @@ class MergedState:
             part.index_copy_(0, rows, copy)
 
     def result(self, dtype: torch.dtype) -> Tensor:
-        """What the rows have attended to, [tokens, heads, head_dim]: a new tensor."""
+        """The attention output, a new tensor [tokens, heads, head_dim]."""
         out = torch.empty_like(self.acc, dtype=dtype)
         return torch.div(self.acc, self.row_sum.unsqueeze(-1), out=out)
 
@@ -311,7 +307,7 @@ def _merge(
 
 @dataclass(frozen=True, slots=True)
 class _Ask:
-    """Consecutive queries of one sequence and the span of keys they meet, in one call."""
+    """Consecutive queries of one sequence and the span of keys they see in one call."""
 
     span: int  # which of the chunk's spans
     rows: range  # tokens of the step
@@ -319,9 +315,9 @@ class _Ask:
 
 
 def plan_calls(chunk: KVChunk, lengths: Lengths) -> tuple[KernelCall, ...]:
-    """The calls, two at most, by which the step's queries meet the keys of a chunk.
+    """The calls, two at most, for the step's queries over the keys of a chunk.
 
-    Queries before a span never enter a call with it, nor do spans without keys.
+    Queries before a span get no call with it; spans without keys get no call at all.
     """
     block_size = chunk.k.shape[1]
     stops = list(accumulate(num_queries for num_queries, _ in lengths))
@@ -341,10 +337,10 @@ def plan_calls(chunk: KVChunk, lengths: Lengths) -> tuple[KernelCall, ...]:
 
 
 def seen_by(begin: int, end: int, num_queries: int, kv_len: int) -> tuple[range, range]:
-    """Positions of the queries that see all keys in [begin, end), and of those that see them up to
-    their own position, the last of which sees all.
+    """Positions of the queries that see all keys in [begin, end), and of those that see the keys up
+    to their own position; the last of these sees all.
 
-    num_queries: the sequence's last positions, kv_len - num_queries and on, are the queries.
+    The queries are the sequence's last `num_queries` positions before kv_len.
     """
     start = kv_len - num_queries
     if end <= start + 1:
@@ -395,9 +391,7 @@ def make_flash(
     block_size: int,
     config: AttentionConfig,
 ) -> tuple[FlashAttention | None, str]:
-    """The first of the kernels found that passes a trial on the device; why the others were not
-    taken.
-    """
+    """The first kernel that passes a trial on the device, and reasons against those before it."""
     kernels, missing = find(device)
     refusals = [missing] if missing else []
     for kernel in kernels:
@@ -409,7 +403,7 @@ def make_flash(
 
 
 def flash_attn_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
-    """Those of the package flash-attn, or why there are none."""
+    """The kernels of the package flash-attn, or the reason for having none."""
     try:
         module = import_module("flash_attn")  # optional, and only of use on a GPU
     except (ImportError, OSError) as error:
@@ -425,10 +419,10 @@ def flash_attn_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
 
 
 def varlen_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
-    """That of PyTorch, or why there is none.
+    """PyTorch's varlen kernel, or the reason for having none.
 
-    A window of its is measured from the end of a call's keys, as flash-attn's is, so a call that
-    merges with others would need one of its own for each sequence; it has no softcap.
+    Like flash-attn's, its window is measured from the end of a call's keys, so calls that are
+    merged would need a different window for each sequence. It has no softcap.
     """
     module = import_module("torch.nn.attention.varlen")  # slow, and only of use on a GPU
     function, version = module.varlen_attn, torch.__version__
@@ -439,12 +433,12 @@ def varlen_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
 
 
 def sdpa_kernels(device: torch.device) -> tuple[list[FlashKernel], str]:
-    """PyTorch's own for any block size and dtype."""
+    """PyTorch's SDPA operators, for any block size and dtype."""
     return [SdpaKernel(device)], ""
 
 
 def _lacks(function: Callable[..., Any], wanted: tuple[str, ...]) -> str:
-    """Those of the wanted parameters that the function does not have."""
+    """The wanted parameters that the function lacks, as text."""
     known = inspect.signature(function).parameters
     return ", ".join(name for name in wanted if name not in known)
 
@@ -452,7 +446,7 @@ def _lacks(function: Callable[..., Any], wanted: tuple[str, ...]) -> str:
 def _splits(function: Callable[..., Any]) -> tuple[int | None, ...]:
     """Values of num_splits to try: one split keeps a result free of the rest of the batch.
 
-    torch 2.12 has the parameter and then refuses it.
+    torch 2.12 has the parameter but refuses every value.
     """
     return (1, None) if "num_splits" in inspect.signature(function).parameters else (None,)
 
@@ -464,11 +458,10 @@ def _splits_text(num_splits: int | None) -> str:
 def try_kernel(
     kernel: FlashKernel, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
 ) -> str:
-    """Why the kernel cannot be used, "" if it can.
+    """The reason why the kernel cannot be used, "" if it can.
 
-    A causal prefill, one that sees all keys, and two decodes over blocks out of order, against
-    plain attention: a kernel that aligns causality at the top left or returns another log-sum-exp
-    is found here.
+    Compares a causal prefill, a non-causal prefill and two decodes over blocks out of order with
+    plain attention. So it rejects top-left causality and other kinds of log-sum-exp.
     """
     most, generator = 2 * block_size, torch.Generator().manual_seed(0)
     q, k, v = (
@@ -496,7 +489,7 @@ def try_kernel(
 
 
 def _difference(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> str:
-    """In what a kernel's output and log-sum-exp are not as expected."""
+    """How a kernel's output or log-sum-exp differs from the expected one, "" if it does not."""
     for name, ours, plain in zip(("output", "log-sum-exp"), got, expected, strict=True):
         if ours.shape != plain.shape:
             return f"its {name} has the shape {list(ours.shape)}, not {list(plain.shape)}"
@@ -508,7 +501,7 @@ def _difference(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> 
 def _plain_attention(
     q: Tensor, k: Tensor, v: Tensor, visible: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Row i over the first visible[i] keys of the blocks 1, 0 of one KV head."""
+    """Attention of row i over the first visible[i] keys of the blocks 1, 0 of one KV head."""
     keys, values = (x.float().flip(0).flatten(0, 2) for x in (k, v))
     scores = q.float().transpose(0, 1) @ keys.T * scale
     limits = torch.tensor(visible, device=q.device).unsqueeze(1)
@@ -517,6 +510,6 @@ def _plain_attention(
 
 
 def _first_line(error: Exception) -> str:
-    """Short enough for the plan."""
+    """The error text, short enough for the plan."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:120]

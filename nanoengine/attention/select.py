@@ -1,6 +1,4 @@
-"""Chooses the attention backend of an engine: the first in ORDER that this machine and this model
-support, or the one that was asked for.
-"""
+"""Chooses the attention backend: the one asked for, or the first in ORDER that can be used."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ from nanoengine.context import AttentionBackend
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 
-Found = tuple[AttentionBackend | None, str]  # a backend, and why others were not taken
-# The first that serves is taken; on a CPU "sdpa" only if it is asked for.
-# On a GPU first what a GPU run has proved.
+Found = tuple[AttentionBackend | None, str]  # a backend, and the reasons against others
+# The first backend that works is used; on a CPU "sdpa" only on request.
+# On a GPU, backends proved by a GPU run come first.
 ORDER = {"cuda": ("triton", "flash-attn", "varlen", "sdpa", "torch"), "cpu": ("c", "torch", "sdpa")}
 
 
@@ -36,11 +34,11 @@ def make_attention(
     block_size: int,
     config: AttentionConfig,
 ) -> AttentionBackend:
-    """The backend that EngineConfig.attention_backend wants; of "auto" the first that serves.
+    """The backend of EngineConfig.attention_backend; for "auto" the first that works.
 
-    Its name says what was taken and, of what comes before it, why not. no_kernels: why there is no
-    C kernel. block_size: tokens of a KV block.
-    Raises ConfigError where the one that is wanted cannot serve.
+    Its name also gives the reasons against the backends before it in ORDER. no_kernels: the reason
+    for having no C kernel. block_size: tokens of a KV block.
+    Raises ConfigError if the requested backend cannot be used.
     """
     asked = device, dtype, block_size, config
     finders: dict[str, Callable[[], Found]] = {
@@ -86,7 +84,7 @@ def make_attention(
 def _make_triton(dtype: torch.dtype, device: torch.device, config: AttentionConfig) -> Found:
     try:
         from nanoengine.attention.triton_attention import (
-            TritonAttention,  # what PyTorch for a GPU brings
+            TritonAttention,  # imports triton, which comes with PyTorch for GPUs
         )
     except ImportError as error:
         return None, f"Triton: {error}"

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: the reference, and what runs where nothing else does."""
+"""Attention in plain PyTorch: the reference, and the fallback for any device."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from nanoengine.context import ForwardContext, KVChunk
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxState:
-    """The buffers of one backend, which every layer and step uses again; they grow with the largest
-    step and stay.
+    """Softmax buffers of one backend for all layers and steps; they grow to the largest step.
 
     row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided.
     """
@@ -33,16 +32,14 @@ class SoftmaxState:
         return cls(row_max, row_sum, acc)
 
     def start(self, q: Tensor) -> None:
-        """Room for the rows of q, none of which has seen a key."""
+        """Reset the state to one empty row for each row of q."""
         self.row_max.resize_(q.shape[:2]).fill_(-torch.inf)
         self.row_sum.resize_(q.shape[:2]).zero_()
         self.acc.resize_(q.shape).zero_()
 
 
 class TorchAttention:
-    """Plain PyTorch, one block of one sequence at a time: runs anywhere, the reference for the
-    others.
-    """
+    """Plain PyTorch, one block of one sequence at a time: the reference for other backends."""
 
     follows_tensors = False
     is_batch_invariant = False
@@ -54,7 +51,6 @@ class TorchAttention:
         self._state: SoftmaxState | None = None
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """See context.AttentionBackend."""
         if self._state is None:
             self._state = SoftmaxState.on(q.device)
         state = self._state
@@ -78,8 +74,7 @@ class TorchAttention:
             (num_queries, kv_len), stop = lengths[index], stops[index]
             for position, block in zip(count(first * block_size, block_size), blocks, strict=False):
                 num_keys = min(block_size, kv_len - position)
-                # Rows before the first key of this block see nothing of it, nor do those whose
-                # window begins after its last.
+                # Skip rows before this block's first key and rows whose window begins behind it.
                 first = max(position, kv_len - num_queries)
                 last = kv_len
                 if window is not None:
@@ -99,8 +94,8 @@ class TorchAttention:
         state: SoftmaxState,
         window: int | None,
     ) -> None:
-        """Fold one block into `rows`; the last row is `visible` - 1 keys after the block's first,
-        and sees those up to itself, the last `window` of them.
+        """Fold one block into `rows`. The last row is `visible` - 1 keys after the block's first
+        key; each row sees the last `window` keys up to itself.
         """
         num_rows, heads, head_dim = q.shape
         num_keys, kv_heads = k.shape[:2]

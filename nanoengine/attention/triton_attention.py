@@ -1,14 +1,14 @@
-"""Attention on a GPU by Triton kernels, with one arithmetic for every row.
+"""Attention on a GPU by Triton kernels, with the same arithmetic for every row.
 
-The context of a row is cut into partitions of PARTITION keys. Each is folded, tile by tile, into a
-state of its own (maximum, sum, accumulator), by the online softmax of Milakov and Gimelshein (arXiv
+The context of a row is split into partitions of PARTITION keys. Each is folded tile by tile into
+its own state (maximum, sum, accumulator), by the online softmax of Milakov and Gimelshein (arXiv
 1805.02867); the states are merged in logical order. Tiles and partitions lie at fixed logical
-positions, so the result depends neither on the pool that a block came from, nor on chunks, nor on
-how many rows the sequence brings, nor on other sequences.
+positions, so the result does not depend on the pool of a block, on chunks, on the sequence's number
+of rows or on other sequences.
 
-Two ways through it differ in what runs in parallel. Many queries: a program for each tile of them,
-which goes through all partitions. A few: a program for each partition, and a second kernel that
-merges (the split of Flash-Decoding, Dao et al. 2023).
+Two paths run different things in parallel. Many queries: a program for each tile of queries folds
+all partitions. Few queries: a program for each partition, and a second kernel that merges (the
+split of Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from nanoengine.devices.device import to_device
 
 PARTITION = 512
 MERGED_AT_ONCE = 8  # partitions whose states are loaded together, at most
-FEW_QUERIES, FEW_ROWS = 17, 128  # of a sequence whose partitions run in parallel: at most so many
+FEW_QUERIES, FEW_ROWS = 17, 128  # the most of a sequence whose partitions run in parallel
 PREFILL_ROWS, PREFILL_WARPS = 128, 8
-DECODE_PROGRAMS = 1024  # of a launch: several for each multiprocessor
+DECODE_PROGRAMS = 1024  # per launch: several for each multiprocessor
 MAX_TILE = 128
 TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
-MIN_DOT = 16  # the least of any side of a matrix product
+MIN_DOT = 16  # the smallest side of a matrix product
 
 Lengths = tuple[tuple[int, int], ...]
 States = tuple[Tensor, Tensor, Tensor]  # row maximum and sum, fp32 [rows, heads]; accumulator
@@ -40,12 +40,12 @@ States = tuple[Tensor, Tensor, Tensor]  # row maximum and sum, fp32 [rows, heads
 
 @dataclass(frozen=True, slots=True)
 class _Partitions:
-    """Softmax states of the sequences of few queries, one for each partition and query.
+    """Softmax states of sequences with few queries, one for each partition and query.
 
-    start: int32 [n], where the states of sequence i begin, those of the first partition that any
-    layer sees; row_max, row_sum: fp32 [states, heads]; acc: fp32 [states, heads, head_dim].
-    few: up to so many queries are few; queries: the most that a sequence of this step has of few.
-    at_once: partitions that are merged in a turn.
+    start: int32 [n], index of the first state of sequence i, that of the first partition that any
+    layer sees; row_max, row_sum: fp32 [states, heads]; acc: fp32 [states, heads, head_dim]. few:
+    the largest number of queries that counts as few; queries: the most queries of such a sequence
+    in this step. at_once: partitions that are merged together.
     """
 
     start: Tensor
@@ -58,15 +58,15 @@ class _Partitions:
 
 
 class TritonAttention:
-    """See context.AttentionBackend."""
+    """Runs the kernels of triton_attention_kernels.py over the chunks of a layer."""
 
     follows_tensors = True
-    is_batch_invariant = False  # one order of tiles; but sums inside of one are the compiler's
+    is_batch_invariant = False  # tiles have a fixed order; the compiler orders sums inside a tile
 
     def __init__(self, config: AttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
         self.name = f"Triton {triton.__version__}"
-        # Powers of two, not of e, from where no softcap comes between.
+        # Without a softcap the kernels use powers of two instead of e.
         self._scale = config.score_scale * (1 if config.softcap else LOG2E.value)
         self._dim = max(MIN_DOT, triton.next_power_of_2(config.head_dim))
         key_bytes = 2 * self._dim * dtype.itemsize
@@ -77,7 +77,6 @@ class TritonAttention:
         self._states: States | None = None
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """See context.AttentionBackend."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         window = self._config.window(layer) or 0
         for number, chunk in enumerate(ctx.kv.read(layer)):
@@ -93,7 +92,7 @@ class TritonAttention:
         return out
 
     def _begin(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> None:
-        """Room for the states of a step. Made anew in each, so that a graph of it is whole."""
+        """Allocate the states of a step. Each step does, so that its graph holds the allocation."""
         self._tiles, self._parts, self._states = {}, None, None
         few = few_queries(q.shape[1] // chunk.k.shape[2])
         counts = [num_queries for num_queries, _ in ctx.lengths if num_queries <= few]
@@ -105,13 +104,13 @@ class TritonAttention:
             self._states = _states(q, 0 if chunk.is_last else 2 * len(q))
 
     def _at_once(self, chunk: KVChunk) -> int:
-        """As many partitions as a row of the table has room for: the same in all replays."""
+        """Partitions merged together: those of a full block table, the same in all replays."""
         keys = chunk.block_table.shape[1] * chunk.k.shape[1]
         most = max(1, -(-keys // PARTITION))
         return min(MERGED_AT_ONCE, int(triton.next_power_of_2(most)))
 
     def _first_states(self, ctx: ForwardContext, few: int) -> Tensor:
-        """_Partitions.start, of tensors alone: a graph of the step may run on longer contexts."""
+        """_Partitions.start, from tensors only, as graphs may be replayed on longer contexts."""
         num_queries = ctx.query_start[1:] - ctx.query_start[:-1]
         counts = (ctx.kv_lens + (PARTITION - 1)) // PARTITION
         if longest := self._config.longest_window:
@@ -120,8 +119,8 @@ class TritonAttention:
         return (counts.cumsum(0) - counts).to(torch.int32)
 
     def _most_states(self, chunk: KVChunk, ctx: ForwardContext, few: int) -> int:
-        """States of all partitions and queries. For a step of one chunk, those that its table has
-        room for: such a step may be done again on longer contexts.
+        """States of all partitions and queries. For a step of one chunk, the most that its block
+        table can hold, because such a step may be replayed on longer contexts.
         """
         lengths = [length for length in ctx.lengths if length[0] <= few]
         most = sum(-(-kv_len // PARTITION) * num_queries for num_queries, kv_len in lengths)
@@ -129,15 +128,13 @@ class TritonAttention:
             width = chunk.block_table.shape[1] * chunk.k.shape[1]
             each = -(-width // PARTITION)
             if self._config.longest_window is not None:
-                each += 1  # the first key in the table may lie anywhere in a partition
+                each += 1  # the table's first key may lie anywhere in a partition
             return max(most, sum(num_queries for num_queries, _ in lengths) * each)
         return most
 
     def _tiles_of(self, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
-        """(span, first query) of each tile of queries for this chunk of the step; None: no prompt
-        has any there.
-        """
-        key = id(chunk.spans)  # kept beside the tiles, so that no other object gets this id
+        """(span, first query) of each tile of queries over this chunk; None without tiles."""
+        key = id(chunk.spans)  # spans are kept beside the tiles, so no other object gets this id
         if key not in self._tiles:
             group = q.shape[1] // chunk.k.shape[2]
             found = query_tiles(chunk, lengths, max(1, PREFILL_ROWS // group), few_queries(group))
@@ -217,13 +214,13 @@ class TritonAttention:
 
 
 def few_queries(group: int) -> int:
-    """Queries of a sequence up to which its partitions run in parallel; by speed alone."""
+    """The most queries of a sequence whose partitions run in parallel; chosen for speed only."""
     return max(1, min(FEW_QUERIES, FEW_ROWS // group))
 
 
 def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[tuple[int, int]]:
-    """(span, first query) of each tile of many queries that the chunk concerns: they see keys of
-    it, or nothing follows it for their sequence.
+    """(span, first query) of each tile of many queries that sees keys of the chunk, or for which
+    the chunk is the sequence's last.
     """
     block_size = chunk.k.shape[1]
     found = []
@@ -239,7 +236,7 @@ def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[t
 
 
 def _states(q: Tensor, num_rows: int) -> States:
-    """Room for so many rows of every head."""
+    """Allocate softmax states for `num_rows` rows of every head."""
     _, heads, head_dim = q.shape
     shapes = (num_rows, heads), (num_rows, heads), (num_rows, heads, head_dim)
     row_max, row_sum, acc = (
@@ -255,12 +252,12 @@ def _strides(q: Tensor, chunk: KVChunk) -> tuple[int, ...]:
 
 
 def _stages(q: Tensor) -> int:
-    """Tiles that are loaded ahead. An exact fp32 product takes the room of the second itself."""
+    """Pipeline stages of loads. An exact fp32 product needs the shared memory of a second tile."""
     return 1 if q.dtype == torch.float32 else TILES_IN_SHARED_MEMORY
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have; of a GPU of 2022 where there is none (an interpreter)."""
+    """Shared memory of a program in bytes; in Triton's interpreter that of a GPU of 2022."""
     if device.type != "cuda":
         return 227 << 10
     properties: Any = torch.cuda.get_device_properties(device)

@@ -1,18 +1,18 @@
-"""The Triton kernels of triton_attention.py, and the one arithmetic of a row that they share."""
+"""The Triton kernels of triton_attention.py, and the arithmetic of a row that they share."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Below every score, and finite: a row that has seen no key is no inf - inf.
+# Below every score, and finite, so that a row without keys does not compute inf - inf.
 NOTHING: tl.constexpr = tl.constexpr(-1e30)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _capped(scores, softcap):
-    """softcap * tanh(scores / softcap), near 0 by the odd polynomial of Cephes' tanhf."""
+    """softcap * tanh(scores / softcap); near 0 by the odd polynomial of Cephes' tanhf."""
     x = scores / softcap
     z = x * x
     near = z * -5.70498872745e-3 + 2.06390887954e-2
@@ -36,7 +36,7 @@ def _first_seen(position, WINDOW: tl.constexpr):
 def _span(
     span, seq_index, first_block, num_blocks, query_start, kv_lens, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The sequence of a span: its number, first token, queries, keys; and the keys of the span."""
+    """A span's sequence (its number, first token, queries, keys) and the span's keys."""
     seq = tl.load(seq_index + span)
     start_token = tl.load(query_start + seq)
     num_queries = tl.load(query_start + seq + 1) - start_token
@@ -70,9 +70,9 @@ def _fold(
     SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Fold one tile of keys, rows [first_row, first_row + TILE) of a page; `position` is the last
-    key that each row sees here, `start` the position of the tile's first; where there is a window,
-    `hidden` is the last key before that of each row.
+    """Fold one tile of keys, rows [first_row, first_row + TILE) of a page. `position` is the last
+    key that each row sees here, `start` the position of the tile's first key; with a window,
+    `hidden` is the last key before each row's window.
     """
     n, d = tl.arange(0, TILE_PAD), tl.arange(0, DIM)
     at = page.to(tl.int64) * kv_block + (first_row + n) * kv_row
@@ -128,7 +128,7 @@ def _fold_tiles(
     SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Fold the keys [begin, end), of which every row sees those before `all_see`; `pages` holds the
+    """Fold the keys [begin, end); every row sees all keys before `all_see`. `pages` holds the
     blocks from key `first_key` on.
     """
     if not IS_MASKED:
@@ -151,7 +151,7 @@ def _fold_tiles(
 
 @triton.jit
 def _load_state(state, at, is_row, d, HEAD_DIM: tl.constexpr):
-    """Of some rows; that of a row that saw no key for the others."""
+    """Load the states of the rows in `is_row`; the other rows get an empty state."""
     state_max, state_sum, state_acc = state
     at_value = at[:, None] * HEAD_DIM + d[None, :]
     is_value = is_row[:, None] & (d < HEAD_DIM)[None, :]
@@ -173,8 +173,8 @@ def _store_state(state, at, is_row, d, row_max, row_sum, acc, HEAD_DIM: tl.const
 
 @triton.jit
 def _merged(whole_max, whole_sum, whole_acc, row_max, row_sum, acc):
-    """The states of earlier partitions, and that of the next, as one. A partition of which the row
-    saw no key changes nothing; + 0.0 makes +0 of -0, whose sign depends on the order of the work.
+    """Merge the state of the next partition into that of the earlier ones. A partition without
+    visible keys changes nothing; + 0.0 turns -0, whose sign depends on the order of work, into +0.
     """
     new_max = tl.maximum(whole_max, row_max)
     decay, weight = tl.exp2(whole_max - new_max), tl.exp2(row_max - new_max)
@@ -219,8 +219,8 @@ def prefill(
     PARTITION: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Rows are the heads of a group, query by query; the longest tile of queries runs first. States
-    in memory: of all partitions that have ended, then of those that have begun.
+    """Rows are the heads of a group, query by query; the longest tile of queries runs first. Memory
+    holds first the states of all finished partitions, then those of started ones.
     """
     number = tl.num_programs(0) - 1 - tl.program_id(0)
     span, first_query = tl.load(tiles + 2 * number), tl.load(tiles + 2 * number + 1)
@@ -316,7 +316,7 @@ def decode(
     FEW: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
-    """A few queries of one sequence, the heads of one group, every n-th partition of the chunk."""
+    """Fold every n-th partition of the chunk, for few queries of one sequence and one group."""
     span, kv_head = tl.program_id(0), tl.program_id(1)
     seq, start_token, num_queries, kv_len, first_key, end_key = _span(
         span, seq_index, first_block, num_blocks, query_start, kv_lens, BLOCK
@@ -373,7 +373,7 @@ def merge(
     WINDOW: tl.constexpr,
     LONGEST: tl.constexpr,
 ):
-    """One head of one of a few queries: the states of its partitions, in logical order."""
+    """Merge the partition states of one head of one query, in logical order."""
     seq, head, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start_token = tl.load(query_start + seq)
     num_queries = tl.load(query_start + seq + 1) - start_token
@@ -391,7 +391,7 @@ def merge(
     whole_sum = tl.zeros([1], tl.float32)
     whole_acc = tl.zeros([1, DIM], tl.float32)
     for first in range(_first_seen(first_position, WINDOW) // PARTITION, num_parts, AT_ONCE):
-        for n in tl.static_range(AT_ONCE):  # the loads of all can be under way at once
+        for n in tl.static_range(AT_ONCE):  # all loads can be in flight at once
             at = (slot + (first + n) * num_queries) * HEADS + head + one
             is_there = one < num_parts - first - n
             row_max, row_sum, acc = _load_state(parts, at, is_there, d, HEAD_DIM)

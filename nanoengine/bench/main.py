@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-import nanoengine
+from nanoengine.bench.report import first_difference, versions
 from nanoengine.config import ATTENTION_LIMITS
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
@@ -38,7 +37,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run what was parsed, and print its result."""
+    """Run the parsed command and print its result."""
     result = args.run(args)
     line = json.dumps(result)
     if args.json:
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def offline(args: argparse.Namespace) -> dict[str, Any]:
-    """Random prompts of random lengths, all queued at once, greedy, every output at full length."""
+    """Answer random prompts of random lengths, all queued at once, greedy, at full length."""
     with make_llm(args) as llm:
         for name, value in zip(WORKLOAD, _default_workload(llm), strict=True):
             if getattr(args, name) is None:
@@ -81,10 +80,10 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def offload(args: argparse.Namespace) -> dict[str, Any]:
-    """The same long requests resident, read in place, and streamed, one after the other.
+    """Run the same long requests resident, read in place, and streamed, one mode after the other.
 
-    Decode speed is tokens after the first over the time after the first. Every mode must give the
-    same tokens; a row says at which token each request first differs from the resident run.
+    Decode speed is the number of tokens after the first over their time. Every mode must give the
+    same tokens; a row shows at which token each request first differs from the resident run.
     """
     on_cpu = args.device in (None, "cpu")
     rows: dict[str, dict[str, Any]] = {}
@@ -95,7 +94,7 @@ def offload(args: argparse.Namespace) -> dict[str, Any]:
             rows[mode] = _offload_row(llm, outputs)
         ids = [output.outputs[0].token_ids for output in outputs]
         resident = resident or ids
-        rows[mode]["first_difference"] = _first_difference(resident, ids)
+        rows[mode]["first_difference"] = list(map(first_difference, ids, resident))
         speed = rows[mode]["decode_tokens_per_s"] / rows["resident"]["decode_tokens_per_s"]
         rows[mode]["decode_ratio_to_resident"] = round(speed, 3)
     names = ("input_len", "output_len", "num_seqs", "num_gpu_blocks", "kvcache_block_size")
@@ -127,16 +126,25 @@ def _run_long(args: argparse.Namespace, llm: LLM) -> list[RequestOutput]:
 
 def _offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     blocks_each = -(-(args.input_len + args.output_len) // args.kvcache_block_size)
+    return offload_settings(args, mode, (blocks_each + 1) * args.num_seqs + 2)
+
+
+def offload_settings(
+    args: argparse.Namespace, mode: str, resident_blocks: int = 0, **more: Any
+) -> dict[str, Any]:
+    """Engine settings of the KV tiers from the command line, without prefix caching.
+
+    mode: "resident" (`resident_blocks` device blocks), "device only", or an offload_mode. more:
+    settings of all modes.
+    """
     settings = {"kvcache_block_size": args.kvcache_block_size, "enable_prefix_caching": False}
+    settings |= more
     if mode == "resident":
-        return settings | {"num_gpu_blocks": (blocks_each + 1) * args.num_seqs + 2}
-    return settings | offload_settings(args, mode)
-
-
-def offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """The two tiers as the command line gives them, in one of MODES."""
-    return {
-        "num_gpu_blocks": args.num_gpu_blocks,
+        return settings | {"num_gpu_blocks": resident_blocks}
+    settings["num_gpu_blocks"] = args.num_gpu_blocks
+    if mode == "device only":
+        return settings
+    return settings | {
         "enable_cpu_offload": True,
         "offload_mode": mode,
         "kv_offload_gib": args.kv_offload_gib,
@@ -144,7 +152,7 @@ def offload_settings(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 
 def _offload_row(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
-    """Figures of one mode. Decoding is timed from the moment every request has its first token."""
+    """Figures of one mode. Decode time begins when every request has its first token."""
     metrics = [output.metrics for output in outputs if output.metrics]
     num_in = sum(len(output.prompt_token_ids) for output in outputs)
     first = max(m.first_token_time or 0.0 for m in metrics)
@@ -172,16 +180,8 @@ def _offload_row(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
     return row
 
 
-def _first_difference(ours: list[list[int]], theirs: list[list[int]]) -> list[int | None]:
-    """For each request the first output position at which the tokens differ, None if none does."""
-    return [
-        next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
-        for a, b in zip(ours, theirs, strict=True)
-    ]
-
-
 def memcpy_gb_per_s(num_bytes: int = 256 << 20) -> float:
-    """Plain copies of 3 MiB pieces between two buffers by one thread, the best of three rounds."""
+    """Speed of plain 3 MiB copies between two buffers by one thread, the best of three rounds."""
     piece = 3 << 20
     source, target = (np.ones(num_bytes, dtype=np.uint8) for _ in range(2))
     best = float("inf")
@@ -196,9 +196,7 @@ def memcpy_gb_per_s(num_bytes: int = 256 << 20) -> float:
 def workload(
     args: argparse.Namespace, vocab_size: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of random token ids and their parameters, a function of the seed and the sizes
-    only.
-    """
+    """Prompts of random token ids and their parameters, from the seed and the sizes only."""
     rng = random.Random(args.seed)
     prompts, params = [], []
     for _ in range(args.num_seqs):
@@ -209,17 +207,8 @@ def workload(
     return prompts, params
 
 
-def versions() -> dict[str, str]:
-    """What the figures were measured with."""
-    return {
-        "nanoengine": nanoengine.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-    }
-
-
 def make_llm(args: argparse.Namespace, **more: Any) -> LLM:
+    """Load the model of the command line and print its plan. more: further settings."""
     settings = more | {
         name: getattr(args, name)
         for name in (
@@ -243,7 +232,7 @@ def _default_workload(llm: LLM) -> tuple[int, int, int, int, int]:
 
 
 def make_parser(description: str) -> tuple[argparse.ArgumentParser, Any]:
-    """The parser, and where works are added to it."""
+    """The parser, and the object that takes subcommands."""
     parser = argparse.ArgumentParser(
         prog="bench.py",
         description=description,
@@ -254,7 +243,7 @@ def make_parser(description: str) -> tuple[argparse.ArgumentParser, Any]:
 
 
 def add_commands(commands: Any) -> None:
-    """The works that an installed package has."""
+    """Add the benchmarks of an installed package."""
     for name, add_arguments, text in (
         ("offline", _offline_arguments, "many requests queued at once: output tokens per second"),
         ("offload", _offload_arguments, "long requests resident, in place and streamed"),
@@ -286,6 +275,7 @@ def _offload_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def common_arguments(sub: argparse.ArgumentParser) -> None:
+    """Add the options that every benchmark of one engine has."""
     sub.add_argument("--model", default="smollm2-135m", help="folder, .gguf file or smollm2-135m")
     sub.add_argument("--device", help='"cpu", "cuda" or "cuda:N" (default: what is here)')
     sub.add_argument("--dtype", help='"float32" or "bfloat16" (default: the native one)')

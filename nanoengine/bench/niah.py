@@ -1,14 +1,13 @@
-"""RULER's needle-in-a-haystack tasks: the prompts, built offline, the data files, the scores.
+"""RULER's needle-in-a-haystack tasks: builds prompts offline, reads data files, scores answers.
 
-Knows nothing of a model but its tokenizer, and no engine.
+Knows the model's tokenizer only, and no engine.
 
 Tasks, and the six prompt strings below: NVIDIA RULER (arXiv 2404.06654,
 https://github.com/NVIDIA/RULER), Copyright (c) 2024 NVIDIA CORPORATION, Apache License 2.0.
-`mode` "nvidia" sizes the haystack as that repository does and draws in the same order, so that a
-tokenizer that adds no tokens of its own gives its samples; "lm-eval" sizes it and joins the answer
-prefix as EleutherAI's lm-evaluation-harness does. Unlike both, a length that is too small is an
-error instead of an endless loop or a skipped sample, and the whole prompt counts, prefix and
-special tokens too.
+`mode` "nvidia" sizes the haystack and draws in the order of that repository, so a tokenizer without
+special tokens gives the same samples; "lm-eval" sizes it and joins the answer prefix as
+EleutherAI's lm-evaluation-harness does. Unlike both, a length that is too small raises an error
+instead of an endless loop or a skipped sample, and prefix and special tokens count, too.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ TEMPLATE = (
 ANSWER_PREFIX = " The special magic {type_needle_v} for {query} mentioned in the provided text are"
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {type_needle_v} for {key} is: {value}."
-# Asked for one value, RULER rewords the template so, before it is filled.
+# For a single value RULER rewords the template with these pairs before it fills it.
 SINGULAR = (("Some", "A"), ("are all", "is"), ("are", "is"), ("answers", "answer"))
 
-NUM_ANSWER_TOKENS = 128  # what a length leaves free, and what is generated
+NUM_ANSWER_TOKENS = 128  # part of the length kept for the answer, and tokens generated
 NUM_COPIED = 9  # values after the key of the induction task
 CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f]")
 
 
 @dataclass(frozen=True, slots=True)
 class NiahTask:
-    """The lines of the haystack are "noise" or other "needles"; keys and values are drawn so."""
+    """haystack: "noise" or other "needles". The other fields: how keys and values are drawn."""
 
     haystack: str
     keys: str
@@ -64,10 +63,10 @@ INDUCTION = "induction"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A prompt and what its answer must hold.
+    """A prompt and the texts that its answer must contain.
 
-    depth: where the answer lies, in percent of the context (None: a data file whose input does not
-    hold it). length: tokens it was made for, prompt and answer; sizes the heat map.
+    depth: place of the answer in percent of the context (None: not found in a data file's input).
+    length: the tokens of prompt and answer it was made for; an axis of the heat map.
     """
 
     index: int
@@ -78,17 +77,17 @@ class Sample:
 
     @property
     def digest(self) -> str:
-        """16 hex digits that tell prompts apart."""
+        """16 hex digits that identify the prompt."""
         return hashlib.sha256(repr(self.prompt_ids).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How a question and the beginning of its answer become token ids.
+    """Turns a question and the beginning of its answer into token ids.
 
-    "base": one text after the other. "chat": the user's turn, then the prefix opens the
-    assistant's. RULER's prefix begins with a space; lm-eval's is stripped, and joined by one space
-    where there is no chat.
+    "base": one text after the other. "chat": the question is the user's turn, and the prefix opens
+    the assistant's. RULER's prefix begins with a space; lm-eval's is stripped, and joined by one
+    space without a chat.
     """
 
     tokenizer: Tokenizer
@@ -96,7 +95,7 @@ class PromptFormat:
     template: str = "base"
 
     def ids(self, question: str, answer_prefix: str) -> list[int]:
-        """Raises RequestError for a chat template that is missing or fails."""
+        """Token ids of the prompt. Raises RequestError for a missing or failing chat template."""
         if self.mode == "lm-eval":
             space = " " if self.template == "base" else ""
             answer_prefix = space + answer_prefix.strip()
@@ -107,7 +106,7 @@ class PromptFormat:
 
 
 class Words(Sequence[str]):
-    """wonderwords' adjective-noun pairs, sorted as if all 6 million stood in one list."""
+    """wonderwords' adjective-noun pairs in sorted order, without making all 6 million of them."""
 
     def __init__(self) -> None:
         """Raises ConfigError when wonderwords is not installed."""
@@ -144,7 +143,7 @@ def _word_list(name: str) -> list[str]:
 
 
 def singular(text: str) -> str:
-    """RULER's rewording of its template for one value."""
+    """RULER's wording of its template for a single value."""
     for old, new in SINGULAR:
         text = text.replace(old, new)
     return text
@@ -162,10 +161,10 @@ class NiahBuilder:
         self._step = 25 if length >= 4096 else 5
 
     def samples(self, num_samples: int) -> list[Sample]:
-        """Raises ConfigError when not even the smallest haystack fits."""
+        """Draw samples. Raises ConfigError if even the smallest haystack is too long."""
         lm_eval = self._format.mode == "lm-eval"
         num_lines = self._lines_of_lm_eval() if lm_eval else self._lines_of_nvidia()
-        # The smallest haystack from which each of them still goes a step down.
+        # The smallest haystack from which each mode can still go a step down.
         floor = 2 if lm_eval else self._step + 1
         return [self._fitting(index, num_lines, floor) for index in range(num_samples)]
 
@@ -183,9 +182,7 @@ class NiahBuilder:
         return best
 
     def _lines_of_lm_eval(self) -> int:
-        """Up by a step until it is too long, then one step back. (lm-eval counts the answer, not
-        the prefix.)
-        """
+        """Add steps until it is too long, then go one back. lm-eval counts no prefix."""
         num_lines, total = self._step, 0
         while total + NUM_ANSWER_TOKENS < self._length:
             question, _, answer, _ = self._draw(num_lines)
@@ -216,9 +213,7 @@ class NiahBuilder:
             num_lines = max(1, num_lines - self._step)
 
     def _draw(self, num_lines: int) -> tuple[str, str, str, float]:
-        """Question, answer prefix, value, and the needle's depth in percent. The order of the
-        draws is RULER's.
-        """
+        """Question, answer prefix, value and the needle's depth in percent, in RULER's order."""
         task, values = self._task, self._task.values
         key, value = self._random(task.keys), self._random(values)
         if task.haystack == "noise":
@@ -227,7 +222,7 @@ class NiahBuilder:
             lines = [self._needle() for _ in range(num_lines)]
         (at,) = self._rng.sample(range(num_lines), 1)
         lines.insert(at, NEEDLE.format(type_needle_v=values, key=key, value=value))
-        self._rng.sample(range(1), 1)  # which of the keys is asked for: there is one
+        self._rng.sample(range(1), 1)  # RULER draws which key to ask for; there is only one
         fields = {"type_needle_v": values[:-1], "query": key, "context": "\n".join(lines)}
         question = singular(TEMPLATE).format(**fields)
         prefix = singular(ANSWER_PREFIX).format(**fields)
@@ -249,10 +244,10 @@ class NiahBuilder:
 def induction_samples(
     tokenizer: Tokenizer, length: int, num_samples: int, seed: int
 ) -> list[Sample]:
-    """Random words, among them once a key and nine values, and the key again at the end.
+    """Prompts of random words that hold a key and nine values once, and the key again at the end.
 
-    `length` is the prompt and the nine values. Depths are spread evenly over the samples.
-    Raises ConfigError for a tokenizer that is not one word, one token, or a length under 32.
+    `length` counts the prompt and the nine values. Depths are spread evenly over the samples.
+    Raises ConfigError unless the tokenizer has one token per word, and for a length under 32.
     """
     special = tokenizer.special_ids
     vocab = sorted(set(tokenizer.backend.get_vocab().values()) - special)
@@ -269,7 +264,7 @@ def induction_samples(
         rng = random.Random(f"{seed} {index}")
         key, *rest = rng.sample(vocab, len(vocab))
         values, others = rest[:NUM_COPIED], rest[NUM_COPIED:]
-        # The key stands twice, the values in the context and in the answer.
+        # The key is in the prompt twice; the values are in the context and in the answer.
         ids = rng.choices(others, k=length - 2 - 2 * NUM_COPIED)
         depth = 100 * (index + 0.5) / num_samples
         at = int(len(ids) * depth / 100)
@@ -283,7 +278,7 @@ def read_samples(path: Path, prompt_format: PromptFormat) -> list[Sample]:
     """Samples of a RULER jsonl file: `input`, `outputs`, optional `answer_prefix` and `length`.
 
     RULER overwrites its `index` with a character offset, so a sample's index is its place in the
-    file. Raises InvalidPromptError naming the file and the line.
+    file. Raises InvalidPromptError with the file and the line.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -303,19 +298,19 @@ def read_samples(path: Path, prompt_format: PromptFormat) -> list[Sample]:
 
 
 def _sample_of(entry: Any, index: int, prompt_format: PromptFormat) -> Sample:
-    """Raises ValueError for an entry that is not RULER's."""
+    """The sample of a file entry. Raises ValueError if it does not have RULER's format."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected a JSON object, got {type(entry).__name__}")
     question, outputs = entry.get("input"), entry.get("outputs")
     prefix, length = entry.get("answer_prefix", ""), entry.get("length")
     if not isinstance(question, str) or not question:
-        raise ValueError(f'"input" must be a text, got {question!r}')
+        raise ValueError(f'"input" must be a string, got {question!r}')
     if not isinstance(outputs, list) or not outputs:
         raise ValueError(f'"outputs" must be a list of answers, got {outputs!r}')
     if not all(isinstance(answer, str) and answer for answer in outputs):
-        raise ValueError(f'"outputs" must hold texts, got {outputs!r}')
+        raise ValueError(f'"outputs" must hold strings, got {outputs!r}')
     if not isinstance(prefix, str):
-        raise ValueError(f'"answer_prefix" must be a text, got {prefix!r}')
+        raise ValueError(f'"answer_prefix" must be a string, got {prefix!r}')
     if length is not None and (type(length) is not int or length < 1):
         raise ValueError(f'"length" must be a number of tokens, got {length!r}')
     ids = prompt_format.ids(question, prefix)
@@ -325,7 +320,7 @@ def _sample_of(entry: Any, index: int, prompt_format: PromptFormat) -> Sample:
 
 
 def parse_indices(text: str | None, num_samples: int) -> list[int]:
-    """ "0-2,7" as [0, 1, 2, 7], sorted, each once; None is all. Raises ConfigError."""
+    """ "0-2,7" as [0, 1, 2, 7], sorted, each once; None means all. Raises ConfigError."""
     if text is None:
         return list(range(num_samples))
     chosen: set[int] = set()
@@ -344,7 +339,7 @@ def parse_indices(text: str | None, num_samples: int) -> list[int]:
 
 
 def string_match_all(text: str, outputs: Sequence[str]) -> float:
-    """RULER's score of one answer: the share of `outputs` found in it, in either case."""
+    """RULER's score of one answer: the share of `outputs` found in it, ignoring case."""
     text = CONTROL_CHARACTERS.sub("\n", text.strip()).strip().lower()
     return sum(answer.lower() in text for answer in outputs) / len(outputs)
 

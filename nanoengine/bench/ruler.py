@@ -1,7 +1,7 @@
-"""Runs the needle-in-a-haystack samples of niah.py in one engine and reports: the command line of
-tests/test_ruler_niah.py.
+"""Runs the needle-in-a-haystack samples of niah.py in one engine and reports the scores.
 
-Owns the report, its comparison with another run's, and the heat map. Knows the engine only as LLM.
+Owns the command line of tests/test_ruler_niah.py, the report, its comparison with another run's,
+and the heat map. Knows the engine only as LLM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import nanoengine
 from nanoengine.bench.niah import (
     INDUCTION,
     NIAH_TASKS,
@@ -32,6 +31,7 @@ from nanoengine.bench.niah import (
     read_samples,
     string_match_all,
 )
+from nanoengine.bench.report import first_difference, versions
 from nanoengine.errors import ConfigError, EngineError
 from nanoengine.llm import LLM
 from nanoengine.loading.find_model import resolve_model
@@ -41,7 +41,7 @@ from nanoengine.text.tokenizer import Tokenizer
 
 
 def make_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
-    """What the command line asks for. Raises ConfigError, InvalidPromptError or RequestError."""
+    """The samples of the command line. Raises ConfigError, InvalidPromptError or RequestError."""
     prompt_format = PromptFormat(tokenizer, args.mode, args.template)
     if args.data_file is not None:
         samples = read_samples(args.data_file, prompt_format)
@@ -54,10 +54,9 @@ def make_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Answer all samples in one engine and one call; the report is what --json writes.
+    """Answer all samples in one engine and one call; returns the report that --json writes.
 
-    Raises EngineError: bad settings, data, model. Whatever can be checked is checked before the
-    model is loaded.
+    Raises EngineError for bad settings, data or model, before the model is loaded if possible.
     """
     _check_outputs(args)
     samples = make_samples(args, Tokenizer.from_folder(resolve_model(args.model)))
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         report = _summary(records, elapsed) | _engine_figures(llm)
     report["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     report["settings"]["max_new_tokens"] = max_tokens
-    report["versions"] = _versions()
+    report["versions"] = versions("tokenizers", "wonderwords")
     if baseline is not None:
         report["baseline"] = compare(records, baseline)
     return report | {"samples": records}
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def read_baseline(path: Path, samples: Sequence[Sample]) -> dict[int, dict[str, Any]]:
     """Another run's records by sample index, for the samples that both have.
 
-    Raises ConfigError for a file that is no such report, or is of other prompts.
+    Raises ConfigError for a file that is no such report or has other prompts.
     """
     try:
         records = {r["index"]: r for r in json.loads(path.read_bytes())["samples"]}
@@ -116,7 +115,7 @@ def _digest_differs(sample: Sample, records: dict[int, dict[str, Any]]) -> bool:
 def compare(
     records: Sequence[dict[str, Any]], baseline: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """How many texts are the baseline's, and where the others first leave it."""
+    """How many texts equal the baseline's, and where the others first differ."""
     pairs = [(r, baseline[r["index"]]) for r in records if r["index"] in baseline]
     differing = []
     for here, there in pairs:
@@ -132,14 +131,6 @@ def compare(
             )
     same = sum(here["text"] == there["text"] for here, there in pairs)
     return {"compared": len(pairs), "same_texts": same, "differing": differing}
-
-
-def first_difference(ids: Sequence[int], other: Sequence[int] | None) -> int | None:
-    """The first position at which two sequences differ; None if equal or `other` is not there."""
-    if other is None or list(ids) == list(other):
-        return None
-    pairs = enumerate(zip(ids, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(ids), len(other)))
 
 
 def _record(sample: Sample, output: RequestOutput, score: float) -> dict[str, Any]:
@@ -162,7 +153,7 @@ def _record(sample: Sample, output: RequestOutput, score: float) -> dict[str, An
 
 
 def _metrics(output: RequestOutput) -> dict[str, Any]:
-    """The request's own figures; clock readings become seconds since its arrival."""
+    """The request's metrics; clock readings become seconds since its arrival."""
     if output.metrics is None:
         return {}
     found: dict[str, Any] = {"num_cached_tokens": output.num_cached_tokens}
@@ -210,19 +201,6 @@ def _engine_figures(llm: LLM) -> dict[str, Any]:
         "peak_memory_mib": round(engine.device.peak_memory_mib(), 1),
         "plan": str(llm.plan),
     }
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {
-        "nanoengine": nanoengine.__version__,
-        "python": sys.version.split()[0],
-    }
-    for name in ("torch", "tokenizers", "wonderwords"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
 
 
 def print_report(report: dict[str, Any], verbose: bool, quiet: bool) -> None:
@@ -305,7 +283,7 @@ def plot(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
-    """Raises ConfigError for what would only fail after the run."""
+    """Raises ConfigError for output paths and packages that would fail after the run."""
     for flag, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
             raise ConfigError(f"{flag} {path}: there is no folder for such a file")
@@ -331,7 +309,7 @@ def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. 0: the score reaches --min-score; 1: it does not; 2: it could not run."""
+    """Run the command line; returns 0 if the score reaches --min-score, 1 if not, 2 on an error."""
     args = _parser().parse_args(argv)
     try:
         report = run(args)

@@ -1,4 +1,4 @@
-"""The platform: devices and their streams, folders for caches, the process that we live in.
+"""The platform: devices and their streams, cache folders, detection of forked processes.
 
-Start with device.py. Imports nothing of ours but errors and config.
+Start with device.py. Imports only errors and config of this package.
 """

@@ -1,7 +1,7 @@
-"""Where this user's converted models and compiled kernels may be kept.
+"""Finds folders for this user's converted models and compiled kernels.
 
-We load machine code and weights from there, so among the temporary files a folder that somebody
-else may have filled is not used, and the working directory, which may come from anywhere, never is.
+We load machine code and weights from there. A temporary folder that another user may have filled is
+not used, and the working directory, which may come from anywhere, is never used.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ TEMPORARY_FOLDERS = ("/tmp", "/var/tmp")
 
 
 def cache_folders() -> Iterator[Path]:
-    """Best first: the user's cache, be it there or not, and private folders that could be made
-    among the temporary files.
+    """Folders to try, best first: the user's cache, which may not exist yet, then private folders
+    in the temporary directories.
 
-    The cache is in $XDG_CACHE_HOME, or in ~/.cache where that is no absolute path: by the XDG base
-    directory specification it then counts as unset. A container may have neither.
+    The cache is in $XDG_CACHE_HOME, or in ~/.cache if that is no absolute path: the XDG base
+    directory specification then ignores it. A container may have neither.
     """
     configured, home = os.environ.get("XDG_CACHE_HOME", ""), os.path.expanduser("~")
     if os.path.isabs(configured):
@@ -35,7 +35,7 @@ def cache_folders() -> Iterator[Path]:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether the folder, made now if it is missing, is this user's, and nobody else may write."""
+    """Make the folder if it is missing; True if this user owns it and no other may write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()

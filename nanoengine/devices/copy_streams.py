@@ -1,6 +1,6 @@
-"""Work in order: what a stream is, and the streams of a CPU. Copies run at once or on a thread.
+"""The Stream protocol, and the streams of a CPU: copies run inline or on a thread.
 
-Knows tensors and events, no device. A copy that fails stops nothing.
+Knows tensors and events, no device. A failed copy does not stop the stream.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WorkQueue: TypeAlias = "queue.SimpleQueue[Callable[[], object] | WorkerEvent | N
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in a stream's queue of work."""
 
     def is_done(self) -> bool:
         """True once all work before the point has ended."""
@@ -36,17 +36,16 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Work that runs in order; against other streams only events order it."""
+    """A queue of work that runs in order; only events order it against other streams."""
 
     name: str
 
     def copy(
         self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
     ) -> None:
-        """Copy contiguous `src` to contiguous `dst`, of the same bytes or, given a function that
-        does convert(dst, src), as that makes them.
+        """Copy contiguous `src` to contiguous `dst`: its bytes, or by convert(dst, src).
 
-        A copy that fails stops nothing; `take_failed` tells its owner.
+        A failed copy does not stop the stream; `take_failed` returns it with its owner.
         """
         ...
 
@@ -59,62 +58,57 @@ class Stream(Protocol):
         ...
 
     def wait(self, event: Event) -> None:
-        """Let all later work of this stream begin after the event."""
+        """Make all later work of this stream wait for the event."""
         ...
 
     def take_failed(self) -> list[FailedCopy]:
-        """The copies that failed since the last call. One that an event followed which is done is
-        among them.
-        """
+        """The failed copies since the last call; it includes all before an event that is done."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FailedCopy:
-    """A copy that could not be made, by its owner, and why."""
+    """A copy that failed, with its owner and the error."""
 
     owner: object
     error: Exception
 
 
 class Copies:
-    """Makes copies and remembers those that failed."""
+    """Makes copies and records those that failed."""
 
     def __init__(self) -> None:
         self._failed: deque[FailedCopy] = deque()
 
     def make(self, dst: Tensor, src: Tensor, owner: object, convert: Convert | None) -> None:
-        """Copy `src` to `dst`, both contiguous in host memory: its bytes, or as `convert` does.
-        Never raises: what fails is remembered.
+        """Copy `src` to `dst`, both contiguous in host memory: its bytes, or by `convert`. Never
+        raises: errors are recorded.
         """
         try:
             (convert or _copy_bytes)(dst, src)
-        except Exception as error:  # told to whoever asks for the owner's copies
+        except Exception as error:  # `take_failed` returns it
             self._failed.append(FailedCopy(owner, error))
 
     def fill(self, dst: Tensor, value: float) -> None:
-        """Fill a tensor. Never raises: on a thread that ended others would wait for ever."""
+        """Fill a tensor. Never raises: an error would end the worker, and waits would never end."""
         try:
             dst.fill_(value)
         except Exception as error:
             self._failed.append(FailedCopy((), error))
 
     def take_failed(self) -> list[FailedCopy]:
-        """See Stream."""
         return [self._failed.popleft() for _ in range(len(self._failed))]
 
 
 class DoneEvent:
-    """An event of work that ran inline."""
+    """An event of work that ran inline and is therefore done."""
 
     def is_done(self) -> bool:
-        """Always."""
         return True
 
 
 class InlineStream:
-    """Runs everything at once, in the calling thread: compute on a CPU, and copies where none
-    overlap.
+    """Runs work immediately in the calling thread: a CPU's compute, and copies without overlap.
 
     Waiting for another stream's event blocks the caller.
     """
@@ -127,19 +121,15 @@ class InlineStream:
     def copy(
         self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
     ) -> None:
-        """See Stream."""
         self._copies.make(dst, src, owner, convert)
 
     def fill(self, dst: Tensor, value: float) -> None:
-        """See Stream."""
         dst.fill_(value)
 
     def record(self) -> Event:
-        """See Stream."""
         return DoneEvent()
 
     def wait(self, event: Event) -> None:
-        """See Stream."""
         if isinstance(event, WorkerEvent):
             event.block()
 
@@ -155,21 +145,21 @@ class WorkerEvent:
 
 
 class Delays:
-    """Random ones, the same for each stream of this name."""
+    """Random delays, the same for each stream of this name."""
 
     def __init__(self, name: str, longest_s: float) -> None:
         self._longest_s = longest_s
         self._random = random.Random(name)
 
     def next(self) -> float:
-        """Seconds."""
+        """The next delay in seconds."""
         return self._random.uniform(0, self._longest_s) if self._longest_s else 0.0
 
 
 class WorkerStream:
-    """Copies on a thread of its own; a random delay before each shows missing waits.
+    """Runs copies on its own thread; a random delay before each reveals missing waits.
 
-    The thread ends with `close`, when the stream is dropped, or when Python ends.
+    The thread ends with `close`, when the stream is collected, or when Python exits.
     """
 
     def __init__(self, name: str, max_delay_s: float = 0.0) -> None:
@@ -177,7 +167,7 @@ class WorkerStream:
         self._copies = Copies()
         self.take_failed = self._copies.take_failed
         self._work: WorkQueue = queue.SimpleQueue()
-        # The thread knows the queue and not the stream, which can be dropped while it waits.
+        # The thread refers to the queue, not to the stream, so the stream can be collected.
         work = self._work, Delays(name, max_delay_s)
         self._thread = threading.Thread(
             target=_work_off, args=work, name=f"nanoengine-{name}", daemon=True
@@ -188,23 +178,19 @@ class WorkerStream:
     def copy(
         self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
     ) -> None:
-        """See Stream."""
         copies = self._copies
         self._put(lambda: copies.make(dst, src, owner, convert))
 
     def fill(self, dst: Tensor, value: float) -> None:
-        """See Stream."""
         copies = self._copies
         self._put(lambda: copies.fill(dst, value))
 
     def record(self) -> Event:
-        """See Stream."""
         event = WorkerEvent()
         self._put(event)
         return event
 
     def wait(self, event: Event) -> None:
-        """See Stream."""
         if isinstance(event, WorkerEvent) and not event.is_done():
             self._put(event.block)
 
@@ -213,8 +199,8 @@ class WorkerStream:
         self._end()
 
     def _put(self, work: Callable[[], object] | WorkerEvent) -> None:
-        """Raises EngineClosedError after `close`: nobody would do it, and who waits for it would
-        wait for ever.
+        """Queue work. Raises EngineClosedError after `close`: no thread would run it, and a wait
+        for it would never end.
         """
         if not self._end.alive:
             raise EngineClosedError("the copies of a closed engine were ended")
@@ -222,7 +208,7 @@ class WorkerStream:
 
 
 def _work_off(work_queue: WorkQueue, delays: Delays) -> None:
-    """The thread of a WorkerStream."""
+    """Run queued work: the thread of a WorkerStream."""
     while (work := work_queue.get()) is not None:
         if isinstance(work, WorkerEvent):
             work.set()
@@ -233,7 +219,7 @@ def _work_off(work_queue: WorkQueue, delays: Delays) -> None:
 
 
 def _end_worker(home: HomeProcess, work_queue: WorkQueue, thread: threading.Thread) -> None:
-    """Let a worker come to the end of its queue. In a fork of the process there is no worker."""
+    """Let the worker finish its queue and wait for it. A forked process has no worker."""
     if not home.is_here:
         return
     work_queue.put(None)
@@ -241,7 +227,7 @@ def _end_worker(home: HomeProcess, work_queue: WorkQueue, thread: threading.Thre
 
 
 def _copy_bytes(dst: Tensor, src: Tensor) -> None:
-    """numpy's copy is a plain memcpy: it releases the GIL and starts no team of threads."""
+    """Copy with numpy, a plain memcpy: it releases the GIL and starts no OpenMP threads."""
     np.copyto(_as_bytes(dst), _as_bytes(src))
 
 

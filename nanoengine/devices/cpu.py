@@ -1,4 +1,4 @@
-"""The CPU: memory, threads, and streams that are threads, or none."""
+"""The CPU as a device: its memory, its threads, and streams that run inline or on threads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from nanoengine.devices.device import Readable
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.errors import ConfigError
 
-# Of the two versions of control groups: where they are, a group's limit and use, and of the latter
-# what the system takes back first.
+# For each version of control groups: the folder, the files of a group's limit and use, and the key
+# of the part of the use that the system can reclaim.
 GROUPS_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 GROUPS_V1 = (
     *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -35,7 +35,7 @@ GROUPS_V1 = (
 
 
 class CpuDevice:
-    """The host itself. Compute runs inline; copies too, or on a worker thread each."""
+    """The CPU. Compute runs inline; copies run inline or on a worker thread for each direction."""
 
     name = "cpu"
     is_checked = False
@@ -63,11 +63,10 @@ class CpuDevice:
         return torch.float32, "the CPU has no native bfloat16 arithmetic"
 
     def memory(self) -> tuple[int, int]:
-        """Available and all memory of the machine."""
+        """Available and total bytes of the machine's memory."""
         return self.host_memory(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def host_memory(self) -> int:
-        """See Device."""
         return available_memory()
 
     def peak_memory_mib(self) -> float:
@@ -75,26 +74,24 @@ class CpuDevice:
         return _peak_resident_kib() / 1024
 
     def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
-        """See Device. Not done: memory of the host is not counted."""
+        """None: host memory is not counted."""
         return None
 
     def synchronize(self) -> None:
-        """Wait for the copy workers."""
         for worker in self._workers:
             self.compute.wait(worker.record())
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        """See Device."""
         return torch.tensor(values, dtype=dtype)
 
     def read_back(self, tensor: Tensor) -> Readable:
-        """See Device. They are here."""
+        """The tensor itself, which is in host memory."""
         return tensor
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Pages taken from the system as they are first written; big ones where it has them.
+        """Memory whose pages the system gives on the first write; large pages if it has them.
 
-        With pages of 4 KiB copies ran at half the speed in some processes and not in others.
+        With 4 KiB pages, copies ran at half the speed in some processes.
         """
         num_bytes = math.prod(shape) * dtype.itemsize
         if not num_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -110,15 +107,14 @@ class CpuDevice:
         reads: Iterable[tuple[str, int, int]] = (),
         writes: Iterable[tuple[str, int, int]] = (),
     ) -> None:
-        """Nobody checks."""
+        """Ignored: only stream_check.py checks accesses."""
 
     def share_cores(self, with_copies: bool) -> None:
-        """See Device. Sharing all of two, a streamed step takes up to 1.6 times as long."""
+        """With 2 cores, copies and compute on both make a streamed step up to 1.6 times slower."""
         if self._workers and self.num_threads > 1:
             torch.set_num_threads(self.num_threads - with_copies)
 
     def close_streams(self) -> None:
-        """See Device."""
         for worker in self._workers:
             worker.close()
         self._workers = []
@@ -131,8 +127,8 @@ def _read_kib(path: Path, name: str) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that the process may still take: what the machine has, or what a control
-    group (a container's limit) leaves, if that is less. root: where the machine's files are.
+    """Bytes of memory that the process may still take: the machine's available memory, or what a
+    control group (a container's limit) leaves if that is less. root: folder of the system's files.
     """
     try:
         available = _read_kib(root / "proc/meminfo", "MemAvailable") << 10
@@ -142,7 +138,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """What each limit leaves: on the process's control group, and on those above it."""
+    """Bytes that each limit leaves: those of the process's control group and of its parents."""
     try:
         lines = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
     except OSError:
@@ -159,17 +155,17 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _left_by_group(folder: Path, limit: str, used: str, cache: str) -> int | None:
-    """What a group may still take, which counts what it only caches; None without a limit."""
+    """Bytes that a group may still take, its caches included; None without a limit."""
     try:
         most, current = (int((folder / name).read_text()) for name in (limit, used))
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return max(0, most - current + int(stat[cache]))
-    except (OSError, ValueError, KeyError):  # not here, or "max"
+    except (OSError, ValueError, KeyError):  # no such file, or "max"
         return None
 
 
 def _peak_resident_kib() -> float:
-    """The system's own mark: getrusage's is carried over from the process that started this one."""
+    """Peak from /proc: getrusage's figure includes the process that started this one."""
     try:
         return _read_kib(Path("/proc/self/status"), "VmHWM")
     except (OSError, KeyError):
@@ -179,12 +175,12 @@ def _peak_resident_kib() -> float:
 
 @functools.cache
 def _home_of_threads() -> HomeProcess:
-    """The first process that computes with several threads; a fork of it inherits the answer."""
+    """The first process that computes with several threads; cached, so a fork inherits it."""
     return HomeProcess()
 
 
 def _num_threads() -> int:
-    """What OMP_NUM_THREADS says, as for every other OpenMP program; else all usable cores."""
+    """OMP_NUM_THREADS if it is set, as in every OpenMP program; else all usable cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     digits = asked.lstrip("0")
     if digits.isdecimal():

@@ -1,4 +1,4 @@
-"""A GPU of NVIDIA: its streams, events and memory."""
+"""NVIDIA GPUs: streams, events and memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from nanoengine.devices.cpu import available_memory
 from nanoengine.devices.device import Readable, to_device
 from nanoengine.errors import ConfigError
 
-CYCLES_PER_S = 1_500_000_000  # of a GPU, about
+CYCLES_PER_S = 1_500_000_000  # a GPU's clock, about
 
 
 class CudaStream:
-    """A CUDA stream; a random delay before each copy shows missing waits."""
+    """A CUDA stream; a random delay before each copy reveals missing waits."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream, max_delay_s: float = 0.0) -> None:
         self.name = name
@@ -34,9 +34,9 @@ class CudaStream:
     def copy(
         self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
     ) -> None:
-        """See Stream. What fails on the GPU itself ends the process's use of it, not one copy.
+        """Only errors on the host fail a single copy: an error on the GPU makes it unusable.
 
-        Memory that `convert` takes and gives back is used again on this stream only: in order.
+        Memory that `convert` allocates and frees is reused on this stream only, so in order.
         """
         try:
             with torch.cuda.stream(self._stream):
@@ -50,12 +50,11 @@ class CudaStream:
             self._failed.append(FailedCopy(owner, error))
 
     def take_failed(self) -> list[FailedCopy]:
-        """See Stream."""
         failed, self._failed = self._failed, []
         return failed
 
     def fill(self, dst: Tensor, value: float) -> None:
-        """See Stream. Pinned memory is filled by a copy, so that it stays in order."""
+        """Pinned memory is filled by a copy, so that the order of the stream holds."""
         with torch.cuda.stream(self._stream):
             if dst.is_cuda:
                 dst.fill_(value)
@@ -64,11 +63,10 @@ class CudaStream:
                 dst.copy_(filled, non_blocking=True)
 
     def record(self) -> Event:
-        """See Stream."""
         return CudaEvent(self._stream.record_event())
 
     def wait(self, event: Event) -> None:
-        """See Stream; the host does not wait."""
+        """The host does not wait."""
         if isinstance(event, CudaEvent):
             self._stream.wait_event(event.event)
 
@@ -80,12 +78,11 @@ class CudaEvent:
         self.event = event
 
     def is_done(self) -> bool:
-        """See Event."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 class CudaReadback:
-    """A copy to pinned memory that later work of the stream does not hold up."""
+    """A copy to pinned memory that does not wait for later work of the stream."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -93,7 +90,6 @@ class CudaReadback:
         self._done = torch.cuda.current_stream().record_event()
 
     def tolist(self) -> list[Any]:
-        """See Readable."""
         self._done.synchronize()
         numbers: list[Any] = self._host.tolist()
         return numbers
@@ -134,15 +130,14 @@ class CudaDevice:
         return free, total
 
     def host_memory(self) -> int:
-        """See Device."""
         return available_memory()
 
     def peak_memory_mib(self) -> float:
-        """Peak allocated by torch on the GPU."""
+        """Peak of torch's allocations on the GPU, MiB."""
         return torch.cuda.max_memory_allocated(self.torch_device) / (1 << 20)
 
     def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
-        """See Device. What it held is given back to the GPU."""
+        """Also returns the memory that `work` held to the GPU."""
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_allocated(self.torch_device)
         work()
@@ -153,19 +148,16 @@ class CudaDevice:
         return peak - before
 
     def synchronize(self) -> None:
-        """Wait for the GPU."""
         torch.cuda.synchronize(self.torch_device)
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        """See Device."""
         return to_device(values, dtype, self.torch_device)
 
     def read_back(self, tensor: Tensor) -> Readable:
-        """See Device."""
         return CudaReadback(tensor)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Pinned memory. torch takes the next power of two of bytes for it."""
+        """Pinned memory. torch rounds its size up to a power of two."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def declare(
@@ -174,11 +166,10 @@ class CudaDevice:
         reads: Iterable[tuple[str, int, int]] = (),
         writes: Iterable[tuple[str, int, int]] = (),
     ) -> None:
-        """Nobody checks."""
+        """Ignored: only stream_check.py checks accesses."""
 
     def share_cores(self, with_copies: bool) -> None:
-        """Copies have engines of their own."""
+        """Nothing to do: a GPU's copies need no cores."""
 
     def close_streams(self) -> None:
-        """See Device."""
         self.synchronize()

@@ -1,6 +1,6 @@
-"""What a platform is: a Device, and tensors on it.
+"""The Device protocol, and tensors on a device.
 
-Everything else asks a Device and never looks at `torch.cuda` or the machine itself.
+Other code asks a Device and never reads `torch.cuda` or the machine itself.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nanoengine.devices.copy_streams import (
 
 
 def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers, nested lists of them, as a tensor. To a GPU they go through pinned memory: the host
-    does not wait for what it has queued.
+    """Numbers or nested lists of them as a tensor. They reach a GPU through pinned memory, so the
+    host does not wait for queued work.
     """
     host = torch.as_tensor(values, dtype=dtype)
     if device.type == "cuda":
@@ -27,10 +27,10 @@ def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tenso
 
 
 class Readable(Protocol):
-    """Numbers on their way to the host."""
+    """Numbers that are being copied to the host."""
 
     def tolist(self) -> list[Any]:
-        """Wait for them."""
+        """Wait for the numbers and return them."""
         ...
 
 
@@ -38,7 +38,7 @@ class Device(Protocol):
     """One compute device, its memory and its three streams."""
 
     name: str
-    is_checked: bool  # whether somebody listens to `declare`
+    is_checked: bool  # whether `declare` has an effect
     computes_later: bool  # whether work goes on while the host prepares more
     torch_device: torch.device
     compute: Stream
@@ -46,7 +46,7 @@ class Device(Protocol):
     d2h: Stream
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
-        """The dtype that "auto" means here, and why."""
+        """The dtype of the setting "auto", and the reason for it."""
         ...
 
     def memory(self) -> tuple[int, int]:
@@ -54,15 +54,15 @@ class Device(Protocol):
         ...
 
     def host_memory(self) -> int:
-        """Bytes of host memory that are available."""
+        """Available bytes of host memory."""
         ...
 
     def peak_memory_mib(self) -> float:
-        """Most memory that this process has held so far, MiB."""
+        """Peak memory of this process so far, MiB."""
         ...
 
     def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
-        """Most device memory that `work` held beside what there was; None where nobody counts."""
+        """Peak device memory that `work` added, in bytes; None if the device does not count it."""
         ...
 
     def synchronize(self) -> None:
@@ -70,15 +70,15 @@ class Device(Protocol):
         ...
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        """Numbers, nested lists of them, as a tensor on the device; the host does not wait."""
+        """Numbers or nested lists of them as a tensor on the device; the host does not wait."""
         ...
 
     def read_back(self, tensor: Tensor) -> Readable:
-        """Begin to copy a tensor to the host, behind what compute has been given so far."""
+        """Start copying a tensor to the host, after the compute work queued so far."""
         ...
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised host memory that copies to and from the device run fastest with."""
+        """Uninitialised host memory, of the kind that copies fastest to and from the device."""
         ...
 
     def declare(
@@ -87,13 +87,13 @@ class Device(Protocol):
         reads: Iterable[tuple[str, int, int]] = (),
         writes: Iterable[tuple[str, int, int]] = (),
     ) -> None:
-        """`stream` is about to touch these slots, each (pool, layer, slot): for stream_check.py."""
+        """Tell stream_check.py that `stream` will access these slots, each (pool, layer, slot)."""
         ...
 
     def share_cores(self, with_copies: bool) -> None:
-        """Whether compute leaves a core to copies from now on, where both run on the same ones."""
+        """Set whether compute leaves a core to copies, if both run on the same cores."""
         ...
 
     def close_streams(self) -> None:
-        """Let queued copies end; no more may follow."""
+        """Finish queued copies; no more may follow."""
         ...

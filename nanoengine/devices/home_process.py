@@ -1,4 +1,4 @@
-"""Which process something was made in. A fork has neither its threads nor what they hold locked."""
+"""Detects forks: a forked process lacks the threads, and cannot unlock what they hold."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class HomeProcess:
 
     @property
     def is_here(self) -> bool:
-        """False in a fork of the process."""
+        """False in a fork of that process."""
         return os.getpid() == self._pid
 
     def check(self, what: str) -> None:
-        """Raise ForkedProcessError in a fork of the process, where `what` cannot be used."""
+        """Raise ForkedProcessError in a fork of that process, where `what` cannot be used."""
         if not self.is_here:
             raise ForkedProcessError(
                 f"{what} belongs to process {self._pid}, and {os.getpid()} is a fork of it: "
@@ -30,8 +30,8 @@ class HomeProcess:
 
 
 def join(thread: threading.Thread) -> None:
-    """Wait for the end of a thread, unless it never began or is the calling one: garbage, and what
-    ends with it, is collected on any thread.
+    """Wait for the end of a thread, unless it never began or is the calling one: a finalizer may
+    run on any thread.
     """
     if thread.ident is not None and thread is not threading.current_thread():
         thread.join()

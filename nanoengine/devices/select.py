@@ -1,4 +1,4 @@
-"""From the name of a device to the Device."""
+"""Makes the Device of a name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def make_device(
 ) -> Device:
     """The Device called "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for anything else.
 
-    copy_workers: copies on a CPU run on threads. max_delay_s: copies on streams or threads are held
-    up by random delays of up to so many seconds.
+    copy_workers: run a CPU's copies on threads. max_delay_s: longest random delay in seconds before
+    a copy on a stream or thread.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

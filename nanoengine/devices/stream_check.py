@@ -1,9 +1,9 @@
-"""A device that checks the order of its streams: raises on any two accesses that no event orders.
+"""A device that checks the order of its streams: it raises if no event orders two accesses.
 
 Every stream carries a vector clock; `record` stamps it on the event and `wait` merges it (Mattern
 1989). An access is ordered after another if the other's time on its own stream is in the accessing
-stream's clock. The check looks at what was queued, not at what ran when: a missing wait is found in
-every run, also where inline compute would have hidden it. What was queued can be recorded, too.
+stream's clock. The check reads what was queued, not when it ran, so it finds a missing wait in
+every run, even if inline compute hides it. It can also record what was queued.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Clock = dict[str, int]
 
 
 class RaceError(EngineError):
-    """Two streams touch the same slot, one of them writing, and no event orders them."""
+    """Two streams access the same slot, at least one writes, and no event orders them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceEntry:
-    """One thing that was queued on a stream.
+    """One operation that was queued on a stream.
 
     operation      copy, fill, record, wait or access
-    reads, writes  access: the slots that what comes next on this stream touches
+    reads, writes  access: the slots that the next operation on this stream accesses
     other          wait: the stream that recorded the event
-    event          record and wait: which event of the stream that recorded it, counted from 1
+    event          record and wait: number of the event on the recording stream, from 1
     """
 
     stream: str
@@ -46,7 +46,7 @@ class TraceEntry:
 
 
 class Trace:
-    """What was queued on all streams, in order, while it was on; at most `room` entries."""
+    """Operations queued on all streams, in order, while recording is on; at most `room` entries."""
 
     def __init__(self) -> None:
         self.entries: list[TraceEntry] = []
@@ -55,11 +55,11 @@ class Trace:
         self._room = 0
 
     def start(self, room: int) -> None:
-        """Forget what was recorded, and record."""
+        """Clear the trace and start recording."""
         self.entries, self.num_left_out, self.is_on, self._room = [], 0, True, room
 
     def add(self, entry: TraceEntry) -> None:
-        """Called while it is on."""
+        """Record an entry, or count it as dropped."""
         if len(self.entries) < self._room:
             self.entries.append(entry)
         else:
@@ -68,7 +68,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class CheckedEvent:
-    """An event, the clock of the stream that recorded it, and which of its events it is."""
+    """An event, the clock of the stream that recorded it, and its number on that stream."""
 
     inner: Event
     clock: Clock
@@ -76,12 +76,11 @@ class CheckedEvent:
     number: int
 
     def is_done(self) -> bool:
-        """See device.Event."""
         return self.inner.is_done()
 
 
 class CheckedStream:
-    """A stream with a vector clock; `counts` says how much of what was queued on it."""
+    """A stream with a vector clock; `counts` counts its queued operations by kind."""
 
     def __init__(self, inner: Stream, trace: Trace) -> None:
         self.name = inner.name
@@ -93,24 +92,20 @@ class CheckedStream:
     def copy(
         self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
     ) -> None:
-        """See device.Stream."""
         self.counts["copies"] += 1
         if self._trace.is_on:
             self._trace.add(TraceEntry(self.name, "copy"))
         self.inner.copy(dst, src, owner, convert)
 
     def take_failed(self) -> list[FailedCopy]:
-        """See device.Stream."""
         return self.inner.take_failed()
 
     def fill(self, dst: Tensor, value: float) -> None:
-        """See device.Stream."""
         if self._trace.is_on:
             self._trace.add(TraceEntry(self.name, "fill"))
         self.inner.fill(dst, value)
 
     def record(self) -> Event:
-        """See device.Stream."""
         self.counts["events"] += 1
         number = self.counts["events"]
         if self._trace.is_on:
@@ -118,7 +113,6 @@ class CheckedStream:
         return CheckedEvent(self.inner.record(), dict(self.clock), self.name, number)
 
     def wait(self, event: Event) -> None:
-        """See device.Stream."""
         assert isinstance(event, CheckedEvent)
         self.counts["waits"] += 1
         if self._trace.is_on:
@@ -131,15 +125,15 @@ class CheckedStream:
 
 @dataclass(slots=True)
 class _Accesses:
-    """The last write of a slot and the reads since: stream name -> time on that stream."""
+    """The last write of a slot and the reads since then: stream name -> time on that stream."""
 
     write: Clock = field(default_factory=dict)
     reads: Clock = field(default_factory=dict)
 
 
 class CheckedDevice:
-    """Wraps a device; `declare` says what each stream touches. num_checked counts declared
-    accesses; `start_trace` records, in `trace`, what is queued.
+    """Wraps a device; `declare` reports what each stream accesses. num_checked counts declared
+    accesses; `start_trace` records queued operations in `trace`.
     """
 
     is_checked = True
@@ -159,7 +153,7 @@ class CheckedDevice:
     def declare(
         self, stream: Stream, reads: Iterable[Key] = (), writes: Iterable[Key] = ()
     ) -> None:
-        """`stream` is about to read and write these slots. Raises RaceError."""
+        """`stream` will read and write these slots. Raises RaceError."""
         assert isinstance(stream, CheckedStream)
         reads, writes = tuple(reads), tuple(writes)
         if self.trace.is_on:
@@ -179,58 +173,47 @@ class CheckedDevice:
             self.num_checked += 1
 
     def start_trace(self, room: int = 10_000) -> None:
-        """Record from here on, at most `room` entries; off until called, so that a long run does
-        not grow. What no longer has room is counted.
+        """Record at most `room` entries from now on; further ones are only counted. Off by default,
+        so that long runs do not grow.
         """
         self.trace.start(room)
 
     def stop_trace(self) -> tuple[TraceEntry, ...]:
-        """Record no more; what was recorded."""
+        """Stop recording; returns the entries."""
         self.trace.is_on = False
         return tuple(self.trace.entries)
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
-        """See device.Device."""
         return self.inner.auto_dtype()
 
     def memory(self) -> tuple[int, int]:
-        """See device.Device."""
         return self.inner.memory()
 
     def host_memory(self) -> int:
-        """See device.Device."""
         return self.inner.host_memory()
 
     def peak_memory_mib(self) -> float:
-        """See device.Device."""
         return self.inner.peak_memory_mib()
 
     def peak_bytes_of(self, work: Callable[[], object]) -> int | None:
-        """See device.Device."""
         return self.inner.peak_bytes_of(work)
 
     def synchronize(self) -> None:
-        """See device.Device."""
         self.inner.synchronize()
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
-        """See device.Device."""
         return self.inner.tensor(values, dtype)
 
     def read_back(self, tensor: Tensor) -> Readable:
-        """See device.Device."""
         return self.inner.read_back(tensor)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See device.Device."""
         return self.inner.empty_host(shape, dtype)
 
     def share_cores(self, with_copies: bool) -> None:
-        """See device.Device."""
         self.inner.share_cores(with_copies)
 
     def close_streams(self) -> None:
-        """See device.Device."""
         self.inner.close_streams()
 
     def _demand_order(
@@ -241,6 +224,5 @@ class CheckedDevice:
                 pool, layer, slot = key
                 raise RaceError(
                     f"{stream.name} {verb} {pool} slot {slot} of layer {layer}, which {name} "
-                    f"{past} "
-                    "with no event in between"
+                    f"{past} with no event in between"
                 )

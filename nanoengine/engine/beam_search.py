@@ -1,7 +1,7 @@
-"""Beam search: the texts that a model thinks likeliest, found a token at a time.
+"""Beam search: finds the most probable texts, a token at a time.
 
-Owns what was found and which beams go on; the engine computes each live beam as a sequence that
-pauses after a token. A beam that goes on in several ways is forked, and the forks share its KV.
+Owns the finished texts and the live beams; the engine runs each live beam as a sequence that pauses
+after each token. A beam with several continuations is forked, and the forks share its KV.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nanoengine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A text that goes on: its sequence, and the sum of its tokens' log-probabilities."""
+    """A live beam: its sequence, and the sum of its tokens' log-probabilities."""
 
     seq: Sequence
     logprob: float
@@ -28,7 +28,7 @@ class _Beam:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """One token more for a beam, and the sum with it."""
+    """A beam, its next token, and the sum of log-probabilities with that token."""
 
     logprob: float
     parent: _Beam
@@ -36,7 +36,7 @@ class _Candidate:
 
     @property
     def token_ids(self) -> list[int]:
-        """Its text; the last token of the parent is the one that greedy decoding would take."""
+        """Its tokens: the parent's last token, which greedy decoding chose, is replaced."""
         return [*self.parent.seq.token_ids[:-1], self.token_id]
 
 
@@ -45,8 +45,8 @@ class BeamSearch:
     `GenerationMixin._beam_search`): the same ids, order and scores.
 
     Each step ranks the candidates of all live beams. Of the best W, those that end the text are
-    kept, if they score better than what was kept before; the best W that do not end it go on. After
-    the last token every one of the best W counts as ended.
+    kept if they score better than kept ones; the best W that do not end it go on. After the last
+    token all of the best W count as ended.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BeamSearch:
         params: BeamSearchParams,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """first: the prompt, queued by LLMEngine.add_beam."""
+        """first: the prompt's sequence, queued by LLMEngine.add_beam."""
         self._engine = engine
         self._params = params
         self._eos_token_ids = eos_token_ids
@@ -70,19 +70,17 @@ class BeamSearch:
 
     @property
     def is_finished(self) -> bool:
-        """True when no beam goes on."""
+        """True when no beam is live."""
         return not self._live
 
     @property
     def output(self) -> BeamSearchOutput:
-        """What was found, or why the search failed."""
+        """The texts found, or the error of the search."""
         found = [] if self._error else self._ended
         return BeamSearchOutput(self._prompt, self._prompt_token_ids, found, self._error)
 
     def advance(self) -> None:
-        """After a step of the engine: once every live beam has its token, choose those that go
-        on.
-        """
+        """Call after each engine step: when every live beam has its token, choose the next ones."""
         self._error = next((beam.seq.error for beam in self._live if beam.seq.error), None)
         if self._error is not None:
             self.close()
@@ -134,20 +132,18 @@ class BeamSearch:
         return float(logprob / num_tokens**self._params.length_penalty)
 
     def _is_settled(self, best: float, num_tokens: int) -> bool:
-        """True when enough texts have ended and, by transformers' estimate, no live beam will do
-        better. best: the largest sum of log-probabilities of a live one.
+        """True when enough texts have ended and, by transformers' estimate, no live beam can score
+        better. best: the largest sum of log-probabilities of a live beam.
         """
         if len(self._ended) < self._params.beam_width:
             return False
         early = self._params.early_stopping
         if early == "never" and self._params.length_penalty > 0:
-            num_tokens = self._max_tokens  # where a sum below 0 is divided by most
+            num_tokens = self._max_tokens  # the best score that a negative sum can still get
         return early is True or self._score(best, num_tokens) <= self._ended[-1].score
 
     def _go_on(self, candidates: list[_Candidate]) -> None:
-        """The first candidate of a beam takes its sequence over, the others fork it; beams without
-        any end.
-        """
+        """A beam's first candidate keeps its sequence, others fork it; beams without one end."""
         chosen: dict[int, _Beam] = {}
         live: list[_Beam] = []
         for candidate in candidates:
@@ -165,8 +161,8 @@ class BeamSearch:
         self._engine.scheduler.resume(beam.seq for beam in [*chosen.values(), *forks])
 
     def _forget_sources(self, beams: list[_Beam]) -> None:
-        """A fork takes the KV of its source when both go on in the same step. Later, that may be
-        taken away while the fork is let in, so it looks into the prefix cache as others do.
+        """A fork shares the KV of its source if both run in the same step. Later the source's KV
+        may be evicted during the fork's admission, so the fork must use the prefix cache.
         """
         for beam in beams:
             beam.seq.source = None
@@ -177,15 +173,15 @@ class BeamSearch:
 
 
 class BeamSearches:
-    """Searches over several prompts that share the engine's steps."""
+    """Searches over several prompts in the same engine steps."""
 
     def __init__(self, engine: LLMEngine, params: BeamSearchParams) -> None:
-        """Raises InvalidParamsError when the vocabulary is too small for so many beams."""
+        """Raises InvalidParamsError if the vocabulary is too small for beam_width."""
         self._engine = engine
         self._params = params
         eos = () if params.ignore_eos else engine.model_config.eos_token_ids
         self._eos_token_ids = frozenset(eos)
-        # So many that beam_width of them do not end the text.
+        # Enough candidates that beam_width of them do not end the text.
         per_beam = 1 + max(1, len(self._eos_token_ids))
         self._num_candidates = per_beam * params.beam_width
         vocab = engine.model_config.vocab_size
@@ -212,9 +208,9 @@ class BeamSearches:
         return not self._open
 
     def step(self) -> int:
-        """One step of the engine; returns how many searches it ended."""
+        """Run one engine step; returns how many searches it ended."""
         self._engine.step()
-        for search in reversed(self._open):  # who resumes last goes first: the oldest
+        for search in reversed(self._open):  # resumed last is scheduled first: the oldest search
             search.advance()
         num_open = len(self._open)
         self._open = [search for search in self._open if not search.is_finished]
@@ -234,8 +230,8 @@ class BeamSearches:
 
 
 def beam_params(params: BeamSearchParams | None, settings: dict[str, Any]) -> BeamSearchParams:
-    """The parameters of a call that gives them as a whole or as keywords. Raises
-    InvalidParamsError for both, or for what are none.
+    """Beam search parameters given as an object or as keywords. Raises InvalidParamsError for both
+    at once and for invalid ones.
     """
     if params is None:
         try:

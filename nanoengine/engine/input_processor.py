@@ -1,5 +1,5 @@
-"""What a caller asks for, checked: a prompt and its parameters to Sequences, or an error that names
-the limit, the value and the way out. Knows no step and no KV but its shape.
+"""Checks a prompt and its parameters and makes their Sequences, or raises an error with the limit,
+the value and the next step. Knows no steps, and of KV only its shape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from nanoengine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """A checked prompt: its tokens, how many there may be in all, the text they came from."""
+    """A checked prompt: its tokens, the most tokens of prompt and output, its text."""
 
     token_ids: list[int]
     limit: int
@@ -34,7 +34,7 @@ class _Prompt:
 
 
 class InputProcessor:
-    """Makes the sequences of requests. Ids count up and are never used again."""
+    """Makes the sequences of requests. Ids count up and are never reused."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class InputProcessor:
         tokenizer: Tokenizer | None,
         default_params: SamplingParams,
     ) -> None:
-        """default_params: of requests that bring none."""
+        """default_params: used for requests without parameters."""
         self._config = config
         self._model_config = model_config
         self._plan = plan
@@ -54,16 +54,16 @@ class InputProcessor:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises InvalidPromptError when it came without one."""
+        """The model's tokenizer. Raises InvalidPromptError if it has none."""
         if self._tokenizer is None:
             raise InvalidPromptError(
-                "the model came without a tokenizer; give token ids, or name a folder that has one "
-                "by the setting tokenizer"
+                "the model came without a tokenizer; give token ids, or set tokenizer to a folder "
+                "that has one"
             )
         return self._tokenizer
 
     def next_id(self) -> int:
-        """Of a new sequence."""
+        """The id of a new sequence."""
         return next(self._ids)
 
     def sequences(
@@ -74,10 +74,10 @@ class InputProcessor:
         cache_salt: str | None,
         is_streamed: bool = False,
     ) -> list[Sequence]:
-        """A request's completions, the first one the owner of the prompt.
+        """The sequences of a request's completions; the first one owns the prompt.
 
-        is_streamed: the text is wanted as it comes. Raises InvalidPromptError, InvalidParamsError
-        or PromptTooLongError.
+        is_streamed: text is needed while it is generated. Raises InvalidPromptError,
+        InvalidParamsError or PromptTooLongError.
         """
         if params is None:
             params = self._default_params
@@ -148,15 +148,12 @@ class InputProcessor:
         return ids
 
     def _check_length(self, num_prompt: int, params: SamplingParams) -> int:
-        """Most tokens the request may have in all; generation past max_model_len ends as
-        "length".
-        """
+        """Most tokens of prompt and output; at max_model_len generation ends with "length"."""
         limit = self._plan.max_model_len
         if num_prompt >= limit:
             raise PromptTooLongError(
-                f"the prompt has {num_prompt} tokens and needs room for at least one more, but "
-                "the limit is "
-                f"{limit} ({self._plan.max_model_len_bound}); {self._how_to_raise()}"
+                f"the prompt has {num_prompt} tokens and needs room for at least one more, but the "
+                f"limit is {limit} ({self._plan.max_model_len_bound}); {self._how_to_raise()}"
             )
         most = (self._config.max_model_len or self._model_config.max_position) - num_prompt
         if params.max_tokens is None:
@@ -165,9 +162,7 @@ class InputProcessor:
         return min(limit, num_prompt + params.max_tokens)
 
     def _check_choice(self, seq: Sequence) -> None:
-        """Raise InvalidParamsError where tokens are named that do not exist, or none is left to
-        choose.
-        """
+        """Raise InvalidParamsError for ids outside the vocabulary, or if no token may be chosen."""
         params, vocab = seq.params, self._model_config.vocab_size
         for name, ids in params.named_ids.items():
             for token_id in ids:
@@ -186,7 +181,7 @@ class InputProcessor:
             )
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of each word, at the beginning of a text and after a space."""
+        """The tokens of each word, both at the beginning of a text and after a space."""
         texts = [space + word.strip() for word in params.forbidden_words for space in ("", " ")]
         words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return tuple(dict.fromkeys(word for word in words if word))
@@ -196,8 +191,8 @@ class InputProcessor:
         if self._config.max_model_len is not None:
             return f"raise max_model_len (the model has {positions} positions)"
         if self._plan.max_model_len < positions:
-            return f"the model itself has {positions} positions"
-        return "the model cannot read more: shorten the prompt"
+            return f"the model itself has {positions} positions; shorten the prompt"
+        return "the model cannot read more; shorten the prompt"
 
     def _request_seed(self, seq_id: int) -> int:
         return xxhash.xxh3_64_intdigest(f"{self._config.seed}:{seq_id}".encode())
@@ -207,12 +202,12 @@ def _checked_salt(salt: object) -> str:
     if salt is None:
         return ""
     if not (isinstance(salt, str) and salt and _is_utf8(salt)):
-        raise InvalidPromptError(f"cache_salt must be a text that is not empty, got {shown(salt)}")
+        raise InvalidPromptError(f"cache_salt must be a non-empty string, got {shown(salt)}")
     return salt
 
 
 def _token_id(value: object) -> int:
-    """An integer of any type, numpy's and PyTorch's included. Raises InvalidPromptError."""
+    """The int of an integer of any type, numpy's and PyTorch's too. Raises InvalidPromptError."""
     if not isinstance(value, bool):
         with suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type]

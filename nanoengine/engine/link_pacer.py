@@ -1,4 +1,4 @@
-"""How much may stream in a step, so that resident decodes slow down by a bounded factor only."""
+"""Limits streaming per step, so that resident decodes slow down by a bounded factor only."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from nanoengine.sequence import (
 
 
 class LinkPacer:
-    """Lets streamed sequences take part in every k-th step, so that they bring no more than
-    `blocks_per_step` blocks a step over the link on average (None: no limit).
+    """Lets streamed sequences run in only some steps, so that they copy at most `blocks_per_step`
+    blocks per step on average (None: no limit).
 
-    Deficit round robin (Shreedhar and Varghese 1995): unused budget is kept for the sequence at the
-    head of the line, nobody passes it, and after its turn it goes to the end.
+    Deficit round robin (Shreedhar and Varghese 1995): unused budget is saved for the sequence at
+    the head of the queue, no other sequence passes it, and after its turn it goes to the end.
     """
 
     def __init__(self, blocks_per_step: int | None) -> None:
@@ -23,12 +23,12 @@ class LinkPacer:
         self._num_turns = 0
 
     def in_turn(self, streamed: list[Sequence]) -> list[Sequence]:
-        """The sequences in the order of their turns; those that never had one first."""
+        """The sequences in the order of their turns; those that have not had one come first."""
         return sorted(streamed, key=lambda seq: self._turns.get(seq.seq_id, -1))
 
     def start_step(self, is_limited: bool, largest_cost: int = 0) -> None:
-        """is_limited: there are resident decodes to protect. largest_cost: of those in line, in
-        blocks; more than that, or than a step's budget, is not saved up.
+        """Add a step's budget. is_limited: there are resident decodes to protect. largest_cost: of
+        the queued sequences, in blocks; the budget saved is at most the larger of it and a step's.
         """
         per_step = self._blocks_per_step or 0
         self.is_limited = is_limited and self._blocks_per_step is not None
@@ -37,16 +37,16 @@ class LinkPacer:
         self._credit = credit if self.is_limited else 0
 
     def allows(self, cost: int) -> bool:
-        """True when the next sequence in line, which brings `cost` blocks, may take part."""
+        """True if the next sequence in the queue, which copies `cost` blocks, may run now."""
         self._is_blocked |= self.is_limited and cost > self._credit
         return not self._is_blocked
 
     def spend(self, seq: Sequence, cost: int) -> None:
-        """The sequence takes part."""
+        """Record that the sequence runs in this step."""
         self._credit = max(0, self._credit - cost)
         self._num_turns += 1
         self._turns[seq.seq_id] = self._num_turns
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence has ended."""
+        """Remove a sequence that has ended."""
         self._turns.pop(seq.seq_id, None)

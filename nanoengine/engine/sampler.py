@@ -1,14 +1,13 @@
-"""Logits to tokens. Knows sampling parameters and positions, nothing of schedulers or KV.
+"""Samples tokens from logits. Knows sampling parameters and positions, no scheduler and no KV.
 
-A token is drawn by inverting the cumulative distribution at a uniform number that is a hash of
-(seed, position): no generator state, so neither batch mates nor preemption can change a request's
-tokens.
+Inverts the cumulative distribution at a uniform number, which is a hash of (seed, position). There
+is no generator state, so neither the batch nor preemption can change a request's tokens.
 """
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 
 import torch
 import xxhash
@@ -18,13 +17,11 @@ from nanoengine.context import MakeTensor
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, Sequence, TokenHistory
 
-LARGEST_LOGIT = 1e36  # over the lowest temperature it is still a number
+LARGEST_LOGIT = 1e36  # still finite after division by the lowest temperature
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on (seed, position) only: xxh3-64 over 2^64, cut to 52
-    bits.
-    """
+    """A number in [0, 1) from (seed, position) only: xxh3-64 / 2^64, cut to 52 bits."""
     key = (seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little") + position.to_bytes(8, "little")
     return (xxhash.xxh3_64_intdigest(key) >> 12) / (1 << 52)
 
@@ -33,17 +30,19 @@ class Sampler:
     """Chooses the next token of each sequence."""
 
     def __init__(self, argmax: Callable[[Tensor], Tensor], tensor: MakeTensor) -> None:
-        """argmax: [n, vocab] -> int64 [n], the first place of a row's largest value. tensor: makes
-        one where the logits are.
+        """argmax: [n, vocab] -> int64 [n], the first index of a row's largest value. tensor: makes
+        a tensor on the logits' device.
         """
         self._argmax = argmax
         self._tensor = tensor
 
-    def sample(self, logits: Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Tensor:
-        """logits [n, vocab] of any float dtype, one row a sequence; returns int64 [n], token ids,
-        NO_TOKEN for a row that has a NaN or whose largest logit is not finite. -inf is fine.
+    def sample(
+        self, logits: Tensor, seqs: abc.Sequence[Sequence], positions: abc.Sequence[int]
+    ) -> Tensor:
+        """logits: [n, vocab] of any float dtype, a row for each sequence. Returns token ids, int64
+        [n]; NO_TOKEN for a row with a NaN or without a finite largest logit. -inf is allowed.
 
-        positions: of the tokens to choose; what comes before them may not be appended yet.
+        positions: of the tokens to choose; tokens before them need not be appended yet.
         """
         changed = [
             (row, seq, position)
@@ -64,9 +63,7 @@ class Sampler:
         return torch.where(largest.abs() < LARGEST_LOGIT, tokens, NO_TOKEN)
 
     def _adjust(self, row: Tensor, seq: Sequence, position: int) -> None:
-        """What the request's parameters do to the logits of one token, fp32 [vocab], in vLLM's
-        order.
-        """
+        """Apply the request's parameters to one token's logits, fp32 [vocab], in vLLM's order."""
         params = seq.params
         if params.allowed_token_ids is not None:
             allowed = self._tensor(params.allowed_token_ids, torch.int64)
@@ -93,7 +90,7 @@ class Sampler:
             ids = self._tensor([*history.output], torch.int64)
             row[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
-    def _draw(self, logits: Tensor, seqs: Seq[Sequence], numbers: list[float]) -> Tensor:
+    def _draw(self, logits: Tensor, seqs: abc.Sequence[Sequence], numbers: list[float]) -> Tensor:
         params = [s.params for s in seqs]
 
         def column(values: list[float]) -> Tensor:
@@ -113,7 +110,7 @@ class Sampler:
         cumulative = torch.softmax(logits, dim=1, dtype=torch.float64).cumsum(dim=1)
         u = column(numbers) * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, u, right=True).squeeze(1)
-        return tokens.clamp_(max=logits.shape[1] - 1)  # of a row with NaN nobody takes it
+        return tokens.clamp_(max=logits.shape[1] - 1)  # `sample` replaces the token of a NaN row
 
 
 def _is_adjusted(seq: Sequence, position: int) -> bool:
@@ -124,7 +121,7 @@ def _is_adjusted(seq: Sequence, position: int) -> bool:
 
 
 def _ends_of_bad_words(seq: Sequence) -> list[int]:
-    """Last tokens of those words whose other tokens the output ends with."""
+    """The last token of each bad word whose other tokens the output ends with."""
     output = seq.output_token_ids if seq.bad_words else []
     return [
         word[-1]
@@ -134,7 +131,7 @@ def _ends_of_bad_words(seq: Sequence) -> list[int]:
 
 
 def _top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """-inf outside the k likeliest tokens, then outside the smallest set of probability top_p."""
+    """Set -inf outside the k likeliest tokens, then outside the smallest set that has top_p."""
     ranked, order = logits.sort(dim=1, descending=True)
     places = torch.arange(logits.shape[1], device=logits.device)
     ranked = ranked.masked_fill(places >= top_k, -torch.inf)

@@ -1,7 +1,8 @@
-"""Guesses at the next tokens of a sequence, which one forward pass then checks.
+"""Guesses the next tokens of a sequence; one forward pass then checks them.
 
-Prompt lookup (Saxena 2023): texts repeat themselves, so what followed the last tokens when they
-came before is likely to follow again. A guess costs no model; a wrong one costs the rows it took.
+Prompt lookup (Saxena 2023): texts repeat themselves, so the tokens that followed an earlier
+occurrence of the last tokens are likely to follow again. A guess needs no draft model; a wrong one
+costs its rows in the forward pass.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ LONGEST, SHORTEST = 4, 2  # tokens that must repeat
 
 
 class PromptLookup:
-    """Finds where the end of one growing sequence came before."""
+    """Finds earlier occurrences of the end of one growing sequence."""
 
     def __init__(self) -> None:
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._num_tokens = 0
 
     def guess(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that followed the last occurrence of the longest repeated end; none
-        where not even two tokens repeat. token_ids only grow from call to call.
+        """Up to `most` tokens that followed the last occurrence of the longest repeated suffix;
+        none if no two tokens repeat. token_ids must only grow from call to call.
         """
         tokens, num = self._grown(token_ids), len(token_ids)
         if most < 1 or num <= SHORTEST:
@@ -41,7 +42,7 @@ class PromptLookup:
         return tuple(tokens[found + 1 : found + 1 + most].tolist())
 
     def _grown(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-        """All tokens; those that are new are copied, into room that doubles."""
+        """All tokens as an array; copies new ones into a buffer that doubles when it is full."""
         num = len(token_ids)
         if num > len(self._tokens):
             room = np.empty(2 * num, np.int32)

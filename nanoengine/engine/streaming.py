@@ -1,14 +1,13 @@
-"""Text as it comes: what is new of each completion, with what may begin a stop string held back.
+"""Streams text: the new part of each completion, without a possible start of a stop string.
 
-Reads sequences, never changes them; knows no engine and no thread. What is new is worked out when
-it is asked for, so whoever asks seldom gets more at once and nothing piles up.
+Reads sequences, never changes them; knows no engine and no thread. A delta is computed on request,
+so a slow reader gets a larger one and nothing piles up.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -20,13 +19,13 @@ from nanoengine.sequence import Sequence, TokenScore
 
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
-    """What is new of one completion; `str(delta)` is its text.
+    """The new part of one completion; `str(delta)` is its text.
 
-    request_id, index: which completion of which request. text: may be "" while it is held back: no
-    half code point and no possible beginning of a stop string is shown. token_ids: the new tokens,
-    those whose text is held back included. finish_reason, stop_reason: as in CompletionOutput, on
-    the last delta of a completion, else None. error: why it failed, with finish_reason "error".
-    logprobs: of each of token_ids, where asked for.
+    request_id, index: which completion of which request. text: never holds half a UTF-8 character
+    or the start of a stop string, so it may be "". token_ids: the new tokens, also those whose text
+    is held back. finish_reason, stop_reason: as in CompletionOutput, on the last delta of a
+    completion, else None. error: the error if finish_reason is "error". logprobs: those of
+    token_ids, if requested.
     """
 
     request_id: int
@@ -43,10 +42,9 @@ class StreamDelta:
 
 
 def num_held_back(text: str, stops: Iterable[str]) -> int:
-    """Length of the longest end of `text` that begins a stop string without being all of it.
+    """Length of the longest suffix of `text` that is a proper prefix of a stop string.
 
-    As text grows, `len(text)` less this never falls: what begins a stop string later begins one
-    now.
+    As text grows, `len(text)` minus this never falls: the start of a stop string stays one.
     """
     most = 0
     for stop in stops:
@@ -59,7 +57,7 @@ def num_held_back(text: str, stops: Iterable[str]) -> int:
 
 
 def merge_deltas(deltas: Iterable[StreamDelta]) -> list[StreamDelta]:
-    """One delta for each completion, in the order of their first ones."""
+    """Merge deltas into one for each completion, in the order of their first ones."""
     merged: dict[tuple[int, int], StreamDelta] = {}
     for new in deltas:
         key = new.request_id, new.index
@@ -79,7 +77,7 @@ def merge_deltas(deltas: Iterable[StreamDelta]) -> list[StreamDelta]:
 
 
 class CompletionStream:
-    """How much of one completion was given out."""
+    """Counts how much of one completion was given out."""
 
     def __init__(self, request_id: int, index: int, seq: Sequence) -> None:
         self._request_id = request_id
@@ -94,8 +92,8 @@ class CompletionStream:
         completed: Callable[[Sequence], CompletionOutput],
         logprobs: Callable[[TokenScore], TokenLogprobs],
     ) -> StreamDelta | None:
-        """What is new, None when nothing is. `completed` tells the whole of a completion that has
-        ended: what was held back, less a stop. `logprobs` shows a token's score.
+        """The new part, None if there is none. `completed` makes the output of a completion that
+        has ended; `logprobs` converts a token's score.
         """
         seq = self._seq
         if self.is_finished or not (seq.is_finished or seq.num_output_tokens > self._num_tokens):
@@ -135,11 +133,11 @@ class RequestStream:
 
     def __init__(
         self,
-        seqs: Seq[Sequence],
+        seqs: abc.Sequence[Sequence],
         completed: Callable[[Sequence], CompletionOutput],
         logprobs: Callable[[TokenScore], TokenLogprobs],
     ) -> None:
-        """seqs: one for each completion; see CompletionStream.take for the others."""
+        """seqs: one for each completion. completed, logprobs: see CompletionStream.take."""
         first = seqs[0]
         self.request_id = first.seq_id
         self.prompt = first.prompt
@@ -154,16 +152,16 @@ class RequestStream:
         return all(stream.is_finished for stream in self._streams)
 
     def take(self) -> list[StreamDelta]:
-        """What the steps since the last call have brought, at most one delta a completion."""
+        """New output since the last call, at most one delta for each completion."""
         deltas = (stream.take(self._completed, self._logprobs) for stream in self._streams)
         return [delta for delta in deltas if delta is not None]
 
 
 class DeltaStream(Iterator[StreamDelta]):
-    """What LLM.stream returns: the deltas of one request, stepping the engine when there are none.
+    """Returned by LLM.stream: the deltas of one request; steps the engine when there are none.
 
-    Leaving it before its end (close(), the end of a `with`, dropping it) ends the request and frees
-    what it holds, at once or, where the engine is at work just then, when that call ends.
+    Leaving it early (close(), the end of a `with`, dropping it) aborts the request and frees its
+    memory: at once, or after the engine's current call.
     """
 
     def __init__(
@@ -172,7 +170,7 @@ class DeltaStream(Iterator[StreamDelta]):
         advance: Callable[[RequestStream], list[StreamDelta]],
         abandon: Callable[[int], None],
     ) -> None:
-        """advance: steps until there is something new. abandon: ends the request of this id."""
+        """advance: steps the engine until there are deltas. abandon: aborts a request by its id."""
         self.request = request
         self._advance = advance
         self._abandon = abandon
@@ -180,7 +178,7 @@ class DeltaStream(Iterator[StreamDelta]):
         self._is_open = True
 
     def __next__(self) -> StreamDelta:
-        """The next delta. Raises what the engine or the request failed with; that is the end."""
+        """The next delta. Raises the error of the engine or the request and then ends."""
         if not self._ready and self._is_open:
             try:
                 self._ready.extend(self._advance(self.request))

@@ -1,8 +1,8 @@
-"""Who may be in an engine, and until when: one thread at a time, whole steps only.
+"""Lets one thread at a time use an engine, and interrupts it only between steps.
 
-A Turn is one call's stay. It holds Ctrl-C back until a step has ended, so that no bookkeeping is
-cut in half, and it ends early when another thread closes the engine. Knows no engine: three
-functions stand for it.
+A Turn is one call's use of the engine. It delays Ctrl-C until a step has ended, so that no
+bookkeeping is interrupted, and it ends early if another thread closes the engine. Knows the engine
+only as three functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class Turns:
-    """Lets one thread at a time into an engine. Closing waits for the one that is in it."""
+    """Lets one thread at a time use an engine. Closing waits for that thread."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Turns:
         abort: Callable[[int], object],
         close: Callable[[], None],
     ) -> None:
-        """check_open: raises unless the engine can be used. abort: ends the request of an id.
+        """check_open: raises unless the engine can be used. abort: ends the request with an id.
         close: frees the engine; closing twice is fine.
         """
         self._check_open = check_open
@@ -42,16 +42,14 @@ class Turns:
         self._abandoned: deque[int] = deque()
 
     def abandon(self, request_id: int) -> None:
-        """End a request now, or when the call that is in the engine ends: garbage is collected at
-        any point of any thread.
-        """
+        """End a request now or after the current call: finalizers call this from any thread."""
         self._abandoned.append(request_id)
         self._end_abandoned()
 
     def close(self) -> None:
-        """Free the engine, once the step that is under way has ended. Called from inside a step,
-        by a signal handler or a collected object, it leaves that to the end of the turn. In a fork
-        of the process it does nothing: whoever was in the engine then never leaves it there.
+        """Free the engine after the current step. A call from inside a step, by a signal handler or
+        a finalizer, frees it at the end of the turn. In a fork it does nothing: a thread that was
+        using the engine does not exist there and never ends its turn.
         """
         if not self._home.is_here:
             return
@@ -62,8 +60,8 @@ class Turns:
             self._close()
 
     def begin(self) -> None:
-        """The calling thread enters. Raises EngineClosedError, ForkedProcessError, or EngineError
-        while another thread is in the engine.
+        """Begin the calling thread's turn. Raises EngineClosedError, ForkedProcessError, or
+        EngineError while another thread has one.
         """
         self.check()
         if not self._lock.acquire(blocking=False):
@@ -80,7 +78,7 @@ class Turns:
             raise EngineClosedError("the engine was closed; make a new LLM")
 
     def end(self) -> None:
-        """The calling thread leaves, and does what others asked for meanwhile."""
+        """End the calling thread's turn, and close or abort as requested meanwhile."""
         try:
             self._abort_abandoned()
             if self._is_closing:
@@ -91,7 +89,7 @@ class Turns:
         self._end_abandoned()
 
     def _end_abandoned(self) -> None:
-        """End abandoned requests unless somebody is in the engine, who does it on leaving."""
+        """Abort abandoned requests, unless a turn is under way: its end aborts them."""
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 self._abort_abandoned()
@@ -102,16 +100,15 @@ class Turns:
         while self._abandoned:
             try:
                 self._abort(self._abandoned.popleft())
-            except EngineError:  # closed, or of the process that this one was forked from
+            except EngineError:  # the engine is closed, or belongs to the process before a fork
                 self._abandoned.clear()
 
 
 class Turn:
-    """One call's stay in the engine: `with Turn(turns) as turn`, and turn.run(step) for each step.
+    """One call's use of the engine: `with Turn(turns) as turn`, and turn.run(step) for each step.
 
-    Ctrl-C is held back until the step under way has ended, or the turn: it is never lost. A second
-    one breaks the step. Outside the main thread, and where somebody else handles SIGINT, there is
-    nothing to hold back.
+    Ctrl-C is delayed until the end of the current step or the turn, and never lost; a second one
+    interrupts the step. It is not delayed outside the main thread, or if other code handles SIGINT.
     """
 
     def __init__(self, turns: Turns) -> None:
@@ -146,8 +143,8 @@ class Turn:
             self._let_through()
 
     def run(self, step: Callable[[], Result]) -> Result:
-        """One step of the engine. Raises, instead of it, the KeyboardInterrupt that came since the
-        turn began, or EngineClosedError when another thread closes the engine.
+        """Run one engine step. Raises before it KeyboardInterrupt if Ctrl-C came since the turn
+        began, or EngineClosedError if another thread closes the engine.
         """
         if self._num_held:
             raise KeyboardInterrupt
@@ -159,7 +156,7 @@ class Turn:
             self._may_break = False
 
     def _let_through(self) -> None:
-        """Handle SIGINT as before; raise what was held back."""
+        """Restore the SIGINT handler; raise a delayed KeyboardInterrupt."""
         if self._is_holding:
             signal.signal(signal.SIGINT, self._previous)
         if self._num_held:
@@ -168,5 +165,5 @@ class Turn:
     def _hold(self, signum: int, frame: FrameType | None) -> None:
         self._num_held += 1
         if self._num_held > 1 and self._may_break:
-            self._may_break = False  # what cleans up after the step is not broken again
+            self._may_break = False  # the cleanup after the step is not interrupted again
             raise KeyboardInterrupt

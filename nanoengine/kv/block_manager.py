@@ -1,9 +1,8 @@
-"""Which block holds what, on both tiers: slots, reference counts, prefix hashes, LRU. No torch.
+"""Manages the blocks of both tiers: slots, reference counts, prefix hashes, LRU. No torch.
 
 A Block is the KV of `block_size` consecutive tokens over all layers. It has a slot on the device,
-on the
-host, on both, or (before anything is written) on neither. It is referenced by the tables that hold
-it, and cached when nobody references it but its content can be found by hash.
+on the host, on both, or (before anything is written) on neither. Block tables reference it; it is
+cached if no table does but a hash lookup can find it.
 """
 
 from __future__ import annotations
@@ -43,31 +42,31 @@ class Block:
 
 
 class SlotPool:
-    """The free slots of one tier. Only those that were ever used take memory."""
+    """The free slots of one tier. Only slots that were ever used take memory."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._given: dict[int, None] = {}  # free again, the last one is taken first
-        self._next = 0  # from here on slots were never used ...
-        self._ahead: set[int] = set()  # ... but for these, which somebody preferred
+        self._freed: dict[int, None] = {}  # used before; the last freed is taken first
+        self._next = 0  # slots from here on were never used ...
+        self._ahead: set[int] = set()  # ... except these, which a caller preferred
 
     @property
     def num_free(self) -> int:
-        """Slots that `take` can hand out."""
-        return len(self._given) + self.num_slots - self._next - len(self._ahead)
+        """Slots that `take` can return."""
+        return len(self._freed) + self.num_slots - self._next - len(self._ahead)
 
     def take(self, preferred: int | None = None) -> int | None:
-        """`preferred` if it is free, else the slot that was freed last, else the lowest that was
-        never used, else None.
+        """Take a slot: `preferred` if it is free, else the one freed last, else the lowest unused
+        one; None if there is none.
         """
         if preferred is not None and self._is_free(preferred):
-            if preferred in self._given:
-                del self._given[preferred]
+            if preferred in self._freed:
+                del self._freed[preferred]
             else:
                 self._ahead.add(preferred)
             return preferred
-        if self._given:
-            return self._given.popitem()[0]
+        if self._freed:
+            return self._freed.popitem()[0]
         while self._next in self._ahead:
             self._ahead.remove(self._next)
             self._next += 1
@@ -77,23 +76,23 @@ class SlotPool:
         return self._next - 1
 
     def give(self, slot: int) -> None:
-        """The slot is free again."""
+        """Free a slot."""
         if not self._is_free(slot):
-            self._given[slot] = None
+            self._freed[slot] = None
 
     @contextmanager
     def all_taken_but(self, num_kept: int) -> Iterator[None]:
-        """Hide all free slots but the `num_kept` that would be taken last; what is freed meanwhile
-        is there, too.
+        """Hide all free slots but the `num_kept` that would be taken last; slots freed meanwhile
+        can be taken.
         """
         kept = list(islice(self._last_first(), num_kept))
-        hidden = self._given, self._next, self._ahead
-        self._given, self._next, self._ahead = dict.fromkeys(kept), self.num_slots, set()
+        hidden = self._freed, self._next, self._ahead
+        self._freed, self._next, self._ahead = dict.fromkeys(kept), self.num_slots, set()
         try:
             yield
         finally:
-            left = self._given
-            self._given, self._next, self._ahead = hidden
+            left = self._freed
+            self._freed, self._next, self._ahead = hidden
             for slot in kept:
                 if slot not in left:
                     self.take(slot)
@@ -101,7 +100,7 @@ class SlotPool:
                 self.give(slot)
 
     def check(self, held: Iterable[int]) -> None:
-        """Raise AssertionError unless free and held slots are all slots, each once."""
+        """Raise AssertionError unless every slot is either free or held, exactly once."""
         slots = list(held)
         assert len(set(slots)) == len(slots), "a slot is held twice"
         assert not any(self._is_free(slot) for slot in slots), "a slot is both free and held"
@@ -109,19 +108,19 @@ class SlotPool:
 
     def _is_free(self, slot: int) -> bool:
         is_new = self._next <= slot < self.num_slots and slot not in self._ahead
-        return is_new or slot in self._given
+        return is_new or slot in self._freed
 
     def _last_first(self) -> Iterator[int]:
-        """The free slots, in the order opposite to that in which they would be taken."""
+        """The free slots in reverse order: the one that would be taken last comes first."""
         for slot in range(self.num_slots - 1, self._next - 1, -1):
             if slot not in self._ahead:
                 yield slot
-        yield from self._given
+        yield from self._freed
 
 
 @dataclass(frozen=True, slots=True)
 class BlockKey:
-    """What a full block is found by: its tokens, and a digest of them and of all before them."""
+    """Lookup key of a full block: its tokens, and a digest of them and of all tokens before."""
 
     digest: bytes
     tokens: bytes
@@ -130,7 +129,7 @@ class BlockKey:
 def block_key(before: BlockKey | None, token_ids: Sequence[int], salt: str = "") -> BlockKey:
     """The key of the full block with these tokens, after the block with key `before`.
 
-    salt goes into the first block of a sequence, to hash and to compare: other salts never meet.
+    salt is part of the first block's tokens, so prompts with different salts share nothing.
     """
     tokens = array("i", token_ids).tobytes()
     if before is None:
@@ -146,8 +145,8 @@ def chain_digest(before: bytes, tokens: bytes) -> bytes:
 class BlockManager:
     """Owns the slots of both tiers and every block.
 
-    `capacity` blocks may be referenced at once: all slots of both tiers, less `spare` that are
-    needed to move blocks about when both are full.
+    At most `capacity` blocks may be referenced at once: all slots of both tiers minus `spare`
+    slots, which are needed to move blocks when both tiers are full.
     """
 
     def __init__(self, num_device: int, num_host: int = 0, spare: int = 0) -> None:
@@ -159,16 +158,16 @@ class BlockManager:
         self._cached: OrderedDict[Block, None] = OrderedDict()  # unreferenced, oldest first
         self._cached_on_device: OrderedDict[Block, None] = OrderedDict()  # those with a device slot
         self._by_digest: dict[bytes, Block] = {}
-        self._in_flight: dict[bytes, int] = {}  # digest -> who computes that block
+        self._in_flight: dict[bytes, int] = {}  # digest -> id of the sequence computing that block
 
     @property
     def num_available(self) -> int:
-        """Blocks that may still be referenced; cached ones make room for them."""
+        """Blocks that may still be referenced; cached blocks are evicted for them."""
         return self.capacity - self._num_referenced
 
     @property
     def cached(self) -> Iterable[Block]:
-        """Unreferenced blocks that can be found again, least recently used first."""
+        """Unreferenced published blocks, least recently used first."""
         return self._cached
 
     @property
@@ -177,8 +176,8 @@ class BlockManager:
         return next(iter(self._cached_on_device), None)
 
     def idle_device_slot(self) -> int | None:
-        """Take a device slot that is free, or that of a cached block whose copy is on the host or
-        which has nowhere to go.
+        """Take a free device slot, or that of the oldest cached block if it is complete on the host
+        or there is no host tier; None otherwise.
         """
         cached = self.oldest_on_device
         if cached is None or self.device.num_free:
@@ -191,7 +190,7 @@ class BlockManager:
         return self.device.take()
 
     def allocate(self) -> Block:
-        """A new empty block with one reference and no slot; at most `num_available` of them."""
+        """A new empty block with one reference and no slot; num_available must be above 0."""
         self._num_referenced += 1
         return Block(next(self._ids))
 
@@ -204,32 +203,32 @@ class BlockManager:
         return block if block and block.key == key and block.parent is parent else None
 
     def promise(self, key: BlockKey, owner: int) -> None:
-        """`owner` is going to compute the block with this key, unless somebody else already is."""
+        """Record that `owner` will compute the block with this key, unless another owner will."""
         self._in_flight.setdefault(key.digest, owner)
 
     def withdraw(self, key: BlockKey, owner: int) -> None:
-        """`owner` has computed the block with this key, or never will."""
+        """End `owner`'s promise: it has computed the block or never will."""
         if self._in_flight.get(key.digest) == owner:
             del self._in_flight[key.digest]
 
     def is_in_flight(self, key: BlockKey) -> bool:
-        """True while a sequence computes the block with this key. A collision costs a wait."""
+        """True while a sequence computes the block with this key. A collision only costs a wait."""
         return key.digest in self._in_flight
 
     def acquire(self, block: Block) -> None:
-        """One more table holds the block."""
+        """Add a table's reference to the block."""
         if not block.ref_count:
             self._uncache(block)
             self._num_referenced += 1
         block.ref_count += 1
 
     def publish(self, block: Block, parent: Block | None, key: BlockKey) -> Block:
-        """Make a full, computed block findable; returns the block that stands for this content.
+        """Make a full, computed block findable; returns the published block with this content.
 
-        When another block with the same content was published first, that one stays and is
-        returned: it is the parent under which the following blocks are chained.
+        If another block with this content was published first, that one stays and is returned:
+        following blocks are chained under it.
         """
-        if parent is not None and parent.key is None:  # evicted: nothing to chain under
+        if parent is not None and parent.key is None:  # the parent was evicted
             return block
         known = self.find(parent, key)
         if known is not None:
@@ -240,9 +239,7 @@ class BlockManager:
         return block
 
     def release(self, block: Block) -> None:
-        """One table less holds the block; unreferenced it stays cached if published, else is
-        freed.
-        """
+        """Drop a table's reference; with the last, cache a published block and free others."""
         block.ref_count -= 1
         if block.ref_count:
             return
@@ -255,41 +252,39 @@ class BlockManager:
                 self._cached_on_device[block] = None
 
     def evict(self, block: Block) -> None:
-        """Forget a cached block and free its slots."""
+        """Remove a cached block and free its slots."""
         self._uncache(block)
         self.unpublish(block)
         self._free_slots(block)
 
     def unpublish(self, block: Block) -> None:
-        """The block in use cannot be found any more."""
+        """Make a published block in use unfindable."""
         if block.key is not None:
             del self._by_digest[block.key.digest]
         block.key, block.parent = None, None
 
     def reset_cache(self) -> None:
-        """Forget every published block; those in use stay in use."""
+        """Unpublish every block; blocks in use stay allocated."""
         for block in list(self._cached):
             self.evict(block)
         for block in list(self._by_digest.values()):
             self.unpublish(block)
 
     def drop_device(self, block: Block) -> int:
-        """Take the device slot from a block whose host copy is complete (or that is lost
-        anyway).
-        """
+        """Remove and return the device slot of a block that is complete on the host, or lost."""
         slot, block.device_slot = block.device_slot, None
         self._cached_on_device.pop(block, None)
         assert slot is not None
         return slot
 
     def drop_host(self, block: Block) -> int:
-        """Take the host slot from a block that has a device copy."""
+        """Remove and return the host slot of a block that has a device copy."""
         slot, block.host_slot, block.host_len = block.host_slot, None, 0
         assert slot is not None and block.device_slot is not None, "the last copy of a block"
         return slot
 
     def check(self, references: dict[Block, int]) -> None:
-        """Raise AssertionError unless every slot and reference adds up.
+        """Raise AssertionError unless all slots and references are consistent.
 
         references: block -> number of tables holding it.
         """

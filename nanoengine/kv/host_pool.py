@@ -1,12 +1,11 @@
-"""HostPool: the host blocks of all layers, taken from the system in pieces on a thread of its own.
+"""HostPool: the host blocks of all layers, in segments of memory that a thread allocates.
 
-    piece       [layers, blocks of the piece, 2, block_size, kv_heads, head_dim]: consecutive blocks
-                of one layer, K and V, are one copy; no copy spans two pieces
+    segment     [layers, blocks of the segment, 2, block_size, kv_heads, head_dim]: consecutive
+                blocks of one layer, K and V, are one copy; no copy spans two segments
 
-Start-up does not wait for memory (pinning takes about half a second a GiB): it goes on with the
-first piece, and whoever needs a block waits for its piece. A piece is a little less than a power of
-two of bytes, because pinned memory is rounded up to one. Knows slots, nothing of blocks and
-sequences.
+Start-up waits for the first segment only (pinning takes about half a second a GiB); readers of a
+block wait for its segment. A segment is a little smaller than a power of two of bytes, because
+pinned memory is rounded up to one. Knows slots, no blocks and no sequences.
 """
 
 from __future__ import annotations
@@ -25,83 +24,85 @@ from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.kv.step_plan import slot_runs
 
-LARGEST_PIECE = 1 << 30
-SMALLEST_PIECE = 1 << 26
+LARGEST_SEGMENT = 1 << 30
+SMALLEST_SEGMENT = 1 << 26
 
 
-def piece_sizes(num_blocks: int, block_bytes: int, smallest: int = SMALLEST_PIECE) -> list[int]:
-    """Blocks of each piece: pieces of LARGEST_PIECE bytes, then halves of it for what is left.
+def segment_sizes(num_blocks: int, block_bytes: int, smallest: int = SMALLEST_SEGMENT) -> list[int]:
+    """Blocks of each segment: segments of LARGEST_SEGMENT bytes, then halves of that for the rest.
 
-    At most one is below `smallest` bytes, the last one.
+    Only the last segment may be smaller than `smallest` bytes.
     """
     sizes: list[int] = []
-    piece_bytes, left = LARGEST_PIECE, num_blocks
+    segment_bytes, left = LARGEST_SEGMENT, num_blocks
     while left:
-        fits = piece_bytes // block_bytes
-        if piece_bytes <= smallest or fits <= 1:
+        fits = segment_bytes // block_bytes
+        if segment_bytes <= smallest or fits <= 1:
             fits = min(left, max(fits, 1))
         if fits <= left:
             sizes.append(fits)
             left -= fits
         else:
-            piece_bytes //= 2
+            segment_bytes //= 2
     return sizes
 
 
-class _Pieces:
-    """What a thread takes from the system, in order, and readers wait for. Knows no pool, so that
-    one can be dropped while the thread works.
+class _Segments:
+    """Segments that a thread allocates in order. Has no reference to the pool, so that the pool can
+    be collected while the thread works.
     """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
-        self.may_go_on = threading.Event()  # past the first
-        self._taken: list[Tensor] = []
+        self.wants_rest = threading.Event()  # set: allocate past the first segment
+        self._allocated: list[Tensor] = []
         self._changed = threading.Condition()
 
-    def take_all(
+    def allocate_all(
         self,
         empty_host: Callable[[tuple[int, ...], torch.dtype], Tensor],
         shapes: Iterable[tuple[int, ...]],
         dtype: torch.dtype,
     ) -> None:
-        """The thread's work."""
+        """Allocate all segments: the work of the thread."""
         for shape in shapes:
             try:
-                piece = empty_host(shape, dtype)
-            except Exception as error:  # told to whoever needs the piece
+                segment = empty_host(shape, dtype)
+            except Exception as error:  # readers of a missing segment get it
                 self.end(error)
                 return
             with self._changed:
                 if self.error is not None:
                     return
-                self._taken.append(piece)
+                self._allocated.append(segment)
                 self._changed.notify_all()
-            self.may_go_on.wait()
+            self.wants_rest.wait()
 
     def get(self, index: int) -> Tensor | None:
-        """A piece, once it is there; None where `error` says why it never will be."""
-        if index >= len(self._taken):
-            self.may_go_on.set()
+        """Wait for a segment; None if allocation ended before it, by `error`."""
+        if index >= len(self._allocated):
+            self.wants_rest.set()
             with self._changed:
-                self._changed.wait_for(lambda: index < len(self._taken) or self.error is not None)
-        return self._taken[index] if index < len(self._taken) else None
+                self._changed.wait_for(
+                    lambda: index < len(self._allocated) or self.error is not None
+                )
+        return self._allocated[index] if index < len(self._allocated) else None
 
     def end(self, error: Exception) -> None:
-        """Take no more; whoever waits is told why."""
+        """End allocation; waiting readers get the error."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()
-        self.may_go_on.set()
+        self.wants_rest.set()
 
     def drop(self) -> None:
-        """Give what was taken back."""
-        self._taken = []
+        """Free the segments."""
+        self._allocated = []
 
 
 class HostPool:
-    """Owns the host tier's memory. Its thread ends with the last piece, with `close`, when the pool
-    is dropped, or when Python ends.
+    """Owns the host tier's memory. Its thread ends after the last segment, with `close`, when the
+    pool is collected, or when Python exits.
     """
 
     def __init__(
@@ -110,78 +111,82 @@ class HostPool:
         """layer_blocks: number of layers, number of blocks, shape of a block of one layer."""
         self.num_layers, self.num_blocks, block = layer_blocks
         block_bytes = torch.Size(block).numel() * dtype.itemsize * self.num_layers
-        sizes = piece_sizes(self.num_blocks, block_bytes)
+        sizes = segment_sizes(self.num_blocks, block_bytes)
         self._starts = list(accumulate(sizes, initial=0))
-        self._pieces = _Pieces()
-        take = (device.empty_host, [(self.num_layers, size, *block) for size in sizes], dtype)
+        self._segments = _Segments()
+        shapes = [(self.num_layers, size, *block) for size in sizes]
         self._thread = threading.Thread(
-            target=self._pieces.take_all, args=take, name="nanoengine-host", daemon=True
+            target=self._segments.allocate_all,
+            args=(device.empty_host, shapes, dtype),
+            name="nanoengine-host",
+            daemon=True,
         )
-        self._end = weakref.finalize(self, _end_thread, HomeProcess(), self._pieces, self._thread)
+        self._end = weakref.finalize(self, _end_thread, HomeProcess(), self._segments, self._thread)
         if sizes:
             self._thread.start()
 
     @property
-    def num_pieces(self) -> int:
-        """Pieces, taken or still to be taken."""
+    def num_segments(self) -> int:
+        """Number of segments, allocated or not."""
         return len(self._starts) - 1
 
     def locate(self, slot: int) -> tuple[int, int]:
-        """The piece that a slot lies in, and its place there."""
-        piece = bisect_right(self._starts, slot) - 1
-        return piece, slot - self._starts[piece]
+        """The segment that a slot lies in, and its index there."""
+        segment = bisect_right(self._starts, slot) - 1
+        return segment, slot - self._starts[segment]
 
-    def slots(self, piece: int, places: Iterable[int]) -> Iterator[int]:
-        """The slots at these places of a piece."""
-        return (self._starts[piece] + place for place in places)
+    def slots(self, segment: int, places: Iterable[int]) -> Iterator[int]:
+        """The slots at these indices of a segment."""
+        return (self._starts[segment] + place for place in places)
 
-    def piece(self, piece: int, layer: int) -> Tensor:
-        """One layer of a piece, [blocks, 2, block_size, kv_heads, head_dim]; waits until it is
-        there. Raises OutOfMemoryError if it could not be had.
+    def segment(self, segment: int, layer: int) -> Tensor:
+        """One layer of a segment, [blocks, 2, block_size, kv_heads, head_dim]; waits for its
+        allocation. Raises OutOfMemoryError if that failed.
         """
-        taken = self._pieces.get(piece)
-        if taken is None:
-            error = self._pieces.error
+        layers = self._segments.get(segment)
+        if layers is None:
+            error = self._segments.error
+            first, last = self._starts[segment], self._starts[segment + 1] - 1
             raise OutOfMemoryError(
-                f"host memory for KV blocks {self._starts[piece]} to {self._starts[piece + 1] - 1} "
-                f"of {self.num_blocks} could not be had ({error}); lower kv_offload_gib"
+                f"host memory for KV blocks {first} to {last} of {self.num_blocks} could not be "
+                f"allocated ({error}); lower kv_offload_gib"
             ) from error
-        return taken[layer]
+        return layers[layer]
 
-    def take_rest(self) -> None:
-        """Take all pieces after the first: not while something is timed, as it holds up a GPU."""
-        self._pieces.may_go_on.set()
+    def allocate_rest(self) -> None:
+        """Allocate all segments after the first: not while steps are timed, as it slows a GPU."""
+        self._segments.wants_rest.set()
 
     def block(self, layer: int, slot: int) -> Tensor:
         """One layer of a block, [2, block_size, kv_heads, head_dim]."""
-        piece, place = self.locate(slot)
-        return self.piece(piece, layer)[place]
+        segment, place = self.locate(slot)
+        return self.segment(segment, layer)[place]
 
     def runs(self, layer: int, slots: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """The blocks at `slots` as (position in `slots`, consecutive blocks): each is one copy."""
+        """Group the blocks at `slots` into copies: (position in `slots`, consecutive blocks)."""
         for at, first, count in slot_runs(slots):
             stop = first + count
             while first < stop:
-                piece, place = self.locate(first)
-                part = min(stop, self._starts[piece + 1]) - first
-                yield at, self.piece(piece, layer)[place : place + part]
-                at, first = at + part, first + part
+                segment, place = self.locate(first)
+                length = min(stop, self._starts[segment + 1]) - first
+                yield at, self.segment(segment, layer)[place : place + length]
+                at, first = at + length, first + length
 
     def fill(self, value: float) -> None:
-        """Fill all of it, once it is there."""
-        for piece in range(self.num_pieces):
+        """Fill all segments; waits for their allocation."""
+        for segment in range(self.num_segments):
             for layer in range(self.num_layers):
-                self.piece(piece, layer).fill_(value)
+                self.segment(segment, layer).fill_(value)
 
     def close(self) -> None:
-        """Give the memory back; what is still to be taken is not."""
+        """End allocation and free the memory."""
         self._end()
-        self._pieces.drop()
+        self._segments.drop()
 
 
-def _end_thread(home: HomeProcess, pieces: _Pieces, thread: threading.Thread) -> None:
-    """Let the thread end. In a fork of the process there is none."""
+def _end_thread(home: HomeProcess, segments: _Segments, thread: threading.Thread) -> None:
+    """Let the thread end and wait for it; a forked process has no such thread."""
     if not home.is_here:
         return
-    pieces.end(RuntimeError("the engine was closed"))
+    segments.end(RuntimeError("the engine was closed"))
     join(thread)

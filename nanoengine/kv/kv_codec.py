@@ -1,9 +1,10 @@
-"""Int8Codec: KV of the host tier in 8 bits. Knows tensors, no blocks and no streams.
+"""Int8Codec: stores host KV in 8 bits. Knows tensors, no blocks and no streams.
 
     row         head_dim codes (int8), then one scale (fp32, its 4 bytes), for K or V of one token
                 and one KV head: x is about code x scale, scale = max abs(row) / 127
 
-The scale travels with its codes, so a run of blocks is one copy as ever, and a row of -1s is a NaN.
+The scale is stored beside its codes, so consecutive blocks are still one copy. A row of -1 bytes
+decodes to NaN.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from torch import Tensor
 from nanoengine.errors import ConfigError
 
 SCALE_BYTES = 4
-TINY = torch.finfo(torch.float32).tiny  # the least scale: a row of zeros has codes of zero
-# Elements at a time. PyTorch starts a team of threads from 1 << 15 on, here on a copy's thread; on
-# a GPU it bounds what is held beside the KV (20 bytes an element while storing).
+TINY = torch.finfo(torch.float32).tiny  # the smallest scale: a row of zeros gets codes of zero
+# Elements converted at a time. On a CPU below 1 << 15, from where PyTorch would start threads on a
+# copy worker; on a GPU to limit temporary memory (20 bytes an element while storing).
 CPU_ELEMENTS, GPU_ELEMENTS = (1 << 15) - 1, 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Codec:
-    """Symmetric int8 for each token and KV head; lossy. An element is off by half a scale at most,
-    and by the rounding to its own dtype. A row that is not finite comes back with a NaN.
+    """Symmetric int8 for each token and KV head; lossy. The error of an element is at most half a
+    scale plus the rounding to its dtype. A row that is not finite comes back with a NaN.
 
-    Queues its work on the current stream where a side is on a GPU: the host does not wait.
+    If a tensor is on a GPU, work is queued on the current stream and the host does not wait.
     """
 
     dtype = torch.int8
@@ -35,7 +36,7 @@ class Int8Codec:
 
     @staticmethod
     def row_size(head_dim: int) -> int:
-        """Bytes of a row. Raises ConfigError where its scale would not be aligned."""
+        """Bytes of a row. Raises ConfigError if its scale would not be aligned."""
         if head_dim % SCALE_BYTES:
             raise ConfigError(
                 f'kv_offload_dtype="int8" needs a head_dim that is a multiple of {SCALE_BYTES}, '
@@ -82,6 +83,6 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _parts(num_rows: int, head_dim: int, on_gpu: bool) -> list[slice]:
-    """Slices of so many rows, each worked on at once."""
+    """Slices of the rows; each is converted in one go."""
     step = max(1, (GPU_ELEMENTS if on_gpu else CPU_ELEMENTS) // head_dim)
     return [slice(first, first + step) for first in range(0, num_rows, step)]

@@ -1,4 +1,4 @@
-"""KVSpec: the shape of the KV cache, and what of it one sequence may hold. Arithmetic only."""
+"""KVSpec: the shape of the KV cache, and how much of it one sequence may hold. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from nanoengine.kv.kv_codec import Int8Codec
 class KVSpec:
     """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
 
-    num_blocks on the device; num_host_blocks on the host (0: no offload). ring_slots buffers of
-    slot_blocks blocks each stream host blocks in; slot_blocks 0 reads them where they are.
-    window: keys that a query sees in the layer that sees most (0: all), step_tokens: tokens that a
-    sequence may have in a step: together what it holds at once, where there is a window. windows:
-    of each layer (None: all keys), () without any. host_codec: of host blocks (None: as on the
-    device).
+    num_blocks on the device; num_host_blocks on the host (0: no offload). Host blocks stream
+    through ring_slots buffers of slot_blocks blocks each; slot_blocks 0 reads them in host memory.
+    window: keys that a query sees in the layer that sees most (0: all). step_tokens: most tokens of
+    a sequence in a step. With a window, a sequence holds the blocks of both. windows: of each layer
+    (None: all keys); () without any. host_codec: of host blocks (None: as on the device).
     """
 
     num_layers: int
@@ -45,7 +44,7 @@ class KVSpec:
 
     @property
     def host_block_bytes(self) -> int:
-        """Bytes of one block on the host, which are those that cross the link for it."""
+        """Bytes of one block on the host, and of its copy over the link."""
         if self.host_codec is None:
             return self.block_bytes
         row = self.host_codec.row_size(self.head_dim) * self.host_codec.dtype.itemsize
@@ -53,7 +52,7 @@ class KVSpec:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the ring, whose slots hold one layer each."""
+        """Bytes of the ring; each slot holds blocks of one layer."""
         return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
 
     @property
@@ -69,16 +68,16 @@ class KVSpec:
 
     @property
     def most_held(self) -> int:
-        """Blocks that a sequence may hold at once; those that its window left are given back."""
+        """Most blocks that a sequence holds; blocks that its window has passed are released."""
         if not self.window:
             return self.capacity_blocks
         return min(self.capacity_blocks, self._blocks_of(self.window - 1 + self.step_tokens))
 
     @property
     def tail_blocks(self) -> int:
-        """Device blocks that a running sequence keeps: the block that it writes; while KV streams,
-        all that the widest window of a layer lies in, so that layers with a window never stream.
-        Where the device does not hold that window, it streams as the rest does.
+        """Device blocks that a running sequence keeps: the block that it writes and, while KV
+        streams, all blocks of the widest window, so that layers with a window never stream. If the
+        device cannot hold that window, it streams like the rest.
         """
         if not (self.slot_blocks and self._widest):
             return 1
@@ -87,27 +86,27 @@ class KVSpec:
 
     @property
     def streaming_layers(self) -> int:
-        """Layers that read blocks before the tail."""
+        """Layers that read blocks before the tail, which may have to stream."""
         if self.tail_blocks == 1:
             return self.num_layers
         return sum(window is None for window in self.windows)
 
     def first_of_tail(self, num_computed: int) -> int:
-        """The first block of the tail of a sequence with so many computed tokens."""
+        """The first tail block of a sequence with `num_computed` computed tokens."""
         reach = self._widest if self.tail_blocks > 1 else 1
         return max(0, num_computed + 1 - reach) // self.block_size
 
     @property
     def _widest(self) -> int:
-        """The widest window of a layer; 0: no layer has one."""
+        """The widest window of a layer; 0 if no layer has one."""
         return max((window for window in self.windows if window), default=0)
 
     def first_held(self, num_computed: int) -> int:
-        """The first block that a sequence with so many computed tokens needs."""
+        """The first block that a sequence with `num_computed` computed tokens needs."""
         return max(0, num_computed + 1 - self.window) // self.block_size if self.window else 0
 
     def holds(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens can finish alone."""
+        """Whether a sequence of `num_tokens` tokens could finish alone."""
         goes_on = self.window and self._blocks_of(self.window) <= self.capacity_blocks
         return num_tokens <= self.num_tokens or bool(goes_on)
 
@@ -127,10 +126,9 @@ class KVSpec:
         raise PromptTooLongError(
             f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: "
             f"{asked} in all, but the KV cache holds {self.num_tokens} ({tiers}); raise "
-            f"{settings}, "
-            "or ask for less"
+            f"{settings}, or ask for less"
         )
 
     def _blocks_of(self, num_tokens: int) -> int:
-        """Blocks that so many tokens in a row lie in at most, wherever they begin."""
+        """The most blocks that `num_tokens` consecutive tokens can span, wherever they begin."""
         return (num_tokens - 2) // self.block_size + 2

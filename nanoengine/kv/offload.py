@@ -133,7 +133,7 @@ class OffloadEngine:
 
     def _queue_run(self, layer: int, run: Sequence[Store], transfers: StepTransfers) -> None:
         """Stores of one layer: one, or of whole blocks that are one copy wherever they are in one
-        piece of the host pool.
+        segment of the host pool.
         """
         d2h, first = self.device.d2h, run[0]
         device_slots, host_slots = [s.device_slot for s in run], [s.host_slot for s in run]
@@ -264,21 +264,21 @@ class TransferRun:
         self, write_slots: Iterable[int], on_host: Iterable[tuple[int, Sequence[int]]]
     ) -> bool:
         """Whether the step has no transfers, and those before it are done that touched what it
-        writes (device slots) or reads: on_host, (piece, places) of the host pool.
+        writes (device slots) or reads: on_host, (segment, places) of the host pool.
         """
         engine, transfers = self._engine, self._transfers
         if transfers.stores or transfers.loads or transfers.fills:
             return False
         host = engine.host
-        slots = (slot for piece, places in on_host for slot in host.slots(piece, places))
+        slots = (slot for segment, places in on_host for slot in host.slots(segment, places))
         return engine.stored.are_done(write_slots, slots)
 
-    def read_host(self, layer: int, piece: int, places: Sequence[int]) -> Tensor:
-        """One layer of a piece of the host pool; compute is about to read these places of it."""
-        device, slots = self._engine.device, list(self._engine.host.slots(piece, places))
+    def read_host(self, layer: int, segment: int, places: Sequence[int]) -> Tensor:
+        """One layer of a segment of the host pool; compute is about to read these places of it."""
+        device, slots = self._engine.device, list(self._engine.host.slots(segment, places))
         self._engine.stored.wait(device.compute, layer, host_slots=slots)
         device.declare(device.compute, reads=slot_keys("host", layer, slots))
-        return self._engine.host.piece(piece, layer)
+        return self._engine.host.segment(segment, layer)
 
     def fill(self, layer: int, index: int) -> Tensor:
         """The ring slot with fill `index` of a layer, [slot_blocks, 2, block_size, kv_heads,

@@ -158,8 +158,8 @@ class StepKV:
             yield table.chunk(ring_slot.unbind(1), is_last)
             self.run.drained(layer, table.fill_index)
         else:
-            piece = self.run.read_host(layer, table.part.tier - HOST, table.slots)
-            yield table.chunk(piece.unbind(1), is_last)
+            segment = self.run.read_host(layer, table.part.tier - HOST, table.slots)
+            yield table.chunk(segment.unbind(1), is_last)
 
     def end(self) -> bool:
         """Wait for transfers still under way; False if the step did not come to its end."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-DEVICE, HOST = 0, 1  # what lies on the host in several pieces is on tier HOST + piece
+DEVICE, HOST = 0, 1  # segment i of the host pool is tier HOST + i
 Location = tuple[int, int]  # (tier, slot)
 
 
@@ -217,16 +217,16 @@ def fills_of_layers(
     )
 
 
-def streamed_pieces(
+def streamed_per_layer(
     parts: Sequence[Part], unseen: Sequence[frozenset[int]], num_layers: int
 ) -> dict[int, int]:
     """Of each sequence with host blocks that stream: how many, each once for every layer."""
-    pieces: dict[int, int] = {}
+    streamed: dict[int, int] = {}
     for number, part in enumerate(parts):
         layers = num_layers - sum(number in hidden for hidden in unseen)
         for span in part.spans if part.fill else ():
-            pieces[span.index] = pieces.get(span.index, 0) + layers * len(span.slots)
-    return pieces
+            streamed[span.index] = streamed.get(span.index, 0) + layers * len(span.slots)
+    return streamed
 
 
 def slot_runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:

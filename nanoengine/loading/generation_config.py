@@ -1,4 +1,4 @@
-"""How a model wants to be sampled: generation_config.json as SamplingParams."""
+"""Reads a model's generation_config.json as SamplingParams."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def read_sampling_params(folder: Path) -> SamplingParams:
-    """SamplingParams with what generation_config.json in `folder` says of SAMPLING_KEYS; its own
-    defaults for the rest, and where there is no such file. As in vLLM, `do_sample` is not asked.
+    """SamplingParams with the SAMPLING_KEYS of generation_config.json in `folder`; missing keys and
+    a missing file mean defaults. As in vLLM, `do_sample` is ignored.
 
-    Raises CorruptModelError, naming the file, when it is no JSON object or a value is out of range.
+    Raises CorruptModelError with the file if it is no JSON object or a value is out of range.
     """
     path = folder / "generation_config.json"
     values = read_json_if_any(path)

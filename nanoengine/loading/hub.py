@@ -1,6 +1,6 @@
-"""A model of the Hugging Face hub by its id, through the hub's own client and cache.
+"""Gets a model of the Hugging Face hub by its id, through the hub's own client and cache.
 
-Knows no format: it says which files may be there, and gives the folder.
+Knows no formats: it selects files by name and returns their folder.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from pathlib import Path
 
 from nanoengine.errors import ModelNotFoundError
 
-# Nothing that could run code, and no weights twice.
+# These patterns exclude files that could run code, and second copies of weights.
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 UNWANTED = ("*/*", "consolidated*")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` reads "organisation/model"."""
+    """Whether `name` has the form "organisation/model"."""
     return _HUB_ID.fullmatch(name) is not None
 
 
 def hub_folder(name: str) -> Path:
-    """The folder of the newest version in the hub's cache, downloaded first if it is not there.
+    """The folder of the newest version in the hub's cache, downloaded if it is missing there.
 
-    Offline or with HF_HUB_OFFLINE=1 it is the version that the cache has. HF_HUB_CACHE, HF_HOME
-    and HF_TOKEN count. Raises ModelNotFoundError.
+    Offline or with HF_HUB_OFFLINE=1 it is the cached version. HF_HUB_CACHE, HF_HOME and HF_TOKEN
+    are respected. Raises ModelNotFoundError.
     """
     from huggingface_hub import constants, snapshot_download  # 0.2 s, for hub ids only
 
@@ -33,7 +33,7 @@ def hub_folder(name: str) -> Path:
         return Path(
             snapshot_download(name, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
         )
-    except Exception as error:  # its own, the HTTP client's and the system's
+    except Exception as error:  # errors of the hub's client, the HTTP client and the system
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = (
             "HF_HUB_OFFLINE is set: unset it to download"
@@ -41,7 +41,7 @@ def hub_folder(name: str) -> Path:
             else "check the name and the network, and HF_TOKEN if the model is gated"
         )
         raise ModelNotFoundError(
-            f"{name!r} is no local folder, and the hub gave no such model: it is not in the cache "
+            f"{name!r} is not a local folder, and no model of the hub: it is not in the cache "
             f"{constants.HF_HUB_CACHE} and cannot be downloaded ({reason}). {remedy}; or give a "
             "folder, or set HF_HUB_CACHE to a cache that has it"
         ) from error

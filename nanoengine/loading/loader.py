@@ -1,7 +1,7 @@
 """Loads a model: finds its folder, reads its configuration, and fills a Decoder with its tensors.
 
-Sizes are checked before anything is allocated. Knows nothing of the engine or of how a model fuses
-its weights. Code in a checkpoint is never run, pickles are never opened.
+Checks sizes before it allocates. Knows nothing of the engine or of how a model fuses its weights.
+Never runs code of a checkpoint and never opens pickles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nanoengine.models.layer_ops import LayerOps
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder in memory. `source` describes the weights for the plan."""
+    """A decoder in memory. `source` describes its weights for the plan."""
 
     config: ModelConfig
     decoder: Decoder
@@ -43,7 +43,7 @@ def load_model(
     ops: LayerOps,
     max_model_len: int | None = None,
 ) -> LoadedModel:
-    """Check and load a model; load_format "dummy" fills the same shapes with random numbers.
+    """Check and load a model; with load_format "dummy" the weights are random.
 
     max_model_len: see `read_model_config`.
 

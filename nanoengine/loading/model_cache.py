@@ -1,7 +1,7 @@
-"""The user's cache of converted models: folders that are whole or not there.
+"""The user's cache of converted models: a folder is either complete or absent.
 
-Owns folder names, hashes, the manifest and the lock between processes. Knows nothing of what is in
-the files: a caller hands over a function that fills an empty folder.
+Owns folder names, hashes, the manifest and the lock between processes. Knows nothing of the files'
+content: callers pass a function that fills an empty folder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ STAGING_PREFIX = ".building-"
 STALE_SECONDS = 24 * 3600
 READ_BYTES = 8 << 20
 NO_FOLDER = "there is neither a home nor a temporary folder"
-# A file that changed so lately may change again without showing another time.
+# A file changed within this time may change again without a new timestamp.
 SETTLED_NS = 1_000_000_000
 
 
 def file_digest(path: Path) -> str:
-    """xxh3_128 of a file's content, in hex. It finds damage; it does not resist an attacker."""
+    """xxh3_128 of a file's content, in hex. It detects damage, not an attacker."""
     digest = xxhash.xxh3_128()
     buffer = bytearray(READ_BYTES)
     with path.open("rb", buffering=0) as file:
@@ -46,8 +46,8 @@ def file_digest(path: Path) -> str:
 
 
 def remembered_digest(path: Path) -> str:
-    """`file_digest`, remembered for as long as the file's place, size and times stay the same: a
-    model has many bytes.
+    """`file_digest`, stored and reused while the file's place, size and times stay the same,
+    because models are large.
     """
     status = path.stat()
     times = f"{status.st_mtime_ns}/{status.st_ctime_ns}"
@@ -73,15 +73,15 @@ def _remember(name: str, digest: str) -> None:
             file.write(digest)
         os.replace(file.name, root / name)
     except (OSError, ModelLoadError) as error:
-        logger.info("a digest is not remembered: %s", error)
+        logger.info("cannot store a digest: %s", error)
 
 
 def cached_folder(name: str, build: Callable[[Path], str]) -> Path:
-    """The folder `name` of the cache, built first if it is missing or damaged.
+    """The folder `name` of the cache, built if it is missing or damaged.
 
-    `build` fills an empty folder and returns one line that says what it made (see `description`).
-    One process builds at a time; a folder appears under its name only when it is complete.
-    Raises ModelLoadError if no cache folder can be written; errors of `build` pass through.
+    `build` fills an empty folder and returns a one-line description of it (see `description`). Only
+    one process builds at a time; a folder gets its name only when it is complete.
+    Raises ModelLoadError if no cache folder can be written, and the errors of `build`.
     """
     for root in _roots():
         if is_whole(root / name):
@@ -94,8 +94,8 @@ def cached_folder(name: str, build: Callable[[Path], str]) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the manifest is there and every file is as it lists it: of its size, and with its
-    time of change from before the manifest or, failing that, its hash.
+    """Whether there is a manifest and every file matches it: the size is equal, and the file is
+    older than the manifest or its hash is equal.
     """
     manifest = _read_manifest(folder)
     if manifest is None:
@@ -117,8 +117,7 @@ def _is_as_listed(path: Path, entry: Mapping[str, Any], listed_at: int) -> bool:
 
 
 def description(folder: Path) -> str | None:
-    """The line that `build` returned for this folder; None for a folder that is not from the
-    cache."""
+    """The description that `build` returned for this folder; None outside the cache."""
     manifest = _read_manifest(folder)
     return None if manifest is None else str(manifest.get("description"))
 
@@ -165,9 +164,9 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _install(staging: Path, final: Path) -> None:
-    """Give a finished folder its name, which a damaged one may hold.
+    """Rename a finished folder to its name, and replace a damaged folder of that name.
 
-    Where locks do not work another process may have been faster; its folder is as good.
+    Without working locks another process may have been faster; its folder is kept.
     """
     if is_whole(final):
         return
@@ -183,7 +182,7 @@ def _install(staging: Path, final: Path) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """What killed processes left behind a day ago or earlier."""
+    """Remove folders that killed processes left a day ago or earlier."""
     for path in root.glob(f"{STAGING_PREFIX}*"):
         try:
             is_stale = time.time() - path.stat().st_mtime > STALE_SECONDS
@@ -194,7 +193,7 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _roots() -> list[Path]:
-    """Where converted models may be, the user's cache first."""
+    """Folders that may hold converted models, the user's cache first."""
     return [folder / "models" for folder in cache_folders()]
 
 
@@ -219,9 +218,9 @@ def _writable_root() -> Path:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold `path` alone among processes; the system lets go when a process dies."""
+    """Lock `path` against other processes; the system unlocks it when a process dies."""
     try:
-        import fcntl  # not there on Windows, where two processes may both build: slower, not wrong
+        import fcntl  # Windows has none: two processes may both build, which is only slower
     except ImportError:
         yield
         return

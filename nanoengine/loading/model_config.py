@@ -1,4 +1,4 @@
-"""config.json of a checkpoint, read with suspicion, as a ModelConfig."""
+"""Reads a checkpoint's config.json, with every value checked, as a ModelConfig."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def read_model_config(
     supported: Collection[str] = tuple(ARCHITECTURES),
     max_model_len: int | None = None,
 ) -> ModelConfig:
-    """config.json, generation_config.json and the tokenizer's end token as a ModelConfig.
+    """Read config.json, generation_config.json and the tokenizer's end token as a ModelConfig.
 
     RoPE is read in both spellings (`rope_theta` and `rope_scaling`, or `rope_parameters`).
-    max_model_len: what the engine was asked for; a RoPE that depends on the length takes it.
-    Raises ModelNotFoundError without a config.json, CorruptModelError for one that cannot be read
-    or holds absurd numbers, UnsupportedModelError for an architecture or setting that is not known.
+    max_model_len: the engine's setting, for RoPE kinds that depend on the length.
+    Raises ModelNotFoundError without a config.json, CorruptModelError for an unreadable one or
+    impossible numbers, UnsupportedModelError for an unknown architecture or setting.
     """
     if not has_file(folder / "config.json"):
         raise ModelNotFoundError(f"{folder} has no config.json{_gguf_hint(folder)}")
@@ -109,7 +109,7 @@ def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
 
 
 def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
-    """Layers without RoPE as SmolLM3 spells them: zeros in a list, or the last of each interval."""
+    """SmolLM3's layers without RoPE: zeros in a list, or the last layer of each interval."""
     listed = content.get("no_rope_layers")
     if listed is None:
         interval = content.size("no_rope_layer_interval", 4)
@@ -124,7 +124,7 @@ def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
 
 
 def _gemma_settings(content: CheckedJson) -> dict[str, float | None]:
-    """What ModelConfig has for keys that only Gemma reads."""
+    """ModelConfig's fields from keys that only Gemma reads."""
     key = "final_logit_softcapping"
     return {
         "query_pre_attn_scalar": content.real("query_pre_attn_scalar"),
@@ -133,7 +133,7 @@ def _gemma_settings(content: CheckedJson) -> dict[str, float | None]:
 
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
-    """What would change the arithmetic and that no model here computes."""
+    """Raise UnsupportedModelError for settings that change the arithmetic and are unknown here."""
     refused = {
         "quantization_config": content.get("quantization_config") is not None,
         "sliding_window": not architecture.windows and _has_window(content),
@@ -142,7 +142,7 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     if architecture.is_gemma:
         refused |= {
             "hidden_activation": content.get("hidden_activation") != "gelu_pytorch_tanh",
-            # transformers' class of Gemma 3 takes it and computes nothing of it; others do.
+            # transformers' Gemma 3 accepts this key and ignores it; other engines apply it.
             "attn_logit_softcapping": content.get("attn_logit_softcapping") is not None,
             "use_bidirectional_attention": bool(content.get("use_bidirectional_attention")),
         }
@@ -166,8 +166,7 @@ def _has_window(content: CheckedJson) -> bool:
 
 
 def _brings_code(content: CheckedJson, own_code: str) -> bool:
-    """A checkpoint that brings its own model class may compute something else under a known
-    name."""
+    """True if the checkpoint has its own model class, which may compute something else."""
     auto_map = content.get("auto_map")
     classes = auto_map.items() if isinstance(auto_map, dict) else ()
     return any(
@@ -188,5 +187,5 @@ def _eos_token_ids(folder: Path, content: CheckedJson, vocab_size: int) -> tuple
             f"{path}: 'eos_token_id' must be an integer or a list, not {shown(listed)}"
         )
     ids = [*ids, read_eos_id(folder)]
-    # -1 and the like say that there is none.
+    # -1 and similar values mean that there is none.
     return tuple(dict.fromkeys(i for i in ids if i is not None and 0 <= i < vocab_size))

@@ -1,6 +1,6 @@
-"""The rotary embedding that a config.json asks for, in both spellings of transformers.
+"""Reads the rotary embedding of a config.json, in both spellings of transformers:
 
-`rope_theta` and `rope_scaling`, or `rope_parameters`. What it computes is in rope.py.
+`rope_theta` and `rope_scaling`, or `rope_parameters`. rope.py computes it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from nanoengine.text.checked_json import MAX_SIZE, CheckedJson, positive
 def read_rope(
     content: CheckedJson, head_dim: int, may_turn_a_part: bool, max_model_len: int | None
 ) -> tuple[RopeConfig, int]:
-    """The embedding, and the positions that a model has with it; theta is 10000 if none is named.
+    """The embedding, and the number of positions of a model with it; theta defaults to 10000.
 
-    "yarn" gives a model `factor` times its original positions, if that is more than it names.
-    Two kinds depend on max_model_len (None: all positions), fixed for the whole run: "dynamic"
-    stretches to it, also past max_position_embeddings; "longrope" takes its short divisors if
-    max_model_len is within the original positions, the long ones otherwise.
+    "yarn" gives a model `factor` times its original positions, if that is more than config.json
+    has. Two kinds depend on max_model_len (None: all positions), for the whole run: "dynamic"
+    stretches to it, also past max_position_embeddings; "longrope" uses its short divisors if
+    max_model_len is within the original positions, else the long ones.
     Raises UnsupportedModelError for another kind, CorruptModelError for impossible numbers.
     """
     key = "rope_scaling" if content.get("rope_parameters") in (None, {}) else "rope_parameters"
@@ -39,9 +39,9 @@ def read_rope(
 def read_ropes_by_kind(
     content: CheckedJson, head_dim: int, max_model_len: int | None
 ) -> tuple[RopeConfig, RopeConfig, int]:
-    """Gemma 3's two, of layers that see everything and of those with a window; and the positions.
+    """Gemma 3's embeddings of full-attention layers and of window layers, and the positions.
 
-    `rope_parameters` holds one for each kind of layer; or they are `rope_theta` with
+    `rope_parameters` holds one for each kind of layer; the older keys are `rope_theta` with
     `rope_scaling`, and `rope_local_base_freq`. Raises as `read_rope` does.
     """
     both = _object(content, "rope_parameters", content.get("rope_parameters"))
@@ -74,11 +74,11 @@ def _read(
     may_turn_a_part: bool,
     max_model_len: int | None,
 ) -> tuple[RopeConfig, int]:
-    """theta_key: beside the values, for theta where they have none."""
+    """theta_key: key of config.json that gives theta if `values` has none."""
     scaling = _Scaling(content, values, content.size("max_position_embeddings"), max_model_len)
     kind = values.get("rope_type", values.get("type", "default"))
     if kind in ("su", "yarn") and "short_factor" in values:
-        kind = "longrope"  # its names in Phi-3's first checkpoints
+        kind = "longrope"  # Phi-3's first checkpoints use the other names
     if kind not in ROPE_KINDS or any(isinstance(value, dict) for value in values.values()):
         raise UnsupportedModelError(
             f"{content.path}: RoPE {shown(kind)} {shown(values)} is not supported; supported: "
@@ -92,7 +92,7 @@ def _read(
 
 @dataclass(frozen=True, slots=True)
 class _Scaling:
-    """Numbers of a scaling; max_position and max_model_len beside them."""
+    """Numbers of a scaling, with the config's max_position and the engine's max_model_len."""
 
     content: CheckedJson
     values: dict[str, Any]
@@ -107,7 +107,7 @@ class _Scaling:
         return positive(self.content.path, f"RoPE {key}", value)
 
     def original(self, default: int | None) -> int:
-        """Positions of the training. The key beside the scaling goes before the one in it."""
+        """Positions of the training. config.json's own key overrides the one in the scaling."""
         key = "original_max_position_embeddings"
         outer, inner = self.content.get(key), self.values.get(key)
         value = outer if outer is not None else inner if inner is not None else default

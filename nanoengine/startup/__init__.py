@@ -1,4 +1,4 @@
-"""Once, before the first step: how the memory is divided, and what a decode step will cost.
+"""Before the first step: builds the engine's parts, plans memory, measures a decode step.
 
 Start with parts.py, then memory_plan.py. Imports every folder but engine and bench.
 """

@@ -1,7 +1,7 @@
-"""What start-up decides about memory, and says: budgets, blocks on each tier, the longest request.
+"""Plans memory at start-up: budgets, blocks on each tier, the longest request.
 
-Arithmetic only; nothing is allocated here. Every figure that bounds a request is in the
-MemoryPlan, with the setting that raises it.
+Arithmetic only; allocates nothing. The MemoryPlan holds every figure that limits a request, with
+the setting that raises it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from nanoengine.kv.kv_spec import KVSpec
 
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_HOST_KV_BYTES = 4 * GIB
-# A GPU's attention over one slot should take long beside starting it and carrying its state over.
+# Tokens of a slot: enough that launching a kernel and carrying state over cost little.
 CPU_SLOT_TOKENS, GPU_SLOT_TOKENS = 4096, 16384
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What start-up decided, and what was really allocated."""
+    """What start-up decided, and what was allocated."""
 
     model: str
     source: str
@@ -51,8 +51,8 @@ class MemoryPlan:
         lines = [
             f"model        {self.model} ({self.source})",
             f"device       {self.device}, {self.dtype}; attention: {self.attention}",
-            f"weights      {_gib(self.weight_bytes)}, activations up to "
-            f"{_gib(self.activation_bytes)}",
+            f"weights      {_gib(self.weight_bytes)}, "
+            f"activations up to {_gib(self.activation_bytes)}",
             *([f"quantised    {self.quantization}"] if self.quantization else []),
             f"invariance   {self.invariance}",
             f"KV device    {_gib(kv.block_bytes * kv.num_blocks)} = {kv.num_blocks} blocks x "
@@ -82,17 +82,16 @@ class MemoryPlan:
             )
         lines.append(
             f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "
-            "tokens a "
-            f"step, {self.max_model_len} tokens each ({self.max_model_len_bound})"
+            f"tokens a step, {self.max_model_len} tokens each ({self.max_model_len_bound})"
         )
         return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the plan says of a loaded model, in words but for dtype and bytes.
+    """Facts about a loaded model for the plan, as text except dtype and bytes.
 
-    quantization: what was done to the weights; invariance: what the bits of a request depend on.
+    quantization: how weights were quantised; invariance: what the bits of a request depend on.
     """
 
     source: str
@@ -111,9 +110,9 @@ def plan_memory(
     facts: ModelFacts,
     profiled_bytes: int | None,
 ) -> MemoryPlan:
-    """Divide the memory. profiled_bytes: what a largest step held (None: computed from shapes).
+    """Divide the memory. profiled_bytes: temporary memory of the largest step (None: estimate it).
 
-    Raises OutOfMemoryError or ConfigError for what cannot be honoured.
+    Raises OutOfMemoryError or ConfigError for settings that cannot be met.
     """
     tokens = config.max_num_batched_tokens
     activations = profiled_bytes
@@ -123,7 +122,7 @@ def plan_memory(
     max_model_len, bound = _max_model_len(config, model, spec)
     threads = f", {torch.get_num_threads()} threads" if device.name == "cpu" else ""
     if spec.num_host_blocks:
-        # A step writes into device blocks only.
+        # A step writes only into device blocks.
         tokens = min(tokens, spec.num_blocks * spec.block_size)
     return MemoryPlan(
         model=config.model,
@@ -145,10 +144,10 @@ def plan_memory(
 
 
 def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_size: int) -> int:
-    """Upper bound of a step's temporary memory, from shapes alone (for a device not profiled).
+    """Upper bound of a step's temporary memory in bytes, from shapes (for devices not profiled).
 
-    Per token: residual stream and norm (fp32 and model dtype), the widest of qkv + attention state
-    and gate_up; per sequence: logits as the head gives them and in fp32 and fp64 for sampling.
+    Per token: residual stream and norm (fp32 and model dtype), the larger of qkv + attention state
+    and gate_up; per sequence: logits in the head's dtype, and in fp32 and fp64 for sampling.
     """
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
@@ -160,7 +159,7 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
 
 
 def streams(config: EngineConfig, device_name: str) -> bool:
-    """True when host blocks are copied through the ring, not read in place."""
+    """True if host blocks are copied through the ring, False if they are read in place."""
     if config.offload_mode == "in_place" and device_name != "cpu":
         raise ConfigError('offload_mode="in_place" reads host memory and works on a CPU only')
     reads_in_place = config.offload_mode != "stream" and config.kv_offload_dtype is None
@@ -213,7 +212,7 @@ def _kv_spec(
 
 
 def _check_asked(config: EngineConfig, spec: KVSpec, device: Device, activations: int) -> None:
-    """Raise OutOfMemoryError, naming the setting, if more is asked for than there is."""
+    """Raise OutOfMemoryError with the setting that asks for more memory than there is."""
     free, _ = device.memory()
     check_step_fits(config, activations, free)
     if spec.ring_bytes > free - activations:
@@ -240,7 +239,7 @@ def _check_asked(config: EngineConfig, spec: KVSpec, device: Device, activations
 
 
 def check_step_fits(config: EngineConfig, activations: int, free: int) -> None:
-    """Raise OutOfMemoryError if a step of the largest size needs more than the `free` bytes."""
+    """Raise OutOfMemoryError if the largest step needs more than `free` bytes."""
     if activations > free:
         raise OutOfMemoryError(
             f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and "
@@ -250,7 +249,7 @@ def check_step_fits(config: EngineConfig, activations: int, free: int) -> None:
 
 
 def _asked_on_device(config: EngineConfig, spec: KVSpec) -> tuple[str, int]:
-    """The setting that says how much KV the device holds, and its bytes; 0 where it is planned."""
+    """The setting that fixes the device's KV, and its bytes; 0 bytes if the size is planned."""
     if config.num_gpu_blocks is not None:
         return "num_gpu_blocks", config.num_gpu_blocks * spec.block_bytes
     return "kv_cache_gib", int((config.kv_cache_gib or 0) * GIB)
@@ -261,8 +260,8 @@ def _asked_on_host(config: EngineConfig) -> int:
 
 
 def _host_room(device: Device, on_device: int) -> int:
-    """Host memory that is available for KV. on_device: bytes to be taken there, which on a CPU is
-    the same memory.
+    """Available bytes of host memory for KV. on_device: bytes planned on the device, which on a CPU
+    is the same memory.
     """
     return max(0, device.host_memory() - (on_device if device.name == "cpu" else 0))
 
@@ -283,7 +282,7 @@ def _device_blocks(
     free, total = device.memory()
     room = free - activations - spec.ring_bytes
     positions = min(config.max_model_len or model.max_position, model.max_position)
-    # No more than all requests at full length could ever use.
+    # Not more than all requests at full length can use.
     most = config.max_num_seqs * -(-positions // spec.block_size) * spec.block_bytes
     setting = "kv_cache_gib"
     if config.kv_cache_gib is not None:
@@ -323,8 +322,8 @@ def _max_model_len(config: EngineConfig, model: ModelConfig, spec: KVSpec) -> tu
 
 
 def describe_invariance(products: bool, attention: bool, int8_kv: bool) -> str:
-    """What the bits of a request depend on. products, attention: whether they are batch-invariant;
-    int8_kv: whether KV on the host is rounded.
+    """What the bits of a request depend on, as text. products, attention: whether matrix products
+    and attention are batch-invariant; int8_kv: whether host KV is rounded.
     """
     parts = {"products": products, "attention": attention}
     others = " and ".join(name for name, is_invariant in parts.items() if not is_invariant)

@@ -1,6 +1,6 @@
-"""What an engine is built of, chosen once: the device, the model, its kernels, its attention.
+"""Chooses the parts of an engine once: device, model, kernels, attention.
 
-Knows no request and no step.
+Knows no requests and no steps.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from nanoengine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """model: the decoder, its weights and its shape; ops: what computes its layers. tokenizer: None
-    where the model came without one. default_params: of requests that bring none.
+    """The parts of an engine. model: decoder, weights and shape; ops: computes its layers.
+    tokenizer: None if the model has none. default_params: for requests without parameters.
     """
 
     folder: Path
@@ -54,7 +54,7 @@ class Parts:
 
 
 def make_engine_device(config: EngineConfig) -> Device:
-    """The device of the config, checked in debugging. Raises ConfigError."""
+    """Make the config's device, wrapped in a CheckedDevice with debug_kv. Raises ConfigError."""
     delay_s = config.debug_copy_delay_ms / 1000
     has_workers = streams(config, "cpu")
     device = make_device(config.device, config.num_threads, has_workers, delay_s)
@@ -72,7 +72,7 @@ def load_parts(config: EngineConfig, device: Device) -> Parts:
     folder = find_model(config.model, config.load_format)
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
-    with ThreadPoolExecutor(1) as thread:  # the vocabulary is parsed while weights are packed
+    with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
         tokenizer = thread.submit(load_tokenizer, config, folder)
         model = load_model(
             folder,
@@ -109,17 +109,17 @@ def load_parts(config: EngineConfig, device: Device) -> Parts:
 
 
 def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
-    """The dtype of weights and KV, and why. Raises ConfigError."""
+    """The dtype of weights and KV, and the reason for it. Raises ConfigError."""
     if config.dtype == "auto":
         return device.auto_dtype()
     dtype: torch.dtype = getattr(torch, config.dtype)
     if device.name == "cpu" and dtype is torch.float16:
-        raise ConfigError("float16 arithmetic is not offered on a CPU; use bfloat16 or float32")
+        raise ConfigError("float16 is not supported on a CPU; use bfloat16 or float32")
     return dtype, "as asked"
 
 
 def find_kernels(device: Device) -> tuple[CpuKernels | None, str]:
-    """The C kernels where they serve, else None and why."""
+    """The C kernels, or None and the reason if they cannot be used."""
     if device.name != "cpu":
         return None, ""
     try:
@@ -135,7 +135,7 @@ def choose_ops(
     dtype: torch.dtype,
     quantizer: Quantizer | None,
 ) -> LayerOps:
-    """What computes the layers: the fastest that this machine has."""
+    """The fastest implementation of the layers on this machine."""
     if device.name != "cpu":
         return _gpu_ops(config, quantizer)
     if kernels is None:
@@ -158,10 +158,10 @@ def _gpu_ops(config: EngineConfig, quantizer: Quantizer | None) -> LayerOps:
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
-    """The one that is asked for, else the model's; None where it came without one."""
+    """The tokenizer of the setting, else the model's; None if the model has none."""
     if config.tokenizer:
         return Tokenizer.from_folder(Path(config.tokenizer).expanduser())
     try:
         return Tokenizer.from_folder(folder)
     except ModelNotFoundError:
-        return None  # token ids will do
+        return None  # callers can give token ids

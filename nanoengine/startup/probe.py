@@ -1,8 +1,8 @@
-"""Measures, at start-up of an offloading engine, what a decode step costs.
+"""Measures the cost of a decode step when an engine with offload starts.
 
-Real steps of the real runner over KV of random numbers, at three sizes: next to nothing, some
-blocks on the device, some on the host. What a block costs on each tier follows from the
-differences, and from that the speed that the plan predicts.
+Runs steps of the engine's own model runner over random KV at three sizes: hardly any KV, some
+blocks on the device, some on the host. The differences give the cost of a block on each tier, and
+with it the speed that the plan predicts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nanoengine.sequence import (
 from nanoengine.startup.memory_plan import MemoryPlan, activation_bytes, check_step_fits
 
 NUM_BLOCKS = 32
-MAX_BYTES = 3 << 28  # with one block more, within the first piece of the host pool
+MAX_BYTES = 3 << 28  # with one more block this fits the first segment of the host pool
 NUM_ROUNDS = 3
 NUM_WARMUPS = 2
 NUM_STEPS = 8
@@ -42,18 +42,18 @@ PROBE_ID = -1
 
 
 class Runner(Protocol):
-    """What is measured: the engine's ModelRunner."""
+    """The interface of the engine's ModelRunner."""
 
     def run(self, batch: ScheduledBatch) -> list[int]:
-        """One forward pass; the tokens that the items of the batch sample, in order."""
+        """Run one forward pass; returns the sampled tokens in the order of the batch."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCosts:
-    """Seconds of a decode step of one request: the step itself, and each block on either tier.
+    """Seconds of a decode step of one request: the step itself, and each block on each tier.
 
-    is_overlapped: host blocks come while the device computes, and the longer of both counts.
+    is_overlapped: host blocks are copied while the device computes, and the longer time counts.
     """
 
     step_s: float
@@ -62,7 +62,7 @@ class DecodeCosts:
     is_overlapped: bool = False
 
     def tokens_per_s(self, num_blocks: int, device_blocks: int) -> float:
-        """Predicted speed of one request with `num_blocks` blocks of context."""
+        """Predicted tokens per second of one request with `num_blocks` blocks of context."""
         on_device = min(num_blocks, device_blocks)
         on_host = num_blocks - on_device
         computing = self.step_s + on_device * self.device_block_s
@@ -73,13 +73,13 @@ class DecodeCosts:
 def measure_decode(
     runner: Runner, kv: HybridKVCacheManager, device: Device, max_blocks: int
 ) -> DecodeCosts:
-    """Time decode steps; leaves nothing behind. max_blocks: what one request may have."""
+    """Time decode steps and free their KV. max_blocks: the most blocks of one request."""
     most = max(1, min(NUM_BLOCKS, MAX_BYTES // kv.spec.block_bytes, max_blocks - 1))
     resident = min(most, kv.spec.num_blocks - 1)
     streamed = max(1, min(most, kv.spec.num_host_blocks - 1))
     sizes = [(1, False), (1 + resident, False), (1 + streamed, True)]
     times: list[list[float]] = [[], [], []]
-    for _ in range(NUM_ROUNDS):  # in turns, so that a slow moment does not hit one size alone
+    for _ in range(NUM_ROUNDS):  # sizes alternate, so that a slow moment hits all of them
         for seconds, (num_blocks, on_host) in zip(times, sizes, strict=True):
             lengths = [num_blocks * kv.spec.block_size]
             seconds += time_steps(runner, kv, device, lengths, on_host)
@@ -97,8 +97,8 @@ def time_steps(
     lengths: Iterable[int],
     on_host: bool = False,
 ) -> list[float]:
-    """Seconds of decode steps of one batch, over random KV of so many tokens each; leaves nothing
-    behind. Empty if they are more than fit.
+    """Seconds of decode steps of one batch over random KV of `lengths` tokens, which is freed
+    afterwards. Empty if the KV does not fit.
     """
     seqs = [probe_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
     kv.reset_budget()
@@ -120,7 +120,7 @@ def time_steps(
 
 
 def probe_sequence(seq_id: int, num_tokens: int) -> Sequence:
-    """A greedy request with a prompt of so many tokens, all the same."""
+    """A greedy request with a prompt of `num_tokens` equal tokens."""
     return Sequence(
         seq_id=seq_id,
         token_ids=[0] * num_tokens,
@@ -177,7 +177,7 @@ class ScratchKV:
         device: Device,
         lengths: list[int],
     ) -> None:
-        """size: tokens of a block. lengths: of the sequences, which are new."""
+        """size: tokens of a block. lengths: tokens of the sequences, none of which has KV yet."""
         self.num_rows = len(lengths)
         counts = [-(-length // size) for length in lengths]
         firsts = [*accumulate(counts, initial=0)]
@@ -200,14 +200,12 @@ class ScratchKV:
         self._chunk = KVChunk(k, v, index, first_block, num_blocks, table, spans, is_last=True)
 
     def target(self, layer: int) -> KVTarget:
-        """See context.KVCache."""
         return self._target
 
     def inputs(self) -> None:
-        """See context.KVCache: not to be done again."""
+        """None: such a step is never replayed."""
 
     def read(self, layer: int) -> Iterator[KVChunk]:
-        """See context.KVCache."""
         yield self._chunk
 
     @property
@@ -233,9 +231,8 @@ def profile_step(
     dtype: torch.dtype,
     device: Device,
 ) -> int | None:
-    """Bytes that the largest step holds beside weights and KV, from running it: as many tokens and
-    requests as may be in one, each sampled in the costliest way. None on a device that does not
-    count.
+    """Run the largest step, with the most tokens and requests and the costliest sampling; returns
+    its peak bytes beside weights and KV, None on a device that does not count.
     """
     num_seqs = config.max_num_seqs
     lengths = [config.max_num_batched_tokens // num_seqs] * num_seqs
@@ -254,9 +251,8 @@ def profiled_bytes(
     dtype: torch.dtype,
     device: Device,
 ) -> int | None:
-    """What the largest step holds beside weights and KV, where the rest is for KV; None where the
-    settings or the device make that needless. Raises OutOfMemoryError before such a step is tried
-    that cannot fit.
+    """Peak bytes of the largest step beside weights and KV; None if the settings or the device make
+    the measurement unnecessary. Raises OutOfMemoryError before it runs a step that cannot fit.
     """
     if config.num_gpu_blocks or config.kv_cache_gib or not device.computes_later:
         return None
@@ -273,13 +269,13 @@ def predict_speed(
     kv: HybridKVCacheManager,
     device: Device,
 ) -> tuple[MemoryPlan, DecodeCosts]:
-    """The plan with what was measured, and that."""
+    """The plan with the measured costs, and the costs."""
     spec = plan.kv
     num_blocks = min(spec.most_held, -(-plan.max_model_len // spec.block_size))
     costs = measure_decode(runner, kv, device, num_blocks)
     copy_gb_per_s = measure_copy(device, kv)
     if kv.memory.offload is not None:  # any earlier, taking the rest would disturb the timing
-        kv.memory.offload.host.take_rest()
+        kv.memory.offload.host.allocate_rest()
     kv.memory.poison_all()
     predicted = replace(
         plan,
@@ -291,10 +287,10 @@ def predict_speed(
 
 
 def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts) -> int | None:
-    """Blocks that may be streamed a step beside resident decodes; None where nothing streams.
+    """Blocks that may be streamed per step beside resident decodes; None if nothing streams.
 
-    If not set: what takes 0.6 of the time of a step of one short request, so that these decode at
-    half their speed at worst (a turn costs more than its blocks do alone).
+    Default: the blocks that take 0.6 of the time of a step of one short request, so that short
+    requests decode at half their speed at worst (a streamed step costs more than its blocks alone).
     """
     if not spec.slot_blocks:
         return None
@@ -310,20 +306,20 @@ def measure_copy(device: Device, kv: HybridKVCacheManager) -> float:
     offload = kv.memory.offload
     if offload is None or not kv.spec.slot_blocks:
         return 0.0
-    pieces = _ring_pieces(offload.ring, offload.host.piece(0, 0))
+    copies = _ring_copies(offload.ring, offload.host.segment(0, 0))
     best = float("inf")
     for _ in range(NUM_STEPS):
         start = time.perf_counter()
-        for dst, src in pieces:
+        for dst, src in copies:
             offload.fetch(dst, src)
         device.compute.wait(device.h2d.record())
         device.synchronize()
         best = min(best, time.perf_counter() - start)
-    return sum(src.nbytes for _, src in pieces) / best / 1e9
+    return sum(src.nbytes for _, src in copies) / best / 1e9
 
 
-def _ring_pieces(ring: Tensor, host: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of (part of the ring, host blocks) to copy; host: one layer of a piece of the pool."""
+def _ring_copies(ring: Tensor, host: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of (part of the ring, host blocks) to copy; host: a layer of a host segment."""
     num_blocks = min(NUM_BLOCKS, len(host))
     width = min(ring.shape[1], num_blocks)
     host[:num_blocks] = 0  # memory never written reads faster than real KV

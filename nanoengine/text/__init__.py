@@ -1,4 +1,4 @@
-"""Between text and token ids: the tokenizer, and chat templates in a process of their own.
+"""Converts text to token ids and back, and renders chat templates in their own process.
 
 Start with tokenizer.py. Imports no other folder.
 """

@@ -1,6 +1,6 @@
-"""A model's chat template: messages to one text, as transformers renders them.
+"""Renders messages to one text with a model's chat template, as transformers does.
 
-Owns what a template is given; template_process.py renders it.
+Checks the template's variables; template_process.py runs it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from nanoengine.errors import InvalidParamsError, InvalidPromptError
 from nanoengine.text.template_process import TemplateProcess
 
-# Arguments of transformers' method of the same name that are no template variables.
+# Arguments of transformers' apply_chat_template that are not template variables.
 NOT_TEMPLATE_VARIABLES = frozenset(
     {
         "chat_template",
@@ -32,10 +32,10 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """One template, which a process of its own renders: it comes with the model."""
+    """One template of a model, rendered in another process because its code is not trusted."""
 
     def __init__(self, source: str, process: TemplateProcess) -> None:
-        """source: Jinja, which may be broken; `render` says so."""
+        """source: Jinja code; `render` raises if it is broken."""
         self._source = source
         self._process = process
 
@@ -50,7 +50,7 @@ class ChatTemplate:
         refused = sorted(NOT_TEMPLATE_VARIABLES & variables.keys())
         if refused:
             raise InvalidParamsError(
-                f"{refused[0]!r} is no variable of a chat template; "
+                f"{refused[0]!r} is not a variable of a chat template; "
                 "apply_chat_template renders the model's own template to text"
             )
         given = {"tools": None, "documents": None, **special_tokens, **variables}
@@ -60,7 +60,7 @@ class ChatTemplate:
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A checked copy, without the keys whose value is None, as templates expect."""
+    """A checked copy without keys whose value is None, as templates expect."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidPromptError(
             "messages must be a list of at least one {'role': ..., 'content': ...}"
@@ -83,7 +83,8 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
-    """Earlier reasoning goes by three names; templates read `reasoning_content` or `thinking`."""
+    """Copy earlier reasoning, which has three names, to those that templates read:
+    `reasoning_content` or `thinking`."""
     reasoning = next((message[name] for name in REASONING_FIELDS if name in message), None)
     if reasoning is None:
         return message
@@ -91,7 +92,7 @@ def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy in plain JSON types: the sandbox cannot know the methods of anything else."""
+    """A copy in plain JSON types: other types have methods unknown to the sandbox."""
     if depth > 64:
         raise InvalidPromptError(f"{where} is nested deeper than 64 levels")
     if value is None or type(value) in (bool, str, int, float):
@@ -108,7 +109,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _base(value: str | float) -> str | float:
-    """An enum or another subclass, as its plain value."""
+    """The plain value of an enum or another subclass."""
     if isinstance(value, str):
         return str.__str__(value)
     return int.__int__(value) if isinstance(value, int) else float.__float__(value)

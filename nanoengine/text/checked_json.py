@@ -1,6 +1,6 @@
-"""JSON files of a checkpoint, read with suspicion: every error names the file and the key.
+"""Reads and checks JSON files of a checkpoint: every error has the file and the key.
 
-Knows types and sizes, no meaning.
+Knows types and sizes, not what a value means.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 
 from nanoengine.errors import CorruptModelError, ModelLoadError, shown
 
-MAX_SIZE = 10_000_000  # no dimension of a real model comes near
+MAX_SIZE = 10_000_000  # far above any dimension of a real model
 MAX_JSON_BYTES = 256 << 20
 MAX_DEPTH = 64
 MAX_REASON = 200  # characters of a library's error; it may quote a whole file
 
 
 class CheckedJson:
-    """A JSON object with typed, checked access; every error names the file and the key."""
+    """A JSON object with typed, checked access; every error has the file and the key."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.values = read_json(path)
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Values for keys that are not there; null is there."""
+        """Set values for missing keys; a key with null is not missing."""
         self.values = {**defaults, **self.values}
 
     def get(self, key: str) -> Any:
-        """The value as it is, None for null and for a missing key."""
+        """The unchecked value; None for null and for a missing key."""
         return self.values.get(key)
 
     def size(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
-        """A dimension: an integer within 1 to `limit`. null counts as missing."""
+        """A dimension: an integer from 1 to `limit`. null counts as missing."""
         value = self._value(key, default)
         if type(value) is not int or not 0 < value <= limit:
             raise CorruptModelError(
@@ -47,7 +47,7 @@ class CheckedJson:
         return positive(self.path, key, self._value(key, default))
 
     def flag(self, key: str) -> bool:
-        """true or false; false if missing, as in transformers' classes of these models."""
+        """A boolean; False if missing, as in transformers' classes of these models."""
         value = self._value(key, False)
         if not isinstance(value, bool):
             raise CorruptModelError(
@@ -67,14 +67,14 @@ class CheckedJson:
 def positive(path: Path, key: str, value: Any) -> float:
     """`value` if it is a positive, finite number; CorruptModelError otherwise."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # Compared, not converted: float() of a huge integer raises.
+    # Compare without conversion: float() of a huge integer raises.
     if not is_number or not 0 < value <= 1e30:
         raise CorruptModelError(f"{path}: {key!r} is {shown(value)}, not a positive number")
     return float(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. CorruptModelError for anything else, ModelLoadError for a file that
+    """The object in a file. Raises CorruptModelError for other content, ModelLoadError if the file
     cannot be read."""
     try:
         check_size(path)
@@ -90,12 +90,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_any(path: Path) -> dict[str, Any]:
-    """As `read_json`; empty if there is no such file."""
+    """Like `read_json`; an empty dict if there is no such file."""
     return read_json(path) if has_file(path) else {}
 
 
 def has_file(path: Path) -> bool:
-    """Whether there is such a file. ModelLoadError for a place that we may not look at."""
+    """Whether the file exists. Raises ModelLoadError if access is denied."""
     try:
         return path.is_file()
     except OSError as error:
@@ -103,7 +103,7 @@ def has_file(path: Path) -> bool:
 
 
 def check_size(path: Path) -> None:
-    """CorruptModelError for a JSON file that is larger than any of a real model."""
+    """Raise CorruptModelError for a JSON file larger than any of a real model."""
     if path.stat().st_size > MAX_JSON_BYTES:
         raise CorruptModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
 
@@ -118,7 +118,7 @@ def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth(path: Path, content: Any) -> None:
-    """What reads or shows a value may go through it recursively."""
+    """Raise CorruptModelError for deep nesting: other code reads or shows values recursively."""
     level = [content]
     for _ in range(MAX_DEPTH):
         inner = (part.values() if isinstance(part, dict) else part for part in level)

@@ -1,4 +1,4 @@
-"""Token ids to text as they come, never half a character."""
+"""Turns token ids into text one at a time, never half a character."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from nanoengine.text.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# After so many tokens without a clean end some text is given out anyway. A code point is at most 4
-# bytes, so half of them hold the last one and what is before it.
+# After this many tokens without a complete end, some text is given out anyway. A character has at
+# most 4 bytes, so half of the tokens hold the last character and the text before it.
 MAX_PENDING_TOKENS = 8
 
 
 class IncrementalDetokenizer:
-    """Turns the tokens of one sequence into text as they come, never showing half a code point.
+    """Turns the tokens of one sequence into text one at a time, never half a character.
 
-    A window of recent ids is decoded again for every token. It is cut where the text so far is
-    complete, so the work per token does not grow. What was given out never changes; over byte-level
-    vocabularies the whole equals `tokenizer.decode` of all ids.
+    Each token decodes a window of recent ids again. The window is cut where the text is complete,
+    so the work per token does not grow. Text given out never changes; with byte-level vocabularies
+    it equals `tokenizer.decode` of all ids.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -30,13 +30,13 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """Everything given out so far."""
+        """All text given out so far."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
 
     def add(self, token_id: int) -> str:
-        """Append a token; returns the text that became final, often "" inside a code point."""
+        """Append a token; returns the text that became final, "" inside a character."""
         if self._skip and token_id in self._tokenizer.special_ids:
             return ""
         self._window.append(token_id)
@@ -48,14 +48,14 @@ class IncrementalDetokenizer:
         return ""
 
     def flush(self) -> str:
-        """No more tokens follow: returns what was held back."""
+        """End the sequence; returns the text held back."""
         return self._give(self._decode(self._window))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip)
 
     def _give(self, text: str) -> str:
-        """Give out the rest of the window's text; its newest ids stay as context for the next."""
+        """Give out the rest of the window's text; its newest ids stay as context."""
         new = text[self._given :]
         if new:
             self._pieces.append(new)
@@ -65,10 +65,11 @@ class IncrementalDetokenizer:
         return new
 
     def _give_part(self, text: str) -> str:
-        """Give out all but the last character of a window that has long had no clean end.
+        """Give out all but the last character of a window that has long had no complete end.
 
-        Only that one can still change, and its bytes are in the last three tokens. A cut inside an
-        earlier code point spoils only text that was given out, so positions count from the end.
+        Only the last character can still change, and its bytes are in the last three tokens. A cut
+        inside an earlier character affects only text already given out, because positions count
+        from the end.
         """
         new = text[self._given : -1]
         self._pieces.append(new)

@@ -1,7 +1,7 @@
-"""Runs template_worker.py: starts it when a template is first rendered, bounds it, ends it.
+"""Runs template_worker.py: starts it for the first rendering, limits it, ends it.
 
-A model's template is a program of somebody else's. In its own process it may loop or allocate
-without end, and costs this one no more than the wait.
+A model's template is a foreign program. In its own process it may loop or allocate without end, and
+this process only waits for a limited time.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from nanoengine.errors import InvalidPromptError, RequestError
 from nanoengine.text import template_worker
 
 RENDER_SECONDS = 10.0
-START_SECONDS = 30.0  # a busy machine may need some to start a Python
+START_SECONDS = 30.0  # a busy machine may take long to start Python
 WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class TemplateProcess:
-    """Renders templates in another process, which ends with this object or with the interpreter.
+    """Renders templates in a worker process, which ends with this object or with the interpreter.
 
-    Any thread may call it: they take turns. A fork of this process starts a worker of its own.
+    Any thread may call it; calls run one at a time. A forked process starts its own worker.
     """
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
-        """seconds: for one text, from the request to the answer."""
+        """seconds: time limit for one text, from the request to the answer."""
         self._seconds = seconds
-        self._desk = _Desk()
+        self._state = _State()
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
-        """The text of the template `source` with `variables`, plain JSON values.
+        """Render the template `source` with `variables`, plain JSON values.
 
-        Raises InvalidPromptError when the template fails or needs more time or memory than it may,
-        RequestError when no process can be started.
+        Raises InvalidPromptError if the template fails or exceeds its time or memory limit,
+        RequestError if no process can be started.
         """
         try:
             content = json.dumps([source, variables, self._seconds], ensure_ascii=False)
@@ -56,19 +56,19 @@ class TemplateProcess:
                 f"the messages are {len(request)} bytes, a chat template takes up to "
                 f"{template_worker.MAX_BYTES}; render them yourself and send the text"
             )
-        if self._desk.owner != os.getpid():  # after a fork worker and lock are the parent's
-            self._desk = _Desk()
-        desk = self._desk
-        with desk.lock:
-            if desk.worker is None or not desk.worker.is_alive():
-                desk.worker = _Worker()
-            kind, answer = desk.worker.ask(request, self._seconds)
+        if self._state.owner != os.getpid():  # after a fork, worker and lock belong to the parent
+            self._state = _State()
+        state = self._state
+        with state.lock:
+            if state.worker is None or not state.worker.is_alive():
+                state.worker = _Worker()
+            kind, answer = state.worker.ask(request, self._seconds)
         return _text(kind, template_worker.decoded(answer))
 
     @property
     def worker_pid(self) -> int | None:
         """Process id of the worker; None before the first rendering and after a failed one."""
-        worker = self._desk.worker
+        worker = self._state.worker
         return worker.pid if worker is not None and worker.is_alive() else None
 
     def __reduce__(self) -> tuple[type[TemplateProcess], tuple[float]]:
@@ -77,10 +77,10 @@ class TemplateProcess:
 
 
 class _Worker:
-    """One process. Whoever asks it holds the lock of its desk."""
+    """One worker process. Callers of `ask` must hold its lock."""
 
     def __init__(self) -> None:
-        """Starts it. Raises RequestError when that fails."""
+        """Start the process. Raises RequestError if that fails."""
         command = _command()
         try:
             self._link, theirs = socket.socketpair()
@@ -112,7 +112,7 @@ class _Worker:
         return self._end.alive and self._process.poll() is None
 
     def ask(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
-        """Kind and payload of the answer. Whatever is raised, the process has ended."""
+        """Send a request; returns kind and payload of the answer. Any error ends the process."""
         deadline = time.monotonic() + seconds
         try:
             template_worker.send(self._link, template_worker.RENDER, request, deadline)
@@ -128,17 +128,17 @@ class _Worker:
             raise InvalidPromptError(
                 f"the chat template ended its process (status {self._process.returncode})"
             ) from error
-        except BaseException:  # an interrupt: this answer would be taken for the next one's
+        except BaseException:  # an interrupt: the next request would get this answer
             self._end()
             raise
         if kind == template_worker.NO_MEMORY:
-            self._end()  # what it holds is spread all over its memory
+            self._end()  # its heap is fragmented
         return kind, answer
 
 
 @dataclass(slots=True)
-class _Desk:
-    """What one process, `owner`, has of a TemplateProcess. lock: for asking the worker."""
+class _State:
+    """State of a TemplateProcess in the process `owner`. lock: held while the worker is used."""
 
     owner: int = field(default_factory=os.getpid)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -148,7 +148,7 @@ class _Desk:
 def _end(process: subprocess.Popen[bytes], link: socket.socket, owner: int) -> None:
     link.close()
     if os.getpid() != owner:
-        process.returncode = 0  # the worker of the process that this one was forked from
+        process.returncode = 0  # the worker belongs to the parent of this fork
         return
     process.kill()
     process.wait()
@@ -161,7 +161,7 @@ def _command() -> list[str]:
             "its own program (sys.executable is empty); set sys.executable to one, or render the "
             "messages yourself and send the text"
         )
-    # -P: neither the working directory nor the worker's own folder gives it modules.
+    # -P: import no modules from the working directory or the worker's folder.
     places = [entry for entry in sys.path if os.path.isabs(entry)]
     return [sys.executable, "-P", str(WORKER), str(os.getpid()), *places]
 

@@ -1,8 +1,8 @@
-"""Compiles and renders chat templates, in a process that its parent may end at any time.
+"""Compiles and renders chat templates in a process that its parent may end at any time.
 
-Run by its path with nothing but the standard library and jinja2. Also the frames in which this
-process and its parent (template_process.py) speak: a kind, a length, that many bytes. Requests are
-JSON, answers text. Knows nothing of models or messages.
+Run as a script with only the standard library and jinja2. Defines also the frames between this
+process and its parent (template_process.py): a kind, a length, that many bytes. Requests are JSON,
+answers are text. Knows nothing of models or messages.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
 
-MEMORY_BYTES = 1 << 30  # beyond what the process has when it is ready
+MEMORY_BYTES = 1 << 30  # in addition to the memory of the ready process
 MAX_BYTES = 64 << 20  # of a request, and of a text
 MAX_ERROR_CHARS = 2000
-IDLE_SECONDS = 1.0  # between two looks whether the parent is still there
-REQUEST_SECONDS = 60.0  # for a request whose first byte is there
-SPARE_SECONDS = 1.0  # after the parent should have ended a rendering
+IDLE_SECONDS = 1.0  # between checks that the parent is alive
+REQUEST_SECONDS = 60.0  # to receive a request after its first byte
+SPARE_SECONDS = 1.0  # beyond the time at which the parent should have ended a rendering
 
-# Kinds of frames: a request; ready for one; and its answers.
+# Kinds of frames: a request, readiness for a request, and the answers.
 RENDER, READY, TEXT = b"?", b"+", b"t"
 BROKEN, REFUSED, NO_MEMORY, TOO_LONG = b"b", b"r", b"m", b"l"
 
 _FRAME = struct.Struct(">cQ")
-# A parent that dies of SIGPIPE must not die of a worker that is gone.
+# The end of a worker must not kill a parent that has SIGPIPE's default action.
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 def send(link: socket.socket, kind: bytes, payload: bytes, deadline: float) -> None:
-    """One frame. Raises TimeoutError after `deadline` (of time.monotonic), OSError without another
-    side."""
+    """Send one frame. Raises TimeoutError after `deadline` (of time.monotonic), OSError if the
+    other side is gone."""
     for part in (_FRAME.pack(kind, len(payload)), payload):
         link.settimeout(_left(deadline))
         link.sendall(part, _NO_SIGNAL)
 
 
 def receive(link: socket.socket, deadline: float, max_bytes: int) -> tuple[bytes, bytes]:
-    """Kind and payload of one frame. Raises TimeoutError after `deadline`, EOFError when the other
-    side is gone, OSError for a frame that is longer than `max_bytes`."""
+    """Receive kind and payload of one frame. Raises TimeoutError after `deadline`, EOFError if the
+    other side is gone, OSError for a frame longer than `max_bytes`."""
     kind, size = _FRAME.unpack(_exactly(link, _FRAME.size, deadline))
     if size > max_bytes:
         raise OSError(f"a frame of {size} bytes, more than {max_bytes}")
@@ -73,22 +73,22 @@ def _left(deadline: float) -> float:
 
 
 def encoded(text: str) -> bytes:
-    """UTF-8, lone surrogates included: a message may hold some."""
+    """UTF-8 bytes of a text, which may contain lone surrogates."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def decoded(data: bytes) -> str:
-    """What `encoded` was given."""
+    """The inverse of `encoded`."""
     return data.decode("utf-8", "surrogatepass")
 
 
 def main(parent: int, places: list[str]) -> None:
-    """Answer requests on standard input, a socket, for as long as process `parent` is there.
+    """Answer requests on standard input, a socket, while the process `parent` lives.
 
-    places: where the parent imports from. They come last: what lies beside a program may have the
-    name of a standard module.
+    places: the parent's import path. It comes last, because a file beside the parent's program may
+    have the name of a standard module.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
     sys.path += places
     link = socket.socket(fileno=0)
     compiled = functools.lru_cache(maxsize=8)(_environment().from_string)
@@ -103,7 +103,7 @@ def main(parent: int, places: list[str]) -> None:
 
 
 def _has_request(link: socket.socket, parent: int) -> bool:
-    # The end of the link alone does not say that the parent is gone: its forks hold it, too.
+    # The link can stay open after the parent's end, because its forks hold it, too.
     while not select.select([link], [], [], IDLE_SECONDS)[0]:
         if os.getppid() != parent:
             return False
@@ -114,7 +114,7 @@ def _answer(compiled: Callable[[str], Any], request: bytes) -> tuple[bytes, byte
     stage = REFUSED
     try:
         source, variables, seconds = json.loads(decoded(request))
-        _end_after(seconds + SPARE_SECONDS)  # if the parent died and cannot
+        _end_after(seconds + SPARE_SECONDS)  # the parent may have died
         stage = BROKEN
         template = compiled(source)
         stage = REFUSED
@@ -129,7 +129,7 @@ def _answer(compiled: Callable[[str], Any], request: bytes) -> tuple[bytes, byte
 
 
 def _end_after(seconds: float) -> None:
-    """The system ends this process then; 0: never."""
+    """Have the system end this process after `seconds`; 0 cancels that."""
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
@@ -137,10 +137,10 @@ def _end_after(seconds: float) -> None:
 
 
 def _limit_memory() -> None:
-    """No core dumps, and MEMORY_BYTES more than now. Only Linux says how much that is."""
+    """Allow no core dumps, and MEMORY_BYTES more memory than now, which only Linux can tell."""
     if not sys.platform.startswith("linux"):
         return
-    import resource  # not there on Windows
+    import resource  # Windows has none
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -151,7 +151,7 @@ def _limit_memory() -> None:
 
 
 def _environment() -> Any:
-    """A sandbox of jinja2 with transformers' settings."""
+    """A jinja2 sandbox with transformers' settings."""
     from jinja2 import TemplateError, nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
@@ -160,7 +160,7 @@ def _environment() -> Any:
     from jinja2.utils import Namespace
 
     class GenerationTag(Extension):
-        """Accepts `{% generation %}` blocks, with which training marks an assistant's part."""
+        """Accepts `{% generation %}` blocks, which mark the assistant's part for training."""
 
         tags = {"generation"}  # noqa: RUF012 (the name and the type are jinja2's)
 
@@ -170,9 +170,9 @@ def _environment() -> Any:
             return nodes.Scope(body, lineno=line)
 
     class PlainNamespace(Namespace):
-        """Takes no attributes like those of Python's own objects."""
+        """A namespace that refuses names of Python's internal attributes."""
 
-        def __init__(*args: Any, **attributes: Any) -> None:  # one may be named `self`
+        def __init__(*args: Any, **attributes: Any) -> None:  # an attribute may be named `self`
             for name in dict(*args[1:], **attributes):
                 check_name(name)
             Namespace.__init__(*args, **attributes)
@@ -202,7 +202,7 @@ def _environment() -> Any:
 
 
 class _MakesDicts:
-    """`dict` to templates: makes them, and is no class."""
+    """The name `dict` in templates: it makes dicts but is not a class."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
         return dict(*args, **items)
@@ -218,7 +218,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which a prompt does not want."""
+    """The filter `tojson` without Jinja's HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,8 +1,7 @@
 """Turns text into token ids and back, and renders a model's chat templates.
 
-Owns everything that is a property of the vocabulary; knows nothing about weights, requests or
-engines. `transformers` is imported only for a folder without tokenizer.json: it costs over a
-second, where the `tokenizers` library alone costs hundredths.
+Owns everything about the vocabulary; knows no weights, requests or engines. Imports `transformers`
+only for a folder without tokenizer.json: that takes over a second, `tokenizers` a few hundredths.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
         template_seconds: float = RENDER_SECONDS,
     ) -> None:
-        """`special_tokens` maps names such as "eos_token" to texts, `chat_templates` names to
-        Jinja. template_seconds: a template may take so long for one text."""
+        """special_tokens: names such as "eos_token" to texts. chat_templates: names to Jinja code.
+        template_seconds: time limit of a template for one text."""
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         process = TemplateProcess(template_seconds)
         self._templates = {
             name: ChatTemplate(source, process) for name, source in (chat_templates or {}).items()
         }
-        # A file may ask for padding and truncation; ids must be those of the whole text.
+        # A tokenizer file may set padding and truncation; prompts need the ids of the whole text.
         backend.no_padding()
         backend.no_truncation()
 
@@ -58,8 +57,8 @@ class Tokenizer:
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja.
 
-        Raises ModelNotFoundError when there is no tokenizer at all, CorruptModelError for a damaged
-        file, ModelLoadError for one that cannot be read or converted.
+        Raises ModelNotFoundError if there is no tokenizer, CorruptModelError for a damaged file,
+        ModelLoadError for one that cannot be read or converted.
         """
         path = folder / "tokenizer.json"
         is_there = has_file(path)
@@ -75,8 +74,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of ids, added tokens included. A model's embedding may have more rows
-        (padding)."""
+        """Number of ids with added tokens. A model's embedding may have more rows (padding)."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -102,9 +100,9 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written in the text become their ids.
 
-        `add_special_tokens` adds what the model wants around a plain prompt (a BOS, say). Pass
-        False for the result of `apply_chat_template`: the template has written those tokens itself.
-        Raises InvalidPromptError if `text` is no string, holds a lone surrogate or cannot be
+        `add_special_tokens` adds the model's tokens around a plain prompt (such as BOS). Pass False
+        for the result of `apply_chat_template`, which already contains them.
+        Raises InvalidPromptError if `text` is not a string, has a lone surrogate or cannot be
         encoded with this vocabulary.
         """
         if not isinstance(text, str):
@@ -121,8 +119,7 @@ class Tokenizer:
             raise InvalidPromptError(f"the prompt cannot be encoded: {_text_of(error)}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`. Bytes that are no UTF-8 become U+FFFD; ids past the vocabulary,
-        nothing."""
+        """Text of `ids`. Invalid UTF-8 becomes U+FFFD; ids past the vocabulary are skipped."""
         try:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
@@ -133,7 +130,7 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` can work."""
+        """Whether the model has a chat template."""
         return bool(self._templates)
 
     def apply_chat_template(
@@ -142,7 +139,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **kwargs: Any,
     ) -> str:
-        """The conversation as one text, equal to transformers'
+        """Render a conversation as one text, like transformers'
         `apply_chat_template(tokenize=False)`.
 
         Each message has a `role` and a `content` string; `content` may be missing beside

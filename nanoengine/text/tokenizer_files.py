@@ -1,4 +1,4 @@
-"""What the files of a tokenizer say, read with suspicion."""
+"""Reads and checks the files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PROBE = "Ab 12\n\u00e9\u6f22\U0001f642"
 
 
 def read_eos_id(folder: Path) -> int | None:
-    """Id of the end-of-text token as the files in `folder` say, None without one.
+    """Id of the end-of-text token from the files in `folder`; None without one.
 
     Raises ModelLoadError for a damaged file.
     """
@@ -50,7 +50,7 @@ def read_eos_id(folder: Path) -> int | None:
 
 
 def _ids_by_text(path: Path, added: Any) -> dict[str, int]:
-    """Added tokens in either spelling: {"7": {"content": ...}} or [{"id": 7, "content": ...}]."""
+    """Ids of added tokens from {"7": {"content": ...}} or [{"id": 7, "content": ...}]."""
     pairs: list[tuple[Any, Any]]
     if isinstance(added, dict):
         pairs = list(added.items())
@@ -61,34 +61,34 @@ def _ids_by_text(path: Path, added: Any) -> dict[str, int]:
     for number, entry in pairs:
         text = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(text, str) or not re.fullmatch("[0-9]{1,10}", str(number)):
-            raise CorruptModelError(f"{path}: {shown(entry)} is no added token with an id")
+            raise CorruptModelError(f"{path}: {shown(entry)} is not an added token with an id")
         ids.setdefault(text, int(number))
     return ids
 
 
 def _special_token(path: Path, config: Mapping[str, Any], name: str) -> str | None:
-    """The text of the special token `name` in the object of file `path`, None without one.
+    """The text of the special token `name` in `config` from the file `path`; None without one.
 
-    Raises CorruptModelError if it is no text.
+    Raises CorruptModelError if it is not a string.
     """
     value = config.get(name)
     text = value.get("content") if isinstance(value, dict) else value
     if value is None:
         return None
     if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
-        raise CorruptModelError(f"{path}: {name!r} is {shown(value)}, which is no token's text")
+        raise CorruptModelError(f"{path}: {name!r} is {shown(value)}, which is not a token's text")
     return text
 
 
 def _let_interrupts_through(error: BaseException) -> None:
-    """Raise `error` again if it is no Exception, except for a panic of the library's Rust."""
+    """Raise `error` again if it is not an Exception, except for a panic of the Rust library."""
     is_panic = type(error).__module__ == "pyo3_runtime"
     if not is_panic and not isinstance(error, Exception):
         raise error
 
 
 def _text_of(error: BaseException) -> str:
-    """Errors of the library may quote a whole file."""
+    """The error's text, shortened because it may quote a whole file."""
     return str(error)[:MAX_REASON]
 
 
@@ -104,11 +104,12 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
-    """What would break at the first prompt breaks now. CorruptModelError if the library panics."""
+    """Encode and decode a text to find a broken tokenizer now. Raises CorruptModelError for a panic
+    of the library."""
     try:
         for skip_special_tokens in (True, False):
             backend.decode(backend.encode(PROBE).ids, skip_special_tokens)
-    except Exception as error:  # some vocabularies are closed: they say so of a text
+    except Exception as error:  # some vocabularies cannot encode every text
         logger.info("%s does not encode %r: %s", source, PROBE, _text_of(error))
     except BaseException as error:
         _let_interrupts_through(error)
@@ -116,12 +117,12 @@ def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
 
 
 def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
-    # transformers makes an empty tokenizer out of no file at all.
+    # Without any file transformers makes an empty tokenizer.
     if not any(has_file(folder / name) for name in ("vocab.json", "tokenizer.model")):
         raise ModelNotFoundError(
             f"{shown(str(folder))} has no tokenizer.json, tokenizer.model or vocab.json"
         )
-    # Only for old formats: the import costs over a second.
+    # Imported only for old formats: it takes over a second.
     from transformers import AutoTokenizer
 
     try:
@@ -141,7 +142,7 @@ def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Texts by name. What tokenizer_config.json says of a name counts, null included."""
+    """Texts by name. A name in tokenizer_config.json overrides the other file, even with null."""
     found: dict[str, str | None] = {}
     for file_name in ("special_tokens_map.json", "tokenizer_config.json"):
         path = folder / file_name
@@ -151,8 +152,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _chat_templates(folder: Path) -> dict[str, str]:
-    """Templates by name. A chat_template.jinja wins over tokenizer_config.json, as in
-    transformers."""
+    """Templates by name. As in transformers, chat_template.jinja overrides the other file."""
     path = folder / "chat_template.jinja"
     if has_file(path):
         try:

@@ -216,7 +216,11 @@ def test_freed_slots_are_poisoned(tiny: Tiny) -> None:
     driver.run([some_ids(random.Random(1), 40, 41)], greedy(4))
     driver.engine.device.synchronize()
     kv = driver.engine.kv
-    for pool in (kv.memory.pool, *kv.memory.offload.host._pieces._taken, kv.memory.offload.ring):
+    for pool in (
+        kv.memory.pool,
+        *kv.memory.offload.host._segments._allocated,
+        kv.memory.offload.ring,
+    ):
         assert pool.isnan().all()
     driver.engine.close()
 

@@ -237,7 +237,7 @@ def test_a_stop_stays_in_the_text_if_asked(llm: LLM) -> None:
         ({"logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
         ({"prompt_logprobs": -1}, "prompt_logprobs must be between"),
         ({"detokenize": 1}, "detokenize must be True or False"),
-        ({"detokenize": False, "stop": "x"}, "need detokenize"),
+        ({"detokenize": False, "stop": "x"}, "set detokenize=True"),
     ],
 )
 def test_a_value_out_of_range_is_named(asked: dict[str, Any], words: str) -> None:

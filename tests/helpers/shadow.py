@@ -534,10 +534,10 @@ def check_answer(seq: EngineSequence) -> None:
 
 
 def host_content(host: HostPool) -> Tensor:
-    """A copy of all pieces, [layers, blocks, 2, block_size, 1, 2]."""
-    pieces = range(host.num_pieces)
-    layers = range(NUM_LAYERS if pieces else 0)
-    whole = [torch.cat([host.piece(piece, layer) for piece in pieces]) for layer in layers]
+    """A copy of all segments, [layers, blocks, 2, block_size, 1, 2]."""
+    segments = range(host.num_segments)
+    layers = range(NUM_LAYERS if segments else 0)
+    whole = [torch.cat([host.segment(segment, layer) for segment in segments]) for layer in layers]
     return torch.stack(whole) if whole else torch.empty(0)
 
 

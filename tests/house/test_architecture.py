@@ -61,11 +61,13 @@ Rule = Callable[[str, ast.Module], Iterator[str]]
 def check_package(folder: Path) -> list[str]:
     """Every violation in the package at `folder`, each beginning with the file's name."""
     found: list[str] = []
+    trees: dict[str, ast.Module] = {}
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).with_suffix("").as_posix()
         source = path.read_text(encoding="utf-8")
         found += [f"{name}.py: {text}" for text in check_file(name, source)]
-    return found
+        trees[name] = ast.parse(source)
+    return found + list(public_docstrings(trees))
 
 
 def check_file(name: str, source: str) -> Iterator[str]:
@@ -168,6 +170,48 @@ def short_functions(_: str, tree: ast.Module) -> Iterator[str]:
 def module_docstring(_: str, tree: ast.Module) -> Iterator[str]:
     if not ast.get_docstring(tree):
         yield "has no docstring: say what it owns and what it does not know"
+
+
+def public_docstrings(trees: dict[str, ast.Module]) -> Iterator[str]:
+    """Public functions and methods without a docstring, over all files of the package.
+
+    A method needs none if a Protocol or base class has a documented one of its name; a Protocol's
+    bare declaration (`...`) needs none if any class has that, or a field of its name.
+    """
+    classes = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    bases = {base for node in classes for base in base_names(node)}
+    anywhere = {name for node in classes for name in documented_methods(node) | field_names(node)}
+    inherited = {
+        name
+        for node in classes
+        if node.name in bases or "Protocol" in base_names(node)
+        for name in documented_methods(node)
+    }
+    for file, tree in trees.items():
+        public = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name[0] != "_"]
+        for owner in (tree, *public):
+            for node in functions_of(owner):
+                documented = anywhere if ast.unparse(node.body) == "..." else inherited
+                is_inherited = isinstance(owner, ast.ClassDef) and node.name in documented
+                if node.name[0] != "_" and not ast.get_docstring(node) and not is_inherited:
+                    yield f"{file}.py: line {node.lineno}: {node.name} has no docstring"
+
+
+def functions_of(owner: ast.Module | ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [n for n in owner.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def documented_methods(node: ast.ClassDef) -> set[str]:
+    return {function.name for function in functions_of(node) if ast.get_docstring(function)}
+
+
+def field_names(node: ast.ClassDef) -> set[str]:
+    return {ast.unparse(n.target) for n in node.body if isinstance(n, ast.AnnAssign)}
+
+
+def base_names(node: ast.ClassDef) -> set[str]:
+    """Names of the base classes, without modules and type parameters."""
+    return {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
 
 
 def public_names(name: str, tree: ast.Module) -> Iterator[str]:
@@ -317,6 +361,9 @@ def test_a_lawful_package_has_no_violations(tmp_path: Path) -> None:
         attention__select="from nanoengine.kernels import cpu_kernels\nimport torch\n",
         kv__kv_cache="import nanoengine.kv.offload\nfrom nanoengine import context\n",
         loading__loader="f(trust_remote_code=False)\n",
+        devices__device="class D(Protocol):\n    def f(self): 'Doc.'\n    def g(self): ...\n",
+        devices__cpu="class C:\n    def f(self): pass\n    def g(self): 'Doc.'\n",
+        devices__b="class B:\n    def k(self): 'Doc.'\nclass A(B):\n    def k(self): pass\n",
         llm="import nanoengine.engine.llm_engine\n",
         __init__=(
             "from nanoengine.llm import LLM\n"
@@ -338,7 +385,7 @@ def test_a_lawful_package_has_no_violations(tmp_path: Path) -> None:
         ("models__quant", "from . import layers", "imports a relative name"),
         (
             "startup__probe",
-            "def f():\n    import nanoengine.engine.model_runner",
+            "def _f():\n    import nanoengine.engine.model_runner",
             "startup may not import engine",
         ),
         (
@@ -354,7 +401,7 @@ def test_a_lawful_package_has_no_violations(tmp_path: Path) -> None:
             "__init__ may not import loading",
         ),
         ("utils", "", "has no place in the import law"),
-        ("devices__a", "def f():\n    global x, y\n    x = 1", "line 3: global x, y"),
+        ("devices__a", "def _f():\n    global x, y\n    x = 1", "line 3: global x, y"),
         ("config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING: ...", "TYPE_CHECKING"),
         ("config", "import typing\nif typing.TYPE_CHECKING: ...", "TYPE_CHECKING"),
         ("config", "import pickle", "pickle can run code"),
@@ -362,8 +409,16 @@ def test_a_lawful_package_has_no_violations(tmp_path: Path) -> None:
         ("config", "import torch\nx = torch.load('f')", "torch.load can run code"),
         ("config", "from torch import load", "torch.load can run code"),
         ("config", "f(trust_remote_code=x)", "trust_remote_code may only be False"),
-        ("config", "def f():\n" + "    x = 1\n" * 61, "f has 61 lines, the limit is 60"),
+        ("config", "def _f():\n" + "    x = 1\n" * 61, "_f has 61 lines, the limit is 60"),
         ("config", "x = 1\n" * 600, "601 lines, the limit is 600"),
+        ("config", "def f(): ...", "line 2: f has no docstring"),
+        ("config", "class A:\n    async def f(self): ...", "line 3: f has no docstring"),
+        (
+            "config",
+            "class A:\n    def f(self): 'Doc.'\nclass B:\n    def f(self): pass",
+            "line 5: f",
+        ),
+        ("config", "class A(Protocol):\n    def f(self): ...", "line 3: f has no docstring"),
         ("__init__", "x = 1", "has no literal __all__"),
         ("__init__", "x = 1\n__all__ = []", "__all__ lacks x"),
         ("__init__", "__all__ = ['x']", "__all__ names x, which nothing defines"),

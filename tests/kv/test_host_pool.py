@@ -1,4 +1,4 @@
-"""Host memory comes in pieces, in the background; no copy spans two, and a shortage is named."""
+"""Host memory comes in segments, in the background; no copy spans two, and a shortage is named."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from nanoengine.devices.cpu import CpuDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.kv import host_pool
-from nanoengine.kv.host_pool import HostPool, piece_sizes
+from nanoengine.kv.host_pool import HostPool, segment_sizes
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 GIB, MIB = 1 << 30, 1 << 20
 
 
 class SlowDevice(CpuDevice):
-    """Hands out memory only while the gate is open; fails at piece `fails_at`."""
+    """Hands out memory only while the gate is open; fails at segment `fails_at`."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__(2)
@@ -42,10 +42,10 @@ class SlowDevice(CpuDevice):
 
 
 @pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of two blocks of the pools below (64 bytes a block)."""
-    monkeypatch.setattr(host_pool, "LARGEST_PIECE", 150)
-    monkeypatch.setattr(host_pool, "SMALLEST_PIECE", 150)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of two blocks of the pools below (64 bytes a block)."""
+    monkeypatch.setattr(host_pool, "LARGEST_SEGMENT", 150)
+    monkeypatch.setattr(host_pool, "SMALLEST_SEGMENT", 150)
 
 
 def make_pool(device: CpuDevice, num_blocks: int = 7) -> HostPool:
@@ -55,8 +55,10 @@ def make_pool(device: CpuDevice, num_blocks: int = 7) -> HostPool:
 
 @settings(derandomize=True)
 @given(st.integers(1, 5000), st.sampled_from([1 << 10, 5898240, 100 * MIB, 3 * GIB]))
-def test_pieces_hold_all_blocks_and_are_not_rounded_up_to_twice_the_size(n: int, size: int) -> None:
-    sizes = piece_sizes(n, size)
+def test_segments_hold_all_blocks_and_are_not_rounded_up_to_twice_the_size(
+    n: int, size: int
+) -> None:
+    sizes = segment_sizes(n, size)
     assert sum(sizes) == n and min(sizes) > 0
     assert sizes == sorted(sizes, reverse=True)
     taken = sum(1 << (blocks * size - 1).bit_length() for blocks in sizes)  # rounded up to 2^k
@@ -65,16 +67,16 @@ def test_pieces_hold_all_blocks_and_are_not_rounded_up_to_twice_the_size(n: int,
         assert taken <= 1.15 * n * size
 
 
-def test_every_slot_lies_in_one_piece(small_pieces: None) -> None:
+def test_every_slot_lies_in_one_segment(small_segments: None) -> None:
     pool = make_pool(CpuDevice(2))
-    assert pool.num_pieces == 4
+    assert pool.num_segments == 4
     assert [pool.locate(slot) for slot in range(7)] == [(slot // 2, slot % 2) for slot in range(7)]
     pool.close()
 
 
-def test_no_copy_spans_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_pool, "LARGEST_PIECE", 200)
-    monkeypatch.setattr(host_pool, "SMALLEST_PIECE", 100)
+def test_no_copy_spans_two_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "LARGEST_SEGMENT", 200)
+    monkeypatch.setattr(host_pool, "SMALLEST_SEGMENT", 100)
     pool = make_pool(CpuDevice(2), 10)
     assert [pool.locate(slot)[0] for slot in range(10)] == [0] * 3 + [1] * 3 + [2] * 3 + [3]
     for slot in range(10):
@@ -87,7 +89,7 @@ def test_no_copy_spans_two_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.close()
 
 
-def test_start_up_does_not_wait_and_readers_wait_for_their_piece(small_pieces: None) -> None:
+def test_start_up_does_not_wait_and_readers_wait_for_their_segment(small_segments: None) -> None:
     device = SlowDevice()
     pool = make_pool(device)
     read = threading.Thread(target=lambda: pool.block(0, 3).fill_(1.0))
@@ -100,7 +102,7 @@ def test_start_up_does_not_wait_and_readers_wait_for_their_piece(small_pieces: N
     pool.close()
 
 
-def test_closing_takes_no_more_pieces(small_pieces: None) -> None:
+def test_closing_takes_no_more_segments(small_segments: None) -> None:
     device = SlowDevice()
     pool = make_pool(device)
     threading.Timer(0.05, device.gate.set).start()
@@ -110,7 +112,7 @@ def test_closing_takes_no_more_pieces(small_pieces: None) -> None:
         pool.block(0, 0)
 
 
-def test_a_shortage_names_the_setting(small_pieces: None) -> None:
+def test_a_shortage_names_the_setting(small_segments: None) -> None:
     device = SlowDevice(fails_at=2)
     device.gate.set()
     pool = make_pool(device)
@@ -123,7 +125,7 @@ def test_a_shortage_names_the_setting(small_pieces: None) -> None:
 
 
 @pytest.mark.parametrize("mode", ["stream", "in_place"])
-def test_an_engine_over_many_pieces_gives_the_same_tokens(
+def test_an_engine_over_many_segments_gives_the_same_tokens(
     tiny: Callable[[str], Path], mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tiny("qwen3")
@@ -138,13 +140,13 @@ def test_an_engine_over_many_pieces_gives_the_same_tokens(
         "dtype": "float32",
         "device": "cpu",
     }
-    piece_bytes = int(host_gib(path, 3, 4) * GIB)  # three blocks, so that runs cross pieces
-    monkeypatch.setattr(host_pool, "LARGEST_PIECE", piece_bytes)
-    monkeypatch.setattr(host_pool, "SMALLEST_PIECE", piece_bytes)
+    segment_bytes = int(host_gib(path, 3, 4) * GIB)  # three blocks, so that runs cross segments
+    monkeypatch.setattr(host_pool, "LARGEST_SEGMENT", segment_bytes)
+    monkeypatch.setattr(host_pool, "SMALLEST_SEGMENT", segment_bytes)
     driver = Driver(LLMEngine(path, **settings))
     rng = random.Random(3)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in (70, 41, 9)]
-    assert driver.engine.kv.memory.offload.host.num_pieces == 20
+    assert driver.engine.kv.memory.offload.host.num_segments == 20
     assert token_ids(driver.run(prompts, GREEDY)) == [expected(path, p, 6) for p in prompts]
     assert driver.engine.kv.counters.h2d_bytes == driver.audit.h2d_bytes
     driver.engine.close()

@@ -353,7 +353,7 @@ def test_twice_the_tokens_fit_and_the_plan_says_lossy(tiny: Tiny) -> None:
     exact, lossy = (engine.plan.kv for engine in engines)
     assert lossy.num_host_blocks == pytest.approx(1.6 * exact.num_host_blocks, abs=2)
     assert (lossy.num_blocks, lossy.block_bytes) == (exact.num_blocks, exact.block_bytes)
-    pieces = engines[1].kv.memory.offload.host._pieces._taken
+    pieces = engines[1].kv.memory.offload.host._segments._allocated
     assert sum(p.nbytes for p in pieces) == lossy.num_host_blocks * lossy.host_block_bytes
     assert engines[1].kv.memory.offload.ring.nbytes == lossy.ring_bytes > 0
     host_line = next(line for line in str(engines[1].plan).splitlines() if "KV host" in line)

@@ -179,13 +179,13 @@ class CollidingDigests:
 
 
 def small_pieces(piece_blocks: int) -> Callable[[int, int], list[int]]:
-    """Stands in for piece_sizes."""
+    """Stands in for segment_sizes."""
 
-    def piece_sizes(num_blocks: int, block_bytes: int) -> list[int]:
+    def segment_sizes(num_blocks: int, block_bytes: int) -> list[int]:
         starts = range(0, num_blocks, piece_blocks)
         return [min(piece_blocks, num_blocks - start) for start in starts]
 
-    return piece_sizes
+    return segment_sizes
 
 
 class Machine(RuleBasedStateMachine):
@@ -209,7 +209,7 @@ class Machine(RuleBasedStateMachine):
             digests = CollidingDigests(self.shape.digests, self.tally)
             self.patches.enter_context(mock.patch.object(block_manager, "chain_digest", digests))
         pieces = small_pieces(self.shape.piece_blocks)
-        self.patches.enter_context(mock.patch.object(host_pool, "piece_sizes", pieces))
+        self.patches.enter_context(mock.patch.object(host_pool, "segment_sizes", pieces))
         self.engine = self.shape.make()
         self.engine.kv.admit = self.counting(self.engine.kv.admit)
         self.add(wanted)

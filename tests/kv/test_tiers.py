@@ -293,9 +293,8 @@ def test_closing_in_the_middle_of_transfers_frees_everything(
     driver.engine.close()
     assert not any(worker.is_alive() for worker in workers)
     offload = kv.memory.offload
-    assert (
-        not offload.host._pieces._taken and not kv.memory.pool.numel() and not offload.ring.numel()
-    )
+    assert not offload.host._segments._allocated
+    assert not kv.memory.pool.numel() and not offload.ring.numel()
     driver.engine.close()
     again = make_driver(path)
     assert token_ids(again.run([some_ids(0, 9)], greedy(3)))[0] == expected(path, some_ids(0, 9), 3)

@@ -102,8 +102,8 @@ def test_a_text_begins_as_transformers_lets_it(llm: LLM, folder: Path, text: str
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"tokenize": True}, "'tokenize' is no variable"),
-        ({"chat_template": "x"}, "'chat_template' is no variable"),
+        ({"tokenize": True}, "'tokenize' is not a variable"),
+        ({"chat_template": "x"}, "'chat_template' is not a variable"),
         ({"messages": []}, "may not hold 'messages'"),
         ({"self": 1}, "may not hold 'self'"),
         ({1: 2}, "must be a dict"),

@@ -1,0 +1,35 @@
+"""Parts that the reports of all benchmarks share."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+
+import torch
+
+import nanoengine
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Versions behind a report's figures, with those of `packages` (None: not installed)."""
+    found: dict[str, str | None] = {
+        "nanoengine": nanoengine.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def first_difference(ids: Sequence[int], other: Sequence[int] | None) -> int | None:
+    """The first position at which two sequences differ; None if equal or if `other` is None."""
+    if other is None or list(ids) == list(other):
+        return None
+    pairs = enumerate(zip(ids, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(ids), len(other)))
