@@ -68,11 +68,10 @@ def _measure(args: argparse.Namespace, make_llm: Callable[..., LLM], method: str
     }
     with make_llm(args, **settings) as llm:
         engine = llm.llm_engine
-        assert engine._runner is not None
         row: Row = {"method": method, "prefill_tokens_per_s": _prefill(args, llm)}
         for batch in BATCHES:
             lengths = [args.context] * batch
-            times = time_steps(engine._runner, engine.kv, engine.device, lengths)
+            times = time_steps(engine.runner, engine.kv, engine.device, lengths)
             row[f"decode_tokens_per_s_{batch}"] = rounded(batch / statistics.median(times))
         row["peak_mib"] = rounded(engine.device.peak_memory_mib())
         row["weight_mib"] = rounded(engine.plan.weight_bytes / (1 << 20))

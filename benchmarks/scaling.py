@@ -50,8 +50,7 @@ def scaling(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
 
 def _row(llm: LLM, model: Model, batch: int, context: int) -> Row:
     engine = llm.llm_engine
-    assert engine._runner is not None
-    times = time_steps(engine._runner, engine.kv, engine.device, [context] * batch)
+    times = time_steps(engine.runner, engine.kv, engine.device, [context] * batch)
     row: Row = {"batch": batch, "context": context, "tokens_per_s": None}
     if not times:
         return row

@@ -85,6 +85,15 @@ class TransferError(RequestError, RuntimeError):
 class LogitsError(RequestError, ArithmeticError):
     """The model computed logits that are no numbers, or left no token to choose."""
 
+    @classmethod
+    def for_token(cls, position: int) -> LogitsError:
+        """No token at this position can be chosen by its logits."""
+        return cls(
+            f"the model's logits for token {position} of this request are no finite numbers, or "
+            "leave no token to choose: its weights may be damaged, or too large for their dtype "
+            '(try dtype="float32")'
+        )
+
 
 class EngineClosedError(EngineError, RuntimeError):
     """The engine was closed."""

@@ -188,7 +188,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self.llm_engine.tokenizer
+        return self.llm_engine.inputs.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer (vLLM's name)."""
@@ -201,7 +201,7 @@ class LLM:
 
         Raises CorruptModelError for values out of range.
         """
-        return self.llm_engine.model_sampling_params()
+        return self.llm_engine.inputs.model_sampling_params()
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached KV that no running request uses."""

@@ -112,59 +112,80 @@ class TokenHistory:
         self.output[token_id] = self.output.get(token_id, 0) + 1
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One request: its tokens, how many of them have their KV computed, and how it ended.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for: one completion of a prompt.
 
-    token_ids grows from the prompt by every sampled token. `num_computed` tokens have KV; the step
-    computes the next ones. At the first admission `num_cached` of them were found in the prefix
-    cache, `num_cached_on_host` of these on the host only; sequences with another `cache_salt` find
-    none of its KV. A sequence with stop strings carries a `text_stream`; `text` is set when a stop
-    string cut it, `error` when it failed. `guesser` is there for speculation, `history` for
-    penalties; `bad_words` are what its output may not contain, as tokens. `scores` and
-    `prompt_scores` (of the tokens from the prompt's second on) grow where they were asked for.
-    Completion `index` > 0 of a request takes the KV of its prompt from completion 0, its `source`.
-    A beam has `num_candidates`: so many of the likeliest tokens are scored, and it pauses after
-    each token, which whoever searches may change.
+    seed: of its random numbers. stop_token_ids: tokens that end it. max_total_tokens: prompt and
+    completion. prompt: the text, where there was one. cache_salt: cached KV is shared between equal
+    salts only. bad_words: what the output may not contain, as tokens. index: which completion of
+    the prompt. num_candidates: of a beam, how many of the likeliest tokens are scored; it pauses
+    after each token, which the search may change. 0: no beam.
     """
 
-    seq_id: int
-    token_ids: list[int]
-    num_prompt_tokens: int
     params: SamplingParams
     seed: int
     stop_token_ids: frozenset[int]
     max_total_tokens: int
-    metrics: RequestMetrics
     prompt: str | None = None
     cache_salt: str = ""
-    status: SequenceStatus = SequenceStatus.WAITING
-    num_computed: int = 0
-    num_cached: int = 0
-    num_cached_on_host: int = 0
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    error: RequestError | None = None
-    text: str | None = None
-    text_stream: TextStream | None = None
-    guesser: Guesser | None = None
-    history: TokenHistory | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     index: int = 0
-    source: Sequence | None = None
     num_candidates: int = 0
-    scores: list[TokenScore] = field(default_factory=list)
-    prompt_scores: list[TokenScore] = field(default_factory=list)
-
-    @property
-    def is_finished(self) -> bool:
-        """True once it has ended, however."""
-        return self.status is SequenceStatus.FINISHED
 
     @property
     def num_likeliest(self) -> int | None:
         """How many likely tokens are scored beside each of the output; None: no scores."""
         return self.num_candidates or self.params.logprobs
+
+
+@dataclass(slots=True)
+class SequenceOutput:
+    """What came out of a sequence, beside its tokens.
+
+    text: set when a stop string cut it. text_stream: turns tokens into text as they come, where
+    that is needed. scores, prompt_scores: of its tokens and of the prompt's from the second on,
+    where asked for. error: why it failed.
+    """
+
+    text: str | None = None
+    text_stream: TextStream | None = None
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: RequestError | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Where a request stands: its tokens, and how many of them have their KV computed.
+
+    token_ids grows from the prompt by every sampled token. `num_computed` tokens have KV; the step
+    computes the next ones. At the first admission `num_cached` of them were found in the prefix
+    cache, `num_cached_on_host` of these on the host only. prompt_owner: the sequence whose prompt
+    this one shares: completion 0 of its request, or the beam that it was forked from. guesser: for
+    speculation; history: for penalties.
+    """
+
+    seq_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    request: Request
+    metrics: RequestMetrics
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0
+    num_cached: int = 0
+    num_cached_on_host: int = 0
+    prompt_owner: Sequence | None = None
+    guesser: Guesser | None = None
+    history: TokenHistory | None = None
+    output: SequenceOutput = field(default_factory=SequenceOutput)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once it has ended, however."""
+        return self.status is SequenceStatus.FINISHED
 
     @property
     def num_tokens(self) -> int:
@@ -192,69 +213,65 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     def fork(self, seq_id: int, token_id: int) -> Sequence:
-        """The same tokens, the last of them changed: it takes the KV of the others from this one,
-        or computes it where that is gone.
+        """A sequence with the same tokens but for the last one. It shares the KV of the others, or
+        computes it where that is gone.
         """
         num_shared = self.num_tokens - 1
         return Sequence(
             seq_id=seq_id,
             token_ids=[*self.token_ids[:num_shared], token_id],
             num_prompt_tokens=num_shared,
-            params=self.params,
-            seed=self.seed,
-            stop_token_ids=self.stop_token_ids,
-            max_total_tokens=self.max_total_tokens,
+            request=self.request,
             metrics=RequestMetrics(self.metrics.arrival_time),
-            cache_salt=self.cache_salt,
-            source=self,
-            num_candidates=self.num_candidates,
+            prompt_owner=self,
         )
 
     def append(self, token_id: int) -> None:
         """Add a sampled token and end the sequence if it, the text or the length says so."""
+        request, stream = self.request, self.output.text_stream
         self.token_ids.append(token_id)
         if self.history is not None:
             self.history.add(token_id)
-        may_stop = self.num_output_tokens > self.params.min_tokens
-        is_stopped = may_stop and token_id in self.stop_token_ids
-        is_last = is_stopped or self.num_tokens >= self.max_total_tokens
-        if self.text_stream is not None:
-            new = self.text_stream.add(token_id)
+        may_stop = self.num_output_tokens > request.params.min_tokens
+        is_stopped = may_stop and token_id in request.stop_token_ids
+        is_last = is_stopped or self.num_tokens >= request.max_total_tokens
+        if stream is not None:
+            new = stream.add(token_id)
             if is_last:
-                new += self.text_stream.flush()  # half a code point may be a stop string, too
-            if may_stop and new and self._stop_string_found(self.text_stream.text, new):
+                new += stream.flush()  # half a code point may be a stop string, too
+            if may_stop and new and self._ends_at_stop_string(stream.text, new):
                 return
         if is_stopped:
-            self.finish("stop", token_id if token_id in self.params.stop_ids else None)
+            self.finish("stop", token_id if token_id in request.params.stop_ids else None)
         elif is_last:
             self.finish("length")
 
-    def _stop_string_found(self, text: str, new: str) -> bool:
-        """End the sequence where its text, `new` the last of it, has a stop string."""
-        hits = []
-        for stop in self.params.stop_strings:
+    def _ends_at_stop_string(self, text: str, new: str) -> bool:
+        """End the sequence where its text has a stop string; `new` is the last part of the text."""
+        params, hits = self.request.params, []
+        for stop in params.stop_strings:
             at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
             if at >= 0:
                 hits.append((at, stop))
         if not hits:
             return False
         at, stop = min(hits)
-        end = at + len(stop) if self.params.include_stop_str_in_output else at
-        self.text = text[:end]
+        end = at + len(stop) if params.include_stop_str_in_output else at
+        self.output.text = text[:end]
         self.finish("stop", stop)
         return True
 
     def fail(self, error: RequestError) -> None:
         """End the sequence by an error."""
-        self.error = error
+        self.output.error = error
         self.finish("error")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the sequence; the first reason stays."""
         if not self.is_finished:
             self.status = SequenceStatus.FINISHED
-            self.finish_reason = reason
-            self.stop_reason = stop_reason
+            self.output.finish_reason = reason
+            self.output.stop_reason = stop_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,9 +302,8 @@ class ScheduledSequence:
         return 1 + len(self.guesses) if self.samples else 0
 
     def accepted(self, sampled: list[int]) -> list[int]:
-        """Of the tokens sampled, those that follow what is so: up to the first that was guessed
-        wrong, and with it. As each token is drawn by (seed, position), they are what one token a
-        step would give.
+        """The sampled tokens up to and including the one in place of the first wrong guess. As each
+        token is drawn by (seed, position), they are what one token a step would give.
         """
         right = 0
         while right < len(self.guesses) and sampled[right] == self.guesses[right]:

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from nanoengine.config import GIB
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes
-from nanoengine.sequence import Admission, Sequence, SequenceStatus
+from nanoengine.sequence import Admission, SequenceStatus
 from nanoengine.startup.probe import PROBE_ID, fill_random, probe_sequence
 
 LLAMA_8B = {
@@ -170,7 +170,10 @@ def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
     """Running requests with KV of random numbers; with offload, all on the host at first: the first
     step brings what fits to the device.
     """
-    seqs = [_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
+    seqs = [  # each has its first token, and no end
+        probe_sequence(PROBE_ID - i, num_tokens, num_prompt=num_tokens - 1)
+        for i, num_tokens in enumerate(lengths)
+    ]
     made.kv.reset_budget()
     for seq in seqs:
         assert made.kv.admit(seq) is Admission.ADMITTED
@@ -182,12 +185,6 @@ def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
     finally:
         made.scheduler.abort(seq.seq_id for seq in seqs)
         made.step()
-
-
-def _sequence(seq_id: int, num_tokens: int) -> Sequence:
-    """One that has its first token, and no end."""
-    seq = probe_sequence(seq_id, num_tokens)
-    return replace(seq, num_prompt_tokens=num_tokens - 1, max_total_tokens=1 << 30)
 
 
 def time_decode(made: LLMEngine, lengths: list[int], num_steps: int) -> tuple[float, float]:
@@ -571,7 +568,7 @@ def _needles(folder: Path, scale: Scale, num: int, length: int, dtype: str) -> R
         "max_model_len": length + 16,
     }
     with running(folder, scale, **settings) as made:
-        samples = induction_samples(made.tokenizer, length, num, seed=0)
+        samples = induction_samples(made.inputs.tokenizer, length, num, seed=0)
         params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
         ids: dict[int | str, Sample] = {}
         for sample in samples:

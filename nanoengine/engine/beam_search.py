@@ -14,7 +14,7 @@ from typing import Any, Self
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.outputs import BeamSearchOutput, BeamSearchSequence
-from nanoengine.sampling_params import BeamSearchParams
+from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.sequence import Sequence
 
 
@@ -61,8 +61,8 @@ class BeamSearch:
         self._params = params
         self._eos_token_ids = eos_token_ids
         self._num_prompt = first.num_prompt_tokens
-        self._max_tokens = first.max_total_tokens - first.num_prompt_tokens
-        self._prompt = first.prompt
+        self._max_tokens = first.request.max_total_tokens - first.num_prompt_tokens
+        self._prompt = first.request.prompt
         self._prompt_token_ids = list(first.token_ids)
         self._live = [_Beam(first, 0.0)]
         self._ended: list[BeamSearchSequence] = []
@@ -81,13 +81,14 @@ class BeamSearch:
 
     def advance(self) -> None:
         """Call after each engine step: when every live beam has its token, choose the next ones."""
-        self._error = next((beam.seq.error for beam in self._live if beam.seq.error), None)
+        errors = (beam.seq.output.error for beam in self._live)
+        self._error = next(filter(None, errors), None)
         if self._error is not None:
             self.close()
-        elif all(beam.seq.scores for beam in self._live):
+        elif all(beam.seq.output.scores for beam in self._live):
             self._choose()
         else:
-            self._forget_sources(self._live)
+            self._forget_owners(self._live)
 
     def close(self) -> None:
         """Free what the live beams hold; closing twice is fine."""
@@ -97,11 +98,11 @@ class BeamSearch:
     def _choose(self) -> None:
         width, parents = self._params.beam_width, self._live
         ranked = nlargest(
-            parents[0].seq.num_candidates,
+            parents[0].seq.request.num_candidates,
             (
                 _Candidate(beam.logprob + logprob, beam, token_id)
                 for beam in parents
-                for token_id, logprob in beam.seq.scores.pop().likeliest
+                for token_id, logprob in beam.seq.output.scores.pop().likeliest
             ),
             key=lambda candidate: candidate.logprob,
         )
@@ -121,7 +122,7 @@ class BeamSearch:
         token_ids = candidate.token_ids[self._num_prompt :]
         is_stopped = candidate.token_id in self._eos_token_ids
         return BeamSearchSequence(
-            self._engine.decode(token_ids[:-1] if is_stopped else token_ids),
+            self._engine.outputs.decode(token_ids[:-1] if is_stopped else token_ids),
             token_ids,
             self._score(candidate.logprob, num_tokens),
             candidate.logprob,
@@ -149,7 +150,8 @@ class BeamSearch:
         for candidate in candidates:
             seq, token_id = candidate.parent.seq, candidate.token_id
             if seq.seq_id in chosen:
-                live.append(_Beam(self._engine.fork(seq, token_id), candidate.logprob))
+                fork = seq.fork(self._engine.inputs.next_id(), token_id)
+                live.append(_Beam(fork, candidate.logprob))
             else:
                 seq.token_ids[-1] = token_id
                 live.append(_Beam(seq, candidate.logprob))
@@ -157,15 +159,15 @@ class BeamSearch:
         self._end([beam for beam in self._live if beam.seq.seq_id not in chosen])
         self._live = live
         forks = [beam for beam in live if beam.seq.seq_id not in chosen]
-        self._forget_sources([*chosen.values()])
+        self._forget_owners([*chosen.values()])
         self._engine.scheduler.resume(beam.seq for beam in [*chosen.values(), *forks])
 
-    def _forget_sources(self, beams: list[_Beam]) -> None:
+    def _forget_owners(self, beams: list[_Beam]) -> None:
         """A fork shares the KV of its source if both run in the same step. Later the source's KV
         may be evicted during the fork's admission, so the fork must use the prefix cache.
         """
         for beam in beams:
-            beam.seq.source = None
+            beam.seq.prompt_owner = None
 
     def _end(self, beams: list[_Beam]) -> None:
         if beams:
@@ -196,9 +198,13 @@ class BeamSearches:
         self, prompt: str | list[int], text: str | None = None, cache_salt: str | None = None
     ) -> BeamSearch:
         """Queue a prompt. Raises as LLMEngine.add_request."""
-        first = self._engine.add_beam(
-            prompt, self._num_candidates, self._params.max_tokens, text, cache_salt
+        self._engine.check_open()
+        max_tokens, width = self._params.max_tokens, self._num_candidates
+        params = SamplingParams(0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        (first,) = self._engine.inputs.sequences(
+            prompt, params, text, cache_salt, num_candidates=width
         )
+        self._engine.scheduler.add(first)
         self._open.append(BeamSearch(self._engine, first, self._params, self._eos_token_ids))
         return self._open[-1]
 

@@ -12,12 +12,14 @@ from itertools import count
 
 import xxhash
 
-from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.config import EngineConfig
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
+from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import RequestMetrics, Sequence, TokenHistory
+from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutput, TokenHistory
 from nanoengine.startup.memory_plan import MemoryPlan
+from nanoengine.startup.parts import Parts
 from nanoengine.text.detokenizer import IncrementalDetokenizer
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -31,25 +33,19 @@ class _Prompt:
     text: str | None
     salt: str
     is_streamed: bool
+    num_candidates: int
 
 
 class InputProcessor:
     """Makes the sequences of requests. Ids count up and are never reused."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        plan: MemoryPlan,
-        tokenizer: Tokenizer | None,
-        default_params: SamplingParams,
-    ) -> None:
-        """default_params: used for requests without parameters."""
+    def __init__(self, config: EngineConfig, plan: MemoryPlan, parts: Parts) -> None:
         self._config = config
-        self._model_config = model_config
         self._plan = plan
-        self._tokenizer = tokenizer
-        self._default_params = default_params
+        self._model_config = parts.model.config
+        self._tokenizer = parts.tokenizer
+        self._folder = parts.folder
+        self.default_params = parts.default_params  # of requests without parameters
         self._ids = count()
 
     @property
@@ -62,6 +58,10 @@ class InputProcessor:
             )
         return self._tokenizer
 
+    def model_sampling_params(self) -> SamplingParams:
+        """Those of the model's generation_config.json. Raises CorruptModelError."""
+        return read_sampling_params(self._folder)
+
     def next_id(self) -> int:
         """The id of a new sequence."""
         return next(self._ids)
@@ -73,20 +73,23 @@ class InputProcessor:
         prompt_text: str | None,
         cache_salt: str | None,
         is_streamed: bool = False,
+        num_candidates: int = 0,
     ) -> list[Sequence]:
         """The sequences of a request's completions; the first one owns the prompt.
 
-        is_streamed: text is needed while it is generated. Raises InvalidPromptError,
+        is_streamed: text is needed while it is generated. num_candidates: of a beam, see
+        sequence.Request. Raises InvalidPromptError,
         InvalidParamsError or PromptTooLongError.
         """
         if params is None:
-            params = self._default_params
+            params = self.default_params
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError(f"expected SamplingParams, got {type(params).__name__}")
         token_ids = self.encode(prompt) if isinstance(prompt, str) else self._checked_ids(prompt)
         limit = self._check_length(len(token_ids), params)
         text = prompt if isinstance(prompt, str) else prompt_text
-        asked = _Prompt(token_ids, limit, text, _checked_salt(cache_salt), is_streamed)
+        salt = _checked_salt(cache_salt)
+        asked = _Prompt(token_ids, limit, text, salt, is_streamed, num_candidates)
         first = self._sequence(asked, params)
         seqs = [first]
         for index in range(1, params.n):
@@ -104,33 +107,43 @@ class InputProcessor:
         prompt: _Prompt,
         params: SamplingParams,
         index: int = 0,
-        source: Sequence | None = None,
+        prompt_owner: Sequence | None = None,
     ) -> Sequence:
         seq_id = self.next_id()
-        guesses = self._config.num_guesses and not params.follows_history
-        seq = Sequence(
+        guesses = self._config.num_guesses and not (params.follows_history or prompt.num_candidates)
+        eos = () if params.ignore_eos else self._model_config.eos_token_ids
+        request = Request(
+            params=params,
+            seed=self._request_seed(seq_id) if params.seed is None else params.seed,
+            stop_token_ids=frozenset(params.stop_ids) | frozenset(eos),
+            max_total_tokens=prompt.limit,
+            prompt=prompt.text,
+            cache_salt=prompt.salt,
+            bad_words=self._bad_words(params),
+            index=index,
+            num_candidates=prompt.num_candidates,
+        )
+        self._check_choice(request)
+        return Sequence(
             seq_id=seq_id,
             token_ids=list(prompt.token_ids),
             num_prompt_tokens=len(prompt.token_ids),
-            params=params,
-            seed=self._request_seed(seq_id) if params.seed is None else params.seed,
-            stop_token_ids=frozenset(params.stop_ids)
-            | frozenset(() if params.ignore_eos else self._model_config.eos_token_ids),
-            max_total_tokens=prompt.limit,
+            request=request,
             metrics=RequestMetrics(time.perf_counter()),
-            prompt=prompt.text,
-            cache_salt=prompt.salt,
-            index=index,
-            source=source,
+            prompt_owner=prompt_owner,
             guesser=PromptLookup() if guesses else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
-            bad_words=self._bad_words(params),
+            output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),
         )
-        self._check_choice(seq)
-        wants_text = params.stop_strings or (prompt.is_streamed and self._tokenizer is not None)
-        if wants_text and params.detokenize:
-            seq.text_stream = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
-        return seq
+
+    def _text_stream(
+        self, params: SamplingParams, is_streamed: bool
+    ) -> IncrementalDetokenizer | None:
+        """For a completion whose text is needed while it is generated."""
+        wants_text = params.stop_strings or (is_streamed and self._tokenizer is not None)
+        if not (wants_text and params.detokenize):
+            return None
+        return IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens)
 
     def _checked_ids(self, prompt: object) -> list[int]:
         vocab = self._model_config.vocab_size
@@ -161,9 +174,9 @@ class InputProcessor:
         self._plan.kv.check_fits(num_prompt, min(params.max_tokens, most))
         return min(limit, num_prompt + params.max_tokens)
 
-    def _check_choice(self, seq: Sequence) -> None:
+    def _check_choice(self, request: Request) -> None:
         """Raise InvalidParamsError for ids outside the vocabulary, or if no token may be chosen."""
-        params, vocab = seq.params, self._model_config.vocab_size
+        params, vocab = request.params, self._model_config.vocab_size
         for name, ids in params.named_ids.items():
             for token_id in ids:
                 if token_id >= vocab:
@@ -172,8 +185,8 @@ class InputProcessor:
                     )
         if params.allowed_token_ids is None:
             return
-        banned = {word[-1] for word in seq.bad_words}
-        banned |= seq.stop_token_ids if params.min_tokens else set()
+        banned = {word[-1] for word in request.bad_words}
+        banned |= request.stop_token_ids if params.min_tokens else set()
         if banned.issuperset(params.allowed_token_ids):
             raise InvalidParamsError(
                 f"bad_words and min_tokens may forbid all of allowed_token_ids "

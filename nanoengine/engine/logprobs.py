@@ -22,11 +22,11 @@ class PromptScores:
 
     def give(self) -> None:
         """Append to the sequence what it does not have: a preempted one computes again."""
-        width = self.seq.params.prompt_logprobs or 0
+        width = self.seq.request.params.prompt_logprobs or 0
         for position, row in enumerate(self.rows.tolist(), self.position):
-            if position == len(self.seq.prompt_scores) + 1:
+            if position == len(self.seq.output.prompt_scores) + 1:
                 token_id = self.seq.token_ids[position]
-                self.seq.prompt_scores.append(read_scores(row, token_id, width))
+                self.seq.output.prompt_scores.append(read_scores(row, token_id, width))
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:

@@ -19,6 +19,7 @@ from nanoengine.engine.logprobs import PromptScores, read_scores, score_tokens
 from nanoengine.engine.sampler import Sampler
 from nanoengine.models.decoder import Decoder
 from nanoengine.sequence import ScheduledBatch
+from nanoengine.startup.parts import Parts
 
 
 class OpenStep(Protocol):
@@ -64,11 +65,11 @@ class StepTokens:
             return
         tokens, rows = iter(self.numbers.tolist()), iter(self.scores.tolist())
         for item in self.batch.items:
-            seq, width = item.seq, item.seq.num_likeliest
+            seq, width = item.seq, item.seq.request.num_likeliest
             accepted = item.accepted(list(islice(tokens, item.num_samples)))
             scored = zip(accepted, list(islice(rows, item.num_samples)), strict=False)
             if width is not None and not seq.is_finished:
-                seq.scores += [read_scores(row, token_id, width) for token_id, row in scored]
+                seq.output.scores += [read_scores(row, token_id, width) for token_id, row in scored]
 
 
 class ModelRunner:
@@ -82,10 +83,10 @@ class ModelRunner:
         sampler: Sampler,
         device: Device,
     ) -> None:
-        self._model = model
+        self.model = model
         self._attention = attention
         self._kv = kv
-        self._sampler = sampler
+        self.sampler = sampler
         self._device = device
 
     def run(self, batch: ScheduledBatch) -> list[int]:
@@ -98,7 +99,7 @@ class ModelRunner:
         step = self._kv.open_step(batch)
         try:
             ctx = self.context(batch, step, before)
-            hidden = self._model.forward(ctx)
+            hidden = self.model.forward(ctx)
             step.mark_written()
         finally:
             step.close()
@@ -111,10 +112,10 @@ class ModelRunner:
         if not drawn:
             nothing = torch.empty(0, dtype=torch.int64)
             return StepTokens(batch, nothing, nothing, None, prompt_scores)
-        logits = self._model.logits(hidden[ctx.logit_rows])
+        logits = self.model.logits(hidden[ctx.logit_rows])
         seqs, positions = zip(*drawn, strict=True)
-        tokens = self._sampler.sample(logits, seqs, positions)
-        widths = [seq.num_likeliest for seq in seqs]
+        tokens = self.sampler.sample(logits, seqs, positions)
+        widths = [seq.request.num_likeliest for seq in seqs]
         asked = [width for width in widths if width is not None]
         scores = score_tokens(logits, tokens, max(asked)) if asked else None
         return StepTokens(
@@ -133,13 +134,13 @@ class ModelRunner:
         for item in batch.items:
             seq, stop = item.seq, item.start + item.num_tokens
             stop = min(stop, seq.num_prompt_tokens - 1)
-            if seq.params.prompt_logprobs is not None:
+            if seq.request.params.prompt_logprobs is not None:
                 for start in range(item.start, stop, PROMPT_SCORE_ROWS):
                     end = min(stop, start + PROMPT_SCORE_ROWS)
                     rows = hidden[row + start - item.start : row + end - item.start]
-                    following = self._tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
+                    following = self._device.tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
                     scores = score_tokens(
-                        self._model.logits(rows), following, seq.params.prompt_logprobs
+                        self.model.logits(rows), following, seq.request.params.prompt_logprobs
                     )
                     yield PromptScores(seq, start + 1, self._device.read_back(scores))
             row += item.num_tokens
@@ -204,5 +205,8 @@ class ModelRunner:
             tokens[to] = before.tokens[at].clamp(min=0)  # NO_TOKEN: of a request that fails
         return tokens
 
-    def _tensor(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._device.tensor(values, dtype)
+
+def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
+    """The runner of an engine's parts over a KV cache."""
+    sampler = Sampler(parts.ops.argmax, device.tensor)
+    return ModelRunner(parts.model.decoder, parts.attention, kv, sampler, device)

@@ -1,6 +1,11 @@
-"""From finished sequences to what a request gives back: texts, log probabilities, figures."""
+"""OutputProcessor: from finished sequences to what a request gives back.
+
+Owns the unfinished requests: a request gives its output when its last completion has ended.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from nanoengine.errors import RequestError
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
@@ -13,15 +18,35 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._requests: dict[int, list[Sequence]] = {}  # by request id, their completions
+
+    def expect(self, seqs: list[Sequence]) -> int:
+        """Take the completions of a new request; returns its id."""
+        self._requests[seqs[0].seq_id] = seqs
+        return seqs[0].seq_id
+
+    def completions(self, request_ids: Iterable[int]) -> list[Sequence]:
+        """The completions of those requests that are unfinished."""
+        return [seq for i in request_ids for seq in self._requests.get(i, ())]
+
+    def finish(self, ended: Iterable[Sequence]) -> list[RequestOutput]:
+        """The outputs of the requests whose last completion is among the ended sequences."""
+        ids = dict.fromkeys((seq.prompt_owner or seq).seq_id for seq in ended)
+        done = [
+            i
+            for i in ids
+            if i in self._requests and all(seq.is_finished for seq in self._requests[i])
+        ]
+        return [self.output(self._requests.pop(i)) for i in done]
 
     def output(self, seqs: list[Sequence]) -> RequestOutput:
-        """Of one request; seqs: its completions."""
+        """The output of one request; seqs: its completions."""
         seq = seqs[0]
-        failures = (each.error for each in seqs)
-        is_prompt_scored = seq.params.prompt_logprobs is not None
+        failures = (each.output.error for each in seqs)
+        is_prompt_scored = seq.request.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=seq.seq_id,
-            prompt=seq.prompt,
+            prompt=seq.request.prompt,
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
             outputs=[self.completion(each) for each in seqs],
             metrics=seq.metrics,
@@ -29,21 +54,21 @@ class OutputProcessor:
             num_host_cached_tokens=seq.num_cached_on_host,
             error=next(filter(None, failures), None),
             prompt_logprobs=(
-                [None, *map(self.logprobs, seq.prompt_scores)] if is_prompt_scored else None
+                [None, *map(self.logprobs, seq.output.prompt_scores)] if is_prompt_scored else None
             ),
         )
 
     def completion(self, seq: Sequence) -> CompletionOutput:
         """What one completion has generated so far."""
         token_ids = seq.output_token_ids
-        scores = seq.scores[: len(token_ids)]
-        is_scored = seq.params.logprobs is not None
+        scores = seq.output.scores[: len(token_ids)]
+        is_scored = seq.request.params.logprobs is not None
         return CompletionOutput(
-            seq.index,
+            seq.request.index,
             self._text(seq),
             token_ids,
-            seq.finish_reason,
-            seq.stop_reason,
+            seq.output.finish_reason,
+            seq.output.stop_reason,
             [self.logprobs(score) for score in scores] if is_scored else None,
             sum(score.logprob for score in scores) if is_scored else None,
         )
@@ -60,17 +85,17 @@ class OutputProcessor:
         return self._tokenizer.decode(token_ids) if self._tokenizer else ""
 
     def _text(self, seq: Sequence) -> str:
-        if seq.text is not None:
-            return seq.text
-        if self._tokenizer is None or not seq.params.detokenize:
+        if seq.output.text is not None:
+            return seq.output.text
+        if self._tokenizer is None or not seq.request.params.detokenize:
             return ""
         token_ids = seq.output_token_ids
-        if seq.finish_reason == "stop" and not seq.params.include_stop_str_in_output:
+        if seq.output.finish_reason == "stop" and not seq.request.params.include_stop_str_in_output:
             token_ids = token_ids[:-1]  # the token that ended the text is not part of it
         try:
-            return self._tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+            return self._tokenizer.decode(token_ids, seq.request.params.skip_special_tokens)
         except RequestError as error:
-            seq.error, seq.finish_reason = error, "error"
+            seq.output.error, seq.output.finish_reason = error, "error"
             return ""
 
     def _decoded(self, token_id: int) -> str | None:

@@ -55,23 +55,23 @@ class Sampler:
                 self._adjust(logits[row], seq, position)
         tokens = self._argmax(logits)  # a NaN counts as the largest
         largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-        drawn = [i for i, s in enumerate(seqs) if not s.params.greedy]
+        drawn = [i for i, s in enumerate(seqs) if not s.request.params.greedy]
         if drawn:
             rows = self._tensor(drawn, torch.int64)
-            numbers = [uniform(seqs[i].seed, positions[i]) for i in drawn]
+            numbers = [uniform(seqs[i].request.seed, positions[i]) for i in drawn]
             tokens[rows] = self._draw(logits[rows].float(), [seqs[i] for i in drawn], numbers)
         return torch.where(largest.abs() < LARGEST_LOGIT, tokens, NO_TOKEN)
 
     def _adjust(self, row: Tensor, seq: Sequence, position: int) -> None:
         """Apply the request's parameters to one token's logits, fp32 [vocab], in vLLM's order."""
-        params = seq.params
+        params = seq.request.params
         if params.allowed_token_ids is not None:
             allowed = self._tensor(params.allowed_token_ids, torch.int64)
             kept = row[allowed]
             row.fill_(-torch.inf)[allowed] = kept
         banned = _ends_of_bad_words(seq)
         if position - seq.num_prompt_tokens < params.min_tokens:
-            banned += sorted(seq.stop_token_ids)
+            banned += sorted(seq.request.stop_token_ids)
         if banned:
             row[self._tensor(banned, torch.int64)] = -torch.inf
         if params.biases:
@@ -91,7 +91,7 @@ class Sampler:
             row[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
     def _draw(self, logits: Tensor, seqs: abc.Sequence[Sequence], numbers: list[float]) -> Tensor:
-        params = [s.params for s in seqs]
+        params = [s.request.params for s in seqs]
 
         def column(values: list[float]) -> Tensor:
             return self._tensor(values, torch.float64).unsqueeze(1)
@@ -114,7 +114,7 @@ class Sampler:
 
 
 def _is_adjusted(seq: Sequence, position: int) -> bool:
-    params = seq.params
+    params = seq.request.params
     is_held = position - seq.num_prompt_tokens < params.min_tokens
     fixed = params.allowed_token_ids is not None or bool(params.biases)
     return is_held or fixed or params.follows_history
@@ -122,10 +122,10 @@ def _is_adjusted(seq: Sequence, position: int) -> bool:
 
 def _ends_of_bad_words(seq: Sequence) -> list[int]:
     """The last token of each bad word whose other tokens the output ends with."""
-    output = seq.output_token_ids if seq.bad_words else []
+    output = seq.output_token_ids if seq.request.bad_words else []
     return [
         word[-1]
-        for word in seq.bad_words
+        for word in seq.request.bad_words
         if len(word) == 1 or output[1 - len(word) :] == [*word[:-1]]
     ]
 

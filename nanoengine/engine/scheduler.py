@@ -1,9 +1,9 @@
-"""Who runs in the next step and how many tokens each: continuous batching with chunked prefill.
+"""Scheduler: which sequences run in the next step, and how many tokens of each.
 
-Every step is one mixed batch under a token budget: first the running sequences, oldest first (a
-decode is one token), then waiting ones in order of arrival. A second budget, of blocks that cross
-the link, protects resident decodes from streamed neighbours. Knows counts and the KV manager's
-scheduler face, no tensors.
+Continuous batching with chunked prefill. Every step is one mixed batch under a token budget: first
+the running sequences, oldest first (a decode is one token), then waiting ones in order of arrival.
+A second budget, of blocks that cross the link, protects resident decodes from streamed neighbours.
+Knows counts and the KV manager's face for the scheduler, no tensors.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from nanoengine.sequence import (
 
 
 class KVAdmission(Protocol):
-    """The scheduler's face of the KV manager."""
+    """The KV manager, as far as the scheduler knows it."""
 
     def reset_budget(self) -> None: ...
     def admit(self, seq: Sequence) -> Admission: ...
@@ -38,6 +39,23 @@ class KVAdmission(Protocol):
     def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None: ...
     def preempt(self, seq: Sequence) -> None: ...
     def deallocate(self, seq: Sequence) -> None: ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step while it is put together.
+
+    tokens: left of its budget; guess_tokens: how many of these may be guesses. items: by seq_id.
+    """
+
+    tokens: int
+    guess_tokens: int
+    items: dict[int, ScheduledSequence] = field(default_factory=dict)
+
+    @property
+    def partial(self) -> list[Sequence]:
+        """The sequences whose prompt the step leaves half computed."""
+        return [item.seq for item in self.items.values() if not item.samples]
 
 
 class Scheduler:
@@ -58,7 +76,6 @@ class Scheduler:
         self._max_tokens = max_num_batched_tokens
         self._long_tokens = config.long_prefill_token_threshold or max(1, self._max_tokens // 2)
         self._pacer = LinkPacer(stream_blocks_per_step)
-        self._spare_tokens = 0  # what is left of a step's budget for guesses
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -72,7 +89,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def resume(self, seqs: Iterable[Sequence]) -> None:
-        """Paused sequences, and new ones, go on before all that wait."""
+        """Put paused sequences, and new ones, before all others that wait."""
         first = {seq.seq_id: seq for seq in seqs}
         for seq in first.values():
             seq.status = SequenceStatus.WAITING
@@ -90,46 +107,47 @@ class Scheduler:
         return ended
 
     def schedule(self) -> ScheduledBatch:
-        """The next step. Preempts the youngest when blocks run out; the oldest always gets its
-        turn.
+        """The next step. When blocks run out it preempts the youngest sequence; the oldest always
+        gets its turn.
         """
-        plan: dict[int, ScheduledSequence] = {}
-        budget = self._max_tokens
         num_running = len(self.running)
-        self._spare_tokens = budget - num_running
+        step = _Step(self._max_tokens, self._max_tokens - num_running)
         self._kv.reset_budget()
         order = self._in_order()
-        budget = self._schedule_running(order, budget, plan)
-        if not plan and self._pacer.is_limited:  # whoever was protected cannot go on just now
+        self._schedule_running(order, step)
+        if not step.items and self._pacer.is_limited:
+            # No protected decode can run in this step: lift the limit on the link.
             self._pacer.start_step(is_limited=False)
-            budget = self._schedule_running(order, budget, plan)
-        if len(self.running) == num_running:  # nobody was preempted
-            self._admit_waiting(budget, plan)
-        self._stamp(plan.values())
-        in_order = sorted(self.running, key=lambda s: s.is_prefill)  # whoever had the first choice
-        return ScheduledBatch(tuple(plan[s.seq_id] for s in in_order if s.seq_id in plan))
+            self._schedule_running(order, step)
+        if len(self.running) == num_running:  # none was preempted
+            self._admit_waiting(step)
+        self._stamp(step.items.values())
+        # Decodes first, each kind in running order: `order` was for the choice alone.
+        batch = sorted(self.running, key=lambda s: s.is_prefill)
+        return ScheduledBatch(tuple(step.items[s.seq_id] for s in batch if s.seq_id in step.items))
 
     def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
-        """The step after `batch`, which is not counted yet: its sequences, further on. None where
-        what comes next depends on what it samples, or on anything but it.
+        """The step after `batch`, which still runs: its sequences, one step further. None if the
+        next step depends on what it samples, or on other sequences.
 
-        Those that it ends by their length are left out. If it ends others, they are computed once
-        more, in vain.
+        Sequences that end in it by their length are left out. If others end in it, they are
+        computed once more in vain.
         """
         if self._config.num_guesses or self.waiting or self._pacer.is_limited:
             return None
         if len(batch.items) != len(self.running):
             return None
         if sum(not item.samples for item in batch.items) > 1:
-            return None  # prompts share a step by rules of their own
-        if any(i.seq.params.follows_history or i.seq.num_candidates for i in batch.items):
+            return None  # several prompts share a step by other rules
+        asked = [item.seq.request for item in batch.items]
+        if any(request.params.follows_history or request.num_candidates for request in asked):
             return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
         self._kv.reset_budget()
         for item in batch.items:
             seq, done = item.seq, item.start + item.num_tokens
-            if item.samples and done + 1 >= seq.max_total_tokens:
+            if item.samples and done + 1 >= seq.request.max_total_tokens:
                 continue
             wanted = min(max(1, seq.num_tokens - done), budget)
             granted = self._kv.reserve(seq, wanted, item.num_tokens) if wanted else 0
@@ -145,8 +163,8 @@ class Scheduler:
         token_ids: list[int],
         failed: Mapping[int, str] | None = None,
     ) -> list[Sequence]:
-        """Count the computed tokens, append the sampled ones, free what is done; returns the ended
-        ones.
+        """Commit the computed tokens, append the sampled ones, free what ended sequences hold;
+        returns the ended sequences.
 
         token_ids holds the tokens that each item of the batch samples, in order. failed: ids of
         sequences, in the batch or not, whose KV is lost, and why: they end with an error.
@@ -158,26 +176,26 @@ class Scheduler:
         for item, drawn in zip(batch.items, tokens, strict=True):
             if item.seq.is_finished:
                 continue
-            self._take_tokens(item, item.accepted(drawn))
+            self._append_tokens(item, item.accepted(drawn))
             if drawn and item.seq.metrics.first_token_time is None:
                 item.seq.metrics.first_token_time = now
             if item.seq.is_finished:
                 self._end(item.seq)
                 ended.append(item.seq)
-            elif drawn and item.seq.num_candidates:
+            elif drawn and item.seq.request.num_candidates:
                 self._pause(item.seq)
         self._drop_finished()
         return ended
 
-    def _take_tokens(self, item: ScheduledSequence, accepted: list[int]) -> None:
-        """Append tokens until one ends the sequence; what they have KV of is counted, unless the
-        sequence failed: nobody is to find it.
+    def _append_tokens(self, item: ScheduledSequence, accepted: list[int]) -> None:
+        """Append tokens until one ends the sequence, and commit the KV behind them. A sequence
+        that has no token to take fails, and its KV is not published.
         """
         seq = item.seq
         num_taken = 0
         for token in accepted:
             if token == NO_TOKEN:
-                seq.fail(_no_token(seq))
+                seq.fail(LogitsError.for_token(seq.num_tokens))
                 return
             try:
                 seq.append(token)
@@ -194,7 +212,7 @@ class Scheduler:
 
     def _in_order(self) -> list[Sequence]:
         """Running sequences in the order in which they get their tokens: decodes before prefills,
-        oldest first; where resident decodes are protected, these and then all that stream in turn.
+        oldest first. Protected resident decodes come first, then those that stream, in turn.
         """
         costs = {s.seq_id: self._kv.stream_cost(s) for s in self.running}
         protected = any(not s.is_prefill and not costs[s.seq_id] for s in self.running)
@@ -214,53 +232,49 @@ class Scheduler:
             self._end(seq)
         return ended
 
-    def _schedule_running(
-        self, order: list[Sequence], budget: int, plan: dict[int, ScheduledSequence]
-    ) -> int:
+    def _schedule_running(self, order: list[Sequence], step: _Step) -> None:
         for seq in order:
-            if seq.status is SequenceStatus.RUNNING and budget:
-                budget -= self._schedule_one(seq, budget, plan)
-        return budget
+            if seq.status is SequenceStatus.RUNNING and step.tokens:
+                self._schedule_one(seq, step)
 
-    def _schedule_one(self, seq: Sequence, budget: int, plan: dict[int, ScheduledSequence]) -> int:
+    def _schedule_one(self, seq: Sequence, step: _Step) -> None:
         """Plan as many tokens of `seq` as there is room for, preempting the youngest for blocks."""
         cost = self._kv.stream_cost(seq)
         if cost and not self._pacer.allows(cost):
-            return 0
-        wanted = self._chunk(seq, budget)
-        guesses = self._guesses(seq, min(budget - wanted, self._spare_tokens))
+            return
+        wanted = self._chunk(seq, step.tokens)
+        guesses = self._guesses(seq, min(step.tokens - wanted, step.guess_tokens))
         wanted += len(guesses)
         while (granted := self._kv.reserve(seq, wanted)) is None:
             victim = self.running[-1]
-            plan.pop(victim.seq_id, None)
+            step.items.pop(victim.seq_id, None)
             self.preempt(victim)
             if victim is seq:
-                return 0
+                return
         if granted:
             guesses = guesses[: max(0, granted - seq.num_remaining)]
-            self._spare_tokens -= len(guesses)
-            plan[seq.seq_id] = ScheduledSequence(seq, granted, guesses=guesses)
+            step.items[seq.seq_id] = ScheduledSequence(seq, granted, guesses=guesses)
+            step.tokens -= granted
+            step.guess_tokens -= len(guesses)
             if cost:
                 self._pacer.spend(seq, cost)
-        return granted
 
     def _guesses(self, seq: Sequence, most: int) -> tuple[int, ...]:
-        """What may follow a decoding sequence, as far as it may go on and there is room for it."""
+        """Guesses at what follows a decoding sequence, as far as it may go on and has room."""
         if seq.guesser is None or seq.is_prefill:
             return ()
         most = min(most, self._config.num_guesses, self._kv.free_tokens(seq) - 1)
-        return seq.guesser.guess(
-            seq.token_ids, min(most, seq.max_total_tokens - seq.num_tokens - 1)
-        )
+        most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
+        return seq.guesser.guess(seq.token_ids, most)
 
-    def _admit_waiting(self, budget: int, plan: dict[int, ScheduledSequence]) -> None:
+    def _admit_waiting(self, step: _Step) -> None:
         skipped: list[Sequence] = []
-        while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
+        while self.waiting and step.tokens and len(self.running) < self._config.max_num_seqs:
             seq = self.waiting.popleft()
             if seq.status is SequenceStatus.PAUSED:
                 skipped.append(seq)
                 continue
-            if not self._may_start(seq, budget, plan):
+            if not self._may_start(seq, step):
                 skipped.append(seq)  # shorter ones may pass while it waits for its place
                 continue
             admission = self._kv.admit(seq)
@@ -272,27 +286,27 @@ class Scheduler:
                 break
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
-            budget -= self._schedule_one(seq, budget, plan)
+            self._schedule_one(seq, step)
         self.waiting.extendleft(reversed(skipped))
 
-    def _chunk(self, seq: Sequence, budget: int) -> int:
-        """Tokens for `seq` in this step; a long prefill leaves room while others wait for
+    def _chunk(self, seq: Sequence, most: int) -> int:
+        """Tokens for `seq` in this step. A long prefill leaves room while others wait for
         theirs.
         """
-        wanted = min(seq.num_remaining, budget)
+        wanted = min(seq.num_remaining, most)
         if self._is_long(seq) and self._others_prefill(seq):
             wanted = min(wanted, self._long_tokens)
         return wanted
 
-    def _may_start(self, seq: Sequence, budget: int, plan: dict[int, ScheduledSequence]) -> bool:
+    def _may_start(self, seq: Sequence, step: _Step) -> bool:
         """False when `seq` would stay half computed and enough prompts already do."""
-        if self._chunk(seq, budget) == seq.num_remaining:
+        if self._chunk(seq, step.tokens) == seq.num_remaining:
             return True
-        partial = [item.seq for item in plan.values() if not item.samples]
+        partial = step.partial
         if len(partial) >= self._config.max_num_partial_prefills:
             return False
-        long = sum(map(self._is_long, partial))
-        return not self._is_long(seq) or long < self._config.max_long_partial_prefills
+        num_long = sum(map(self._is_long, partial))
+        return not self._is_long(seq) or num_long < self._config.max_long_partial_prefills
 
     def _is_long(self, seq: Sequence) -> bool:
         return seq.num_remaining > self._long_tokens
@@ -307,8 +321,8 @@ class Scheduler:
                 item.seq.metrics.first_scheduled_time = now
 
     def preempt(self, seq: Sequence) -> None:
-        """A running sequence waits at the front again; what is taken of its KV meanwhile is
-        computed anew.
+        """A running sequence waits at the front again; KV that others take meanwhile is computed
+        again.
         """
         self.running.remove(seq)
         self._kv.preempt(seq)
@@ -317,7 +331,7 @@ class Scheduler:
         self.waiting.appendleft(seq)
 
     def _pause(self, seq: Sequence) -> None:
-        """A running sequence waits to be resumed; its KV may be taken as a preempted one's."""
+        """A running sequence waits to be resumed; others may take its KV, as a preempted one's."""
         self.running.remove(seq)
         self._kv.preempt(seq)
         seq.status = SequenceStatus.PAUSED
@@ -333,11 +347,3 @@ class Scheduler:
     def _drop_finished(self) -> None:
         self.running = [s for s in self.running if not s.is_finished]
         self.waiting = deque(s for s in self.waiting if not s.is_finished)
-
-
-def _no_token(seq: Sequence) -> LogitsError:
-    return LogitsError(
-        f"the model's logits for token {seq.num_tokens} of this request are no finite numbers, or "
-        "leave no token to choose: its weights may be damaged, or too large for their dtype (try "
-        'dtype="float32")'
-    )

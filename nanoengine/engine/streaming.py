@@ -101,12 +101,12 @@ class CompletionStream:
         token_ids = tuple(seq.token_ids[seq.num_prompt_tokens + self._num_tokens :])
         before, self._num_tokens = self._num_tokens, self._num_tokens + len(token_ids)
         scored = None
-        if seq.params.logprobs is not None:
-            scored = tuple(map(logprobs, seq.scores[before : self._num_tokens]))
+        if seq.request.params.logprobs is not None:
+            scored = tuple(map(logprobs, seq.output.scores[before : self._num_tokens]))
         self.is_finished = seq.is_finished
         if not seq.is_finished:
-            text = "" if seq.text_stream is None else seq.text_stream.text
-            text = text[: len(text) - num_held_back(text, seq.params.stop_strings)]
+            text = "" if seq.output.text_stream is None else seq.output.text_stream.text
+            text = text[: len(text) - num_held_back(text, seq.request.params.stop_strings)]
             return StreamDelta(
                 self._request_id, self._index, self._new(text), token_ids, logprobs=scored
             )
@@ -118,7 +118,7 @@ class CompletionStream:
             token_ids,
             whole.finish_reason,
             whole.stop_reason,
-            seq.error,
+            seq.output.error,
             scored,
         )
 
@@ -140,7 +140,7 @@ class RequestStream:
         """seqs: one for each completion. completed, logprobs: see CompletionStream.take."""
         first = seqs[0]
         self.request_id = first.seq_id
-        self.prompt = first.prompt
+        self.prompt = first.request.prompt
         self.prompt_token_ids = first.token_ids[: first.num_prompt_tokens]
         self._completed = completed
         self._logprobs = logprobs

@@ -68,7 +68,7 @@ class BlockTable:
         seq, keys = self.seq, self.keys
         for index in range(len(keys), num_blocks):
             tokens = seq.token_ids[index * size : (index + 1) * size]
-            keys.append(block_key(keys[-1] if keys else None, tokens, seq.cache_salt))
+            keys.append(block_key(keys[-1] if keys else None, tokens, seq.request.cache_salt))
         return keys[:num_blocks]
 
     def commit(self, num_computed: int) -> None:

@@ -266,7 +266,7 @@ class HybridKVCacheManager:
         most = self.spec.tail_blocks
         if most == 1:
             return 0
-        return sum(min(most, self._blocks_for(t.seq.max_total_tokens)) - 1 for t in running)
+        return sum(min(most, self._blocks_for(t.seq.request.max_total_tokens)) - 1 for t in running)
 
     def _streamed(self, table: BlockTable) -> set[Block]:
         """Blocks with KV that lies on the host only."""

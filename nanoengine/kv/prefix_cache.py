@@ -106,7 +106,7 @@ class PrefixCache:
         """The table whose prompt this one shares; None when that sequence has ended, has not begun,
         or has released what is needed.
         """
-        owner = table.seq.source
+        owner = table.seq.prompt_owner
         if owner is None or owner.is_finished:
             return None
         found = tables.get(owner.seq_id)
@@ -120,7 +120,7 @@ class PrefixCache:
         A sequence whose prompt is scored finds none: scores need the logits of every token.
         """
         hits: list[Block] = []
-        if self._is_enabled and table.seq.params.prompt_logprobs is None:
+        if self._is_enabled and table.seq.request.params.prompt_logprobs is None:
             for key in table.first_keys(table.seq.num_tokens // self._size, self._size):
                 block = self._blocks.find(hits[-1] if hits else None, key)
                 if block is None:

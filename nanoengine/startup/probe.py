@@ -26,6 +26,7 @@ from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import (
     Admission,
+    Request,
     RequestMetrics,
     ScheduledBatch,
     ScheduledSequence,
@@ -39,6 +40,7 @@ NUM_ROUNDS = 3
 NUM_WARMUPS = 2
 NUM_STEPS = 8
 PROBE_ID = -1
+GREEDY = SamplingParams(temperature=0)
 
 
 class Runner(Protocol):
@@ -119,16 +121,17 @@ def time_steps(
         kv.reset_counters()
 
 
-def probe_sequence(seq_id: int, num_tokens: int) -> Sequence:
-    """A greedy request with a prompt of `num_tokens` equal tokens."""
+def probe_sequence(
+    seq_id: int, num_tokens: int, params: SamplingParams = GREEDY, num_prompt: int | None = None
+) -> Sequence:
+    """A sequence of `num_tokens` equal tokens, all of them of the prompt or the first
+    `num_prompt`; it may generate without end.
+    """
     return Sequence(
         seq_id=seq_id,
         token_ids=[0] * num_tokens,
-        num_prompt_tokens=num_tokens,
-        params=SamplingParams(temperature=0),
-        seed=0,
-        stop_token_ids=frozenset(),
-        max_total_tokens=num_tokens + 1,
+        num_prompt_tokens=num_tokens if num_prompt is None else num_prompt,
+        request=Request(params, seed=0, stop_token_ids=frozenset(), max_total_tokens=1 << 30),
         metrics=RequestMetrics(time.perf_counter()),
     )
 
@@ -238,7 +241,7 @@ def profile_step(
     lengths = [config.max_num_batched_tokens // num_seqs] * num_seqs
     lengths[0] += config.max_num_batched_tokens % num_seqs
     params = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01)
-    seqs = [replace(probe_sequence(PROBE_ID, length), params=params) for length in lengths]
+    seqs = [probe_sequence(PROBE_ID, length, params) for length in lengths]
     batch = ScheduledBatch(tuple(ScheduledSequence(seq, seq.num_tokens) for seq in seqs))
     scratch = ScratchKV(model, config.kvcache_block_size, dtype, device, lengths)
     return device.peak_bytes_of(lambda: make_runner(scratch).run(batch))

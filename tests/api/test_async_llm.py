@@ -363,7 +363,7 @@ def test_an_engine_that_fails_tells_everyone(tiny: Callable[[str], Path]) -> Non
         def broken(*_: Any) -> None:
             raise RuntimeError("device lost")
 
-        inner.llm_engine._runner.launch = broken
+        inner.llm_engine.runner.launch = broken
 
     async def work() -> None:
         tasks = [asyncio.create_task(collect(llm, f"p{i}", LONG)) for i in range(5)]

@@ -242,7 +242,7 @@ def test_a_failing_step_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.M
 
     before = llm.generate("still", GREEDY, use_tqdm=False)[0]["token_ids"]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine._runner, "launch", broken)
+        patch.setattr(llm.llm_engine.runner, "launch", broken)
         with pytest.raises(RuntimeError, match="device lost"):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     llm.llm_engine.kv.check()

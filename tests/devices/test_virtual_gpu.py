@@ -187,7 +187,7 @@ def test_a_streamed_step_takes_as_long_as_its_copies_or_its_arithmetic(
     more. (With two slots and arithmetic that takes nearly as long, each layer adds half a copy.)
     """
     made = engine(tiny("llama"), **STREAMED | {"ring_slots": ring, "debug_kv": is_checked})
-    made._runs_ahead = not is_checked
+    made.runs_ahead = not is_checked
     slot_bytes = 2 * made.plan.kv.block_bytes / made.plan.kv.num_layers
     compute, h2d = gpu.streams[:2]
     with decoding(made, [12 * BLOCK]):

@@ -173,12 +173,12 @@ def test_wherever_the_kv_is(
     monkeypatch.setattr(PromptLookup, "guess", guess_right)
     with LLM(ending, **(SETTINGS | settings)) as llm:
         engine = llm.llm_engine
-        engine._runs_ahead = "run ahead" in request.node.name
+        engine.runs_ahead = "run ahead" in request.node.name
         found = llm.beam_search(PROMPTS, beam_width=5, max_tokens=20, use_tqdm=False)
         for prompt, output in zip(PROMPTS, found, strict=True):
             check(output, references(ending, prompt, 5, 20))
         assert_all_free(engine)
-        assert not engine._requests and not engine.has_unfinished_requests
+        assert not engine.outputs.completions(range(100)) and not engine.has_unfinished_requests
 
 
 def test_past_the_ends_of_sequence(llm: LLM, ending: Path) -> None:
@@ -223,7 +223,7 @@ def test_beams_share_the_prompt_and_compute_a_token_each(
 def test_beside_an_open_stream(
     llm: LLM, ending: Path, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm.llm_engine, "_runs_ahead", runs_ahead)
+    monkeypatch.setattr(llm.llm_engine, "runs_ahead", runs_ahead)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     alone = llm.generate(PROMPTS[0], params, use_tqdm=False)[0]["token_ids"]
     stream = llm.stream(PROMPTS[0], params)

@@ -94,7 +94,7 @@ def test_a_prompt_is_computed_and_held_once(tiny: Callable[[str], Path], caching
     for _ in range(2):
         batch = engine.scheduler.schedule()
         sizes.append([item.num_tokens for item in batch.items])
-        engine.scheduler.postprocess(batch, engine._runner.run(batch))
+        engine.scheduler.postprocess(batch, engine.runner.run(batch))
     assert sizes == [[length], [1] * NUM]
     tables = [table.blocks for table in engine.kv.tables.values()]
     assert len(tables) == NUM
@@ -113,7 +113,7 @@ def test_completions_end_each_in_its_time(tiny: Callable[[str], Path]) -> None:
     reasons = {made.finish_reason for made in output.outputs}
     assert reasons == {"stop", "length"} and output.finished
     assert all(len(made.logprobs) == len(made.token_ids) for made in output.outputs)
-    assert not engine.kv.tables and not engine._requests
+    assert not engine.kv.tables and not engine.outputs.completions(range(100))
     engine.close()
 
 

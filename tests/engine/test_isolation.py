@@ -27,6 +27,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams as Params
 from nanoengine.sequence import (
     Admission,
+    Request,
     RequestMetrics,
     ScheduledBatch,
     ScheduledSequence,
@@ -88,7 +89,7 @@ class FailingAttention:
 
 def fail_once(driver: Driver, layer: int, after_chunks: int) -> None:
     """The next step raises Boom; the one after it works again."""
-    runner = driver.engine._runner
+    runner = driver.engine.runner
     inner = runner._attention
     runner._attention = FailingAttention(inner, layer, after_chunks)
     with pytest.raises(Boom):
@@ -333,9 +334,8 @@ def test_any_scheduler_would_do(seed: int) -> None:
 
 def sequence(seq_id: int, prompt: list[int]) -> EngineSequence:
     params = Params(max_tokens=99)
-    metrics = RequestMetrics(0.0)
-    total = len(prompt) + 99
-    return EngineSequence(seq_id, prompt, len(prompt), params, 0, frozenset(), total, metrics)
+    request = Request(params, 0, frozenset(), len(prompt) + 99)
+    return EngineSequence(seq_id, prompt, len(prompt), request, RequestMetrics(0.0))
 
 
 def random_batch(

@@ -80,7 +80,7 @@ class Recorder:
     def __init__(self, engine: LLMEngine) -> None:
         self.driver = Driver(engine)
         self.rows: dict[int, Rows] = {}
-        sampler = engine._runner._sampler
+        sampler = engine.runner.sampler
         sample = sampler.sample
 
         def recording(logits: Tensor, seqs: Sequence[Any], positions: Sequence[int]) -> Tensor:

@@ -38,7 +38,7 @@ def engine(folder: Path, **settings: Any) -> LLMEngine:
         "max_num_seqs": 4,
     }
     made = LLMEngine(folder, **(defaults | settings))
-    made._runs_ahead = True
+    made.runs_ahead = True
     return made
 
 
@@ -51,7 +51,7 @@ def answer(made: LLMEngine, each: list[SamplingParams]) -> list[list[int]]:
     ids = [made.add_request(p, params) for p, params in zip(prompts(), each, strict=True)]
     found, made.num_ahead = {}, 0
     while made.has_unfinished_requests:
-        made.num_ahead += made._under_way is not None
+        made.num_ahead += made.is_under_way
         for output in made.step():
             found[output.request_id] = output.outputs[0].token_ids
         made.kv.check()
@@ -71,7 +71,7 @@ def test_greedy_ids_are_those_of_transformers(
     model = reference(folder)
     assert found == [reference_greedy(model, p, n) for p, n in zip(prompts(), lengths, strict=True)]
     assert made.num_ahead > 2
-    assert made._under_way is None
+    assert not made.is_under_way
     made.close()
 
 
@@ -85,7 +85,7 @@ def test_chunks_of_a_prompt_run_ahead(
     request, num_ahead, found = made.add_request(prompt, SamplingParams(**GREEDY)), 0, {}
     while made.has_unfinished_requests:
         found |= {o.request_id: o.outputs[0].token_ids for o in made.step()}
-        num_ahead += made._under_way is not None
+        num_ahead += made.is_under_way
         made.kv.check()
     assert found[request] == reference_greedy(reference(folder), prompt, 6)
     assert num_ahead >= 7 + 4
@@ -104,7 +104,7 @@ def test_sampled_and_stopped_ids_are_those_of_an_engine_in_step(
         for n in range(len(prompts()))
     ]
     ahead, in_step = engine(folder, num_gpu_blocks=60), engine(folder, num_gpu_blocks=60)
-    in_step._runs_ahead = False
+    in_step.runs_ahead = False
     found = answer(ahead, each)
     assert found == answer(in_step, each)
     assert min(map(len, found)) < max(map(len, found))
@@ -119,7 +119,7 @@ def test_an_aborted_request_leaves_nothing_under_way(tiny: Callable[[str], Path]
     ids = [made.add_request(p, params) for p in prompts()[:3]]
     for _ in range(4):
         made.step()
-    assert made._under_way is not None
+    assert made.is_under_way
     made.abort(ids[1])
     late = made.add_request(prompts()[3], params)
     found = {}

@@ -10,7 +10,7 @@ import torch
 
 from nanoengine.engine.sampler import Sampler, uniform
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import NO_TOKEN, RequestMetrics, Sequence
+from nanoengine.sequence import NO_TOKEN, Request, RequestMetrics, Sequence
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 DRAWS = 20_000
@@ -20,7 +20,7 @@ def sequence(
     params: SamplingParams, seed: int = 0, num_out: int = 0, stops: frozenset[int] = frozenset()
 ) -> Sequence:
     tokens = [1] * (3 + num_out)
-    return Sequence(0, tokens, 3, params, seed, stops, 100, RequestMetrics(0.0))
+    return Sequence(0, tokens, 3, Request(params, seed, stops, 100), RequestMetrics(0.0))
 
 
 def choose(logits: torch.Tensor, seqs: list[Sequence], num_ahead: int = 0) -> list[int]:

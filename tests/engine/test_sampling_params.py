@@ -51,8 +51,8 @@ def expected_ids(
     where it has none.
     """
     model, tokens = reference(path), list(prompt)
-    words = [engine.tokenizer.encode(word)[1:] for word in params.forbidden_words]
-    words += [engine.tokenizer.encode(" " + word)[1:] for word in params.forbidden_words]
+    words = [engine.inputs.tokenizer.encode(word)[1:] for word in params.forbidden_words]
+    words += [engine.inputs.tokenizer.encode(" " + word)[1:] for word in params.forbidden_words]
     for _ in range(params.max_tokens or 0):
         row = reference_logits(model, tokens)[-1:].clone()
         output = torch.tensor([tokens[len(prompt) :]], dtype=torch.int64)
@@ -102,7 +102,7 @@ def test_bad_words_do_not_come(tiny: Callable[[str], Path]) -> None:
     outputs = answer(engine, prompts, [SamplingParams(**plain)] * len(prompts))
     num_banned = [0, 0]
     for prompt, output in zip(prompts, outputs, strict=True):
-        texts = [engine.tokenizer.decode([i]) for i in output.outputs[0].token_ids]
+        texts = [engine.inputs.tokenizer.decode([i]) for i in output.outputs[0].token_ids]
         for length in (1, 2):
             starts = range(len(texts) - length + 1)
             words = ["".join(texts[at : at + length]) for at in starts]
@@ -270,7 +270,7 @@ def test_a_preempted_prompt_is_scored_once(tiny: Callable[[str], Path]) -> None:
     for _ in range(2):
         engine.step()
     seq = engine.scheduler.running[0]
-    assert len(seq.prompt_scores) == 32
+    assert len(seq.output.prompt_scores) == 32
     engine.scheduler.preempt(seq)
     while engine.kv._reclaim(besides=-1):
         pass

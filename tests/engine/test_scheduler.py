@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoengine.config import EngineConfig
 from nanoengine.engine.scheduler import Scheduler
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Admission, RequestMetrics, ScheduledBatch, Sequence
+from nanoengine.sequence import Admission, Request, RequestMetrics, ScheduledBatch, Sequence
 
 
 class CountingKV:
@@ -56,8 +56,8 @@ class CountingKV:
 
 def sequence(seq_id: int, prompt: int, out: int = 4) -> Sequence:
     params = SamplingParams(max_tokens=out)
-    metrics = RequestMetrics(0.0)
-    return Sequence(seq_id, [7] * prompt, prompt, params, 0, frozenset(), prompt + out, metrics)
+    request = Request(params, 0, frozenset(), prompt + out)
+    return Sequence(seq_id, [7] * prompt, prompt, request, RequestMetrics(0.0))
 
 
 def scheduler(kv: CountingKV, link: int | None = None, **settings: int) -> Scheduler:
@@ -125,7 +125,7 @@ def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
     s.add(young)
     done: list[int] = []
     for _ in range(40):
-        done += [i.seq.seq_id for i in run(s).items if i.seq.finish_reason]
+        done += [i.seq.seq_id for i in run(s).items if i.seq.output.finish_reason]
     assert (
         done == [0, 1] and young.metrics.num_preemptions >= 1 and old.metrics.num_preemptions == 0
     )
@@ -151,7 +151,7 @@ def test_abort_frees_waiting_and_running() -> None:
         s.add(sequence(i, 60))
     run(s)
     ended = s.abort([0, 2, 99])
-    assert [seq.finish_reason for seq in ended] == ["abort", "abort"]
+    assert [seq.output.finish_reason for seq in ended] == ["abort", "abort"]
     assert kv.free == 100 and [seq.seq_id for seq in s.waiting] == [1]
 
 
@@ -224,7 +224,7 @@ def test_failed_sequences_end_with_a_reason_wherever_they_are_and_others_go_on()
         s.add(sequence(seq_id, 5))
     batch = s.schedule()
     ended = s.postprocess(batch, [8, 9], {0: "copy failed", 2: "lost"})
-    assert [(e.seq_id, e.finish_reason, str(e.error)) for e in ended] == [
+    assert [(e.seq_id, e.output.finish_reason, str(e.output.error)) for e in ended] == [
         (0, "error", "copy failed"),
         (2, "error", "lost"),
     ]

@@ -103,7 +103,7 @@ def test_nothing_is_guessed_past_the_last_token(tiny: Callable[[str], Path]) -> 
     def watched(batch: ScheduledBatch) -> Any:
         for item in batch.items:
             seen.append(bool(item.guesses))
-            assert item.start + item.num_tokens < item.seq.max_total_tokens
+            assert item.start + item.num_tokens < item.seq.request.max_total_tokens
         return open_step(batch)
 
     engine.kv.open_step = watched  # type: ignore[method-assign]

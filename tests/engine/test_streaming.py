@@ -22,7 +22,7 @@ from nanoengine import LLM, InvalidPromptError, PromptTooLongError, SamplingPara
 from nanoengine.engine.streaming import DeltaStream, RequestStream, merge_deltas, num_held_back
 from nanoengine.errors import EngineClosedError, EngineError, TransferError
 from nanoengine.outputs import CompletionOutput
-from nanoengine.sequence import RequestMetrics, Sequence
+from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutput
 from nanoengine.text.detokenizer import IncrementalDetokenizer
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -81,12 +81,9 @@ def sequence(tokenizer: Tokenizer, num_tokens: int, **params: Any) -> Sequence:
         seq_id=7,
         token_ids=[0],
         num_prompt_tokens=1,
-        params=sampling,
-        seed=0,
-        stop_token_ids=frozenset(sampling.stop_ids),
-        max_total_tokens=1 + num_tokens,
+        request=Request(sampling, 0, frozenset(sampling.stop_ids), 1 + num_tokens),
         metrics=RequestMetrics(0.0),
-        text_stream=IncrementalDetokenizer(tokenizer),
+        output=SequenceOutput(text_stream=IncrementalDetokenizer(tokenizer)),
     )
 
 
@@ -116,7 +113,7 @@ def test_deltas_over_random_splits_never_show_a_stop_or_half_a_code_point(
     whole = text[: min(hits)[1]] if hits else text
 
     def completed(done: Sequence) -> CompletionOutput:
-        return CompletionOutput(0, whole, [], done.finish_reason, done.stop_reason)
+        return CompletionOutput(0, whole, [], done.output.finish_reason, done.output.stop_reason)
 
     stream, deltas, num_fed = RequestStream([seq], completed, lambda _: {}), [], 0
     for token_id, take in zip(ids, taken, strict=False):
@@ -342,7 +339,7 @@ def test_a_step_that_runs_ahead_gives_the_same_deltas(
     each = [LONG, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=text[11:14])]
     expected = [generated(llm, "ahead", params) for params in each]
     with LLM(tiny("llama"), **SETTINGS) as made:
-        made.llm_engine._runs_ahead = True
+        made.llm_engine.runs_ahead = True
         streams = [made.stream("ahead", params) for params in each]
         assert [joined(list(stream)) for stream in streams] == expected
         left = made.stream("ahead", LONG)
@@ -391,7 +388,7 @@ def test_a_failing_step_ends_the_stream_that_stepped(
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine._runner, "launch", broken)
+        patch.setattr(llm.llm_engine.runner, "launch", broken)
         with pytest.raises(RuntimeError, match="device lost"):
             list(stream)
     assert [seq.seq_id for seq in llm.llm_engine.scheduler.running] == [deltas[0].request_id]

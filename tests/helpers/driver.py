@@ -42,7 +42,7 @@ class Driver:
         self.num_steps = 0
         self.max_batch = 0
         self.audit = Audit(engine.kv)
-        sampler = engine._runner._sampler
+        sampler = engine.runner.sampler
         sample = sampler.sample
 
         def recording(
@@ -97,7 +97,7 @@ def small_engine(path: Path, runs_ahead: bool = False, **settings: Any) -> LLMEn
     """fp32 on the CPU in blocks of 8 tokens; 64 of them unless `settings` say otherwise."""
     defaults = {"kvcache_block_size": 8, "dtype": "float32", "device": "cpu", "num_gpu_blocks": 64}
     made = LLMEngine(path, **(defaults | settings))
-    made._runs_ahead = runs_ahead
+    made.runs_ahead = runs_ahead
     return made
 
 

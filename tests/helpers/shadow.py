@@ -34,7 +34,7 @@ from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import RequestMetrics, ScheduledBatch, SequenceStatus
+from nanoengine.sequence import Request, RequestMetrics, ScheduledBatch, SequenceStatus
 from nanoengine.sequence import Sequence as EngineSequence
 
 NUM_LAYERS = 3
@@ -244,12 +244,9 @@ class ShadowEngine:
         seq_id = next(self._ids)
         total = len(prompt) + num_tokens
         params = SamplingParams(max_tokens=num_tokens)
+        request = Request(params, 0, frozenset(), total, cache_salt=salt)
         metrics = RequestMetrics(0.0)
-        seq = EngineSequence(
-            seq_id, list(prompt), len(prompt), params, 0, frozenset(), total, metrics
-        )
-        seq.cache_salt = salt
-        self.scheduler.add(seq)
+        self.scheduler.add(EngineSequence(seq_id, list(prompt), len(prompt), request, metrics))
         return seq_id
 
     @property
@@ -297,7 +294,7 @@ class ShadowEngine:
             before = now
         for seq in self.finished.values():
             check_answer(seq)
-            assert seq.num_tokens == seq.max_total_tokens or seq.error
+            assert seq.num_tokens == seq.request.max_total_tokens or seq.output.error
 
     def _most_steps_without_a_turn(self) -> int:
         """The oldest is computed at least every other step; where the link has a budget, when all
@@ -359,7 +356,7 @@ class ShadowEngine:
     def hashes(self, seq: EngineSequence) -> list[int]:
         """The hashes of all tokens of `seq`, which only ever grow."""
         known = self._hashes.setdefault(seq.seq_id, [])
-        known += extended(known, seq.token_ids[len(known) :], seq.cache_salt)
+        known += extended(known, seq.token_ids[len(known) :], seq.request.cache_salt)
         return known
 
     def _take_failures(self, batch: ScheduledBatch) -> dict[int, str]:
@@ -529,7 +526,7 @@ class ShadowEngine:
 def check_answer(seq: EngineSequence) -> None:
     """What `seq` has generated so far is what the plain loop generates."""
     prompt = seq.token_ids[: seq.num_prompt_tokens]
-    expected = answer(prompt, seq.num_output_tokens, seq.cache_salt)
+    expected = answer(prompt, seq.num_output_tokens, seq.request.cache_salt)
     assert seq.output_token_ids == expected, "a wrong answer"
 
 

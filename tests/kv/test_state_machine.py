@@ -389,7 +389,7 @@ class Machine(RuleBasedStateMachine):
     def check_answers(self) -> None:
         for seq_id, (prompt, num_tokens, salt) in self.asked.items():
             seq, expected = self.engine.finished[seq_id], answer(prompt, num_tokens, salt)
-            if seq.finish_reason == "error":
+            if seq.output.finish_reason == "error":
                 expected = expected[: seq.num_output_tokens]
             assert seq.output_token_ids == expected
 
@@ -437,9 +437,9 @@ class Machine(RuleBasedStateMachine):
 
     def count_engine(self) -> None:
         seqs = self.engine.finished.values()
-        self.tally["finished"] += sum(seq.finish_reason == "length" for seq in seqs)
+        self.tally["finished"] += sum(seq.output.finish_reason == "length" for seq in seqs)
         self.tally["failed copies"] += len(self.engine.victims)
-        self.tally["failed requests"] += sum(seq.finish_reason == "error" for seq in seqs)
+        self.tally["failed requests"] += sum(seq.output.finish_reason == "error" for seq in seqs)
         self.tally["preemptions"] += sum(seq.metrics.num_preemptions for seq in seqs)
         self.tally["prefix hits"] += sum(seq.num_cached > 0 for seq in seqs)
         self.tally.update(self.engine.num_moved)

@@ -68,7 +68,7 @@ def test_requests_use_it_when_asked_to(folder: Path, setting: str | None) -> Non
         assert defaults == SamplingParams(temperature=0.0, repetition_penalty=100.0)
         expected = defaults if setting == "auto" else SamplingParams()
         found, explicit = llm.generate([[5, 6], [5, 6]], [None, expected], use_tqdm=False)
-        assert llm.llm_engine.default_params == expected
+        assert llm.llm_engine.inputs.default_params == expected
         if setting == "auto":
             assert found["token_ids"] == explicit["token_ids"]
         plain = SamplingParams(temperature=0.0, max_tokens=16)

@@ -414,8 +414,7 @@ def test_off_by_default_and_then_nothing_is_touched(
     monkeypatch.setattr(parts, "Quantizer", None)
     engine = LLMEngine(tiny("llama"), num_gpu_blocks=4, dtype="bfloat16")
     assert engine.config.quantization is None and "quantised" not in str(engine.plan)
-    assert engine._runner is not None
-    assert type(engine._runner._model._qkv) is PackedLinear
+    assert type(engine.runner.model._qkv) is PackedLinear
 
 
 # -- beside the tape of C calls
