@@ -76,7 +76,8 @@ def fairness(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
     arrives during a long prefill.
     """
     rows: dict[str, Row] = {}
-    for name, budget in (("budget", {}), ("no budget", {"stream_mib_per_step": 1e6})):
+    budgets: dict[str, dict[str, Any]] = {"budget": {}, "no budget": {"stream_mib_per_step": 1e6}}
+    for name, budget in budgets.items():
         with make_llm(args, **offload_settings(args, "stream", **budget)) as llm:
             rows[name] = _beside_a_streamed_one(args, llm)
     with make_llm(args, **offload_settings(args, "stream")) as llm:
@@ -181,7 +182,7 @@ def _resident_blocks(args: argparse.Namespace) -> int:
     """Blocks that hold the shared prefix and all requests, with two to spare."""
     size = args.kvcache_block_size
     each = -(-(args.own_len + args.output_len) // size) + 1
-    return -(-args.input_len // size) + args.num_seqs * each + 2
+    return int(-(-args.input_len // size) + args.num_seqs * each + 2)
 
 
 def _warm_up(llm: LLM) -> None:
