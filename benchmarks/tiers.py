@@ -76,8 +76,9 @@ def fairness(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
     arrives during a long prefill.
     """
     rows: dict[str, Row] = {}
-    for name, mib in (("budget", None), ("no budget", 1e6)):
-        with make_llm(args, **offload_settings(args, "stream", stream_mib_per_step=mib)) as llm:
+    budgets: dict[str, dict[str, Any]] = {"budget": {}, "no budget": {"stream_mib_per_step": 1e6}}
+    for name, budget in budgets.items():
+        with make_llm(args, **offload_settings(args, "stream", **budget)) as llm:
             rows[name] = _beside_a_streamed_one(args, llm)
     with make_llm(args, **offload_settings(args, "stream")) as llm:
         rows["arrival during a prefill"] = _arrival_during_prefill(args, llm)
@@ -179,10 +180,9 @@ def _answer_all(llm: LLM, prompts: list[Any], output_len: int) -> Row:
 
 def _resident_blocks(args: argparse.Namespace) -> int:
     """Blocks that hold the shared prefix and all requests, with two to spare."""
-    size: int = args.kvcache_block_size
-    each: int = -(-(args.own_len + args.output_len) // size) + 1
-    num_blocks: int = -(-args.input_len // size) + args.num_seqs * each + 2
-    return num_blocks
+    size = args.kvcache_block_size
+    each = -(-(args.own_len + args.output_len) // size) + 1
+    return int(-(-args.input_len // size) + args.num_seqs * each + 2)
 
 
 def _warm_up(llm: LLM) -> None:

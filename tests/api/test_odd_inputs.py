@@ -53,8 +53,8 @@ def test_integers_of_any_type_are_token_ids(llm: LLM, prompt: Any) -> None:
         ([5, 10**400], "outside the vocabulary"),
         ([5, 1.0], "a prompt is text or a list of token ids, got int"),
         ({"prompt_token_ids": [5, 1.5]}, "1.5, which is no token id"),
-        ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt must be a text"),
-        ({"prompt": "a", "cache_salt": 5}, "cache_salt must be a text"),
+        ({"prompt": "a", "cache_salt": "\ud800"}, "cache_salt must be a non-empty string"),
+        ({"prompt": "a", "cache_salt": 5}, "cache_salt must be a non-empty string"),
     ],
     ids=["array", "int", "generator", "bools", "huge", "mixed", "float", "surrogate", "salt"],
 )

@@ -122,7 +122,7 @@ def test_salts_keep_equal_prompts_apart(tiny: Tiny, tmp_path: Path) -> None:
         ]
         assert cached == [0, 0, 0, 11, 11]
         for salt in ("", 7):
-            with pytest.raises(InvalidPromptError, match="cache_salt must be a text"):
+            with pytest.raises(InvalidPromptError, match="cache_salt must be a non-empty string"):
                 llm.generate(prompt | {"cache_salt": salt}, greedy(2), use_tqdm=False)
         llm.reset_prefix_cache()
         assert llm.generate(prompt, greedy(2), use_tqdm=False)[0].num_cached_tokens == 0

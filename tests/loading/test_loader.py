@@ -887,11 +887,11 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
     ("weight_map", "match"),
     [
         ({"a": "one.safetensors", "b": "one.safetensors"}, "lacks tensor 'b'"),
-        ({"a": "../one.safetensors"}, "no file of this folder"),
-        ({"a": "/etc/passwd"}, "no file of this folder"),
-        ({"a": "one.bin"}, "no file of this folder"),
-        ({"a": 5}, "no file of this folder"),
-        ({"a": "x" * 5000 + ".safetensors"}, "no file of this folder"),
+        ({"a": "../one.safetensors"}, "not a file of this folder"),
+        ({"a": "/etc/passwd"}, "not a file of this folder"),
+        ({"a": "one.bin"}, "not a file of this folder"),
+        ({"a": 5}, "not a file of this folder"),
+        ({"a": "x" * 5000 + ".safetensors"}, "not a file of this folder"),
         ({"a": "\0.safetensors"}, "is missing"),
         ({}, "no 'weight_map'"),
         ([], "no 'weight_map'"),
@@ -908,7 +908,7 @@ def test_a_wrong_index_is_refused(tmp_path: Path, weight_map: Any, match: str) -
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_pickles_are_not_opened(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
-    with pytest.raises(UnsupportedModelError, match=f"{name}.*safetensors only"):
+    with pytest.raises(UnsupportedModelError, match=f"{name}.*convert them to safetensors"):
         CheckpointReader(tmp_path)
 
 

@@ -226,7 +226,7 @@ def test_a_fork_leaves_the_worker_to_its_parent() -> None:
 
     renders = threading.Thread(target=render)
     renders.start()
-    await_true(process._desk.lock.locked)
+    await_true(process._state.lock.locked)
     child = os.fork()
     if child == 0:
         status = 1
@@ -256,7 +256,7 @@ def orphan() -> Iterator[Callable[[bool], int]]:
             signal.pause()
         os.write(pipe, f"{worker} {sleeper}".encode())
         if is_busy:
-            link = process._desk.worker._link  # type: ignore[union-attr]
+            link = process._state.worker._link  # type: ignore[union-attr]
             request = json.dumps([ENDLESS, LISTS, SECONDS]).encode()
             template_worker.send(link, template_worker.RENDER, request, time.monotonic() + 9)
         os.kill(os.getpid(), signal.SIGKILL)
