@@ -197,7 +197,7 @@ class SdpaKernel:
 class FlashAttention:
     """Flash kernel calls over the chunks of a layer, merged in fp32 (context.AttentionBackend)."""
 
-    follows_tensors = False
+    can_replay = False
     is_batch_invariant = False
 
     def __init__(self, scale: float, kernel: FlashKernel, device: torch.device) -> None:

@@ -44,7 +44,7 @@ class TorchAttention:
     others.
     """
 
-    follows_tensors = False
+    can_replay = False
     is_batch_invariant = False
 
     def __init__(self, config: AttentionConfig) -> None:

@@ -60,7 +60,7 @@ class _Partitions:
 class TritonAttention:
     """See context.AttentionBackend."""
 
-    follows_tensors = True
+    can_replay = True
     is_batch_invariant = False  # one order of tiles; but sums inside of one are the compiler's
 
     def __init__(self, config: AttentionConfig, dtype: torch.dtype, device: torch.device) -> None:

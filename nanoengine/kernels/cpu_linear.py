@@ -26,7 +26,7 @@ _PANEL = 64
 _LANES = 16
 _TILE_K = 32
 _PRIVATE_BYTES = 64 << 10
-_STORE, _ADD, _FLOAT = 0, 1, 2
+STORE, ADD, FLOAT = 0, 1, 2
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q4qd")
 _CALL = struct.Struct("=4Q5q")
@@ -108,6 +108,15 @@ class PackedWeight:
                 f"a packed product takes bfloat16 rows of {self.inputs} values side by side: got "
                 f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
             )
+        if epilogue == ADD and (
+            out.shape != (tokens, self.outputs)
+            or out.dtype is not torch.bfloat16
+            or out.stride(1) != 1
+        ):
+            raise EngineError(
+                f"a product of {tokens} rows is added to bfloat16 rows of {self.outputs} values "
+                f"side by side: got {out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
+            )
         normed = None
         if self.norm_weight is not None and tokens * width * 2 > _PRIVATE_BYTES:
             normed = x.new_empty(tokens, width)
@@ -135,28 +144,14 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features], bfloat16."""
         out = x.new_empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, _STORE)
+        self.weight.multiply(x, out, STORE)
         return out
 
     def in_float(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features], the float32 sums themselves."""
         out = torch.empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, _FLOAT)
+        self.weight.multiply(x, out, FLOAT)
         return out
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += self(x) in place; bfloat16 [tokens, out_features], rows may be apart."""
-        if (
-            residual.shape != (x.shape[0], self.out_features)
-            or residual.dtype is not torch.bfloat16
-            or residual.stride(1) != 1
-        ):
-            raise EngineError(
-                f"a product of {x.shape[0]} rows is added to bfloat16 rows of {self.out_features} "
-                f"values side by side: got {residual.dtype}, shape {tuple(residual.shape)}, "
-                f"strides {residual.stride()}"
-            )
-        self.weight.multiply(x, residual, _ADD)
 
     def gather_rows(self, token_ids: Tensor) -> Tensor:
         """Rows of the weight itself, [n, in_features]; int64 [n], contiguous. For tied embeddings.
@@ -191,42 +186,42 @@ class PackedGateUp:
         Rounds where the unfused steps do: both products, the silu, and the result.
         """
         out = x.new_empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, _STORE)
+        self.weight.multiply(x, out, STORE)
         return out
 
 
-class PackedBridge:
-    """LayerOps.bridge in one call of C. Made by `CpuLinear.bridge`.
+class PackedAfterAttention:
+    """LayerOps.after_attention in one call of C. Made by `CpuLinear.after_attention`.
 
-    What it returns is overwritten by the next bridge.
+    The next layer overwrites the result.
     """
 
     def __init__(
         self,
         workspace: Workspace,
         weights: tuple[PackedWeight, PackedWeight, PackedWeight],
-        following: PackedWeight | None,
+        next_qkv: PackedWeight | None,
     ) -> None:
         """weights: of out, of gate and up, and of down."""
         self._out, self._gate_up, self._down = weights
-        self._following = following
+        self._next_qkv = next_qkv
         self._workspace = workspace
 
-    def __call__(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """See LayerOps.bridge; bfloat16."""
-        tokens = residual.shape[0]
+    def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [tokens, hidden], attended [tokens, heads x head_dim]; bfloat16, as is the result."""
+        tokens = x.shape[0]
         gated = self._buffer("gated", tokens, self._gate_up)
         steps = [
-            self._out.call(attended, residual, _ADD),
-            self._gate_up.call(residual, gated, _STORE),
-            self._down.call(gated, residual, _ADD),
+            self._out.call(attended, x, ADD),
+            self._gate_up.call(x, gated, STORE),
+            self._down.call(gated, x, ADD),
         ]
-        result = residual
-        if self._following is not None:
-            result = self._buffer("following", tokens, self._following)
-            steps.append(self._following.call(residual, result, _STORE))
+        result = x
+        if self._next_qkv is not None:
+            result = self._buffer("qkv", tokens, self._next_qkv)
+            steps.append(self._next_qkv.call(x, result, STORE))
         calls = b"".join(call for call, _ in steps)
-        held = residual, attended, gated, result, steps
+        held = x, attended, gated, result, steps
         self._out.tape.call(self._out.library.linear, (calls, len(steps)), held)
         return result
 
@@ -287,17 +282,17 @@ class CpuLinear:
         """Pack gate and up, each [outputs, inputs], into one weight; else as `pack`."""
         return PackedGateUp(self._pack((gate, up), biases or (), norm))
 
-    def bridge(
+    def after_attention(
         self,
         out: PackedLinear,
         gate_up: PackedGateUp,
         down: PackedLinear,
-        following: PackedLinear | None,
-    ) -> PackedBridge:
-        """See LayerOps.bridge."""
+        next_qkv: PackedLinear | None,
+    ) -> PackedAfterAttention:
+        """As LayerOps.after_attention."""
         weights = out.weight, gate_up.weight, down.weight
-        following_weight = None if following is None else following.weight
-        return PackedBridge(self._workspace, weights, following_weight)
+        next_weight = None if next_qkv is None else next_qkv.weight
+        return PackedAfterAttention(self._workspace, weights, next_weight)
 
     def _pack(
         self,

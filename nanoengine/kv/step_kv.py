@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from nanoengine.context import KVChunk, KVTarget, MakeTensor, Spans, StepInputs, packed
+from nanoengine.context import KVChunk, KVTarget, MakeTensor, ReplayKey, Spans, packed
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.block_table import Write
 from nanoengine.kv.kv_spec import KVSpec
@@ -129,12 +129,12 @@ class StepKV:
         self.run.before_write(layer)
         return KVTarget(self.pools[layer].rows, self.k_slots, self.v_slots, self.stored)
 
-    def inputs(self) -> StepInputs | None:
+    def replay_key(self) -> ReplayKey | None:
         """See context.KVCache."""
         on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
         if self.stored is not None or not self.run.moves_nothing(on_host):
             return None
-        return StepInputs(
+        return ReplayKey(
             (self.k_slots, self.v_slots, *(tensor for t in self.reads for tensor in t.tensors)),
             (*(table.part.tier for table in self.reads), self.unseen),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from nanoengine.config import ModelConfig
@@ -13,37 +13,68 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """What differs between decoders.
+class NormNames:
+    """The norms of a layer by their names in a checkpoint; "": there is none at that place."""
 
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a decoder differs from Llama's, whose row is empty.
+
+    norm_offset: what RMSNorm adds to its weight; if it adds anything, it is in fp32 throughout.
     qk_norm: RMSNorm over each head of q and k before the rotation.
     qkv_bias: q, k and v have a bias though config.json names none.
     is_fused: q, k, v are one tensor of the checkpoint, gate and up another.
-    may_skip_rope: reads no_rope_layers. may_turn_a_part: reads partial_rotary_factor.
-    is_gemma: norms of weight + 1 before and after attention and feed-forward, gated by GELU (tanh),
-    embeddings times the root of hidden_size, and Gemma's keys in config.json.
+    activation: of the gate; a key of layer_ops.GATED.
+    scales_embeddings: embeddings are multiplied by the root of hidden_size.
     windows: which layers may have a sliding window, by what config.json says: "every layer",
     "layer_types" or "pattern"; "": none, it is refused.
+    reads: keys of config.json that only some architectures read.
+    requires: keys of config.json and the values with which the model is computed as here.
     defaults: what transformers takes for keys that config.json lacks, where Llama's differ.
     own_code: the class that checkpoints bring though transformers has the same.
     """
 
+    norms: NormNames = NormNames()
+    norm_offset: float = 0.0
     qk_norm: bool = False
     qkv_bias: bool = False
     is_fused: bool = False
-    may_skip_rope: bool = False
-    may_turn_a_part: bool = False
-    is_gemma: bool = False
+    activation: str = "silu"
+    scales_embeddings: bool = False
     windows: str = ""
+    reads: tuple[str, ...] = ()
+    requires: Mapping[str, tuple[Any, ...]] = field(
+        default_factory=lambda: {"hidden_act": (None, "silu", "swish")}
+    )
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own_code: str = ""
 
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
+        norms=NormNames(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+        norm_offset=1.0,
         qk_norm=True,
-        is_gemma=True,
+        activation="gelu_pytorch_tanh",
+        scales_embeddings=True,
         windows="pattern",
+        reads=("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"),
+        requires={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            # transformers' class of Gemma 3 takes it and computes nothing of it; others do.
+            "attn_logit_softcapping": (None,),
+            "use_bidirectional_attention": (None, False),
+        },
         defaults={
             "hidden_activation": "gelu_pytorch_tanh",
             "num_key_value_heads": 4,
@@ -61,8 +92,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(windows="every layer", defaults={"sliding_window": 4096}),
     "Phi3ForCausalLM": Architecture(
         is_fused=True,
-        may_turn_a_part=True,
         windows="every layer",
+        reads=("partial_rotary_factor",),
         defaults={
             "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096,
@@ -77,7 +108,7 @@ ARCHITECTURES = {
         qk_norm=True, windows="layer_types", defaults={"head_dim": 128}
     ),
     "SmolLM3ForCausalLM": Architecture(
-        may_skip_rope=True, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
+        reads=("no_rope_layers",), defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
     ),
 }
 
@@ -154,11 +185,9 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
     architecture = ARCHITECTURES[config.architecture]
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield f"{prefix}input_layernorm.weight", (hidden,)
-    yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-    if architecture.is_gemma:
-        yield f"{prefix}pre_feedforward_layernorm.weight", (hidden,)
-        yield f"{prefix}post_feedforward_layernorm.weight", (hidden,)
+    for norm in astuple(architecture.norms):
+        if norm:
+            yield f"{prefix}{norm}.weight", (hidden,)
     if architecture.qk_norm:
         yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
         yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
@@ -168,7 +197,7 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
         qkv = {"q": heads, "k": kv_heads, "v": kv_heads}
         gate_up = {"gate": inner, "up": inner}
     for part, rows, columns, has_bias in (
-        ("self_attn", qkv, hidden, _has_qkv_bias(config)),
+        ("self_attn", qkv, hidden, has_qkv_bias(config)),
         ("self_attn", {"o": hidden}, heads, config.attention_bias),
         ("mlp", gate_up, hidden, config.mlp_bias),
         ("mlp", {"down": hidden}, inner, config.mlp_bias),
@@ -179,5 +208,6 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
                 yield f"{prefix}{part}.{name}_proj.bias", (num_rows,)
 
 
-def _has_qkv_bias(config: ModelConfig) -> bool:
+def has_qkv_bias(config: ModelConfig) -> bool:
+    """Whether q, k and v have a bias."""
     return config.attention_bias or ARCHITECTURES[config.architecture].qkv_bias

@@ -175,7 +175,7 @@ class ScratchKV:
         """See context.KVCache."""
         return self._target
 
-    def inputs(self) -> None:
+    def replay_key(self) -> None:
         """See context.KVCache: not to be done again."""
 
     def read(self, layer: int) -> Iterator[KVChunk]:
