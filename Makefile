@@ -30,16 +30,16 @@ test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow -n 0 -s' f
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
-	$(PY) tests/run_mutants.py
+	$(PY) benchmarks/proofs/mutants.py
 
 fuzz: .venv/.test ## damaged files and odd values: 100,000 to read, 3,000 to load; FUZZ_ARGS are passed on
-	$(PY) tests/fuzz.py $(FUZZ_ARGS)
+	$(PY) benchmarks/proofs/fuzz.py $(FUZZ_ARGS)
 
 storms: .venv/.test ## interrupts, closing, forks, exits at random instants; STORM_ARGS are passed on
-	$(PY) tests/storms.py $(STORM_ARGS)
+	$(PY) benchmarks/proofs/storms.py $(STORM_ARGS)
 
 sanitize: .venv/.test ## the C kernels under gcc's sanitizers, some minutes; planted faults must be seen
-	$(PY) tests/run_sanitizers.py
+	$(PY) benchmarks/proofs/sanitizers.py
 
 check: .venv/.dev ## lint, formatting and types
 	$(PY) -m ruff check .
@@ -49,10 +49,10 @@ check: .venv/.dev ## lint, formatting and types
 # GPU_PYTHON: an interpreter that has torch already; without it the environment here is used.
 ifdef GPU_PYTHON
 gpu-check: ## check and measure on a GPU, one JSON; DEVICE=cpu rehearses it
-	"$(GPU_PYTHON)" tests/gpu_check.py --device $(DEVICE) $(GPU_ARGS)
+	"$(GPU_PYTHON)" benchmarks/gpu/gpu_check.py --device $(DEVICE) $(GPU_ARGS)
 else
 gpu-check: .venv/.test
-	$(PY) tests/gpu_check.py --device $(DEVICE) $(GPU_ARGS)
+	$(PY) benchmarks/gpu/gpu_check.py --device $(DEVICE) $(GPU_ARGS)
 endif
 
 bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on

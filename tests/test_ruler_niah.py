@@ -20,8 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
-from induction import write_checkpoint
 
+from benchmarks.induction import write_checkpoint
 from nanoengine.bench import niah
 from nanoengine.bench.niah import NiahBuilder, PromptFormat, Sample, read_samples
 from nanoengine.bench.ruler import compare, first_difference, main

@@ -260,7 +260,7 @@ def induction_samples(
     if len(words) != len(vocab) or tokenizer.encode(" ".join(words)) != vocab:
         raise ConfigError(
             f"--task {INDUCTION} needs a checkpoint whose tokens are words, as "
-            "`python tests/induction.py FOLDER` writes it"
+            "`python benchmarks/induction.py FOLDER` writes it"
         )
     if length < 32:
         raise ConfigError(f"length {length} is too small for {INDUCTION}; it needs at least 32")

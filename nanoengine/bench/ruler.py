@@ -355,7 +355,7 @@ def _parser() -> argparse.ArgumentParser:
     add = _adder(parser.add_argument_group("samples"))
     add("--model", str, "folder, .gguf file or smollm2-135m", "smollm2-135m")
     tasks = [*NIAH_TASKS, INDUCTION]
-    add("--task", str, "induction: for the model of tests/induction.py", tasks[0], choices=tasks)
+    add("--task", str, "induction: with benchmarks/induction.py's model", tasks[0], choices=tasks)
     modes = ["nvidia", "lm-eval"]
     add("--mode", str, "whose haystack sizes and answer prefix", modes[0], choices=modes)
     templates = ["base", "chat"]

@@ -1,7 +1,7 @@
-"""Products with weights packed for AVX512-BF16 or AMX, and what is fused onto them: `cpu_linear.c`.
+"""Products with weights packed for AVX512-BF16 or AMX, and fused operators, in `cpu_linear.c`.
 
 Owns the packed copy of a weight and the C calling convention. Knows no layer and no model. The
-layout, and the law that makes a row's bits independent of its batch, are in `cpu_linear.c`.
+layout, and the rule that makes a row's bits independent of its batch, are in `cpu_linear.c`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def is_supported() -> bool:
 
 
 class WeightArena:
-    """Hands out memory for packed weights, side by side in large pieces backed by huge pages.
+    """Allocates memory for packed weights, side by side in large pieces backed by huge pages.
 
-    A product at batch 1 reads every weight once, a tenth faster from pages of 2 MiB than of 4 KiB.
+    A product at batch 1 reads every weight once; pages of 2 MiB make that a tenth faster than pages
+    of 4 KiB.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -60,7 +61,7 @@ class WeightArena:
         return self._piece[begin : begin + num_bytes]
 
     def _new_piece(self, num_bytes: int) -> None:
-        """Pages that nobody touches cost nothing, so whole ones are asked for."""
+        """Allocate whole pages: a page that is never touched costs nothing."""
         memory = torch.empty(num_bytes + 2 * _PAGE_BYTES, dtype=torch.uint8)
         skip = -memory.data_ptr() % _PAGE_BYTES
         self._piece = memory[skip : skip + -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES]
@@ -69,7 +70,7 @@ class WeightArena:
 
 
 class PackedWeight:
-    """A packed weight as C sees it; the tensors that it points to live as long as it does."""
+    """A packed weight as C sees it. It keeps the tensors alive that it points to."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class PackedWeight:
         self.tape.call(self.library.linear, (call, 1), x, out, normed)
 
     def call(self, x: Tensor, out: Tensor, epilogue: int) -> tuple[bytes, Tensor | None]:
-        """The record of `multiply` for C, and the scratch memory that it points to."""
+        """The arguments of `multiply` as C takes them, and the scratch memory they point to."""
         tokens, width = x.shape
         x_stride, step = x.stride()
         if width != self.inputs or x.dtype is not torch.bfloat16 or step != 1:
@@ -156,7 +157,7 @@ class PackedLinear:
     def gather_rows(self, token_ids: Tensor) -> Tensor:
         """Rows of the weight itself, [n, in_features]; int64 [n], contiguous. For tied embeddings.
 
-        Raises EngineError at an id that is no row.
+        Raises EngineError for an id outside the rows.
         """
         if token_ids.dtype is not torch.int64 or not token_ids.is_contiguous():
             raise EngineError(f"token ids are contiguous int64, got {token_ids.dtype}")
@@ -251,7 +252,7 @@ class CpuLinear:
     ) -> CpuLinear:
         """Compile (or take from the cache) and bind.
 
-        Raises KernelBuildError with the reason, which may be this CPU or a compiler too old for it.
+        Raises KernelBuildError with the reason: this CPU, or a compiler that is too old for it.
         """
         if not is_supported():
             raise KernelBuildError("this CPU has no AVX512-BF16: oneDNN multiplies instead")
@@ -268,7 +269,7 @@ class CpuLinear:
     ) -> PackedLinear:
         """Pack weight [outputs, inputs] and bias [outputs], both bfloat16 on the CPU.
 
-        norm: (weight [inputs], eps) of an RMSNorm that the activations pass first.
+        norm: (weight [inputs], eps) of an RMSNorm of the activations before the product.
         """
         return PackedLinear(self._pack((weight,), () if bias is None else (bias,), norm))
 
@@ -312,7 +313,7 @@ class CpuLinear:
         num_panels = -(-columns // _PANEL)
         panels = self._arena.take(num_panels * _PANEL * -(-inputs // 2) * 4)
         if inputs % 2 or num_panels * _PANEL != outputs * len(weights):
-            panels.zero_()  # what packing leaves out is multiplied, too
+            panels.zero_()  # products read the padding, too
         packed = PackedWeight(
             self._library,
             self._tape,
@@ -332,7 +333,7 @@ class CpuLinear:
 
 
 def _pack_biases(biases: tuple[Tensor, ...], columns: int) -> Tensor:
-    """float32 [columns], in the order of the panels: gate and up take turns, a vector each."""
+    """float32 [columns], in the order of the panels: vectors of gate and up alternate."""
     pad = -len(biases[0]) % _LANES
     parts = [functional.pad(bias.float(), (0, pad)).view(-1, _LANES) for bias in biases]
     packed = torch.stack(parts, dim=1).flatten()

@@ -125,7 +125,7 @@ def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
 def _ropes(
     content: CheckedJson, architecture: Architecture, head_dim: int, max_model_len: int | None
 ) -> tuple[RopeConfig, RopeConfig | None, int]:
-    """`ModelConfig.rope`, `local_rope` and `max_position`."""
+    """ModelConfig's rope, local_rope and max_position."""
     if "rope_local_base_freq" in architecture.reads:
         return read_ropes_by_kind(content, head_dim, max_model_len)
     may_be_partial = "partial_rotary_factor" in architecture.reads

@@ -1,4 +1,4 @@
-"""A table of architectures, as data; and what tensors a model has."""
+"""The table of architectures, and the tensors that a model of each has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """The norms of a layer by their names in a checkpoint; "": there is none at that place."""
+    """The names of a layer's norms in a checkpoint; "": no norm at this place."""
 
     before_attention: str = "input_layernorm"
     after_attention: str = ""
@@ -24,20 +24,20 @@ class NormNames:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """How a decoder differs from Llama's, whose row is empty.
+    """How a decoder differs from Llama's.
 
-    norm_offset: what RMSNorm adds to its weight; if it adds anything, it is in fp32 throughout.
+    norm_offset: RMSNorm adds this to its weight; unless it is 0, norms are in fp32 throughout.
     qk_norm: RMSNorm over each head of q and k before the rotation.
-    qkv_bias: q, k and v have a bias though config.json names none.
-    is_fused: q, k, v are one tensor of the checkpoint, gate and up another.
+    qkv_bias: q, k and v have a bias even if config.json has no key for it.
+    is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
     activation: of the gate; a key of layer_ops.GATED.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
-    windows: which layers may have a sliding window, by what config.json says: "every layer",
-    "layer_types" or "pattern"; "": none, it is refused.
-    reads: keys of config.json that only some architectures read.
-    requires: keys of config.json and the values with which the model is computed as here.
-    defaults: what transformers takes for keys that config.json lacks, where Llama's differ.
-    own_code: the class that checkpoints bring though transformers has the same.
+    windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
+    or "pattern"; "": a window is refused.
+    reads: the keys of config.json that this architecture reads and others do not.
+    requires: keys of config.json, each with the values that are supported.
+    defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
+    own_code: a class in checkpoints' own code that is the same as the one in transformers.
     """
 
     norms: NormNames = NormNames()
@@ -71,7 +71,7 @@ ARCHITECTURES = {
         reads=("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"),
         requires={
             "hidden_activation": ("gelu_pytorch_tanh",),
-            # transformers' class of Gemma 3 takes it and computes nothing of it; others do.
+            # transformers' class of Gemma 3 ignores this key, other engines do not.
             "attn_logit_softcapping": (None,),
             "use_bidirectional_attention": (None, False),
         },
@@ -116,9 +116,10 @@ ARCHITECTURES = {
 def layer_windows(
     architecture: str, settings: Mapping[str, Any], num_layers: int, where: object
 ) -> tuple[int | None, ...]:
-    """The sliding window of each layer, () without any, as transformers' classes read config.json.
+    """The sliding window of each layer, () if no layer has one, as transformers reads config.json.
 
-    settings: of config.json, at `where`. Raises UnsupportedModelError for what they would not run.
+    settings: the content of config.json. where: its path, for errors. Raises UnsupportedModelError
+    for settings with which transformers would not run.
     """
     rule = ARCHITECTURES[architecture].windows
     if rule == "pattern":
@@ -147,7 +148,7 @@ def layer_windows(
 def _windows_by_pattern(
     settings: Mapping[str, Any], num_layers: int, where: object
 ) -> tuple[int | None, ...]:
-    """As `layer_types` says, else in all layers but each `sliding_window_pattern`-th."""
+    """By `layer_types`; without it, in all layers except every `sliding_window_pattern`-th."""
     window: Any = settings.get("sliding_window")
     listed: Any = settings.get("layer_types")
     interval = settings.get("sliding_window_pattern")
@@ -169,7 +170,7 @@ def _are_layer_types(listed: object, num_layers: int) -> bool:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the architecture needs, under Hugging Face's names."""
+    """The shape of every tensor that the model needs, by Hugging Face's names."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),

@@ -24,7 +24,7 @@ TensorSource = Callable[[str], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One turn of the loop. rope: the kind of rotation, an index into Rotary's."""
+    """One iteration of the loop over layers. rope: the index of its kind of rotation."""
 
     attention: Attention
     after_attention: AfterAttention
@@ -61,7 +61,7 @@ class Decoder:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
         x = self._embed(ctx.token_ids)
         cos, sin = self._rotary.angles(ctx.positions)
-        is_decode = len(x) == len(ctx.lengths)  # only such steps are like one another
+        is_decode = len(x) == len(ctx.lengths)  # other steps are hardly ever alike
         key = ctx.kv.replay_key() if is_decode and ctx.attention.can_replay else None
         if key is None:
             return self._run_layers(self._ops.to_static_buffer(x), cos, sin, ctx)
@@ -73,10 +73,10 @@ class Decoder:
     def _run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """For each layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
-        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)). One after_attention does
-        all that needs no KV cache, so that kernels can fuse it: it adds out(attended) and mlp(...)
-        to x, in place, and returns qkv(norm(x)) of the next layer. Where an architecture has norms
-        after attention and mlp, they are the last step of out and down.
+        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)). Kernels can fuse all that
+        needs no KV cache, so after_attention does both sums, in place, and returns qkv(norm(x)) of
+        the next layer. If an architecture has norms after attention and mlp, they are part of out
+        and down.
         """
         angles = list(zip(cos.unbind(), sin.unbind(), strict=True))
         qkv = self._first_qkv(x)

@@ -1,4 +1,4 @@
-"""Whole engines on our C kernels, for tests/run_sanitizers.py: not part of `make test`."""
+"""Whole engines on our C kernels, for benchmarks/proofs/sanitizers.py: not part of `make test`."""
 
 from __future__ import annotations
 

@@ -62,7 +62,8 @@ static void check_layer(int64_t width, int64_t k, int64_t inner) {
     const layer_t one = some_layer(width, k, inner, 1), two = some_layer(width, k, inner, 2);
     expect_same("pack", one.gate_up.panels, two.gate_up.panels, panel_bytes(&one.gate_up));
     for (size_t i = 0; i < sizeof TOKENS / sizeof *TOKENS; i++) {
-        char *alone = after_attention(&one, TOKENS[i], 1), *together = after_attention(&two, TOKENS[i], 2), what[80];
+        char *alone = after_attention(&one, TOKENS[i], 1), what[80];
+        char *together = after_attention(&two, TOKENS[i], 2);
         snprintf(what, sizeof what, "after_attention of %d tokens, k %d", (int)TOKENS[i], (int)k);
         expect_same(what, alone, together, TOKENS[i] * 2 * k);
         free(alone), free(together);

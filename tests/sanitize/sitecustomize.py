@@ -1,5 +1,5 @@
-"""Python reads this at its start where tests/run_sanitizers.py puts it on PYTHONPATH: nanoengine is
-told that the CPU has what emulate.h does in C.
+"""Python reads this at its start where benchmarks/proofs/sanitizers.py puts it on PYTHONPATH:
+nanoengine is told that the CPU has what emulate.h does in C.
 """
 
 import pathlib

@@ -1,0 +1,1 @@
+"""What `make gpu-check` runs on a GPU."""

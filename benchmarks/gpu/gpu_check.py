@@ -1,0 +1,423 @@
+"""`make gpu-check`: what only a GPU can show, in one run that ends with one JSON object.
+
+    python benchmarks/gpu/gpu_check.py [--device cuda] [--json FILE]
+
+Parity and isolation on the device, what the stream checker saw, the link, and the measurements of
+gpu_measure.py. Rows name the attention that ran and, where a faster one was not taken, why.
+`--device cpu` rehearses all of it in small shapes.
+Needs torch, transformers, safetensors, xxhash, tqdm and numpy, and no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+# Works in a checkout that is not installed.
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from checkpoints import TINY, reference, reference_greedy
+from driver import Driver
+from tqdm import tqdm
+
+import nanoengine
+from benchmarks.gpu.gpu_measure import (
+    LLAMA_8B,
+    ON_GPU,
+    QWEN_600M,
+    REHEARSAL,
+    lightly_streamed,
+    long_context,
+    many_streamed,
+    needles,
+    resident_decode,
+    targets,
+    workload,
+)
+from benchmarks.induction import write_checkpoint
+from nanoengine import SamplingParams
+from nanoengine.devices.select import make_device
+from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry
+from nanoengine.engine.llm_engine import LLMEngine
+
+NUM_OUT = 24
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
+BLOCK = 8
+PAGE = 256  # what flash kernels ask of a block
+# A fixed share of the link: measured, it would cut up the work differently from run to run.
+STREAM: dict[str, Any] = {
+    "stream_mib_per_step": 1024.0,
+    "enable_cpu_offload": True,
+    "offload_mode": "stream",
+    "kv_offload_gib": 0.01,
+    "num_gpu_blocks": 6,
+    "slot_tokens": 2 * BLOCK,
+    "debug_kv": True,
+}
+
+
+def prompts(block: int = BLOCK) -> list[list[int]]:
+    """Lengths around multiples of the block, one shared beginning."""
+    lengths = (1, block - 1, block, block + 1, 2 * block + 1, 7 * block + 4, 15 * block)
+    made = [[(i * 31 + n) % 256 for i in range(n)] for n in lengths]
+    return [*made, made[5][: 3 * block]]
+
+
+def engine(folder: Path, device: str, **settings: Any) -> LLMEngine:
+    """An engine with small blocks and chunks."""
+    defaults = {"kvcache_block_size": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    return LLMEngine(folder, device=device, **(defaults | settings))
+
+
+def logits_of(driver: Driver, work: list[list[int]]) -> list[torch.Tensor]:
+    """The logits that each token of each request was chosen from."""
+    outputs = driver.run(work, PARAMS)
+    return [torch.stack(driver.logits[output.request_id]).cpu() for output in outputs]
+
+
+def queued(made: LLMEngine) -> dict[str, dict[str, int]]:
+    """What the checker saw queued on each stream: copies, events recorded, waits for events."""
+    streams = (made.device.compute, made.device.h2d, made.device.d2h)
+    return {s.name: dict(s.counts) for s in streams if isinstance(s, CheckedStream)}
+
+
+def parity(
+    folder: Path, device: str, backend: str = "auto", rings: Sequence[int] = (2, 3, 4)
+) -> dict[str, Any]:
+    """fp32 greedy ids against transformers on the CPU: resident, and streamed with these rings,
+    delays before copies.
+    """
+    model = reference(folder)
+    expected = [reference_greedy(model, prompt, NUM_OUT) for prompt in prompts()]
+    result: dict[str, Any] = {}
+    for ring in (0, *rings):
+        streamed = STREAM | {"ring_slots": ring, "debug_copy_delay_ms": 0.2}
+        settings = streamed if ring else {"num_gpu_blocks": 200}
+        made = engine(folder, device, dtype="float32", attention_backend=backend, **settings)
+        driver = Driver(made)
+        outputs = driver.run(prompts(), PARAMS)
+        equal = [o.outputs[0].token_ids for o in outputs] == expected
+        result[f"ring_{ring}" if ring else "resident"] = {
+            "ids_equal": equal,
+            "attention": made.plan.attention,
+            "h2d_bytes": made.kv.counters.h2d_bytes,
+            "checked_accesses": getattr(made.device, "num_checked", 0),
+            "queued": queued(made),
+            "ok": equal and (not ring or made.kv.counters.h2d_bytes > 0),
+        }
+        made.close()
+    return result
+
+
+def bitwise(folder: Path, device: str, block: int) -> dict[str, Any]:
+    """bf16 logits, equal bit for bit over ring sizes, delays and poison at the same schedule.
+
+    The chunks stay the same: a flash kernel rounds each, so their borders show in its bits.
+    """
+    settings = STREAM | {
+        "dtype": "bfloat16",
+        "kvcache_block_size": block,
+        "slot_tokens": 2 * block,
+        "max_num_batched_tokens": 5 * block // 2,
+    }
+    runs, schedules = {}, {}
+    attention = ""
+    layouts: dict[str, dict[str, Any]] = {
+        "ring 2": {"ring_slots": 2},
+        "ring 3": {"ring_slots": 3},
+        "ring 4": {"ring_slots": 4},
+        "ring 4, no poison": {"ring_slots": 4, "debug_kv": False},
+        "ring 2, delays": {"ring_slots": 2, "debug_copy_delay_ms": 0.2},
+    }
+    for name, extra in layouts.items():
+        made = engine(folder, device, **(settings | extra))
+        driver = Driver(made)
+        runs[name] = logits_of(driver, prompts(block))
+        schedules[name] = driver.audit.schedule
+        attention = made.plan.attention
+        streamed = made.kv.counters.h2d_bytes
+        made.close()
+    first = runs["ring 2"]
+    same = {
+        name: schedules[name] == schedules["ring 2"]
+        and all(torch.equal(a, b) for a, b in zip(first, run, strict=True))
+        for name, run in runs.items()
+    }
+    return {
+        "attention": attention,
+        "block": block,
+        "h2d_bytes": streamed,
+        "equal_to_ring_2": same,
+        "ok": all(same.values()) and streamed > 0,
+    }
+
+
+def trace(folder: Path, device: str) -> dict[str, Any]:
+    """What one streamed decode step queues, stream by stream, in order."""
+    settings = STREAM | {"ring_slots": 2, "slot_tokens": 4 * BLOCK}
+    made = engine(folder, device, dtype="float32", **settings)
+    checked = made.device
+    assert isinstance(checked, CheckedDevice)
+    made.add_request(prompts()[-2], PARAMS)
+    while not made.scheduler.running or made.scheduler.running[0].num_output_tokens < 2:
+        made.step()
+    before = queued(made)
+    checked.start_trace()
+    made.step()
+    entries = checked.stop_trace()
+    counts = {
+        name: {what: num - before[name].get(what, 0) for what, num in sorted(after.items())}
+        for name, after in queued(made).items()
+    }
+    made.close()
+    return {
+        "attention": made.plan.attention,
+        "queued": counts,
+        "left_out": checked.trace.num_left_out,
+        "lines": [
+            f"{stream}: {', '.join(map(shown, run))}"
+            for stream, run in groupby(entries, lambda entry: entry.stream)
+        ],
+        "ok": counts["h2d"]["copies"] > 0 and not checked.trace.num_left_out,
+    }
+
+
+def shown(entry: TraceEntry) -> str:
+    """`read device 0/3` is slot 3 of layer 0; `wait h2d#7`, `record #7`: the stream's 7th event."""
+    if entry.operation == "wait":
+        return f"wait {entry.other}#{entry.event}"
+    if entry.operation == "record":
+        return f"record #{entry.event}"
+    if entry.operation == "access":
+        sides = (("read", entry.reads), ("write", entry.writes))
+        return " ".join(f"{verb} {slots(keys)}" for verb, keys in sides if keys)
+    return entry.operation
+
+
+def slots(keys: Sequence[Key]) -> str:
+    """Slots of one pool, as layer/slot."""
+    return " ".join([keys[0][0], *(f"{layer}/{slot}" for _, layer, slot in keys)])
+
+
+def isolation(folder: Path, device: str, dtype: str) -> dict[str, Any]:
+    """Request 50 of a long-lived streaming engine against the same request in a fresh one."""
+    settings = STREAM | {"dtype": dtype, "enable_prefix_caching": False}
+    old = engine(folder, device, **settings)
+    driver = Driver(old)
+    for i in range(49):
+        request = old.add_request([(i * 7 + j) % 256 for j in range(5 + 2 * i)], PARAMS)
+        for _ in range(i % 4):
+            driver.step()
+        if i % 3 == 0:
+            old.abort(request)
+    driver.drain()
+    fresh = engine(folder, device, **settings)
+    ours, theirs = (logits_of(d, [prompts()[-2]])[0] for d in (driver, Driver(fresh)))
+    old.close()
+    fresh.close()
+    return {"request_50_bitwise_equal": torch.equal(ours, theirs), "ok": torch.equal(ours, theirs)}
+
+
+def link(device_name: str) -> dict[str, Any]:
+    """GB/s of pinned copies in 16 MiB pieces, each way and both at once, and of device reads."""
+    device = make_device(device_name, None, copy_workers=True)
+    num, piece = (64, 16 << 20) if device_name != "cpu" else (8, 4 << 20)
+    host = device.empty_host((2, num, piece), torch.uint8).zero_()
+    there = torch.zeros((2, num, piece), dtype=torch.uint8, device=device.torch_device)
+
+    def run(h2d: bool, d2h: bool) -> float:
+        device.synchronize()
+        start = time.perf_counter()
+        for i in range(num):
+            if h2d:
+                device.h2d.copy(there[0, i], host[0, i])
+            if d2h:
+                device.d2h.copy(host[1, i], there[1, i])
+        for stream in (device.h2d, device.d2h):
+            device.compute.wait(stream.record())
+        device.synchronize()
+        return (h2d + d2h) * num * piece / (time.perf_counter() - start) / 1e9
+
+    def read() -> float:
+        device.synchronize()
+        start = time.perf_counter()
+        there.view(torch.int64).sum()
+        device.synchronize()
+        return there.nbytes / (time.perf_counter() - start) / 1e9
+
+    best = {
+        "h2d_gb_per_s": max(run(True, False) for _ in range(3)),
+        "d2h_gb_per_s": max(run(False, True) for _ in range(3)),
+        "both_gb_per_s": max(run(True, True) for _ in range(3)),
+        "device_read_gb_per_s": max(read() for _ in range(10)),
+    }
+    device.close_streams()
+    return {name: round(value, 2) for name, value in best.items()} | {"ok": True}
+
+
+def teacher_forced(folder: Path, device: str) -> dict[str, Any]:
+    """bf16 logits against transformers in fp32, over tokens that we chose; transformers' own bf16
+    run with SDPA beside them. Ours may be off by twice as much.
+    """
+    made = engine(folder, device, dtype="bfloat16", num_gpu_blocks=200)
+    driver = Driver(made)
+    outputs = driver.run(prompts(), PARAMS)
+    load: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
+    exact = load(folder, dtype=torch.float32).to(device)
+    rounded = load(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
+    ours, theirs = 0.0, 0.0
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        ids = torch.tensor([prompt + output.outputs[0].token_ids[:-1]], device=device)
+        with torch.inference_mode():
+            want, sdpa = (model(ids).logits[0, len(prompt) - 1 :] for model in (exact, rounded))
+        got = torch.stack(driver.logits[output.request_id])
+        ours = max(ours, (got - want).abs().max().item())
+        theirs = max(theirs, (sdpa.float() - want).abs().max().item())
+    made.close()
+    return {
+        "attention": made.plan.attention,
+        "largest_error": round(ours, 5),
+        "sdpa_largest_error": round(theirs, 5),
+        "ok": ours <= 2 * theirs,
+    }
+
+
+def graphs(folder: Path, device: str) -> dict[str, Any]:
+    """fp32 greedy ids against transformers with decode steps replayed as CUDA graphs, and not; with
+    offload both kinds of steps mix.
+    """
+    model = reference(folder)
+    expected = [reference_greedy(model, prompt, NUM_OUT) for prompt in prompts()]
+    result: dict[str, Any] = {}
+    for name, settings in {
+        "graphs": {"num_gpu_blocks": 200},
+        "eager": {"num_gpu_blocks": 200, "enforce_eager": True},
+        "graphs, offload": STREAM | {"debug_kv": False, "num_gpu_blocks": 40},
+        "graphs, chunks of 16": {"num_gpu_blocks": 200, "max_num_batched_tokens": 16},
+    }.items():
+        made = engine(folder, device, dtype="float32", **settings)
+        ids = [made.add_request(prompt, PARAMS) for prompt in prompts()]
+        found: dict[int | str, list[int]] = {}
+        while made.has_unfinished_requests:
+            found |= {o.request_id: o.outputs[0].token_ids for o in made.step()}
+        equal = [found[i] for i in ids] == expected
+        result[name] = {"ids_equal": equal, "ok": equal}
+        made.close()
+    return result
+
+
+def commit() -> str:
+    """The checked-out commit, "unknown" outside a repository."""
+    run = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return run.stdout.strip() or "unknown"
+
+
+def main() -> int:
+    """Run every check; 0 if all are ok."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", help="cuda or cpu (default: cuda)")
+    parser.add_argument("--json", metavar="FILE", help="also write the result here, indented")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter with vLLM: runs beside us")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="only these (default: all)")
+    args = parser.parse_args()
+    made = make_device(args.device, None)
+    name = torch.cuda.get_device_name() if args.device != "cpu" else platform.processor() or "cpu"
+    result: dict[str, Any] = {
+        "hardware": {"device": name, "memory_gib": round(made.memory()[1] / (1 << 30), 1)},
+        "versions": {
+            "nanoengine": nanoengine.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "commit": commit(),
+        "rehearsal": args.device == "cpu",
+        "seconds": {},
+    }
+    seconds = result["seconds"]
+    scale = REHEARSAL if args.device == "cpu" else ON_GPU
+    with tempfile.TemporaryDirectory() as folder:
+        names = ("llama", "long", "qwen3", "8b", "600m", "induction")
+        llama, long, qwen, large, small, induction = (Path(folder) / name for name in names)
+        TINY["llama"](llama)
+        replace(TINY["llama"], settings={"max_position_embeddings": 4096})(long)
+        TINY["qwen3"](qwen)
+        smollm3, gemma3 = (Path(folder) / name for name in ("smollm3", "gemma3"))
+        TINY["smollm3"](smollm3)
+        TINY["gemma3"](gemma3)
+        scale.shapes(large, LLAMA_8B)
+        scale.shapes(small, QWEN_600M)
+        write_checkpoint(induction)
+
+        def gb_per_s(name: str) -> float:
+            return float(result["link"][name])
+
+        checks: dict[str, Callable[[], Any]] = {
+            "link": lambda: link(args.device),
+            "parity_llama": lambda: parity(llama, args.device),
+            "parity_llama_sdpa": lambda: parity(llama, args.device, "sdpa", (2,)),
+            "parity_qwen3": lambda: parity(qwen, args.device),
+            "parity_smollm3": lambda: parity(smollm3, args.device),
+            "parity_gemma3": lambda: parity(gemma3, args.device),
+            "graphs": lambda: graphs(qwen, args.device),
+            "teacher_forced": lambda: teacher_forced(llama, args.device),
+            "bitwise_bf16": lambda: bitwise(llama, args.device, BLOCK),
+            "bitwise_bf16_pages": lambda: bitwise(long, args.device, PAGE),
+            "trace": lambda: trace(llama, args.device),
+            "isolation": lambda: isolation(llama, args.device, "float32"),
+            "isolation_bf16": lambda: isolation(llama, args.device, "bfloat16"),
+            "needles": lambda: needles(induction, scale),
+            "resident_decode": lambda: resident_decode(
+                large, scale, gb_per_s("device_read_gb_per_s")
+            ),
+            "workload": lambda: workload(small, scale, gb_per_s("device_read_gb_per_s"), args.vllm),
+            "lightly_streamed": lambda: lightly_streamed(large, scale, gb_per_s("h2d_gb_per_s")),
+            "many_streamed": lambda: many_streamed(large, scale, gb_per_s("h2d_gb_per_s")),
+            "long_context": lambda: long_context(large, scale, gb_per_s("h2d_gb_per_s")),
+        }
+        if args.only:
+            checks = {name: run for name, run in checks.items() if name in {"link", *args.only}}
+        for check, run in (bar := tqdm(checks.items())):
+            bar.set_description(check)
+            start = time.perf_counter()
+            result[check] = run()
+            seconds[check] = round(time.perf_counter() - start, 1)
+            if args.json:
+                Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    # The last row of a length counts: bfloat16, or float32 where that missed some.
+    found = {row["length"]: row["exact"] == row["samples"] for row in result.get("needles", [])}
+    result["ok"] = all(found.values())
+    dicts = [result[check] for check in checks if isinstance(result[check], dict)]
+    flat = [part for each in dicts for part in (each, *each.values())]
+    result["ok"] &= all(part.get("ok", True) for part in flat if isinstance(part, dict))
+    result["targets"] = targets(result)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

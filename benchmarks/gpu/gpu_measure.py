@@ -1,0 +1,594 @@
+"""The measurements of `make gpu-check`: decode, prefill and batches in the shapes of real models
+with random weights and KV, a workload beside transformers, and retrieval on the induction
+checkpoint.
+
+Each function returns a row or a list of rows for the JSON; gpu_check.py calls them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from nanoengine import SamplingParams
+from nanoengine.bench.niah import Sample, induction_samples
+from nanoengine.config import GIB
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.architectures import weight_shapes
+from nanoengine.sequence import Admission, Sequence, SequenceStatus
+from nanoengine.startup.probe import PROBE_ID, probe_sequence
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 1 << 20,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+QWEN_600M = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+# The same kinds of work where there is no GPU.
+SMALL = {
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the work is: on a GPU, or in a rehearsal without one."""
+
+    device: str
+    decode_contexts: tuple[int, ...]
+    prefill_lengths: tuple[int, ...]
+    chunk: int
+    device_gib: float
+    batch: tuple[int, int]  # requests, tokens each
+    resident_batches: tuple[tuple[int, int], ...]
+    workload: tuple[int, int, int]  # requests, requests beside transformers, longest
+    needles: tuple[tuple[int, int], ...]  # samples, length
+
+    @property
+    def is_rehearsal(self) -> bool:
+        """Whether there is no GPU."""
+        return self.device == "cpu"
+
+    def shapes(self, folder: Path, config: dict[str, Any]) -> Path:
+        """A folder with the config alone."""
+        folder.mkdir(exist_ok=True)
+        config = config | SMALL if self.is_rehearsal else config
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+
+ON_GPU = Scale(
+    device="cuda",
+    decode_contexts=(32_768, 131_072, 524_288),
+    prefill_lengths=(32_768, 65_536, 131_072),
+    chunk=8192,
+    device_gib=1.0,
+    batch=(8, 32_768),
+    resident_batches=((1, 1024), (8, 1024), (64, 1024), (256, 512)),
+    workload=(256, 64, 1024),
+    needles=((100, 32_768), (10, 131_072), (3, (1 << 20) - 16)),
+)
+REHEARSAL = Scale(
+    device="cpu",
+    decode_contexts=(2048,),
+    prefill_lengths=(2048,),
+    chunk=512,
+    device_gib=0.002,
+    batch=(2, 2048),
+    resident_batches=((1, 256), (4, 256)),
+    workload=(4, 2, 32),
+    needles=((2, 2048),),
+)
+
+
+@contextmanager
+def running(folder: Path, scale: Scale, **settings: Any) -> Iterator[LLMEngine]:
+    """An engine with random weights of the folder's shapes, closed and freed at the end."""
+    defaults = {
+        "load_format": "dummy",
+        "device": scale.device,
+        "dtype": "bfloat16",
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": scale.chunk,
+        "max_num_seqs": 64,
+        "stream_mib_per_step": 1e6,
+    }
+    made = LLMEngine(folder, **(defaults | settings))
+    try:
+        yield made
+    finally:
+        made.close()
+        del made
+        gc.collect()
+        if not scale.is_rehearsal:
+            torch.cuda.empty_cache()
+
+
+def offloaded(scale: Scale, num_tokens: int, token_bytes: int) -> dict[str, Any]:
+    """Settings of an engine that keeps so many tokens on the host."""
+    gib = (num_tokens + 32 * 256) * token_bytes / GIB
+    streams = {"enable_cpu_offload": True, "offload_mode": "stream"}
+    return streams | {"kv_cache_gib": scale.device_gib, "kv_offload_gib": gib}
+
+
+def token_bytes(made: LLMEngine) -> int:
+    """KV of one token, all layers."""
+    return made.plan.kv.block_bytes // made.plan.kv.block_size
+
+
+def read_weights(made: LLMEngine) -> int:
+    """Bytes of the weights that a decode step reads: all but the embedding's."""
+    shapes = weight_shapes(made.model_config)
+    is_tied = made.model_config.tie_word_embeddings
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    unread = 0 if is_tied else sizes["model.embed_tokens.weight"]
+    return 2 * (sum(sizes.values()) - unread)
+
+
+@contextmanager
+def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
+    """Running requests with KV of random numbers; with offload, all on the host at first: the first
+    step brings what fits to the device.
+    """
+    seqs = [_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
+    made.kv.start_step()
+    for seq in seqs:
+        assert made.kv.admit(seq) is Admission.ADMITTED
+        made.kv.fill_random(seq, bool(made.plan.kv.num_host_blocks))
+        seq.status = SequenceStatus.RUNNING
+    made.scheduler.running += seqs
+    try:
+        yield
+    finally:
+        made.scheduler.abort(seq.seq_id for seq in seqs)
+        made.step()
+
+
+def _sequence(seq_id: int, num_tokens: int) -> Sequence:
+    """One that has its first token, and no end."""
+    seq = probe_sequence(seq_id, num_tokens)
+    return replace(seq, num_prompt_tokens=num_tokens - 1, max_total_tokens=1 << 30)
+
+
+def time_decode(made: LLMEngine, lengths: list[int], num_steps: int) -> tuple[float, float]:
+    """Seconds of a decode step, and bytes from the host in one; means, as steps overlap."""
+    with decoding(made, lengths):
+        for _ in range(4):
+            made.step()
+        made.kv.reset_counters()
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            made.step()
+        seconds = time.perf_counter() - start
+        return seconds / num_steps, made.kv.counters.h2d_bytes / num_steps
+
+
+def resident_decode(folder: Path, scale: Scale, read_gb_per_s: float) -> list[Row]:
+    """Decode steps of resident batches: weights and KV that they read, against what the device
+    reads.
+    """
+    rows = []
+    longest = max(n * length for n, length in scale.resident_batches)
+    with running(folder, scale, num_gpu_blocks=2 * longest // 256 + 8, max_num_seqs=256) as made:
+        for num, length in scale.resident_batches:
+            step_s, _ = time_decode(made, [length] * num, 50)
+            read = read_weights(made) + num * length * token_bytes(made)
+            rows.append(
+                {
+                    "requests": num,
+                    "context": length,
+                    "step_ms": round(1000 * step_s, 3),
+                    "tokens_per_s": round(num / step_s, 1),
+                    "read_gb_per_s": round(read / step_s / 1e9, 1),
+                    "share_of_read": round(read / step_s / 1e9 / read_gb_per_s, 3),
+                }
+            )
+    return rows
+
+
+def long_context(folder: Path, scale: Scale, link_gb_per_s: float) -> Row:
+    """Prefill and decode of one long request, all on the device and with little of it there."""
+    decode, prefill = scale.decode_contexts, scale.prefill_lengths
+    most = max(*decode, *prefill)
+    start = time.perf_counter()
+    with running(folder, scale, num_gpu_blocks=most // 256 + 8) as made:
+        startup_s = {"resident": round(time.perf_counter() - start, 2)}
+        size = token_bytes(made)
+        resident = {
+            "prefill": {n: time_prefill(made, n) for n in prefill},
+            "decode": {n: time_decode(made, [n], 10)[0] for n in decode},
+        }
+    rows: Row = {"prefill": [], "decode": []}
+    settings = offloaded(scale, most, size) | {"max_model_len": most + 256}
+    start = time.perf_counter()
+    with running(folder, scale, **settings) as made:
+        startup_s["offloaded"] = round(time.perf_counter() - start, 2)
+        rows["startup_s"] = startup_s  # random weights, kernels compiled before or not
+        rows["plan"] = str(made.plan).splitlines()
+        for n in prefill:
+            streamed_s, resident_s = time_prefill(made, n), resident["prefill"][n]
+            rows["prefill"].append(
+                {
+                    "context": n,
+                    "resident_tokens_per_s": round(n / resident_s, 1),
+                    "offloaded_tokens_per_s": round(n / streamed_s, 1),
+                    "offloaded_to_resident": round(resident_s / streamed_s, 3),
+                }
+            )
+        for n in decode:
+            step_s, moved = time_decode(made, [n], 5)
+            least_s = max(moved / link_gb_per_s / 1e9, resident["decode"][n])
+            rows["decode"].append(
+                {
+                    "context": n,
+                    "resident_step_ms": round(1000 * resident["decode"][n], 2),
+                    "step_ms": round(1000 * step_s, 2),
+                    "tokens_per_s": round(1 / step_s, 2),
+                    "streamed_gb": round(moved / 1e9, 3),
+                    "streamed_gb_per_s": round(moved / step_s / 1e9, 2),
+                    "share_of_link": round(moved / step_s / 1e9 / link_gb_per_s, 3),
+                    "mean_piece_mib": mean_piece_mib(made),
+                    "least_to_measured": round(least_s / step_s, 3),
+                }
+            )
+        if not scale.is_rehearsal:
+            rows["trace"] = trace_step(made, decode[0])
+        slot_tokens = made.plan.kv.slot_blocks * made.plan.kv.block_size
+    # Larger slots carry the state of attention over less often, and take memory.
+    n = prefill[len(prefill) // 2]
+    settings = offloaded(scale, n, size) | {"max_model_len": n + 256}
+    with running(folder, scale, slot_tokens=2 * slot_tokens, **settings) as made:
+        rows["prefill_slots_twice_as_large"] = {
+            "context": n,
+            "slot_tokens": 2 * slot_tokens,
+            "offloaded_to_resident": round(resident["prefill"][n] / time_prefill(made, n), 3),
+        }
+    return rows
+
+
+def lightly_streamed(folder: Path, scale: Scale, link_gb_per_s: float) -> list[Row]:
+    """Decode of a request that streams an eighth of what is on the device: where launching kernels
+    would take longer than the copies. With one graph a layer, and kernel by kernel.
+    """
+    rows = []
+    size = read_model_config(folder).kv_bytes_per_token(2)
+    context = int(9 / 8 * scale.device_gib * GIB / size)
+    for enforce_eager in (False, True):
+        settings = offloaded(scale, context + 256, size)
+        settings |= {"max_model_len": context + 256, "enforce_eager": enforce_eager}
+        with running(folder, scale, **settings) as made:
+            step_s, moved = time_decode(made, [context], 20)
+        copy_s = moved / link_gb_per_s / 1e9
+        rows.append(
+            {
+                "context": context,
+                "enforce_eager": enforce_eager,
+                "step_ms": round(1000 * step_s, 3),
+                "copies_ms": round(1000 * copy_s, 3),
+                "share_of_link": round(copy_s / step_s, 3),
+            }
+        )
+    return rows
+
+
+def time_prefill(made: LLMEngine, length: int) -> float:
+    """Seconds to the first token of a prompt of random tokens; the second of two."""
+    rng, seconds = random.Random(length), 0.0
+    vocab = made.model_config.vocab_size
+    for num_tokens in (min(length, 4 * made.plan.max_num_batched_tokens), length):
+        prompt = rng.choices(range(vocab), k=num_tokens)
+        made.add_request(prompt, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+        start = time.perf_counter()
+        while made.has_unfinished_requests:
+            made.step()
+        seconds = time.perf_counter() - start
+    return seconds
+
+
+def trace_step(made: LLMEngine, context: int) -> Row:
+    """Of streamed decode steps: the share in which copies run, kernels run, and neither does."""
+    with decoding(made, [context]):
+        for _ in range(4):
+            made.step()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(3):
+                made.step()
+            made.device.synchronize()
+    spans: dict[str, list[tuple[float, float]]] = {"copy": [], "compute": []}
+    for event in profile.events():
+        if event.device_type.name == "CUDA":
+            kind = "copy" if "Memcpy HtoD" in event.name else "compute"
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    both = spans["copy"] + spans["compute"]
+    wall = max(end for _, end in both) - min(start for start, _ in both)
+    shares = {kind: round(_covered(found) / wall, 3) for kind, found in spans.items()}
+    pieces = [end - start for start, end in spans["copy"]]
+    return {
+        "context": context,
+        "wall_ms": round(wall / 1000, 2),
+        **shares,
+        "neither": round(1 - _covered(both) / wall, 3),
+        "num_copies": len(pieces),
+    }
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def many_streamed(folder: Path, scale: Scale, link_gb_per_s: float) -> Row:
+    """Several long requests in each step, with room on the device for one of them."""
+    num, length = scale.batch
+    size = read_model_config(folder).kv_bytes_per_token(2)
+    settings = offloaded(scale, num * (length + 256), size)
+    settings["kv_cache_gib"] = length * size / GIB
+    settings["max_model_len"] = length + 256
+    with running(folder, scale, **settings) as made:
+        step_s, moved = time_decode(made, [length] * num, 5)
+        peak, piece_mib = made.kv.peak_streamed, mean_piece_mib(made)
+    return {
+        "requests": num,
+        "context": length,
+        "device_kv_gib": round(settings["kv_cache_gib"], 2),
+        "step_ms": round(1000 * step_s, 1),
+        "tokens_per_s": round(num / step_s, 2),
+        "streamed_gb_per_s": round(moved / step_s / 1e9, 2),
+        "share_of_link": round(moved / step_s / 1e9 / link_gb_per_s, 3),
+        "mean_piece_mib": piece_mib,
+        "peak_streamed": peak,
+    }
+
+
+def mean_piece_mib(made: LLMEngine) -> float:
+    """What a copy into the ring is of, on average."""
+    counters = made.kv.counters
+    return round(counters.fill_bytes / max(1, counters.num_fill_copies) / (1 << 20), 2)
+
+
+def workload(folder: Path, scale: Scale, read_gb_per_s: float, vllm: str | None = None) -> Row:
+    """Requests of random lengths, as nano-vllm's benchmark has them (its lengths and seed), and
+    some of them beside transformers' continuous batching. vllm: an interpreter that has it, to do
+    all of them.
+    """
+    num, num_beside, longest = scale.workload
+    rng = random.Random(0)
+    vocab = 10_000 if not scale.is_rehearsal else 1000
+    low = min(100, longest // 2)
+    prompts = [rng.choices(range(vocab), k=rng.randint(low, longest)) for _ in range(num)]
+    lengths = [rng.randint(low, longest) for _ in range(num)]
+    with running(folder, scale, max_num_seqs=256, max_model_len=4 * longest) as made:
+        planned = made.plan.weight_bytes + made.plan.activation_bytes
+        planned += made.plan.kv.num_blocks * made.plan.kv.block_bytes
+        _answer(made, prompts[:2], [4, 4])
+        _answer(made, prompts, [2] * num)  # compiles, and captures the largest graphs
+        seconds = _answer(made, prompts, lengths)
+        some, short = prompts[:num_beside], [-(-n // 4) for n in lengths[:num_beside]]
+        beside = _answer(made, some, short)
+        peak = made.device.peak_memory_mib() * (1 << 20)
+        free, total = made.device.memory()
+        context = sum(len(p) * n + n * n / 2 for p, n in zip(prompts, lengths, strict=True))
+        read = max(lengths) * read_weights(made) + context * token_bytes(made)
+    row: Row = {
+        "requests": num,
+        "output_tokens": sum(lengths),
+        "seconds": round(seconds, 2),
+        "output_tokens_per_s": round(sum(lengths) / seconds, 1),
+        "share_of_read": round(read / seconds / 1e9 / read_gb_per_s, 3),
+        "planned_gib": round(planned / GIB, 2),
+        "peak_gib": round(peak / GIB, 2),
+        "used_share": round(1 - free / total, 3),
+    }
+    if vllm is not None:
+        row["vllm"] = _vllm(vllm, folder, scale, prompts, lengths)
+    try:
+        theirs = _transformers(folder, scale, some, short)
+    except Exception as error:  # a peer that cannot run here is told, not a failed check
+        return row | {"transformers": f"{type(error).__name__}: {str(error)[:300]}"}
+    return row | {
+        "beside_transformers": {
+            "requests": num_beside,
+            "output_tokens": sum(short),
+            "output_tokens_per_s": round(sum(short) / beside, 1),
+            "transformers_output_tokens_per_s": round(sum(short) / theirs, 1),
+            "ratio": round(theirs / beside, 2),
+        }
+    }
+
+
+def _answer(made: LLMEngine, prompts: list[list[int]], lengths: list[int]) -> float:
+    for prompt, length in zip(prompts, lengths, strict=True):
+        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        made.add_request(prompt, params)
+    start = time.perf_counter()
+    while made.has_unfinished_requests:
+        made.step()
+    return time.perf_counter() - start
+
+
+VLLM = """
+import json, sys, time
+import vllm
+work = json.load(sys.stdin)
+llm = vllm.LLM(work["folder"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+               max_model_len=work["max_model_len"], max_num_seqs=256, enable_prefix_caching=False)
+def answer(lengths):
+    params = [vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+              for n in lengths]
+    start = time.perf_counter()
+    prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+    return time.perf_counter() - start
+answer([2] * len(work["lengths"]))
+print(json.dumps({"version": vllm.__version__, "seconds": answer(work["lengths"])}))
+"""
+
+
+def _vllm(
+    python: str, folder: Path, scale: Scale, prompts: list[list[int]], lengths: list[int]
+) -> Row:
+    """All requests by vLLM, random weights in the same shapes."""
+    work = {
+        "folder": str(folder),
+        "max_model_len": 4 * scale.workload[2],
+        "prompts": prompts,
+        "lengths": lengths,
+    }
+    run = subprocess.run(
+        [python, "-c", VLLM], input=json.dumps(work), capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        return {"error": run.stderr.strip().splitlines()[-1:]}
+    found = json.loads(run.stdout.splitlines()[-1])
+    tokens_per_s = round(sum(lengths) / found["seconds"], 1)
+    return {"version": found["version"], "output_tokens_per_s": tokens_per_s}
+
+
+def targets(result: Row) -> Row:
+    """What was aimed at, and the worst that was measured."""
+    found: Row = {}
+
+    def least(name: str, aim: float, values: list[float]) -> None:
+        if values:
+            found[name] = {"least": min(values), "aim": aim, "met": min(values) >= aim}
+
+    long = result.get("long_context", {"prefill": [], "decode": []})
+    work = result.get("workload", {})
+    decode = [row["share_of_read"] for row in result.get("resident_decode", [])]
+    least("offloaded_to_resident_prefill", 0.98, _column(long["prefill"], "offloaded_to_resident"))
+    least("least_to_measured_decode", 0.95, _column(long["decode"], "least_to_measured"))
+    least("mean_piece_mib", 4, _column(long["decode"], "mean_piece_mib"))
+    least("resident_decode_share_of_read", 0.7, decode[:1])
+    least("times_transformers", 5, _column([work.get("beside_transformers", {})], "ratio"))
+    if work:
+        off = abs(work["peak_gib"] / work["planned_gib"] - 1)
+        least("memory_as_planned", 0.98, [round(1 - off, 3)])
+    return found
+
+
+def _column(rows: list[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+def _transformers(
+    folder: Path, scale: Scale, prompts: list[list[int]], lengths: list[int]
+) -> float:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class: Any = transformers.AutoModelForCausalLM
+    model = model_class.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = model.to(scale.device).eval()
+    settings = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(lengths)
+    )
+    seconds, options = 0.0, {}
+    if scale.is_rehearsal:  # else it takes most of the machine's memory for its KV
+        limits = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
+        options["continuous_batching_config"] = limits
+    begin = model.continuous_batching_context_manager
+    with begin(generation_config=settings, **options) as manager:
+        for wanted in ([4] * len(lengths), lengths):  # once to warm up
+            start = time.perf_counter()
+            for prompt, length in zip(prompts, wanted, strict=True):
+                manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+            num_left, deadline = len(prompts), start + 150
+            while num_left:
+                result = manager.get_result(timeout=1)
+                num_left -= result is not None and result.is_finished()
+                if time.perf_counter() > deadline:
+                    raise TimeoutError(f"{num_left} requests unfinished after 150 s")
+            seconds = time.perf_counter() - start
+    del model
+    gc.collect()
+    return seconds
+
+
+def needles(folder: Path, scale: Scale) -> list[Row]:
+    """Exact retrieval with most KV on the host, bfloat16 first."""
+    rows = []
+    for num, length in scale.needles:
+        for dtype in ("bfloat16", "float32"):
+            row = _needles(folder, scale, num, length, dtype)
+            rows.append(row)
+            if row["exact"] == num:
+                break
+    return rows
+
+
+def _needles(folder: Path, scale: Scale, num: int, length: int, dtype: str) -> Row:
+    size = 512 * (2 if dtype == "bfloat16" else 4)
+    at_once = max(1, min(num, (1 << 20) // length))
+    settings = offloaded(scale, at_once * (length + 256), size) | {
+        "load_format": "auto",
+        "dtype": dtype,
+        "kv_cache_gib": None,
+        "num_gpu_blocks": max(8, min(2 * scale.chunk, length // 4) // 256 + 2),
+        "max_num_seqs": min(at_once, 16),
+        "max_model_len": length + 16,
+    }
+    with running(folder, scale, **settings) as made:
+        samples = induction_samples(made.tokenizer, length, num, seed=0)
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+        ids: dict[int | str, Sample] = {}
+        for sample in samples:
+            ids[made.add_request(sample.prompt_ids, params)] = sample
+        start, exact = time.perf_counter(), 0
+        while made.has_unfinished_requests:
+            for output in made.step():
+                exact += output.outputs[0].text.strip() == ids[output.request_id].outputs[0]
+        row = {
+            "samples": num,
+            "length": length,
+            "dtype": dtype,
+            "exact": exact,
+            "attention": made.plan.attention,
+            "device_tokens": made.plan.kv.num_blocks * made.plan.kv.block_size,
+            "peak_streamed": made.kv.peak_streamed,
+            "h2d_gb": round(made.kv.counters.h2d_bytes / 1e9, 2),
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+    return row

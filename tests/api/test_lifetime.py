@@ -1,0 +1,267 @@
+"""Who may be in an engine and until when: closing, Ctrl-C, forks, engines that nobody closes.
+
+benchmarks/proofs/storms.py does the same many times at random instants.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import assert_all_free
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.async_llm import AsyncLLM
+from nanoengine.devices.copy_streams import WorkerStream
+from nanoengine.errors import EngineClosedError, EngineError, ForkedProcessError
+
+Tiny = Callable[[str], Path]
+Threads = Callable[[], set[threading.Thread]]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 8, "num_gpu_blocks": 40}
+STREAM: dict[str, Any] = SETTINGS | {
+    "num_gpu_blocks": 2,
+    "enable_cpu_offload": True,
+    "offload_mode": "stream",
+    "kv_offload_gib": 0.01,
+    "slot_tokens": 8,
+    "debug_copy_delay_ms": 2.0,
+}
+LONG = [5] * 60
+
+
+@pytest.fixture
+def llm(tiny: Tiny) -> Iterator[LLM]:
+    with LLM(tiny("llama"), **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own SIGINT handler, also where the test run was started with SIGINT ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.fixture
+def our_threads() -> Threads:
+    """The engines' threads that came since the test began."""
+    before = set(threading.enumerate())
+    return lambda: {t for t in threading.enumerate() if "nanoengine" in t.name} - before
+
+
+class SlowSteps:
+    """Steps of an engine that wait in the middle until they are let go."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self._step = llm.llm_engine.step
+        llm.llm_engine.step = self._slow  # type: ignore[method-assign]
+
+    def _slow(self) -> Any:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self._step()
+
+
+def in_thread(function: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
+    """Runs it, and what it returned or raised."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, results
+
+
+def test_closing_from_another_thread_waits_for_the_step_and_ends_the_call(
+    tiny: Tiny, our_threads: Threads
+) -> None:
+    llm = LLM(tiny("llama"), **STREAM)
+    steps = SlowSteps(llm)
+    generating, results = in_thread(lambda: llm.generate([LONG], GREEDY, use_tqdm=False))
+    assert steps.begun.wait(60)
+    with pytest.raises(EngineError, match="in use by another thread"):
+        llm.generate("x", GREEDY, use_tqdm=False)
+    with pytest.raises(EngineError, match="in use by another thread"):
+        llm.reset_prefix_cache()
+    closing, closed = in_thread(llm.close)
+    closing.join(0.1)
+    assert closing.is_alive() and not closed  # the step is still under way
+    steps.go_on.set()
+    generating.join(60)
+    closing.join(60)
+    assert closed == [None] and isinstance(results[0], EngineClosedError)
+    assert not our_threads()
+    with pytest.raises(EngineClosedError):
+        llm.generate("x", GREEDY, use_tqdm=False)
+
+
+def test_closing_inside_a_step_is_left_to_its_end(llm: LLM) -> None:
+    """As a signal handler or a collected object may do it: waiting would be for itself."""
+    step = llm.llm_engine.step
+
+    def closing() -> Any:
+        llm.close()
+        return step()
+
+    llm.llm_engine.step = closing  # type: ignore[method-assign]
+    with pytest.raises(EngineClosedError):
+        llm.generate("x", GREEDY, use_tqdm=False)
+
+
+def test_a_closed_stream_of_copies_refuses_work_that_nobody_would_do() -> None:
+    stream = WorkerStream("h2d")
+    stream.close()
+    with pytest.raises(EngineClosedError):
+        stream.record()
+    stream.close()
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("kind", ["generate", "beam_search", "refused", "stream"])
+def test_ctrl_c_in_the_last_step_is_not_lost(
+    llm: LLM, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, one = llm.llm_engine, SamplingParams(temperature=0, max_tokens=1)
+    name = "add_request" if kind == "refused" else "step"
+    function = getattr(engine, name)
+
+    def interrupting(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return function(*args)
+
+    calls: dict[str, Callable[[], object]] = {
+        "generate": lambda: llm.generate("a", one, use_tqdm=False),
+        "beam_search": lambda: llm.beam_search("a", beam_width=2, max_tokens=1, use_tqdm=False),
+        "refused": lambda: llm.generate([""], one, use_tqdm=False),
+        "stream": lambda: list(llm.stream("a", one)),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, name, interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            calls[kind]()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not engine.has_unfinished_requests
+    assert_all_free(engine)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_breaks_the_step_and_a_third_does_not_break_the_cleaning(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, abort, went_on = llm.llm_engine, llm.llm_engine.abort, []
+
+    def impatient() -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        went_on.append(1)
+
+    def aborting(ids: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return abort(ids)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", impatient)
+        patch.setattr(engine, "abort", aborting)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate("a", GREEDY, use_tqdm=False)
+    assert not went_on and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_all_free(engine)
+
+
+def in_fork(function: Callable[[], bool]) -> int:
+    """Exit status of a fork that calls it: 0 for True, 1 for False, 2 if it raised."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os._exit(0 if function() else 1)
+        finally:
+            os._exit(2)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    pytest.fail("the forked process did not end")
+
+
+def refuses(call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except ForkedProcessError:
+        return True
+    return False
+
+
+def test_a_fork_is_refused_and_the_engine_unharmed(tiny: Tiny, two_threads: None) -> None:
+    path = tiny("llama")
+    with LLM(path, **STREAM, num_threads=2) as llm:
+        before = llm.generate([LONG], GREEDY, use_tqdm=False)[0]["token_ids"]
+        stream = llm.stream(LONG, GREEDY)
+        next(stream)
+
+        def fork() -> bool:
+            is_refused = refuses(lambda: llm.generate([LONG], GREEDY, use_tqdm=False))
+            is_refused &= refuses(lambda: next(stream))
+            is_refused &= refuses(lambda: LLM(path, **SETTINGS, num_threads=2))
+            llm.close()
+            with LLM(path, **SETTINGS, num_threads=1) as own:
+                return is_refused and len(own.generate("x", GREEDY, use_tqdm=False)) == 1
+
+        assert in_fork(fork) == 0
+        rest = [token for delta in stream for token in delta.token_ids]
+        assert rest == before[1:]
+        assert llm.generate([LONG], GREEDY, use_tqdm=False)[0]["token_ids"] == before
+
+
+def test_a_fork_of_an_async_engine_is_refused(tiny: Tiny) -> None:
+    llm = AsyncLLM(tiny("llama"), **SETTINGS)
+
+    def fork() -> bool:
+        is_refused = refuses(lambda: llm._engine.post(lambda _: None))
+        llm.close()
+        return is_refused
+
+    try:
+        assert in_fork(fork) == 0
+    finally:
+        llm.close()
+
+
+def test_an_engine_that_nobody_closes_leaves_no_thread(tiny: Tiny, our_threads: Threads) -> None:
+    llm = LLM(tiny("llama"), **STREAM)
+    llm.generate([LONG], GREEDY, use_tqdm=False)
+    assert our_threads()
+    del llm
+    gc.collect()
+    assert not our_threads()
+
+
+@pytest.mark.parametrize("where", ["load_parts", "predict_speed"])
+def test_a_start_that_fails_leaves_no_thread(
+    tiny: Tiny, where: str, our_threads: Threads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"nanoengine.engine.llm_engine.{where}", failing)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        LLM(tiny("llama"), **STREAM)
+    assert raised.value and not our_threads()

@@ -1,0 +1,336 @@
+"""The Triton kernels, interpreted on the CPU (conftest.py): against float64 and PyTorch, and the
+law that the split of a context into chunks moves no bit. The interpreter multiplies bfloat16 as if
+it were integers, so here they run in float32 and float16; and all compile for a GPU without one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_batches import Batch, chunk_of, in_pieces, int32, make_batch, relative_error
+from torch import Tensor
+
+from nanoengine.config import AttentionConfig
+from nanoengine.context import ForwardContext, KVChunk, KVTarget
+from nanoengine.models.layer_ops import Norm, TorchOps, silu_mul
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.runtime import interpreter
+
+from nanoengine.attention import triton_attention
+from nanoengine.attention.triton_attention import TritonAttention, query_tiles
+from nanoengine.kernels.cuda_graph import graph_size
+from nanoengine.kernels.triton_kernels import TritonKernels
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "nine heads, odd sizes": {"group": 9, "kv_heads": 1, "head_dim": 40, "block_size": 8},
+    "large blocks": {"block_size": 128, "head_dim": 128},
+    "block of 12": {"block_size": 12, "kv_heads": 1},
+}
+# (query tokens, keys): prompts, decodes on both sides of a partition, a window edge of one key.
+LENGTHS = {
+    "mixed": ((5, 1, 3, 1), (5, 700, 40, 1)),
+    "decodes": ((1, 1, 1), (3, 512, 513)),
+    "prompt": ((40,), (90,)),
+    "whole prompt": ((33, 2), (33, 2)),
+}
+
+
+class Cache:
+    """The chunks of one layer."""
+
+    def __init__(self, chunks: list[KVChunk]) -> None:
+        self._chunks = chunks
+
+    def read(self, layer: int) -> Iterator[KVChunk]:
+        yield from self._chunks
+
+
+def spanned(batch: Batch, spans: dict[int, tuple[int, int]], scatter: bool = False) -> KVChunk:
+    """chunk_of with the spans that backends driven from Python go by."""
+    chunk = chunk_of(batch, spans, scatter)
+    rows = chunk.block_table.tolist()
+    found = [
+        (index, first, tuple(row[: last - first]))
+        for (index, (first, last)), row in zip(spans.items(), rows, strict=True)
+    ]
+    return replace(chunk, spans=tuple(found))
+
+
+def whole(batch: Batch) -> list[KVChunk]:
+    return [spanned(batch, {s: (0, len(t)) for s, t in enumerate(batch.tables)})]
+
+
+def split(batch: Batch, seed: int) -> list[KVChunk]:
+    """Some blocks of some sequences at a time, each from a pool of its own."""
+    rng, lengths = random.Random(seed), [len(table) for table in batch.tables]
+    at, chunks = [0] * len(lengths), []
+    while any(begin < end for begin, end in zip(at, lengths, strict=True)):
+        spans = {}
+        for seq, (begin, end) in enumerate(zip(at, lengths, strict=True)):
+            if begin < end and rng.random() < 0.7:
+                at[seq] = min(end, begin + rng.randint(1, max(1, end // 2)))
+                spans[seq] = begin, at[seq]
+        if spans:
+            chunks.append(spanned(batch, spans, scatter=True))
+    return chunks
+
+
+def context(batch: Batch, chunks: list[KVChunk]) -> ForwardContext:
+    nothing = torch.empty(0)
+    chunks = [
+        replace(chunk, **{name: getattr(chunk, name).to(DEVICE) for name in TENSORS})
+        for chunk in chunks
+    ]
+    chunks[-1] = replace(chunks[-1], is_last=True)
+    return ForwardContext(
+        token_ids=nothing,
+        positions=nothing,
+        query_start=batch.query_start().to(DEVICE),
+        kv_lens=int32(batch.kv_lens).to(DEVICE),
+        lengths=tuple(zip(batch.q_lens, batch.kv_lens, strict=True)),
+        logit_rows=nothing,
+        kv=Cache(chunks),
+        attention=None,
+    )
+
+
+TENSORS = ("k", "v", "seq_index", "first_block", "num_blocks", "block_table")
+
+
+def attend(batch: Batch, chunks: list[KVChunk], window: int | None = None) -> Tensor:
+    head_dim = batch.q.shape[-1]
+    config = AttentionConfig(head_dim, windows=(window,))
+    backend = TritonAttention(config, batch.q.dtype, DEVICE)
+    return backend.run(0, batch.q.to(DEVICE), context(batch, chunks)).cpu()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_against_float64(
+    lengths: tuple[tuple[int, ...], tuple[int, ...]], shape: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Unwritten slots hold NaN: nothing past a length is used."""
+    batch = make_batch(*lengths, dtype=dtype, **shape)
+    got = attend(batch, whole(batch))
+    assert relative_error(got, batch.reference()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_chunks_and_pools_move_no_bit(shape: dict[str, Any], seed: int) -> None:
+    batch = make_batch((5, 1, 3, 1, 1), (5, 700, 40, 1, 300), dtype=torch.float32, **shape)
+    chunks = split(batch, seed)
+    assert len(chunks) > 2
+    assert torch.equal(attend(batch, chunks), attend(batch, whole(batch)))
+
+
+@pytest.mark.parametrize(
+    "window, shape", [*zip((None, 70, 20, None), SHAPES.values(), strict=True)], ids=SHAPES
+)
+def test_the_rows_of_a_call_move_no_bit(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, shape: dict[str, Any]
+) -> None:
+    """All queries of a sequence at once, and few at a time; across partitions, tiles and blocks."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_any_rows)
+    monkeypatch.setattr(triton_attention, "PARTITION", 128)
+    batch = make_batch((26, 2, 20), (160, 300, 140), dtype=torch.float32, **shape)
+    want, sizes = attend(batch, whole(batch), window), set()
+    for piece, rows in in_pieces(batch, (1, 2, 5, 18), random.Random(1)):
+        got = attend(piece, split(piece, len(rows)), window)
+        assert torch.equal(got, want[rows]), f"pieces of {piece.q_lens} rows"
+        sizes.update(piece.q_lens)
+    assert {1, 2, 5, 18} <= sizes
+
+
+def dot_of_any_rows(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    """NumPy's own product depends on the number of rows: it gets one number of them."""
+    rows = np.zeros((256, a.data.shape[1]), a.data.dtype)
+    rows[: len(a.data)] = a.data
+    product = np.matmul(rows, b.data, dtype=d.data.dtype)[: len(a.data)]
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+def test_neighbours_move_no_bit() -> None:
+    """A decode alone and beside others, prompts among them."""
+    batch = make_batch((1, 4, 1), (600, 9, 30), dtype=torch.float32)
+    alone = replace(
+        batch, q=batch.q[:1], q_lens=[1], kv_lens=[600], keys=[], values=[], tables=batch.tables[:1]
+    )
+    assert torch.equal(attend(alone, whole(alone)), attend(batch, whole(batch))[:1])
+
+
+def test_rows_that_only_pad_a_batch_give_zeros() -> None:
+    """A query without keys and without blocks, as a step that is padded for a graph has it."""
+    batch = make_batch((1,), (20,), dtype=torch.float32)
+    padded = replace(
+        batch,
+        q=torch.cat((batch.q, batch.q)),
+        q_lens=[1, 1],
+        kv_lens=[20, 0],
+        tables=[batch.tables[0], []],
+    )
+    got = attend(padded, whole(padded))
+    assert torch.equal(got[:1], attend(batch, whole(batch)))
+    assert not got[1].any()
+
+
+def test_tiles_are_those_that_a_chunk_concerns() -> None:
+    """Blocks of 4: queries 8 to 17 of 18 keys, in chunks of keys [0, 8), [8, 12) and [12, 20)."""
+    pool = torch.empty(9, 4, 1, 8)
+
+    def tiles(first: int, num: int) -> list[int]:
+        spans = ((0, first, tuple(range(num))), (1, 0, (0,)))
+        chunk = KVChunk(pool, pool, *[torch.empty(0)] * 4, spans=spans)
+        return [query for _, query in query_tiles(chunk, ((10, 18), (1, 3)), 3, 1)]
+
+    assert tiles(0, 2) == [0, 3, 6, 9]
+    assert tiles(2, 1) == [0, 3, 6, 9]
+    assert tiles(3, 1) == [3, 6, 9]  # the first four queries see nothing of it
+    assert tiles(3, 2) == [0, 3, 6, 9]  # the last chunk writes what all of them have seen
+
+
+# -- the small kernels -----------------------------------------------------------------------------
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_norms(dtype: torch.dtype) -> None:
+    """Of rows, of heads that are a view, and after a sum; in the steps of PyTorch's."""
+    ops, kernels = TorchOps(), TritonKernels()
+    fused, weight = normal(5, 9, 40, dtype=dtype), normal(40, dtype=dtype)
+    heads = fused[:, 2:6]
+    out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+    kernels.rms_norm(heads, weight, 1e-5, out)
+    torch.testing.assert_close(out, ops.rms_norm(heads, Norm(weight, 1e-5)))
+    x, residual = normal(5, 360, dtype=dtype), 2 * normal(5, 360, dtype=dtype)
+    weight, expected = normal(360, dtype=dtype), residual + x
+    out = torch.empty_like(x)
+    kernels.add_rms_norm(residual, x, weight, 1e-5, out)
+    assert torch.equal(residual, expected)
+    torch.testing.assert_close(out, ops.rms_norm(expected, Norm(weight, 1e-5)))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gating(dtype: torch.dtype) -> None:
+    both = normal(5, 2 * 300, dtype=dtype)
+    out = torch.empty(5, 300, dtype=dtype, device=DEVICE)
+    TritonKernels().silu_mul(both, out)
+    torch.testing.assert_close(out, silu_mul(both))
+
+
+def test_rotation_and_store() -> None:
+    """Slot -1 is not stored; q is turned in its place inside the fused projection."""
+    fused = normal(3, 8, 24)
+    q, k, v = fused.split_with_sizes([4, 2, 2], dim=1)
+    angles = normal(3, 1, 12)
+    pool = torch.full((10, 2, 24), torch.nan, device=DEVICE)
+    slots = torch.tensor([[7, -1, 0], [8, -1, 1]], device=DEVICE)
+    target = KVTarget(pool.clone(), *slots, torch.tensor([0, 2], device=DEVICE))
+    expected = TorchOps().rotate_and_store(q, k, v, angles.cos(), angles.sin(), target)
+    ours = KVTarget(pool, *slots)
+    TritonKernels().rope_store(q, k, v, angles.cos(), angles.sin(), ours)
+    torch.testing.assert_close(q, expected)
+    torch.testing.assert_close(pool, target.pool, equal_nan=True)
+
+
+def test_sizes_of_graphs() -> None:
+    assert [graph_size(n) for n in (1, 2, 3, 5, 9, 128, 129, 256, 257)] == [
+        *(1, 2, 4, 8, 16, 128, 144, 256, 257),
+    ]
+
+
+# -- compiled, without a GPU -----------------------------------------------------------------------
+
+
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nanoengine.attention import triton_attention_kernels
+from nanoengine.kernels import triton_kernels
+
+T = "*bf16"
+INDEX = dict.fromkeys(
+    "tiles seq_index first_block num_blocks table query_start kv_lens part_start".split(), "*i32"
+)
+STATE = dict.fromkeys(
+    "state_max state_sum state_acc part_max part_sum part_acc cos sin".split(), "*fp32"
+)
+VALUES = dict.fromkeys("q k v out x residual weight pool gate_up".split(), T)
+SLOTS = {"k_slots": "*i64", "v_slots": "*i64"}
+NUMBERS = {"scale": "fp32", "eps": "fp32"}
+TYPES = INDEX | STATE | VALUES | SLOTS | NUMBERS
+SHAPE = dict(HEADS=32, GROUP=4, HEAD_DIM=128, DIM=128, BLOCK=256, TILE=128, TILE_PAD=128)
+SHAPE |= dict(WINDOW=0, SOFTCAP=0.0, PARTITION=512, FEW=17)
+CAPPED = SHAPE | dict(WINDOW=1000, SOFTCAP=50.0)
+MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, FEW=17, AT_ONCE=8)
+MERGE |= dict(WINDOW=0, LONGEST=0)
+for function, constants, options in (
+    (triton_attention_kernels.prefill, SHAPE | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
+    (triton_attention_kernels.prefill, CAPPED | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
+    (
+        triton_attention_kernels.decode,
+        SHAPE | {"ROWS": 16, "LONGEST": 0},
+        {"num_warps": 4, "num_stages": 2},
+    ),
+    (
+        triton_attention_kernels.decode,
+        CAPPED | {"ROWS": 128, "LONGEST": 2000},
+        {"num_warps": 8, "num_stages": 2},
+    ),
+    (triton_attention_kernels.merge, MERGE, {"num_warps": 2}),
+    (triton_attention_kernels.merge, MERGE | {"WINDOW": 1000, "LONGEST": 2000}, {"num_warps": 2}),
+    (triton_kernels._rms_norm, dict(HEADS=1, SIZE=4096, SIZE_PAD=4096, ADDS=True), {}),
+    (
+        triton_kernels._rope_store,
+        dict(HEADS=32, HEADS_PAD=32, KV_HEADS=8, KV_PAD=8, HALF=64, HALF_PAD=64),
+        {},
+    ),
+    (triton_kernels._silu_mul, dict(SIZE=14336, STEP=2048), {}),
+):
+    names = [parameter.name for parameter in function.params]
+    types = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if "*" in types[n]}
+    source = ASTSource(function, types, places, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    print(json.dumps([function.__name__, made.metadata.shared, "ptx" in made.asm]))
+"""
+
+
+def test_all_compile_for_a_gpu() -> None:
+    """The interpreter takes what the compiler refuses: types of branches, shapes, shared memory."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 9
+    assert all(shared <= 227 << 10 and has_code for _, shared, has_code in found), found

@@ -1,0 +1,19 @@
+"""`make gpu-check` in small shapes on a CPU: what only a GPU runs in earnest must not rot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_the_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    script = Path(__file__).parents[2] / "benchmarks" / "gpu" / "gpu_check.py"
+    command = [sys.executable, str(script), "--device", "cpu", "--json", str(result)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(result.read_text())
+    assert found["rehearsal"] and len(found["seconds"]) > 10
+    assert found["ok"]

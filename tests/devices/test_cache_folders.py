@@ -1,0 +1,144 @@
+"""Where models and kernels are kept, and what happens where nothing can be kept."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from marks import needs_compiler
+
+from nanoengine.devices import cache_folders
+from nanoengine.errors import ModelLoadError
+from nanoengine.kernels import c_build
+from nanoengine.loading import model_cache
+
+ANSWER = "int answer(void) { return 42; }\n"
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No home, no entry for the user, no temporary folder; an empty working directory."""
+    for name in ("HOME", "XDG_CACHE_HOME", *cache_folders.TEMPORARY_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(cache_folders, "TEMPORARY_FOLDERS", ())
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
+
+
+def answer_source(folder: Path) -> Path:
+    source = folder / "answer.c"
+    source.write_text(ANSWER)
+    return source
+
+
+def test_the_cache_comes_first_and_then_temporary_folders(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    private = tmp_path / f"nanoengine-{os.getuid()}"
+    assert [*cache_folders.cache_folders()] == [Path("/cache/nanoengine"), private]
+    assert private.stat().st_mode & 0o777 == 0o700
+    private.chmod(0o777)  # somebody else could have filled it
+    assert [*cache_folders.cache_folders()] == [Path("/cache/nanoengine")]
+
+
+@pytest.mark.parametrize("name", ["XDG_CACHE_HOME", "TMPDIR"])
+def test_a_relative_folder_counts_as_unset(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, ".")
+    assert [*cache_folders.cache_folders()] == [] and not any(nowhere.iterdir())
+
+
+@needs_compiler
+def test_kernels_are_kept_where_nobody_else_may_write(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = answer_source(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kept = tmp_path / "cache" / "nanoengine" / "kernels"
+    assert c_build.load_library(source).answer() == 42
+    assert kept.stat().st_mode & 0o777 == 0o700 and len(list(kept.iterdir())) == 1
+    kept.chmod(0o777)
+    other = tmp_path / "other"
+    other.mkdir()
+    monkeypatch.setenv("TMPDIR", str(other))
+    assert c_build.load_library(source).answer() == 42
+    assert len(list(other.glob("nanoengine-*/kernels/*.so"))) == 1
+
+
+@needs_compiler
+def test_a_folder_that_is_full_is_passed_over_and_nothing_stays_behind(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own choice of a temporary folder, of which nothing stays, is the last resort."""
+    last = tmp_path / "last"
+    last.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(last))
+    build = c_build.build_library
+
+    def full(folder: Path, *rest: object) -> Path:
+        if folder.is_relative_to(tmp_path / "cache"):
+            raise OSError(28, "No space left on device")
+        return build(folder, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(c_build, "build_library", full)
+    assert c_build.load_library(answer_source(tmp_path)).answer() == 42
+    assert not any(last.iterdir()) and not any(nowhere.iterdir())
+
+
+def test_without_any_folder_kernels_and_conversions_say_what_to_set(
+    nowhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_folder(**_: object) -> None:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr("tempfile.TemporaryDirectory", no_folder)
+    with pytest.raises(c_build.KernelBuildError, match="set XDG_CACHE_HOME"):
+        c_build.load_library(answer_source(tmp_path))
+    with pytest.raises(ModelLoadError, match="neither a home nor a temporary folder"):
+        model_cache.cached_folder("x", lambda _: "")
+
+
+START = """
+import os, pwd, sys, tempfile
+from nanoengine.devices import cache_folders
+cache_folders.TEMPORARY_FOLDERS = ()
+tempfile.gettempdir = lambda: (_ for _ in ()).throw(FileNotFoundError("no temporary folder"))
+pwd.getpwuid = lambda uid: (_ for _ in ()).throw(KeyError(uid))
+from nanoengine import LLM, SamplingParams
+with LLM(sys.argv[1], num_gpu_blocks=4, kvcache_block_size=16) as llm:
+    print(llm.plan)
+    print(llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids)
+"""
+
+
+def test_an_engine_starts_without_home_and_without_any_folder(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HOME", "XDG_CACHE_HOME", *cache_folders.TEMPORARY_VARIABLES)
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(tiny("llama"))],
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "no folder for compiled kernels can be written" in done.stdout
+    assert not any(tmp_path.iterdir())

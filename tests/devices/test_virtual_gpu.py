@@ -1,0 +1,284 @@
+"""The engine on a GPU made of the CPU (virtual_gpu.py): what runs there, in which order, where the
+host waits, and how long a streamed step takes beside its copies and its arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver, answer, expected, host_gib, small_engine, token_ids
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from virtual_gpu import Costs, HostWaitError, VirtualGpu, WrongPlaceError
+
+from benchmarks.gpu.gpu_measure import decoding
+from nanoengine import SamplingParams
+from nanoengine.context import packed
+from nanoengine.devices.select import make_device
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.startup import probe
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"
+)
+BLOCK = 8
+NUM_TOKENS = 6
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+RESIDENT: dict[str, Any] = {"num_gpu_blocks": 32}
+STREAMED: dict[str, Any] = {
+    "num_gpu_blocks": 5,
+    "enable_cpu_offload": True,
+    "slot_tokens": 2 * BLOCK,
+    "ring_slots": 2,
+    "stream_mib_per_step": 1000.0,
+}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+    monkeypatch.setattr(probe, "NUM_ROUNDS", 1)  # what start-up measures here means nothing
+    monkeypatch.setattr(probe, "NUM_WARMUPS", 0)
+    monkeypatch.setattr(probe, "NUM_STEPS", 1)
+    monkeypatch.setattr(probe, "NUM_BLOCKS", 2)
+    with VirtualGpu() as made:
+        yield made
+
+
+def engine(folder: Path, **settings: Any) -> LLMEngine:
+    defaults = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 128}
+    if "enable_cpu_offload" in settings:
+        defaults["kv_offload_gib"] = host_gib(folder, 24, BLOCK)
+    return small_engine(folder, True, **(defaults | {"device": "cuda"} | settings))
+
+
+def prompt(num_tokens: int) -> list[int]:
+    return [(num_tokens * 31 + n) % 256 for n in range(num_tokens)]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("llama", RESIDENT),
+        ("llama", STREAMED),
+        ("llama", STREAMED | {"debug_kv": True, "debug_copy_delay_ms": 0.1}),
+        ("llama", STREAMED | {"attention_backend": "sdpa"}),
+        ("qwen3", RESIDENT),
+        ("qwen3-window", STREAMED),
+        ("smollm3", RESIDENT),
+        ("gemma3", RESIDENT),
+    ],
+    ids=str,
+)
+def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], model: str, settings: dict[str, Any]
+) -> None:
+    folder = tiny(model)
+    prompts = [prompt(n) for n in (1, 47)]
+    with gpu.left():
+        wanted = [expected(folder, p, NUM_TOKENS) for p in prompts]
+    made = engine(folder, **settings)
+    gpu.strict, before = True, gpu.num_waits
+    driver = Driver(made)
+    outputs = driver.run(prompts, GREEDY)
+    waits = gpu.num_waits - before
+    gpu.strict = False
+    assert token_ids(outputs) == wanted
+    assert driver.num_steps - 2 < waits <= driver.num_steps  # for tokens, and nothing else
+    if "enable_cpu_offload" in settings:
+        assert made.kv.counters.h2d_bytes > 3 * made.plan.kv.block_bytes
+    assert any(graph.num_replays for graph in gpu.graphs)
+    made.close()
+
+
+def test_what_requests_ask_for_needs_no_other_wait(
+    gpu: VirtualGpu, tiny: Callable[[str], Path]
+) -> None:
+    """Sampling, penalties, bans, completions and int8 copies on the host: the tokens of a CPU."""
+    greedy = replace(GREEDY, max_tokens=4)
+    each = [
+        replace(greedy, temperature=1.0, top_p=0.9, top_k=20, min_p=0.01, seed=3),
+        replace(greedy, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2),
+        replace(greedy, allowed_token_ids=[3, 4, 5], logit_bias={4: 1.0}, min_tokens=2),
+        replace(greedy, temperature=0.7, n=2, seed=1),
+    ]
+    prompts = [prompt(n) for n in (9, 20, 12, 5)]
+    found = []
+    for device in ("cpu", "cuda"):
+        made = engine(tiny("llama"), device=device, **RESIDENT)
+        gpu.strict, before = True, gpu.num_waits
+        driver = Driver(made)
+        outputs = driver.run(prompts, each)
+        waits = gpu.num_waits - before
+        gpu.strict = False
+        assert waits == (driver.num_steps if device == "cuda" else 0)
+        found.append([[c.token_ids for c in output.outputs] for output in outputs])
+        made.close()
+    assert found[0] == found[1]
+
+
+def test_guesses_and_logprobs_are_those_of_a_cpu(
+    gpu: VirtualGpu, tiny: Callable[[str], Path]
+) -> None:
+    params = replace(GREEDY, max_tokens=4, logprobs=2, prompt_logprobs=1)
+    prompts = [[1, 2, 3, 4] * 5, prompt(11)]
+    found = []
+    for device in ("cpu", "cuda"):
+        settings = STREAMED | {"kv_offload_dtype": "int8", "offload_mode": "stream"}
+        made = engine(tiny("llama"), device=device, speculative="ngram:3", **settings)
+        gpu.strict = device == "cuda"
+        outputs = answer(made, prompts, [params] * 2)
+        gpu.strict = False
+        found.append(outputs)
+        made.close()
+    assert token_ids(found[0]) == token_ids(found[1])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.outputs[0].logprobs is not None and theirs.outputs[0].logprobs is not None
+        for a, b in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
+            assert a.keys() == b.keys()
+            assert all(abs(a[i].logprob - b[i].logprob) < 1e-4 for i in a)
+
+
+def test_decode_steps_are_one_graph_or_one_a_layer(
+    gpu: VirtualGpu, tiny: Callable[[str], Path]
+) -> None:
+    """Three rows are padded to four; after the first two steps of a kind all are replayed. What a
+    resident step is told takes four copies, what it sampled before and what it samples one each.
+    """
+    for settings, graphs_a_step in ((RESIDENT, 1), (STREAMED, 3)):
+        made = engine(tiny("llama"), enable_prefix_caching=False, **settings)
+        with decoding(made, [17, 19, 20]):
+            for _ in range(4):
+                made.step()
+            before = sum(graph.num_replays for graph in gpu.graphs)
+            captured, streamed = len(gpu.graphs), made.kv.counters.h2d_bytes
+            crossings = gpu.num_crossings
+            for _ in range(3):
+                made.step()
+            assert settings is STREAMED or gpu.num_crossings - crossings == 3 * 6
+            assert sum(graph.num_replays for graph in gpu.graphs) - before == 3 * graphs_a_step
+            assert len(gpu.graphs) == captured
+            assert (made.kv.counters.h2d_bytes > streamed) == (settings is STREAMED)
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("ring", "ratios", "is_checked"),
+    [
+        pytest.param(2, (0.2,), False, marks=pytest.mark.slow),
+        (3, (0.6, 1.5), False),
+        (4, (0.2,), True),
+    ],
+)
+def test_a_streamed_step_takes_as_long_as_its_copies_or_its_arithmetic(
+    gpu: VirtualGpu,
+    tiny: Callable[[str], Path],
+    ring: int,
+    ratios: Sequence[float],
+    is_checked: bool,
+) -> None:
+    """Virtual time, in copies of a ring slot: attention over a slot takes `ratio` of one, the
+    products of a layer a tenth of that. The step takes the longer of both and, at most, one copy
+    more. (With two slots and arithmetic that takes nearly as long, each layer adds half a copy.)
+    """
+    made = engine(tiny("llama"), **STREAMED | {"ring_slots": ring, "debug_kv": is_checked})
+    made._runs_ahead = not is_checked
+    slot_bytes = 2 * made.plan.kv.block_bytes / made.plan.kv.num_layers
+    compute, h2d = gpu.streams[:2]
+    with decoding(made, [12 * BLOCK]):
+        for _ in range(3):
+            made.step()
+        for ratio in ratios:
+            costs = Costs(operation_s=ratio / 100, block_s=ratio / 2, link_bytes_per_s=slot_bytes)
+            gpu.costs, ends, work = costs, [], []
+            for _ in range(4):
+                made.step()
+                ends.append(gpu.host_time)
+                work.append((h2d.busy, compute.busy))
+            at = 3 if is_checked else 2  # else the step after it was queued, too
+            copy_s, compute_s = (b - a for a, b in zip(work[at - 1], work[at], strict=True))
+            over = ends[3] - ends[2] - max(copy_s, compute_s)
+            assert copy_s > 10
+            assert -0.01 < over < 1
+    made.close()
+
+
+def test_an_offloaded_prefill_waits_for_no_copy(
+    gpu: VirtualGpu, tiny: Callable[[str], Path]
+) -> None:
+    """Virtual time in the proportions of an 8B model on an H200, of a ring slot of 16K tokens and a
+    chunk of 8K: copies of a slot 1.2 ms, attention over it 1.4 ms, products of a layer 5 ms.
+    """
+    seconds = []
+    for settings in (RESIDENT, STREAMED | {"slot_tokens": 4 * BLOCK}):
+        made = engine(tiny("llama"), enable_prefix_caching=False, **settings)
+        slot_bytes = 4 * made.plan.kv.block_bytes / made.plan.kv.num_layers
+        gpu.costs = Costs(5.0 / 11, 1.4 / 4, slot_bytes / 1.2)  # a layer has 11 small operations
+        before = gpu.host_time
+        answer(made, [prompt(120)], [replace(GREEDY, max_tokens=1)])
+        seconds.append(gpu.host_time - before)
+        streamed = made.kv.counters.fill_bytes
+        made.close()
+        gpu.costs = Costs()
+    assert streamed > 10 * slot_bytes
+    assert seconds[0] > 50
+    assert seconds[0] / seconds[1] > 0.98
+
+
+def test_the_plan_says_what_will_be_held(gpu: VirtualGpu, tiny: Callable[[str], Path]) -> None:
+    """Weights, KV and what the profiled step held, against the most that there was."""
+    gpu.memory_bytes = 16 << 20
+    settings = {"gpu_memory_utilization": 0.7, "max_num_seqs": 32, "max_model_len": 512}
+    made = engine(tiny("llama"), num_gpu_blocks=None, **settings)
+    answer(made, [prompt(n) for n in (50, 20, 3)], [replace(GREEDY, max_tokens=2)] * 3)
+    plan = made.plan
+    planned = plan.weight_bytes + plan.activation_bytes + plan.kv.num_blocks * plan.kv.block_bytes
+    assert abs(gpu.peak / planned - 1) < 0.02
+    assert gpu.peak < 0.7 * gpu.memory_bytes
+    made.close()
+
+
+def test_lists_that_go_together_take_one_copy(gpu: VirtualGpu) -> None:
+    """Each begins where kernels expect it: at a multiple of 16 bytes."""
+    device = make_device("cuda", None)
+    parts = [7], [1, 2, 3, 4, 5], [], [9, 8]
+    for dtype in (torch.int32, torch.int64):
+        before = gpu.num_crossings
+        made = packed(device.tensor, parts, dtype)
+        assert gpu.num_crossings - before == 1
+        with gpu.left():
+            assert [tensor.tolist() for tensor in made] == [*parts]
+            assert all(tensor.dtype == dtype for tensor in made)
+            assert {(t.data_ptr() - made[0].data_ptr()) % 16 for t in made if len(t)} == {0}
+
+
+def test_it_sees_waits_and_tensors_of_the_host(gpu: VirtualGpu) -> None:
+    """What the tests above rely on."""
+    device = make_device("cuda", None)
+    x = device.tensor([[1.0, 2.0], [3.0, 4.0]], torch.float32)
+    assert x.is_cuda and x.device.type == "cuda" and (x + 1)[0].is_cuda
+    for wrong in (
+        lambda: x + torch.ones(2, 2),
+        lambda: x[torch.tensor([0])],
+        lambda: torch.cat((x, torch.ones(1, 2))),
+    ):
+        with pytest.raises(WrongPlaceError):
+            wrong()
+    gpu.strict = True
+    for waiting in (
+        lambda: x.sum().item(),
+        lambda: x.cpu(),
+        lambda: x[x > 1],
+        lambda: bool(x.any()),
+        lambda: torch.ones(2, 2).to(x.device),
+        lambda: x.copy_(torch.ones(2, 2), non_blocking=True),
+    ):
+        with pytest.raises(HostWaitError):
+            waiting()
+    assert device.read_back(x).tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert gpu.num_waits == 1

@@ -1,0 +1,156 @@
+"""A tiny checkpoint written as a GGUF, by other code than the engine reads it with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType as QuantType
+from tokenizers import pre_tokenizers
+
+from nanoengine.loading.checkpoint import CheckpointReader
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+CONTROL, USER_DEFINED = 3, 4
+ORIGINAL_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+GEMMA_NAMES = ORIGINAL_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": "gemma3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+}
+
+
+def gguf_name(name: str, names: dict[str, str]) -> str:
+    """llama.cpp's name of a Hugging Face tensor."""
+    stem, _, kind = name.rpartition(".")
+    if stem.startswith("model.layers."):
+        _, _, layer, part = stem.split(".", 3)
+        return f"blk.{layer}.{names[part]}.{kind}"
+    return f"{names[stem]}.{kind}"
+
+
+def interleaved(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Rows of q or k as llama.cpp stores them: a head's two halves, row beside row."""
+    rows = []
+    head_dim = len(values) // num_heads
+    for head in range(num_heads):
+        for i in range(head_dim // 2):
+            rows += [values[head * head_dim + i], values[head * head_dim + head_dim // 2 + i]]
+    return np.stack(rows)
+
+
+class GGUFModel:
+    """A checkpoint folder written as a GGUF, with every part open to change before `write`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        self.arch = ARCHITECTURES[self.config["architectures"][0]]
+        self.types: dict[str, QuantType] = {}
+        self.alignment: int | None = None
+        self.tensors = self._tensors(folder)
+        self.settings = self._settings()
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        alphabet[alphabet.index("ÿ")] = "ab"  # a merge; the byte 255 is in no text
+        padding = [f"[PAD{i}]" for i in range(self.config["vocab_size"] - len(SPECIAL) - 256)]
+        self.tokens = [*SPECIAL, *alphabet, *padding]
+        self.token_types = [CONTROL] * len(SPECIAL) + [1] * (len(self.tokens) - len(SPECIAL))
+
+    def _tensors(self, folder: Path) -> dict[str, npt.NDArray[Any]]:
+        tensors = {}
+        names = GEMMA_NAMES if self.arch == "gemma3" else ORIGINAL_NAMES
+        with CheckpointReader(folder) as reader:
+            for name in sorted(reader.names()):
+                values = reader.tensor(name).float().numpy().copy()
+                if self.arch == "gemma3" and name.endswith("norm.weight"):
+                    values += 1
+                if self.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
+                    heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+                    values = interleaved(values, self.config[heads])
+                tensors[gguf_name(name, names)] = values
+        return tensors
+
+    def _settings(self) -> dict[str, Any]:
+        config, arch = self.config, self.arch
+        rope = config["rope_parameters"]
+        rope = rope.get("full_attention", rope)
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return {
+            f"{arch}.embedding_length": config["hidden_size"],
+            f"{arch}.feed_forward_length": config["intermediate_size"],
+            f"{arch}.block_count": config["num_hidden_layers"],
+            f"{arch}.context_length": config["max_position_embeddings"],
+            f"{arch}.attention.head_count": config["num_attention_heads"],
+            f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+            f"{arch}.attention.key_length": head_dim,
+            f"{arch}.attention.value_length": head_dim,
+            f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
+            f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+            f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "qwen2",
+            "tokenizer.ggml.bos_token_id": 0,
+            "tokenizer.ggml.eos_token_id": 1,
+            "tokenizer.ggml.add_bos_token": True,
+            "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+        }
+
+    def write(self, path: Path) -> Path:
+        writer = gguf.GGUFWriter(path, self.arch)
+        if self.alignment is not None:
+            writer.add_custom_alignment(self.alignment)
+        for key, value in self.settings.items():
+            self._add(writer, key, value)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.token_types)
+        writer.add_token_merges(["a b"])
+        for name, values in self.tensors.items():
+            kind = self.types.get(name, QuantType.F32)
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    @staticmethod
+    def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
+        elif value is not None:
+            writer.add_string(key, value)

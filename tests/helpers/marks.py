@@ -1,0 +1,62 @@
+"""What a test needs of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nanoengine.kernels import c_build, cpu_linear
+from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, find_compiler
+
+
+def _has_compiler() -> bool:
+    try:
+        find_compiler()
+    except KernelBuildError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(
+    not _has_compiler(), reason="no C compiler: PyTorch takes the place of our kernels"
+)
+needs_bf16_cpu = pytest.mark.skipif(
+    not cpu_linear.is_supported(), reason="no AVX512-BF16 here: oneDNN multiplies instead"
+)
+
+HAS_TILES = b"amx_bf16" in cpu_flags().split()
+# Compiler flags by what they build: where there are matrix tiles, also what others run.
+BUILDS: dict[str, tuple[str, ...]] = {"native": ()}
+if HAS_TILES:
+    BUILDS["no_tiles"] = ("-U__AMX_TILE__",)
+# The same of larger machines than this one, their instructions done in C.
+EMULATED: dict[str, tuple[str, ...]] = {}
+if not HAS_TILES and b"avx512bw" in cpu_flags().split():
+    _header = Path(__file__).parents[1] / "sanitize" / "emulate.h"
+    EMULATED["pairs in C"] = ("-include", str(_header), "-D__AVX512BF16__")
+    EMULATED["tiles in C"] = (*EMULATED["pairs in C"], "-D__AMX_BF16__", "-D__AMX_TILE__")
+
+
+def emulate(patch: pytest.MonkeyPatch, name: str) -> None:
+    """From here on C is compiled for a machine of EMULATED, and our products serve."""
+    patch.setattr(c_build, "CFLAGS", (*c_build.CFLAGS, *EMULATED[name]))
+    patch.setattr(cpu_linear, "is_supported", lambda: True)
+
+
+def use_our_products(patch: pytest.MonkeyPatch) -> None:
+    """This machine's, or emulated ones; skips the test where it can be neither."""
+    if cpu_linear.is_supported():
+        return
+    if not EMULATED:
+        pytest.skip("no AVX512-BF16 here, and no AVX-512 to do it with")
+    emulate(patch, "tiles in C")
+
+
+def use_tiles(patch: pytest.MonkeyPatch) -> None:
+    """The same for products in matrix tiles (AMX)."""
+    if HAS_TILES:
+        return
+    if not EMULATED:
+        pytest.skip("no matrix tiles (AMX) here, and no AVX-512 to do them with")
+    emulate(patch, "tiles in C")

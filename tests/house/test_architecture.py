@@ -1,0 +1,398 @@
+"""The law of the source tree, held by reading it: who may import whom, and what no file may do.
+
+`check_package` returns a sentence for each violation; nothing is imported or run. The last section
+plants one violation of each kind and expects that sentence, so a checker that sees nothing fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "nanoengine"
+
+# What everybody may import, and what each of these imports in turn.
+BASE = {
+    "errors": set(),
+    "config": {"errors"},
+    "sampling_params": {"errors"},
+    "sequence": {"errors", "sampling_params"},
+    "context": set(),
+    "outputs": {"errors", "sequence"},
+}
+# What else the files of a folder may import: other folders. Maths (models, kernels, attention) and
+# memory (kv) meet in context.py alone.
+FOLDERS = {
+    "devices": set(),
+    "kv": {"devices"},
+    "models": set(),
+    "kernels": {"models", "devices"},
+    "attention": {"kernels", "devices"},
+    "text": set(),
+    "loading": {"models", "text", "devices"},
+    "startup": {"loading", "attention", "kernels", "models", "kv", "text", "devices"},
+    "engine": {"startup", "loading", "models", "kernels", "kv", "text", "devices"},
+    "bench": {"__init__", "llm", "loading", "text"},
+}
+# What users call. The package itself shows what users import.
+FRONT = {
+    "llm": {"engine", "text"},
+    "async_llm": {"llm", "engine", "text", "devices"},
+    "__init__": {"llm", "async_llm", "engine"},
+}
+LAW = {
+    **BASE,
+    **{name: set(BASE) | targets for name, targets in (FOLDERS | FRONT).items()},
+}
+
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+CODE_RUNNING_FORMATS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "joblib"}
+
+Rule = Callable[[str, ast.Module], Iterator[str]]
+
+
+def check_package(folder: Path) -> list[str]:
+    """Every violation in the package at `folder`, each beginning with the file's name."""
+    found: list[str] = []
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder).with_suffix("").as_posix()
+        source = path.read_text(encoding="utf-8")
+        found += [f"{name}.py: {text}" for text in check_file(name, source)]
+    return found
+
+
+def check_file(name: str, source: str) -> Iterator[str]:
+    """Violations in one file; `name` is its path in the package without the suffix."""
+    if place_of(name) not in LAW:
+        yield "has no place in the import law: give it one in LAW, or move it into a folder"
+        return
+    if (lines := len(source.splitlines())) > MAX_FILE_LINES:
+        yield f"{lines} lines, the limit is {MAX_FILE_LINES}"
+    tree = ast.parse(source)
+    for rule in RULES:
+        yield from rule(name, tree)
+
+
+def place_of(name: str) -> str:
+    """The folder of a file, or the file itself where it lies in none."""
+    return name.partition("/")[0]
+
+
+def import_law(name: str, tree: ast.Module) -> Iterator[str]:
+    place = place_of(name)
+    for target in sorted(imported_places(tree) - {place}):
+        if target not in LAW:
+            yield f"imports {target}, which has no place in the import law"
+        elif target not in LAW[place]:
+            yield f"{place} may not import {target}"
+
+
+def imported_places(tree: ast.Module) -> set[str]:
+    """Folders and files of the package imported anywhere in `tree`; `__init__` is the package."""
+    places: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            places |= {place_in(alias.name) for alias in node.names if is_ours(alias.name)}
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                places.add("a relative name")
+            elif origin == PACKAGE:
+                names = {alias.name for alias in node.names}
+                places |= {name if name in LAW else "__init__" for name in names}
+            elif is_ours(origin):
+                places.add(place_in(origin))
+    return places
+
+
+def is_ours(dotted: str) -> bool:
+    return dotted.split(".")[0] == PACKAGE
+
+
+def place_in(dotted: str) -> str:
+    return [*dotted.split("."), "__init__"][1]
+
+
+def no_global_statement(_: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield f"line {node.lineno}: global {', '.join(node.names)}; keep state on an object"
+
+
+def no_type_checking_block(name: str, tree: ast.Module) -> Iterator[str]:
+    if name == "__init__":  # what it brings late, an editor sees at once
+        return
+    for node in ast.walk(tree):
+        if "TYPE_CHECKING" in (getattr(node, "id", None), getattr(node, "attr", None)):
+            yield "TYPE_CHECKING; the law makes it needless"
+
+
+def nothing_that_runs_a_files_code(_: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        for dotted in names_used(node):
+            if dotted.split(".")[0] in CODE_RUNNING_FORMATS or dotted == "torch.load":
+                yield f"{dotted} can run code that a file holds"
+        # Left out, transformers may ask on the terminal; a plain False refuses.
+        is_trust = isinstance(node, ast.keyword) and node.arg == "trust_remote_code"
+        if is_trust and ast.unparse(node) != "trust_remote_code=False":
+            yield "trust_remote_code may only be False"
+
+
+def names_used(node: ast.AST) -> list[str]:
+    """Dotted names that `node` imports or, for `module.name`, uses."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return [f"{node.value.id}.{node.attr}"]
+    return []
+
+
+def short_functions(_: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            # Parameters aside: those of a GPU's kernel alone are thirty lines.
+            lines = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield f"{node.name} has {lines} lines, the limit is {MAX_FUNCTION_LINES}"
+
+
+def module_docstring(_: str, tree: ast.Module) -> Iterator[str]:
+    if not ast.get_docstring(tree):
+        yield "has no docstring: say what it owns and what it does not know"
+
+
+def public_names(name: str, tree: ast.Module) -> Iterator[str]:
+    """`__all__` of the package: every public name, nothing else, in ruff's order."""
+    if name != "__init__":
+        return
+    exported = literal_all(tree)
+    if exported is None:
+        yield "has no literal __all__"
+        return
+    bound = bound_names(tree)
+    public = {n for n in bound if not n.startswith("_")}
+    if missing := sorted(public - set(exported)):
+        yield f"__all__ lacks {', '.join(missing)}"
+    if unknown := sorted(set(exported) - bound):
+        yield f"__all__ names {', '.join(unknown)}, which nothing defines"
+    if exported != sorted(set(exported), key=export_order):
+        yield "__all__ is not sorted, or names something twice"
+
+
+def literal_all(tree: ast.Module) -> list[str] | None:
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and "__all__" in assigned_names(node):
+            return list(ast.literal_eval(node.value)) if node.value else None
+    return None
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """Names that the module's top level binds, `from __future__` aside."""
+    bound: set[str] = set()
+    blocks = [node.body for node in tree.body if isinstance(node, ast.If)]
+    for node in itertools.chain(tree.body, *blocks):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            if getattr(node, "module", None) != "__future__":
+                bound |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            bound |= assigned_names(node)
+    return bound
+
+
+def assigned_names(node: ast.Assign | ast.AnnAssign) -> set[str]:
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    return {ast.unparse(target) for target in targets}
+
+
+def export_order(name: str) -> tuple[int, str]:
+    """CONSTANTS, then Classes, then the rest: the order ruff's RUF022 writes."""
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)
+
+
+RULES: tuple[Rule, ...] = (
+    import_law,
+    no_global_statement,
+    no_type_checking_block,
+    nothing_that_runs_a_files_code,
+    short_functions,
+    module_docstring,
+    public_names,
+)
+
+
+def tree_in(readme: str) -> list[str]:
+    """First words that are files or folders, in the first block that opens with the line ```tree,
+    but for the folder that they are in.
+    """
+    block = re.search(r"^```tree\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    if block is None:
+        return []
+    words = (line.lstrip(" │├└─").partition(" ")[0] for line in block[1].splitlines())
+    return [word for word in words if word.endswith((".py", "/")) and word != f"{PACKAGE}/"]
+
+
+def test_the_package_keeps_the_law() -> None:
+    assert check_package(ROOT / PACKAGE) == []
+
+
+def test_readme_tree_is_the_package() -> None:
+    """Folders and the files beside them; what is in a folder its own first lines say."""
+    entries = (ROOT / PACKAGE).iterdir()
+    there = {p.name + "/" * p.is_dir() for p in entries if p.name != "__pycache__"}
+    assert set(tree_in((ROOT / "README.md").read_text(encoding="utf-8"))) == there - {"py.typed"}
+    assert len(there) <= 20
+
+
+def test_the_law_has_no_circle() -> None:
+    assert circle({place: targets - BASE.keys() for place, targets in LAW.items()}) == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    files = {}
+    for path in (ROOT / PACKAGE).rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        dotted = ".".join(parts[: -1 if parts[-1] == "__init__" else None])
+        files[dotted] = imported_files(ast.parse(path.read_text(encoding="utf-8"))) - {dotted}
+    files = {name: targets & files.keys() - {PACKAGE} for name, targets in files.items()}
+    assert circle(files) == []
+
+
+def imported_files(tree: ast.Module) -> set[str]:
+    """All that an import may name, files or not."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Names that lead to one another: those that are left when all without arrows have gone."""
+    left = {name: set(targets) for name, targets in graph.items()}
+    while free := [name for name, targets in left.items() if not targets & left.keys() - {name}]:
+        for name in free:
+            del left[name]
+    return sorted(left)
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}
+    assert circle(graph) == ["a", "b", "c", "d"]
+    assert circle(graph | {"c": set()}) == []
+
+
+# What follows tests the checker: one planted violation of each kind.
+
+DOCSTRING = '"""Owns nothing, knows nothing."""\n'
+
+
+def plant(folder: Path, **files: str) -> list[str]:
+    """Violations of a package made of `files`, each given a docstring; kv__offload is in kv/."""
+    for name, source in files.items():
+        path = folder / f"{name if name.startswith('__') else name.replace('__', '/')}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(DOCSTRING + source, encoding="utf-8")
+    return check_package(folder)
+
+
+def test_a_lawful_package_has_no_violations(tmp_path: Path) -> None:
+    found = plant(
+        tmp_path,
+        errors="class EngineError(Exception): ...\n",
+        config="from nanoengine.errors import EngineError\n",
+        outputs="from nanoengine import sequence\n",
+        attention__select="from nanoengine.kernels import cpu_kernels\nimport torch\n",
+        kv__kv_cache="import nanoengine.kv.offload\nfrom nanoengine import context\n",
+        loading__loader="f(trust_remote_code=False)\n",
+        llm="import nanoengine.engine.llm_engine\n",
+        __init__=(
+            "from nanoengine.llm import LLM\n"
+            "from nanoengine.errors import EngineError\n"
+            '__all__ = ["LLM", "EngineError", "__version__"]\n'
+            '__version__ = "1"\n'
+        ),
+    )
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "expected"),
+    [
+        ("sequence", "from nanoengine.llm import LLM", "sequence may not import llm"),
+        ("errors", "import nanoengine.config", "errors may not import config"),
+        ("kv__offload", "from nanoengine import models", "kv may not import models"),
+        ("models__quant", "from nanoengine.kv.kv_cache import KV", "models may not import kv"),
+        ("models__quant", "from . import layers", "imports a relative name"),
+        (
+            "startup__probe",
+            "def f():\n    import nanoengine.engine.model_runner",
+            "startup may not import engine",
+        ),
+        (
+            "loading__loader",
+            "from nanoengine import __version__",
+            "loading may not import __init__",
+        ),
+        ("loading__loader", "from nanoengine.utils import x", "imports utils, which has no place"),
+        ("engine__a", "import nanoengine.bench.main", "engine may not import bench"),
+        (
+            "__init__",
+            "import nanoengine.loading.loader as _l\n__all__ = []",
+            "__init__ may not import loading",
+        ),
+        ("utils", "", "has no place in the import law"),
+        ("devices__a", "def f():\n    global x, y\n    x = 1", "line 3: global x, y"),
+        ("config", "from typing import TYPE_CHECKING\nif TYPE_CHECKING: ...", "TYPE_CHECKING"),
+        ("config", "import typing\nif typing.TYPE_CHECKING: ...", "TYPE_CHECKING"),
+        ("config", "import pickle", "pickle can run code"),
+        ("config", "from pickle import loads", "pickle.loads can run code"),
+        ("config", "import torch\nx = torch.load('f')", "torch.load can run code"),
+        ("config", "from torch import load", "torch.load can run code"),
+        ("config", "f(trust_remote_code=x)", "trust_remote_code may only be False"),
+        ("config", "def f():\n" + "    x = 1\n" * 61, "f has 61 lines, the limit is 60"),
+        ("config", "x = 1\n" * 600, "601 lines, the limit is 600"),
+        ("__init__", "x = 1", "has no literal __all__"),
+        ("__init__", "x = 1\n__all__ = []", "__all__ lacks x"),
+        ("__init__", "__all__ = ['x']", "__all__ names x, which nothing defines"),
+        ("__init__", "b = a = LLM = Ab = 1\n__all__ = ['Ab', 'LLM', 'a', 'b']", "is not sorted"),
+        ("__init__", "a = 1\n__all__ = ['a', 'a']", "names something twice"),
+    ],
+)
+def test_a_planted_violation_is_reported(
+    tmp_path: Path, name: str, source: str, expected: str
+) -> None:
+    found = plant(tmp_path, **{name: source})
+    assert len(found) == 1, found
+    path = name if name == "__init__" else name.replace("__", "/")
+    assert found[0].startswith(f"{path}.py: ")
+    assert expected in found[0]
+
+
+def test_files_in_folders_and_without_docstring_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "maths").mkdir()
+    (tmp_path / "maths" / "layers.py").write_text(DOCSTRING, encoding="utf-8")
+    (tmp_path / "llm.py").write_text("x = 1\n", encoding="utf-8")
+    assert [text.partition(":")[0] for text in check_package(tmp_path)] == [
+        "llm.py",
+        "maths/layers.py",
+    ]
+
+
+def test_readme_tree_takes_the_first_word_of_each_line() -> None:
+    tree = "nanoengine/\n├── llm.py   imports engine/\n└── kv/  x.c\n"
+    readme = f"a\n\n```tree\n{tree}```\n\n```\nb.py\n```\n"
+    assert tree_in(readme) == ["llm.py", "kv/"]
+    assert tree_in("```\nllm.py\n```\n") == []

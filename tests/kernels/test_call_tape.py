@@ -1,0 +1,186 @@
+"""A replayed pass gives the bits that the pass itself gives; and when none is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from driver import Driver
+from marks import needs_compiler
+from shadow import HeldDevice
+from torch import Tensor
+
+from nanoengine import SamplingParams
+from nanoengine.context import ReplayKey
+from nanoengine.devices.cpu import CpuDevice
+from nanoengine.devices.stream_check import CheckedDevice
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.errors import EngineError
+from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kv.offload import OffloadEngine
+from nanoengine.kv.step_plan import Store
+from nanoengine.kv.transfers import StepTransfers
+
+PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 90, 1))]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 30, 60, 20, 50)
+]
+
+
+def logits_of(folder: Path, **options: object) -> list[Tensor]:
+    """Of each prompt, queued at once with others that end before it and after it."""
+    settings = {"dtype": "bfloat16", "kv_cache_gib": 0.01, "kvcache_block_size": 16}
+    if options:
+        settings |= {"kv_cache_gib": None, "kv_offload_gib": 0.01, "stream_mib_per_step": 1e6}
+    driver = Driver(LLMEngine(folder, **settings | options))
+    outputs = driver.run(PROMPTS, PARAMS)
+    driver.engine.close()
+    return [torch.stack(driver.logits[output.request_id]) for output in outputs]
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each replayed pass."""
+    seen: list[int] = []
+    replay = _Pass.replay
+
+    def counted(this: _Pass, tensors: list[Tensor]) -> Tensor:
+        seen.append(len(tensors[0]))
+        return replay(this, tensors)
+
+    monkeypatch.setattr(_Pass, "replay", counted)
+    return seen
+
+
+@needs_compiler
+@pytest.mark.usefixtures("our_products")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral-window", "qwen3-window"])
+def test_replayed_decoding_moves_no_bit(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, replays: list[int], name: str
+) -> None:
+    taped = logits_of(tiny(name))
+    assert len(replays) > 30 and set(replays) >= {1, 2, 3, 4}
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
+    count = len(replays)
+    for mine, plain in zip(taped, logits_of(tiny(name)), strict=True):
+        assert torch.equal(mine, plain)
+    assert len(replays) == count
+
+
+def test_nothing_is_replayed_with_pytorch_s_products(
+    tiny: Callable[[str], Path], replays: list[int]
+) -> None:
+    driver = Driver(LLMEngine(tiny("llama"), kv_cache_gib=0.01, dtype="float32"))
+    driver.run(PROMPTS[:2])
+    driver.engine.close()
+    assert not replays
+
+
+@needs_compiler
+@pytest.mark.usefixtures("our_products")
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [("in_place", "llama"), ("stream", "llama"), ("in_place", "qwen3-window")],
+)
+def test_steps_that_move_kv_are_not_replayed(
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    replays: list[int],
+    mode: str,
+    name: str,
+) -> None:
+    """In place, most steps store and load nothing; streamed, those of few sequences that fit."""
+    options = {"enable_cpu_offload": True, "offload_mode": mode, "num_gpu_blocks": 5}
+    if mode == "stream":
+        options["ring_slots"] = 2  # fewer than there are layers: the last fill waits for a reader
+    taped = logits_of(tiny(name), **options)
+    assert len(replays) > 10
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
+    for mine, plain in zip(taped, logits_of(tiny(name), **options), strict=True):
+        assert torch.equal(mine, plain)
+
+
+def by_numpy(given: Tensor, out: Tensor) -> None:
+    out.numpy()[...] = given.numpy() * 2
+
+
+def by_torch(given: Tensor, out: Tensor) -> None:
+    torch.mul(given, 2, out=out)
+
+
+@pytest.mark.parametrize("double", [by_numpy, by_torch])
+def test_a_pass_is_replayed_until_shapes_change(double: Callable[[Tensor, Tensor], None]) -> None:
+    """And never if PyTorch computes in it: that would be missing from the tape."""
+    tape, passes = CallTape(), []
+
+    def run(*values: float) -> list[float]:
+        given = torch.tensor(values)
+
+        def forward() -> Tensor:
+            passes.append(values)
+            out = torch.empty(given.shape)
+            tape.call(double, (given, out))
+            return out
+
+        return tape.replay(ReplayKey((given,), ()), forward).tolist()
+
+    batches = [(1.0, 2.0), (3.0, 4.0), (5.0,), (6.0, 7.0), (8.0, 9.0)]
+    assert [run(*values) for values in batches] == [[2 * v for v in values] for values in batches]
+    again = {(3.0, 4.0), (8.0, 9.0)} if double is by_numpy else set()
+    assert passes == [values for values in batches if values not in again]
+
+
+def test_a_failing_call_is_told_and_forgotten() -> None:
+    tape, statuses = CallTape(), iter([0, -1, -1, 0])
+    given, made = torch.zeros(1), []
+
+    def forward() -> Tensor:
+        made.append(1)
+        tape.call(lambda: next(statuses), ())
+        return given
+
+    one, two = ReplayKey((given,), ()), ReplayKey((given,), (0,))
+    tape.replay(one, forward)
+    with pytest.raises(EngineError, match="out of memory: lower the batch"):
+        tape.replay(one, forward)  # replayed
+    with pytest.raises(EngineError, match="out of memory"):
+        tape.replay(two, forward)
+    tape.replay(two, forward)
+    assert len(made) == 3
+
+
+def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
+    """Of what it reads and writes; other slots may be on their way."""
+    device = HeldDevice()
+    engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), 6, 2, 2)
+    engine.begin(StepTransfers(stores=(Store(0, 5, 0, 4),))).end()
+    writes_stored = engine.begin(StepTransfers(write_slots=(0,)))
+    elsewhere = engine.begin(StepTransfers(write_slots=(1,)))
+    assert not writes_stored.moves_nothing([])
+    assert not elsewhere.moves_nothing([(0, (4, 5))])
+    assert elsewhere.moves_nothing([(0, (4,))])
+    device.synchronize()
+    assert writes_stored.moves_nothing([(0, (4, 5))])
+    filling = engine.begin(StepTransfers(write_slots=(1,), fills=((5,),)))
+    assert not filling.moves_nothing([])
+    engine.close()
+
+
+def test_a_checking_device_is_told_of_every_access() -> None:
+    engine = OffloadEngine(CheckedDevice(CpuDevice(1)), torch.zeros(2, 4, 2, 4, 1, 3), 0, 0, 0)
+    assert not engine.begin(StepTransfers(write_slots=(1,))).moves_nothing([])
+    engine.close()
+
+
+@pytest.mark.parametrize("is_decode, fills", [(True, ((5,),)), (True, ()), (False, ((5,),))])
+def test_a_core_is_left_to_copies_while_a_decode_step_streams(
+    two_threads: None, is_decode: bool, fills: tuple[tuple[int, ...], ...]
+) -> None:
+    engine = OffloadEngine(CpuDevice(2, copy_workers=True), torch.zeros(1, 4, 2, 4, 1, 3), 6, 2, 2)
+    run = engine.begin(StepTransfers(fills=fills, is_decode=is_decode))
+    assert torch.get_num_threads() == (1 if is_decode and fills else 2)
+    run.end()
+    assert torch.get_num_threads() == 2
+    engine.close()

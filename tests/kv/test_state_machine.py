@@ -1,0 +1,577 @@
+"""Random programs against the accounting of two-tier KV: no order of calls may break it.
+
+hypothesis draws pools, chunks and limits, then adds requests that share beginnings of every length,
+steps, aborts, preempts, evicts, resets, fails steps and copies, and lets copies come as early or as
+late as events allow. shadow.py is the engine: the real scheduler and KV manager over hashes for
+keys. After every call all that docs/kv_offload.md promises must hold (ShadowEngine.check), and at
+the end every answer must be right and everything must be free.
+
+    python tests/kv/test_state_machine.py --minutes 20 [--json FILE]    new seeds for so long
+    python tests/kv/test_state_machine.py --seed 3 --mode stream        one, with a minimal program
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+# As a script, it finds our helpers itself.
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+from shadow import COPIES, NUM_LAYERS, VOCAB, Boom, HeldDevice, ShadowEngine, answer
+
+from nanoengine import PromptTooLongError
+from nanoengine.kv import block_manager, host_pool
+from nanoengine.sequence import Admission, Sequence
+
+MODES = ("resident", "in_place", "stream")
+NUM_ROUNDS = {"resident": 5, "in_place": 8, "stream": 14}
+ANY = st.integers(0, 1 << 16)  # taken modulo whatever there is to choose from
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything an example fixes at its start.
+
+    stream_blocks_per_step: see Scheduler. piece_blocks: host memory comes in pieces of so many
+    blocks. digests: how many different ones there are (None: as many as xxh3 has).
+    """
+
+    copies: str
+    block_size: int
+    device_blocks: int
+    host_blocks: int
+    spare_blocks: int
+    ring_slots: int
+    slot_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    max_num_partial_prefills: int
+    decode_reserve_blocks: int
+    stream_blocks_per_step: int | None
+    piece_blocks: int
+    prefix_caching: bool
+    digests: int | None
+    closes_early: bool
+
+    def make(self) -> ShadowEngine:
+        return ShadowEngine(
+            self.device_blocks,
+            self.host_blocks,
+            self.ring_slots,
+            self.slot_blocks,
+            self.block_size,
+            self.spare_blocks,
+            self.prefix_caching,
+            max_delay_s=0.0002,
+            settings={
+                "max_num_seqs": self.max_num_seqs,
+                "max_num_batched_tokens": self.max_num_batched_tokens,
+                "long_prefill_token_threshold": self.long_prefill_token_threshold,
+                "max_num_partial_prefills": self.max_num_partial_prefills,
+                "max_long_partial_prefills": self.max_num_partial_prefills,
+                "decode_reserve_blocks": self.decode_reserve_blocks,
+            },
+            copies=self.copies,
+            stream_blocks_per_step=self.stream_blocks_per_step,
+        )
+
+
+def one_of(*values: Any) -> st.SearchStrategy[Any]:
+    return st.sampled_from(values)
+
+
+def shapes(mode: str) -> st.SearchStrategy[Shape]:
+    """Each number on its own, so that no two are multiples of each other for long."""
+    resident, streams = mode == "resident", mode == "stream"
+    copies = {"resident": ["inline"], "in_place": ["inline", "held"]}  # threads take their time
+    return st.builds(
+        Shape,
+        copies=one_of(*copies.get(mode, ["held"] * 4 + ["inline"] * 2 + ["threads"])),
+        block_size=one_of(1, 2, 3, 5, 8),
+        device_blocks=one_of(4, 5, 7, 11, 16) if resident else one_of(3, 5, 6, 7, 9),
+        host_blocks=st.just(0) if resident else one_of(2, 3, 5, 8, 13),
+        spare_blocks=one_of(1, 2, 3),
+        ring_slots=one_of(2, 3, 4, 5) if streams else st.just(0),
+        slot_blocks=one_of(1, 2, 3, 5) if streams else st.just(0),
+        max_num_seqs=one_of(4, 5, 7, 8),
+        max_num_batched_tokens=one_of(8, 11, 13, 24, 37),
+        long_prefill_token_threshold=one_of(3, 7, 1000),
+        max_num_partial_prefills=one_of(1, 2, 4),
+        decode_reserve_blocks=one_of(0, 1, 2, 3),
+        stream_blocks_per_step=one_of(None, None, 1, 3, 7) if streams else st.none(),
+        piece_blocks=one_of(1, 2, 3, 5, 100),
+        prefix_caching=one_of(True, True, True, False),
+        digests=one_of(None, None, None, 1, 2, 7),
+        closes_early=one_of(False, False, False, True),
+    )
+
+
+@dataclass(frozen=True)
+class Request:
+    """The first `cut` tokens of an earlier one (its answer included), then `length` new ones.
+
+    percent: of all room, what the prompt may take at most.
+    """
+
+    base: int
+    cut: int
+    pattern: bytes
+    length: int
+    percent: int
+    num_tokens: int
+    salt: str
+
+
+requests = st.builds(
+    Request,
+    base=ANY,
+    cut=ANY,
+    pattern=st.binary(min_size=1, max_size=4),
+    length=st.integers(0, 60),
+    percent=one_of(10, 20, 40, 110),
+    num_tokens=st.integers(1, 12),
+    salt=one_of("", "", "", "a", "b"),
+)
+
+
+class CollidingDigests:
+    """Stands in for chain_digest and knows few values; counts what only a comparison tells apart.
+
+    Equal digests of different content are what a hash of any length may give.
+    """
+
+    def __init__(self, num_digests: int, tally: Counter[str]) -> None:
+        self._real = block_manager.chain_digest
+        self._num_digests = num_digests
+        self._tally = tally
+        self._content: dict[bytes, bytes] = {}
+
+    def __call__(self, before: bytes, tokens: bytes) -> bytes:
+        real = self._real(before, tokens)
+        digest = bytes([real[0] % self._num_digests])
+        self._tally["collisions"] += self._content.setdefault(digest, real) != real
+        return digest
+
+
+def small_pieces(piece_blocks: int) -> Callable[[int, int], list[int]]:
+    """Stands in for piece_sizes."""
+
+    def piece_sizes(num_blocks: int, block_bytes: int) -> list[int]:
+        starts = range(0, num_blocks, piece_blocks)
+        return [min(piece_blocks, num_blocks - start) for start in starts]
+
+    return piece_sizes
+
+
+class Machine(RuleBasedStateMachine):
+    """The rules; `mode` and `tally` are set by machine_for."""
+
+    mode: str
+    tally: Counter[str]
+    engine: ShadowEngine
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = contextlib.ExitStack()
+        self.asked: dict[int, tuple[list[int], int, str]] = {}
+        self.histories: list[list[int]] = []  # token ids of all requests; the engine appends
+
+    @initialize(data=st.data(), wanted=st.lists(requests, min_size=3, max_size=8))
+    def start(self, data: st.DataObject, wanted: list[Request]) -> None:
+        self.shape = data.draw(shapes(self.mode), label="shape")
+        self.tally["examples"] += 1
+        if self.shape.digests is not None:
+            digests = CollidingDigests(self.shape.digests, self.tally)
+            self.patches.enter_context(mock.patch.object(block_manager, "chain_digest", digests))
+        pieces = small_pieces(self.shape.piece_blocks)
+        self.patches.enter_context(mock.patch.object(host_pool, "piece_sizes", pieces))
+        self.engine = self.shape.make()
+        self.engine.kv.admit = self.counting(self.engine.kv.admit)
+        self.add(wanted)
+
+    def counting(self, admit: Callable[[Sequence], Admission]) -> Callable[[Sequence], Admission]:
+        def counted(seq: Sequence) -> Admission:
+            admission = admit(seq)
+            self.tally[admission.value] += 1
+            return admission
+
+        return counted
+
+    # -- requests come and go
+
+    @rule(wanted=st.lists(requests, max_size=4), steps=st.integers(1, 6))
+    def go_on(self, wanted: list[Request], steps: int) -> None:
+        """Maybe with some requests more."""
+        self.add(wanted)
+        self.step(steps)
+
+    def add(self, wanted: list[Request]) -> None:
+        room = self.engine.kv.spec.num_tokens
+        for request in wanted:
+            prompt, num_tokens = self.prompt_of(request), request.num_tokens
+            if len(prompt) + num_tokens > room:
+                with pytest.raises(PromptTooLongError, match=str(room)):
+                    self.engine.add(prompt, num_tokens)
+                self.tally["refused"] += 1
+                num_tokens = min(num_tokens, room - 1)
+                prompt = prompt[: room - num_tokens]
+            if num_tokens:
+                self.queue(prompt, num_tokens, request.salt)
+
+    def prompt_of(self, request: Request) -> list[int]:
+        base = self.histories[request.base % len(self.histories)] if self.histories else []
+        pattern = [byte % VOCAB for byte in request.pattern]
+        fresh = [pattern[i % len(pattern)] for i in range(request.length)]
+        most = self.engine.kv.spec.num_tokens * request.percent // 100
+        return (base[: request.cut % (len(base) + 1)] + fresh)[:most] or [0]
+
+    def queue(self, prompt: list[int], num_tokens: int, salt: str) -> None:
+        seq_id = self.engine.add(prompt, num_tokens, salt)
+        self.asked[seq_id] = prompt, num_tokens, salt
+        self.histories.append(self.engine.scheduler.waiting[-1].token_ids)
+        self.tally["requests"] += 1
+
+    @precondition(lambda self: self.engine.scheduler.has_work)
+    @rule(which=ANY)
+    def abort(self, which: int) -> None:
+        seq = self.chosen(self.engine.unfinished, which)
+        self.engine.abort(seq.seq_id)
+        del self.asked[seq.seq_id]
+        self.tally["aborted"] += 1
+
+    def finish(self) -> None:
+        """Everything that was asked for is answered."""
+        self.engine.drain(self.observed_step)
+        self.check_answers()
+
+    # -- steps
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.observed_step()
+
+    @rule(
+        layer=st.integers(0, NUM_LAYERS - 1),
+        chunk=st.integers(0, 3),
+        count=st.integers(1, 4),
+    )
+    def fail_steps(self, layer: int, chunk: int, count: int) -> None:
+        """Each goes wrong on the way, and then well."""
+        for _ in range(count):
+            self.failing_step(layer, chunk)
+            self.observed_step()
+
+    def failing_step(self, layer: int, chunk: int) -> None:
+        """Nothing is counted: the next step does it again."""
+        before = {seq.seq_id: list(seq.token_ids) for seq in self.engine.unfinished}
+        try:
+            self.engine.step(fail_at=(layer, chunk))
+        except Boom:
+            self.tally["failed steps"] += 1
+            assert before == {seq.seq_id: seq.token_ids for seq in self.engine.unfinished}
+
+    def observed_step(self) -> None:
+        """A step of the engine, and in the tally what it was a step of."""
+        scheduler, tables = self.engine.scheduler, self.engine.kv._tables
+        held = {s.seq_id: tables[s.seq_id].blocks for s in scheduler.waiting if s.seq_id in tables}
+        parked = {seq_id for seq_id, blocks in held.items() if blocks}
+        on_host = {i for i in parked if any(b.host_len and b.device_slot is None for b in held[i])}
+        batch = self.engine.step()
+        self.tally["steps"] += 1
+        running = {item.seq.seq_id for item in batch.items}
+        self.tally["resumed"] += len(running & parked)
+        self.tally["resumed from the host"] += len(running & on_host)
+        self.tally["most at once"] = max(self.tally["most at once"], len(running))
+        sat_out = {seq.seq_id for seq in scheduler.running} - running
+        self.tally["paced"] += len(sat_out) if scheduler._pacer.is_limited else 0
+
+    # -- pressure
+
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule(count=st.integers(1, 8), to_the_back=st.booleans(), steps=st.integers(0, 6))
+    def preempt(self, count: int, to_the_back: bool, steps: int) -> None:
+        """The youngest leave the running set, as when blocks run out; others may pass them."""
+        scheduler = self.engine.scheduler
+        for _ in range(min(count, len(scheduler.running))):
+            scheduler.preempt(scheduler.running[-1])
+            if to_the_back:
+                scheduler.waiting.rotate(-1)
+            self.tally["preempted by force"] += 1
+        self.engine.check()
+        self.step(steps)
+
+    @precondition(lambda self: self.engine.kv._manager._cached)
+    @rule(which=ANY, copy=one_of("all", "device", "host"))
+    def evict(self, which: int, copy: str) -> None:
+        """A cached block loses one of its two copies, or goes altogether."""
+        kv = self.engine.kv
+        manager = kv._manager
+        cached = list(manager.cached)
+        twice = [b for b in cached if b.device_slot is not None and b.is_on_host]
+        if not twice or copy == "all":
+            kv._evict(self.chosen(cached, which))
+            copy = "all"
+        elif copy == "device":
+            slot = manager.drop_device(self.chosen(twice, which))
+            manager.device.give(slot)
+            kv._offload.poison([slot], [])
+        else:
+            slot = manager.drop_host(self.chosen(twice, which))
+            manager.host.give(slot)
+            kv._offload.poison([], [slot])
+        self.tally[f"evicted: {copy}"] += 1
+
+    @precondition(lambda self: self.mode != "resident")
+    @rule(stream=one_of("h2d", "d2h"), number=st.integers(1, 12))
+    def fail_copy(self, stream: str, number: int) -> None:
+        """A copy to come fails: whoever needs it ends with an error, the others do not notice."""
+        self.engine.faults[stream].arm(number)
+        self.step(2)
+
+    @rule(how=one_of("settle", "settle", "reset", "reset", "finish"))
+    def calm_down(self, how: str) -> None:
+        """Wait for all copies, or for all requests; or forget the prefix cache."""
+        if how == "settle":
+            self.engine.settle()
+        elif how == "finish":
+            self.finish()
+        else:
+            self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        self.engine.kv.reset_prefix_cache()
+        assert not self.engine.kv._manager._cached and not self.engine.kv._manager._by_digest
+        self.tally["resets"] += 1
+
+    # -- copies
+
+    @precondition(lambda self: self.engine.num_held)
+    @rule(which=st.booleans(), count=st.integers(1, 12))
+    def release(self, which: bool, count: int) -> None:
+        """Held copies of one stream go on of themselves."""
+        assert isinstance(self.engine.cpu, HeldDevice)
+        stream = self.engine.cpu.held[which]
+        for _ in range(min(count, len(stream.work))):
+            stream.proceed()
+            self.tally["released"] += 1
+
+    # -- what holds
+
+    @invariant()
+    def everything_adds_up(self) -> None:
+        self.engine.check()
+
+    def check_answers(self) -> None:
+        for seq_id, (prompt, num_tokens, salt) in self.asked.items():
+            seq, expected = self.engine.finished[seq_id], answer(prompt, num_tokens, salt)
+            if seq.finish_reason == "error":
+                expected = expected[: seq.num_output_tokens]
+            assert seq.output_token_ids == expected
+
+    def teardown(self) -> None:
+        try:
+            if sys.exc_info()[0] is None and hasattr(self, "engine"):
+                if self.shape.closes_early:
+                    self.close_early()
+                else:
+                    self.finish_and_close()
+                self.count_engine()
+            elif hasattr(self, "engine"):
+                with contextlib.suppress(Exception):  # the first failure is the one to report
+                    self.engine.close()
+        finally:
+            self.patches.close()
+
+    def finish_and_close(self) -> None:
+        """All is answered; all slots are free or cached, then free; closing ends all copies."""
+        if self.engine.scheduler.has_work:
+            self.finish()
+        self.engine.settle()
+        kv = self.engine.kv
+        manager = kv._manager
+        assert not kv._tables and manager.num_available == manager.capacity
+        for pool, name in ((manager.device, "device_slot"), (manager.host, "host_slot")):
+            cached = sum(getattr(block, name) is not None for block in manager.cached)
+            assert pool.num_free + cached == pool.num_slots
+        kv.reset_prefix_cache()
+        for pool in (manager.device, manager.host):
+            assert pool.num_free == pool.num_slots
+        self.engine.close()
+        assert self.engine.is_idle
+
+    def close_early(self) -> None:
+        """As LLMEngine.close does: with requests half way, a failed step, and copies under way."""
+        if self.engine.scheduler.has_work:
+            with contextlib.suppress(Boom):
+                self.engine.step(fail_at=(NUM_LAYERS // 2, 0))
+        self.tally["closed with copies under way"] += bool(self.engine.num_held)
+        self.engine.scheduler.abort([seq.seq_id for seq in self.engine.unfinished])
+        self.engine.check()
+        self.engine.close()
+        assert self.engine.is_idle and not self.engine.kv._tables
+
+    def count_engine(self) -> None:
+        seqs = self.engine.finished.values()
+        self.tally["finished"] += sum(seq.finish_reason == "length" for seq in seqs)
+        self.tally["failed copies"] += len(self.engine.victims)
+        self.tally["failed requests"] += sum(seq.finish_reason == "error" for seq in seqs)
+        self.tally["preemptions"] += sum(seq.metrics.num_preemptions for seq in seqs)
+        self.tally["prefix hits"] += sum(seq.num_cached > 0 for seq in seqs)
+        self.tally.update(self.engine.num_moved)
+
+    @staticmethod
+    def chosen(items: list[Any], which: int) -> Any:
+        return items[which % len(items)]
+
+
+def machine_for(mode: str, tally: Counter[str]) -> type[Machine]:
+    """The machine of one mode, counting into `tally`."""
+    return type(f"{mode.title()}Machine", (Machine,), {"mode": mode, "tally": tally})
+
+
+HAPPENS = {
+    "resident": (
+        "requests, refused, aborted, finished, failed steps, in flight, prefix hits, collisions, "
+        "preemptions, preempted by force, resumed, evicted: all, resets"
+    ),
+    "in_place": "stores, released, resumed from the host, failed copies, failed requests",
+    "stream": "loads, fills, paced",
+}
+
+
+def must_happen(mode: str) -> set[str]:
+    """What a run of programs of this mode shows, with all that less demanding modes do."""
+    modes = MODES[: MODES.index(mode) + 1]
+    return {what for each in modes for what in HAPPENS[each].split(", ")}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_program_breaks_the_accounting(mode: str) -> None:
+    tally: Counter[str] = Counter()
+    for number in range(NUM_ROUNDS[mode]):
+        run_round(mode, number, tally)
+    assert not {what for what in must_happen(mode) if not tally[what]}, "the programs were too tame"
+    assert tally["most at once"] >= 4
+
+
+def run_round(mode: str, number: int, tally: Counter[str], shrinks: bool = False) -> None:
+    """Ten programs drawn from a seed (later ones of a seed would be variations of earlier ones).
+
+    shrinks: look for a smaller program that fails, too; that may take minutes.
+    """
+    chosen = settings(
+        max_examples=10,
+        stateful_step_count=30,
+        phases=[Phase.generate, Phase.shrink] if shrinks else [Phase.generate],
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        run_state_machine_as_test(seed(number)(machine_for(mode, tally)), settings=chosen)
+    except Exception as error:
+        error.add_note(
+            f"smaller: python tests/kv/test_state_machine.py --mode {mode} --seed {number}"
+        )
+        raise
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("copies", COPIES)
+def test_closing_in_the_middle_of_copies(copies: str, fails: bool) -> None:
+    """Stores of a step that went wrong are still queued, one may fail; twice in one process."""
+    for _ in range(2):
+        engine = ShadowEngine(5, 40, 2, 1, block_size=2, max_delay_s=0.002, copies=copies)
+        engine.add([1] * 30, 4)
+        engine.step()
+        engine.faults["d2h"].arm(5 if fails else 0)  # one of the second layer
+        with pytest.raises(Boom):
+            engine.step(fail_at=(0, 0))
+        assert engine.num_moved["stores"] == 5
+        assert engine.num_held or copies != "held"
+        engine.close()
+        assert engine.is_idle and bool(engine.victims) == fails
+
+
+# -- the command line
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=0.0, help="draw new programs for so long")
+    parser.add_argument("--seed", type=int, default=time.time_ns() // 1_000_000_000, help="start")
+    parser.add_argument("--mode", choices=MODES, help="only this one")
+    parser.add_argument("--json", type=Path, help="write here what was run")
+    arguments = parser.parse_args()
+    modes = [arguments.mode] if arguments.mode else MODES
+    started, minutes, number = time.perf_counter(), 0.0, arguments.seed
+    tallies: dict[str, Counter[str]] = {mode: Counter() for mode in modes}
+    failures: list[dict[str, Any]] = []
+    while not minutes or minutes < arguments.minutes:
+        for mode in modes:
+            if report := failure_of(mode, number, tallies[mode]):
+                failures.append({"mode": mode, "seed": number, "report": report})
+                print(report, flush=True)
+        number += 1
+        minutes = (time.perf_counter() - started) / 60
+    summary = {"minutes": round(minutes, 2), "first_seed": arguments.seed, **summed(tallies)}
+    print(json.dumps(summary | {"failures": len(failures)}, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(summary | {"failures": failures}, indent=1) + "\n")
+    return int(bool(failures))
+
+
+def failure_of(mode: str, number: int, tally: Counter[str]) -> str:
+    """What went wrong in a round, with a minimal program; empty if nothing did."""
+    try:
+        run_round(mode, number, tally)
+    except Exception as error:  # whatever it was, the next seed goes on
+        print(f"--- {mode}, seed {number}: {error!r}; looking for a smaller program", flush=True)
+        report = traceback.format_exc()
+    else:
+        return ""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            run_round(mode, number, Counter(), shrinks=True)
+        except Exception:
+            report = traceback.format_exc()
+    return printed.getvalue() + report
+
+
+def summed(tallies: dict[str, Counter[str]]) -> dict[str, Any]:
+    """Totals, and what happened how often in each mode."""
+    total: dict[str, Any] = {
+        what: sum(tally[what] for tally in tallies.values())
+        for what in ("examples", "steps", "requests")
+    }
+    return total | {"modes": {mode: dict(sorted(t.items())) for mode, t in tallies.items()}}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
