@@ -23,7 +23,7 @@ class RopeConfig:
 
     original_max_position: positions of the training, before scaling. attention_factor: multiplies
     cos and sin. divisors: one for each rotated pair of a head. length: most tokens that a request
-    may have. turned: the rotated share of a head.
+    may have. partial_rotary_factor: the part of a head that is rotated.
     """
 
     theta: float
@@ -38,7 +38,7 @@ class RopeConfig:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     length: int = 0
-    turned: float = 1.0
+    partial_rotary_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

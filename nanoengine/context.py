@@ -1,4 +1,4 @@
-"""Where maths meets memory: what one forward pass needs to know, and the two protocols it speaks.
+"""What one forward pass needs to know, and the interfaces of the KV cache and of attention.
 
 The model sees a ForwardContext: it stores keys and values at `ctx.kv.target`, then calls
 `ctx.attention.run`. It knows neither which tier a block lives on nor how attention is computed; the
@@ -22,19 +22,18 @@ Spans = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class KVChunk:
-    """Consecutive logical blocks of some of the batch's sequences, all held by one pool, for one
-    layer.
+    """Consecutive logical blocks of some of the batch's sequences, in one pool, for one layer.
 
     k, v          [pool_blocks, block_size, kv_heads, head_dim], any float dtype
     seq_index     int32 [n]: which sequences of the batch (rows of ForwardContext.kv_lens)
     first_block   int32 [n]: logical index of the first block of each of them
-    num_blocks    int32 [n]: how many blocks each of them has here
+    num_blocks    int32 [n]: how many blocks each of them has in this chunk
     block_table   int32 [n, max(num_blocks)]: their ids in the pool
     spans         the same for backends driven from Python: (sequence, first block, ids) of each
-    is_last       nothing follows it in this layer
+    is_last       whether this is the last chunk of the layer
 
-    A backend is handed the chunks of a layer in an order in which every sequence's blocks appear
-    in logical order, each exactly once. Keys at or past a sequence's `kv_lens` are never read.
+    Over the chunks of a layer, the blocks of every sequence appear in logical order, each exactly
+    once. A backend never reads keys at or past a sequence's `kv_lens`.
     """
 
     k: Tensor
@@ -48,7 +47,7 @@ class KVChunk:
 
 
 def packed(make: MakeTensor, parts: Iterable[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-    """Lists of numbers as tensors that are parts of one, so that they take one copy to a GPU."""
+    """Lists of numbers as slices of one tensor, which is copied to a GPU at once."""
     step = PACKED_AT // dtype.itemsize
     numbers: list[int] = []
     places: list[slice] = []
@@ -83,10 +82,11 @@ class KVTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInputs:
-    """All that tells two steps apart whose layers do the same.
+class ReplayKey:
+    """What a step must have in common with an earlier one to be replayed as that one.
 
-    tensors: what the layers read, whose values may differ; layout: what else their calls depend on.
+    tensors: what the layers read; their shapes must be equal, their values may differ.
+    layout: everything else that the calls of the layers depend on; it must be equal.
     """
 
     tensors: tuple[Tensor, ...]
@@ -94,22 +94,23 @@ class StepInputs:
 
 
 class KVCache(Protocol):
-    """The attention face of the KV cache, for the step it was made for."""
+    """The KV cache as attention sees it, for one step."""
 
     def target(self, layer: int) -> KVTarget:
-        """Where this step's keys and values go; they may be stored from now on."""
+        """Where this step's keys and values go. Waits until they may be stored."""
         ...
 
-    def inputs(self) -> StepInputs | None:
-        """What is behind every layer's target and chunks; None if a layer does more than to read
-        and write blocks that are where they are needed.
+    def replay_key(self) -> ReplayKey | None:
+        """The tensors and the layout behind every layer's target and chunks.
+
+        None if a step cannot be replayed because its layers wait for copies.
         """
         ...
 
     def read(self, layer: int) -> Iterable[KVChunk]:
         """Everything the step's queries may attend to, this step's tokens included.
 
-        A chunk is valid until the next one is asked for.
+        A chunk is valid until the next one is taken.
         """
         ...
 
@@ -117,12 +118,12 @@ class KVCache(Protocol):
 class AttentionBackend(Protocol):
     """Causal attention of this step's queries over the chunks of one layer.
 
-    follows_tensors: what it does depends on the tensors of a context alone, whatever its `lengths`.
+    can_replay: what it does depends on the tensors of a context alone, not on its `lengths`.
     is_batch_invariant: the bits of a row depend on its own tokens and positions alone.
     """
 
     name: str
-    follows_tensors: bool
+    can_replay: bool
     is_batch_invariant: bool
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
@@ -135,8 +136,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """One forward pass over the tokens of n sequences, laid end to end. Built once, passed down,
-    never changed.
+    """One forward pass over the tokens of n sequences, laid end to end.
 
     token_ids     int64 [tokens]
     positions     int64 [tokens]

@@ -13,7 +13,7 @@ from nanoengine.kernels.cpu_kernels import CpuKernels, Workspace
 class CpuAttention:
     """The C kernel of cpu_kernels.c: reads each KV byte once for all query heads of its group."""
 
-    follows_tensors = True
+    can_replay = True
     is_batch_invariant = True
 
     def __init__(self, config: AttentionConfig, kernels: CpuKernels) -> None:

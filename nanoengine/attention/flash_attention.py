@@ -194,7 +194,7 @@ class SdpaKernel:
 class FlashAttention:
     """Runs a flash kernel over the chunks of a layer and merges the results in fp32."""
 
-    follows_tensors = False
+    can_replay = False
     is_batch_invariant = False
 
     def __init__(self, scale: float, kernel: FlashKernel, device: torch.device) -> None:

@@ -41,7 +41,7 @@ class SoftmaxState:
 class TorchAttention:
     """Plain PyTorch, one block of one sequence at a time: the reference for other backends."""
 
-    follows_tensors = False
+    can_replay = False
     is_batch_invariant = False
 
     def __init__(self, config: AttentionConfig) -> None:

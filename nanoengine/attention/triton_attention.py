@@ -60,7 +60,7 @@ class _Partitions:
 class TritonAttention:
     """Runs the kernels of triton_attention_kernels.py over the chunks of a layer."""
 
-    follows_tensors = True
+    can_replay = True
     is_batch_invariant = False  # tiles have a fixed order; the compiler orders sums inside a tile
 
     def __init__(self, config: AttentionConfig, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,5 +1,5 @@
-"""Fast code: C for a CPU, Triton for a GPU, and what makes a step's calls again without Python.
+"""Fast code: C for a CPU, Triton for a GPU, and the replay of decode steps.
 
-Start with cpu_kernels.c, whose head states the law that holds a row's bits. Imports models (for
+Start with cpu_kernels.c: its head states the rule that fixes the bits of a row. Imports models (for
 LayerOps) and devices.
 """

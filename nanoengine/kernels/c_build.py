@@ -1,4 +1,4 @@
-"""Compiles C files of this folder once, seals and caches what came out, and loads it."""
+"""Compiles C files of this folder once, caches the libraries with a checksum, and loads them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def load_library(
 ) -> ctypes.CDLL:
     """Compile `source` (or take it from the cache) and load it. Raises KernelBuildError.
 
-    folder: where it is kept (None: in the first cache folder that is ours alone and serves).
+    folder: where the library is kept (None: the first cache folder that is ours alone and works).
     """
     problem = KernelBuildError(
         "no folder for compiled kernels can be written: set XDG_CACHE_HOME to one"
@@ -62,16 +62,14 @@ def load_library(
             try:
                 path = build_library(each, extra_cflags, source)
                 return ctypes.CDLL(str(path))
-            except OSError as error:  # full, read-only, or mounted so that no code runs
+            except OSError as error:  # full, read-only, or mounted noexec
                 problem = KernelBuildError(f"compiled kernels cannot be kept in {each}: {error}")
                 problem.__cause__ = error
     raise problem
 
 
 def _kernel_folders(wanted: Path | None) -> Generator[Path]:
-    """The wanted one; else those of the cache that are ours alone, and at last a temporary one that
-    does not stay.
-    """
+    """`folder` if it is given; else the cache folders that are ours alone, then a temporary one."""
     if wanted is not None:
         yield wanted
         return
@@ -87,7 +85,7 @@ def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path
 
     Two processes may build at once: each writes its own temporary file and renames it. A file torn
     by a crash is built again. Raises KernelBuildError when there is no compiler or it fails, and
-    OSError where the folder does not serve.
+    OSError when the folder cannot be used.
     """
     compiler = find_compiler()
     command = [compiler, *CFLAGS, *extra_cflags]
@@ -107,7 +105,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _build_key(compiler: str, command: list[str], source: Path) -> str:
-    """Hash of everything the machine code depends on."""
+    """Hash of everything that the machine code depends on."""
     version = _run([compiler, "--version"])
     sources = [source, *sorted(source.parent.glob("*.h"))]
     content = [path.read_bytes() for path in sources]
@@ -116,7 +114,7 @@ def _build_key(compiler: str, command: list[str], source: Path) -> str:
 
 
 def cpu_flags() -> bytes:
-    """What -march=native stands for here; the cache folder may be shared between machines."""
+    """What -march=native means on this CPU; machines may share the cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -130,7 +128,7 @@ def _compile(command: list[str], source: Path, target: Path) -> None:
         os.close(handle)
         _run([*command, str(source), "-o", temporary, "-lm"], target.parent)
         with open(temporary, "r+b") as file:
-            # After the end of an ELF file, where no loader looks.
+            # No loader reads what follows the end of an ELF file.
             file.write(xxhash.xxh3_128_digest(file.read()))
         os.replace(temporary, target)
     finally:

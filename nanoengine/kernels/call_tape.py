@@ -1,8 +1,8 @@
-"""CallTape: the C calls of a forward pass, made again for the next step without the Python between.
+"""CallTape: records the C calls of a forward pass and replays them without the Python between.
 
-What a CUDA graph is to a GPU. A decoding batch does the same in every step, on other numbers: the
-layers' Python costs a fifth of a step at batch 1, as its code and data have left the caches by the
-time that it runs again.
+The CPU's counterpart of a CUDA graph. Consecutive decode steps make the same calls on other
+numbers, and the Python between the calls costs a fifth of a step at batch 1: its code and data have
+left the caches by the time it runs again.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanoengine.context import StepInputs
+from nanoengine.context import ReplayKey
 from nanoengine.errors import EngineError
 
 CFunction = Callable[..., int | None]
-# Operators that compute nothing: what they did while recording need not be done again.
+# Operators that compute nothing, so a replay can leave them out.
 _SHAPING = {"empty", "new_empty", "view", "split_with_sizes", "slice", "select", "unbind", "detach"}
 
 
 class CallTape:
-    """Makes C calls; and remembers those of one pass, with the tensors that they point to."""
+    """Makes C calls and records those of the last pass, with the tensors that they point to."""
 
     def __init__(self) -> None:
         self._recording: _Pass | None = None
@@ -39,19 +39,18 @@ class CallTape:
             self._recording.calls.append((function, args))
             self._recording.held.append(held)
 
-    def run(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
-        """forward(), which reads `inputs` and nothing else that changes.
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
+        """As LayerOps.replay; forward() reads the tensors of `key` and nothing else that changes.
 
-        If the last pass had inputs of this layout and these shapes, its calls are made again on
-        these values, and the result is the tensor that it gave, overwritten. A forward that lets
-        PyTorch compute anything is run as it is.
+        If the last pass had the same key, its calls are made again on these values, and the result
+        is its tensor, overwritten. No forward() in which PyTorch computes anything is replayed.
         """
-        shapes = [(t.shape, t.dtype) for t in inputs.tensors]
-        key = (torch.get_num_threads(), inputs.layout, shapes)
+        shapes = [(t.shape, t.dtype) for t in key.tensors]
+        whole_key = (torch.get_num_threads(), key.layout, shapes)
         last = self._last
-        if last is None or last.key != key:
-            return self._record(_Pass(key, inputs.tensors), forward)
-        return last.again(inputs.tensors) if last.is_whole else forward()
+        if last is None or last.key != whole_key:
+            return self._record(_Pass(whole_key, key.tensors), forward)
+        return last.replay(key.tensors) if last.is_whole else forward()
 
     def _record(self, this: _Pass, forward: Callable[[], Tensor]) -> Tensor:
         self._last, self._recording = None, this
@@ -66,18 +65,18 @@ class CallTape:
 
 
 class _Pass:
-    """What a pass did."""
+    """A recorded pass. is_whole: its calls are all that it computed."""
 
-    def __init__(self, key: object, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, key: object, tensors: Sequence[Tensor]) -> None:
         self.key = key
-        self.inputs = inputs
+        self.tensors = tensors
         self.calls: list[tuple[CFunction, tuple[Any, ...]]] = []
         self.held: list[object] = []
         self.result = torch.empty(0)
         self.is_whole = False
 
-    def again(self, inputs: Sequence[Tensor]) -> Tensor:
-        for mine, given in zip(self.inputs, inputs, strict=True):
+    def replay(self, tensors: Sequence[Tensor]) -> Tensor:
+        for mine, given in zip(self.tensors, tensors, strict=True):
             mine.copy_(given)
         for function, args in self.calls:
             _check(function(*args))

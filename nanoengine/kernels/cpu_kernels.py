@@ -29,7 +29,7 @@ _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Workspace:
-    """Buffers that are written and read within one step, made again only to grow."""
+    """Buffers that are written and read within one step; allocated anew only to grow."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
@@ -37,7 +37,7 @@ class Workspace:
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The buffer of this name as `shape`; its content is undefined.
 
-        One that was handed out stays valid when a larger one takes its place.
+        An older buffer stays valid when a larger one replaces it.
         """
         size = math.prod(shape)
         buffer = self._buffers.get(name)
@@ -87,7 +87,7 @@ class CpuKernels:
     ) -> None:
         """Fold one chunk into the softmax state of the batch, in place.
 
-        q                 [tokens, heads, head_dim], float32 or bfloat16; a strided view will do
+        q                 [tokens, heads, head_dim], float32 or bfloat16; may be a strided view
         chunk             k and v of q's dtype
         query_start       int32 [n + 1], kv_lens int32 [n], of the whole batch
         row_max, row_sum  float32 [tokens, heads], -inf and 0 before the first chunk
@@ -161,10 +161,10 @@ class CpuKernels:
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> None:
-        """Turn q and k in place (half-split rotary embedding), then store k and v in the pool.
+        """Rotate q and k in place (half-split rotary embedding), then store k and v in the pool.
 
-        q                 [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; views whose
-                          heads follow each other, such as parts of a fused projection, will do
+        q                 [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; may be views
+                          in which heads are adjacent, such as parts of a fused projection
         cos, sin          float32, contiguous, tokens * head_dim / 2 values
         target            slot -1: do not store
         """

@@ -1,7 +1,7 @@
-"""Products with weights packed for AVX512-BF16 or AMX, and what is fused onto them: `cpu_linear.c`.
+"""Products with weights packed for AVX512-BF16 or AMX, and fused operators, in `cpu_linear.c`.
 
 Owns the packed copy of a weight and the C calling convention. Knows no layer and no model. The
-layout, and the law that makes a row's bits independent of its batch, are in `cpu_linear.c`.
+layout, and the rule that makes a row's bits independent of its batch, are in `cpu_linear.c`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PANEL = 64
 _LANES = 16
 _TILE_K = 32
 _PRIVATE_BYTES = 64 << 10
-_STORE, _ADD, _FLOAT = 0, 1, 2
+STORE, ADD, FLOAT = 0, 1, 2
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q4qd")
 _CALL = struct.Struct("=4Q5q")
@@ -40,9 +40,10 @@ def is_supported() -> bool:
 
 
 class WeightArena:
-    """Hands out memory for packed weights, side by side in large pieces backed by huge pages.
+    """Allocates memory for packed weights, side by side in large pieces backed by huge pages.
 
-    A product at batch 1 reads every weight once, a tenth faster from pages of 2 MiB than of 4 KiB.
+    A product at batch 1 reads every weight once; pages of 2 MiB make that a tenth faster than pages
+    of 4 KiB.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -60,7 +61,7 @@ class WeightArena:
         return self._piece[begin : begin + num_bytes]
 
     def _new_piece(self, num_bytes: int) -> None:
-        """Pages that nobody touches cost nothing, so whole ones are asked for."""
+        """Allocate whole pages: a page that is never touched costs nothing."""
         memory = torch.empty(num_bytes + 2 * _PAGE_BYTES, dtype=torch.uint8)
         skip = -memory.data_ptr() % _PAGE_BYTES
         self._piece = memory[skip : skip + -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES]
@@ -69,7 +70,7 @@ class WeightArena:
 
 
 class PackedWeight:
-    """A packed weight as C sees it; the tensors that it points to live as long as it does."""
+    """A packed weight as C sees it. It keeps the tensors alive that it points to."""
 
     def __init__(
         self,
@@ -100,13 +101,22 @@ class PackedWeight:
         self.tape.call(self.library.linear, (call, 1), x, out, normed)
 
     def call(self, x: Tensor, out: Tensor, epilogue: int) -> tuple[bytes, Tensor | None]:
-        """The record of `multiply` for C, and the scratch memory that it points to."""
+        """The arguments of `multiply` as C takes them, and the scratch memory they point to."""
         tokens, width = x.shape
         x_stride, step = x.stride()
         if width != self.inputs or x.dtype is not torch.bfloat16 or step != 1:
             raise EngineError(
                 f"a packed product takes bfloat16 rows of {self.inputs} values side by side: got "
                 f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
+            )
+        if epilogue == ADD and (
+            out.shape != (tokens, self.outputs)
+            or out.dtype is not torch.bfloat16
+            or out.stride(1) != 1
+        ):
+            raise EngineError(
+                f"a product of {tokens} rows is added to bfloat16 rows of {self.outputs} values "
+                f"side by side: got {out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
             )
         normed = None
         if self.norm_weight is not None and tokens * width * 2 > _PRIVATE_BYTES:
@@ -135,33 +145,19 @@ class PackedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features], bfloat16."""
         out = x.new_empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, _STORE)
+        self.weight.multiply(x, out, STORE)
         return out
 
     def in_float(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features], the float32 sums themselves."""
         out = torch.empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, _FLOAT)
+        self.weight.multiply(x, out, FLOAT)
         return out
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += self(x) in place; bfloat16 [tokens, out_features], rows may be apart."""
-        if (
-            residual.shape != (x.shape[0], self.out_features)
-            or residual.dtype is not torch.bfloat16
-            or residual.stride(1) != 1
-        ):
-            raise EngineError(
-                f"a product of {x.shape[0]} rows is added to bfloat16 rows of {self.out_features} "
-                f"values side by side: got {residual.dtype}, shape {tuple(residual.shape)}, "
-                f"strides {residual.stride()}"
-            )
-        self.weight.multiply(x, residual, _ADD)
 
     def gather_rows(self, token_ids: Tensor) -> Tensor:
         """Rows of the weight itself, [n, in_features]; int64 [n], contiguous. For tied embeddings.
 
-        Raises EngineError at an id that is no row.
+        Raises EngineError for an id outside the rows.
         """
         if token_ids.dtype is not torch.int64 or not token_ids.is_contiguous():
             raise EngineError(f"token ids are contiguous int64, got {token_ids.dtype}")
@@ -191,42 +187,42 @@ class PackedGateUp:
         Rounds where the unfused steps do: both products, the silu, and the result.
         """
         out = x.new_empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, _STORE)
+        self.weight.multiply(x, out, STORE)
         return out
 
 
-class PackedBridge:
-    """LayerOps.bridge in one call of C. Made by `CpuLinear.bridge`.
+class PackedAfterAttention:
+    """LayerOps.after_attention in one call of C. Made by `CpuLinear.after_attention`.
 
-    What it returns is overwritten by the next bridge.
+    The next layer overwrites the result.
     """
 
     def __init__(
         self,
         workspace: Workspace,
         weights: tuple[PackedWeight, PackedWeight, PackedWeight],
-        following: PackedWeight | None,
+        next_qkv: PackedWeight | None,
     ) -> None:
         """weights: of out, of gate and up, and of down."""
         self._out, self._gate_up, self._down = weights
-        self._following = following
+        self._next_qkv = next_qkv
         self._workspace = workspace
 
-    def __call__(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """See LayerOps.bridge; bfloat16."""
-        tokens = residual.shape[0]
+    def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [tokens, hidden], attended [tokens, heads x head_dim]; bfloat16, as is the result."""
+        tokens = x.shape[0]
         gated = self._buffer("gated", tokens, self._gate_up)
         steps = [
-            self._out.call(attended, residual, _ADD),
-            self._gate_up.call(residual, gated, _STORE),
-            self._down.call(gated, residual, _ADD),
+            self._out.call(attended, x, ADD),
+            self._gate_up.call(x, gated, STORE),
+            self._down.call(gated, x, ADD),
         ]
-        result = residual
-        if self._following is not None:
-            result = self._buffer("following", tokens, self._following)
-            steps.append(self._following.call(residual, result, _STORE))
+        result = x
+        if self._next_qkv is not None:
+            result = self._buffer("qkv", tokens, self._next_qkv)
+            steps.append(self._next_qkv.call(x, result, STORE))
         calls = b"".join(call for call, _ in steps)
-        held = residual, attended, gated, result, steps
+        held = x, attended, gated, result, steps
         self._out.tape.call(self._out.library.linear, (calls, len(steps)), held)
         return result
 
@@ -256,7 +252,7 @@ class CpuLinear:
     ) -> CpuLinear:
         """Compile (or take from the cache) and bind.
 
-        Raises KernelBuildError with the reason, which may be this CPU or a compiler too old for it.
+        Raises KernelBuildError with the reason: this CPU, or a compiler that is too old for it.
         """
         if not is_supported():
             raise KernelBuildError("this CPU has no AVX512-BF16: oneDNN multiplies instead")
@@ -273,7 +269,7 @@ class CpuLinear:
     ) -> PackedLinear:
         """Pack weight [outputs, inputs] and bias [outputs], both bfloat16 on the CPU.
 
-        norm: (weight [inputs], eps) of an RMSNorm that the activations pass first.
+        norm: (weight [inputs], eps) of an RMSNorm of the activations before the product.
         """
         return PackedLinear(self._pack((weight,), () if bias is None else (bias,), norm))
 
@@ -287,17 +283,17 @@ class CpuLinear:
         """Pack gate and up, each [outputs, inputs], into one weight; else as `pack`."""
         return PackedGateUp(self._pack((gate, up), biases or (), norm))
 
-    def bridge(
+    def after_attention(
         self,
         out: PackedLinear,
         gate_up: PackedGateUp,
         down: PackedLinear,
-        following: PackedLinear | None,
-    ) -> PackedBridge:
-        """See LayerOps.bridge."""
+        next_qkv: PackedLinear | None,
+    ) -> PackedAfterAttention:
+        """As LayerOps.after_attention."""
         weights = out.weight, gate_up.weight, down.weight
-        following_weight = None if following is None else following.weight
-        return PackedBridge(self._workspace, weights, following_weight)
+        next_weight = None if next_qkv is None else next_qkv.weight
+        return PackedAfterAttention(self._workspace, weights, next_weight)
 
     def _pack(
         self,
@@ -317,7 +313,7 @@ class CpuLinear:
         num_panels = -(-columns // _PANEL)
         panels = self._arena.take(num_panels * _PANEL * -(-inputs // 2) * 4)
         if inputs % 2 or num_panels * _PANEL != outputs * len(weights):
-            panels.zero_()  # what packing leaves out is multiplied, too
+            panels.zero_()  # products read the padding, too
         packed = PackedWeight(
             self._library,
             self._tape,
@@ -337,7 +333,7 @@ class CpuLinear:
 
 
 def _pack_biases(biases: tuple[Tensor, ...], columns: int) -> Tensor:
-    """float32 [columns], in the order of the panels: gate and up take turns, a vector each."""
+    """float32 [columns], in the order of the panels: vectors of gate and up alternate."""
     pad = -len(biases[0]) % _LANES
     parts = [functional.pad(bias.float(), (0, pad)).view(-1, _LANES) for bias in biases]
     packed = torch.stack(parts, dim=1).flatten()

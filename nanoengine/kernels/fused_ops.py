@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
-import torch
 from torch import Tensor
 
-from nanoengine.context import KVTarget, StepInputs
+from nanoengine.context import KVTarget, ReplayKey
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.models.layer_ops import (
-    Bridge,
-    GateUp,
-    Head,
-    Linear,
-    Multiply,
+    AfterAttention,
+    Embed,
     Norm,
+    NormedProduct,
     Product,
     TorchOps,
 )
 from nanoengine.models.quant import Quantizer
 
 
-class Tape(Protocol):
-    """Does again what a step did (CallTape, CudaGraphs)."""
+class Recorder(Protocol):
+    """Records a step and replays it (CallTape, CudaGraphs)."""
 
-    def run(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
-        """See LayerOps.repeat."""
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
+        """As LayerOps.replay."""
         ...
 
 
-class Graphs(Tape, Protocol):
-    """Does parts of a step again, too (CudaGraphs)."""
+class Graphs(Recorder, Protocol):
+    """Also replays parts of a step (CudaGraphs)."""
 
-    def begin(self, x: Tensor) -> Tensor:
-        """See LayerOps."""
+    def to_static_buffer(self, x: Tensor) -> Tensor:
+        """As LayerOps.to_static_buffer."""
         ...
 
-    def piece(self, bridge: Bridge) -> Bridge:
-        """The bridge, done as before where `begin` gave its residual stream."""
+    def piece(self, after_attention: AfterAttention) -> AfterAttention:
+        """after_attention, replayed as a graph where x is in a static buffer."""
         ...
 
 
 class Kernels(Protocol):
-    """Small operators that are one call each; as CpuKernels documents them."""
+    """Small operators of one call each, documented in CpuKernels."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
@@ -56,48 +53,51 @@ class Kernels(Protocol):
 
 
 class KernelOps(TorchOps):
-    """The fused kernels: one call each instead of five to eight small PyTorch operators."""
+    """Fused kernels: one call each instead of five to eight small PyTorch operators."""
 
     def __init__(
-        self, kernels: Kernels, tape: Tape | None, quantizer: Quantizer | None = None
+        self, kernels: Kernels, recorder: Recorder | None, quantizer: Quantizer | None = None
     ) -> None:
-        """tape: what does a step again; None: every step is done anew."""
+        """recorder: replays steps; None: no step is replayed."""
         super().__init__(quantizer)
         self._kernels = kernels
-        self._tape = tape
+        self._recorder = recorder
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See LayerOps."""
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        if norm.in_fp32:
+            return self._rms_norm(x.float(), norm).to(x.dtype)
+        return self._rms_norm(x, norm)
+
+    def _rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = x.new_empty(x.shape)
-        self._kernels.rms_norm(x, weight, eps, out)
+        self._kernels.rms_norm(x, norm.weight, norm.eps, out)
         return out
 
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> Tensor:
-        """See LayerOps."""
         self._kernels.rope_store(q, k, v, cos, sin, target)
         return q
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See LayerOps."""
+    def _gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+        return self._silu_mul if activation == "silu" else super()._gated(activation)
+
+    def _silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._kernels.silu_mul(gate_up, out)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """See LayerOps."""
         return self._kernels.argmax(logits)
 
-    def repeat(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
-        """See LayerOps."""
-        return forward() if self._tape is None else self._tape.run(inputs, forward)
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
+        return forward() if self._recorder is None else self._recorder.replay(key, forward)
 
 
 class PackedOps(KernelOps):
     """bfloat16 products by our own kernel, with norm, silu and residual sum fused onto them.
 
-    With a quantizer these are the head and what it leaves.
+    With a quantizer these are the head and the weights that it leaves.
     """
 
     def __init__(
@@ -108,43 +108,58 @@ class PackedOps(KernelOps):
         self.is_batch_invariant = quantizer is None
 
     def _linear(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Multiply | None
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Product | None
     ) -> Product:
         if quantized is not None:
             return super()._linear(weight, bias, norm, quantized)
-        return self._products.pack(weight, bias, norm)
+        packed, other_norm = self._pack(weight, bias, norm)
+        return self._normed(other_norm, packed)
+
+    def _pack(
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None
+    ) -> tuple[PackedLinear, Norm | None]:
+        """The product with the norm fused onto it, or the product alone and the norm."""
+        if norm is None or norm.in_fp32:
+            return self._products.pack(weight, bias), norm
+        return self._products.pack(weight, bias, (norm.weight, norm.eps)), None
 
     def gate_up(
-        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
-    ) -> GateUp:
-        """See LayerOps."""
-        if self._quantizer is not None:
-            return super().gate_up(gate, up, biases, norm)
-        return self._products.pack_gate_up(gate, up, biases, norm)
+        self,
+        gate: Tensor,
+        up: Tensor,
+        biases: tuple[Tensor, Tensor] | None,
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        is_fused = norm is not None and not norm.in_fp32 and activation == "silu"
+        if norm is None or not is_fused or self._quantizer is not None:
+            return super().gate_up(gate, up, biases, norm, activation)
+        return self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Head:
-        """See LayerOps. Gives the fp32 sums: bfloat16 makes ties of what a token depends on."""
-        return self._products.pack(weight, None, norm).in_float
+    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+        return self.tied(weight, norm)[1]
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Head]:
-        """See LayerOps."""
-        head = self._products.pack(weight, None, norm)
-        return head.gather_rows, head.in_float
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+        """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""
+        packed, other_norm = self._pack(weight, None, norm)
+        return packed.gather_rows, self._normed(other_norm, packed.in_float)
 
-    def bridge(
-        self, out: Product, gate_up: GateUp, down: Product, following: Product | None
-    ) -> Bridge:
-        """See LayerOps."""
-        if self._quantizer is not None:
-            return super().bridge(out, gate_up, down, following)
-        assert isinstance(out, PackedLinear) and isinstance(down, PackedLinear)
-        assert isinstance(gate_up, PackedGateUp)
-        assert following is None or isinstance(following, PackedLinear)
-        return self._products.bridge(out, gate_up, down, following)
+    def after_attention(
+        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        """One call of C if all products are packed with what goes around them."""
+        if (
+            isinstance(out, PackedLinear)
+            and isinstance(gate_up, PackedGateUp)
+            and isinstance(down, PackedLinear)
+            and (next_qkv is None or isinstance(next_qkv, PackedLinear))
+        ):
+            return self._products.after_attention(out, gate_up, down, next_qkv)
+        return super().after_attention(out, gate_up, down, next_qkv)
 
 
 class GpuKernels(Kernels, Protocol):
-    """Those of a GPU."""
+    """The kernels that a GPU has in addition."""
 
     def add_rms_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor
@@ -153,94 +168,40 @@ class GpuKernels(Kernels, Protocol):
         ...
 
 
-class GpuLinear(Linear):
-    """A product by PyTorch whose norm stands apart, so that a residual sum can be fused with it."""
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        norm: Norm | None,
-        kernels: GpuKernels,
-        quantized: Multiply | None = None,
-    ) -> None:
-        super().__init__(weight, bias, None, quantized)
-        self._before = norm
-        self._kernels = kernels
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See Product."""
-        if self._before is None:
-            return super().__call__(x)
-        normed = x.new_empty(x.shape)
-        self._kernels.rms_norm(x, *self._before, normed)
-        return super().__call__(normed)
-
-    def after_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x, in place; then self(residual)."""
-        assert self._before is not None
-        normed = x.new_empty(x.shape)
-        self._kernels.add_rms_norm(residual, x, *self._before, normed)
-        return super().__call__(normed)
-
-
-class GpuGateUp:
-    """Gate and up in one product, then silu and their product."""
-
-    def __init__(self, both: GpuLinear, silu_mul: Callable[[Tensor], Tensor]) -> None:
-        self._both = both
-        self._silu_mul = silu_mul
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """See GateUp."""
-        return self._silu_mul(self._both(x))
-
-    def after_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x, in place; then self(residual)."""
-        return self._silu_mul(self._both.after_sum(residual, x))
-
-
 class GpuOps(KernelOps):
-    """PyTorch's products, and fused kernels between them: a residual sum and the norm after it are
-    one.
-    """
+    """PyTorch's products with fused kernels between them: a sum and the norm after it are one."""
 
     _kernels: GpuKernels
 
     def __init__(
         self, kernels: GpuKernels, graphs: Graphs | None, quantizer: Quantizer | None = None
     ) -> None:
-        """graphs: None: every step is done anew."""
+        """graphs: None: no step is replayed."""
         super().__init__(kernels, graphs, quantizer)
         self._graphs = graphs
 
-    def _linear(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Multiply | None
-    ) -> GpuLinear:
-        return GpuLinear(weight, bias, norm, self._kernels, quantized)
+    def after_attention(
+        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        if not _is_fusible(gate_up) or not (next_qkv is None or _is_fusible(next_qkv)):
+            return super().after_attention(out, gate_up, down, next_qkv)
 
-    def gate_up(
-        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
-    ) -> GpuGateUp:
-        """See LayerOps."""
-        bias = None if biases is None else torch.cat(biases)
-        both = self.linear(torch.cat((gate, up)), bias, norm)
-        assert isinstance(both, GpuLinear)
-        return GpuGateUp(both, self.silu_mul)
-
-    def bridge(
-        self, out: Product, gate_up: GateUp, down: Product, following: Product | None
-    ) -> Bridge:
-        """See LayerOps."""
-        assert isinstance(gate_up, GpuGateUp)
-        assert following is None or isinstance(following, GpuLinear)
-
-        def run(residual: Tensor, attended: Tensor) -> Tensor:
-            fed = down(gate_up.after_sum(residual, out(attended)))
-            return residual.add_(fed) if following is None else following.after_sum(residual, fed)
+        def run(x: Tensor, attended: Tensor) -> Tensor:
+            mlp = down(self._add(x, out(attended), gate_up))
+            return x.add_(mlp) if next_qkv is None else self._add(x, mlp, next_qkv)
 
         return run if self._graphs is None else self._graphs.piece(run)
 
-    def begin(self, x: Tensor) -> Tensor:
-        """See LayerOps."""
-        return x if self._graphs is None else self._graphs.begin(x)
+    def _add(self, x: Tensor, summand: Tensor, then: NormedProduct) -> Tensor:
+        """x += summand, in place; then(x). The sum and the norm of `then` are one kernel."""
+        norm, normed = then.norm, x.new_empty(x.shape)
+        self._kernels.add_rms_norm(x, summand, norm.weight, norm.eps, normed)
+        return then.product(normed)
+
+    def to_static_buffer(self, x: Tensor) -> Tensor:
+        return x if self._graphs is None else self._graphs.to_static_buffer(x)
+
+
+def _is_fusible(product: Product) -> TypeGuard[NormedProduct]:
+    """Whether a kernel can fuse its norm with a sum before it."""
+    return isinstance(product, NormedProduct) and not product.norm.in_fp32

@@ -1,7 +1,7 @@
 """Fused Triton kernels for the small operators between products, on a GPU.
 
-The same operators as CpuKernels has in C, in the same steps: statistics and angles in fp32, rounded
-where PyTorch would round.
+The operators of CpuKernels, in the same steps: statistics and angles in fp32, rounded where PyTorch
+rounds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _rms_norm(
 
 @triton.jit
 def _rotate(first, second, c, s):
-    """The halves of a head, turned, rounded as they were given."""
+    """The halves of a head, rotated, rounded to the dtype they came in."""
     x, y = first.to(tl.float32), second.to(tl.float32)
     return (x * c - y * s).to(first.dtype), (y * c + x * s).to(first.dtype)
 
@@ -115,7 +115,7 @@ def _silu_mul(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr):
 
 
 class TritonKernels:
-    """Launches them (layers.GpuKernels)."""
+    """Launches the kernels (fused_ops.GpuKernels)."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out = x / rms(x) * weight over the last dimension.
@@ -132,9 +132,7 @@ class TritonKernels:
     def add_rms_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, eps: float, out: Tensor
     ) -> None:
-        """residual += x, then out = residual / rms(residual) * weight; all [tokens, dim],
-        contiguous.
-        """
+        """residual += x, then out = residual / rms(residual) * weight; contiguous [tokens, dim]."""
         size = x.shape[-1]
         _rms_norm[(len(x),)](
             x, residual, weight, out, eps, size, size, 1, size,
@@ -144,7 +142,7 @@ class TritonKernels:
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> None:
-        """Turn q in place, and store k, turned, and v in the pool; see CpuKernels.rope_store."""
+        """Rotate q in place, and store rotated k and v in the pool; see CpuKernels.rope_store."""
         tokens, heads, head_dim = q.shape
         kv_heads, half = k.shape[1], head_dim // 2
         pad = triton.next_power_of_2

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanoengine.context import KVChunk, KVTarget, MakeTensor, Spans, StepInputs, packed
+from nanoengine.context import KVChunk, KVTarget, MakeTensor, ReplayKey, Spans, packed
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_plan import DEVICE, HOST, Part, StepPlan
@@ -122,7 +122,7 @@ class StepKV:
         self.memory.before_write(layer, self.plan.write_slots)
         return KVTarget(self.memory.layers[layer].rows, self.k_slots, self.v_slots, self.stored)
 
-    def inputs(self) -> StepInputs | None:
+    def replay_key(self) -> ReplayKey | None:
         """The tensors behind every target and chunk, if the step moves nothing between the tiers.
 
         Never on a checking device, which wants to be told of every access.
@@ -132,7 +132,7 @@ class StepKV:
         on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
         if self.run and not self.run.moves_nothing(self.plan.write_slots, on_host):
             return None
-        return StepInputs(
+        return ReplayKey(
             (self.k_slots, self.v_slots, *(tensor for t in self.reads for tensor in t.tensors)),
             (*(table.part.tier for table in self.reads), self.plan.unseen),
         )

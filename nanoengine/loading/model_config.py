@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from nanoengine.config import ModelConfig
+from nanoengine.config import ModelConfig, RopeConfig
 from nanoengine.errors import (
     CorruptModelError,
     ModelNotFoundError,
@@ -54,13 +53,9 @@ def read_model_config(
     vocab_size = content.size("vocab_size")
     num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
     head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
-    gemma: dict[str, Any] = {}
-    if architecture.is_gemma:
-        rope, local_rope, max_position = read_ropes_by_kind(content, head_dim, max_model_len)
-        gemma = _gemma_settings(content) | {"local_rope": local_rope}
-    else:
-        may_turn_a_part = architecture.may_turn_a_part
-        rope, max_position = read_rope(content, head_dim, may_turn_a_part, max_model_len)
+    rope, local_rope, max_position = _ropes(content, architecture, head_dim, max_model_len)
+    reads = architecture.reads
+    softcap = content.get("final_logit_softcapping") if "final_logit_softcapping" in reads else None
     config = ModelConfig(
         architecture=name,
         vocab_size=vocab_size,
@@ -76,10 +71,14 @@ def read_model_config(
         rope=rope,
         attention_bias=content.flag("attention_bias"),
         mlp_bias=content.flag("mlp_bias"),
-        no_rope_layers=_no_rope_layers(content, num_layers) if architecture.may_skip_rope else (),
+        local_rope=local_rope,
+        no_rope_layers=_no_rope_layers(content, num_layers) if "no_rope_layers" in reads else (),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
         windows=layer_windows(name, content.values, num_layers, content.path),
-        **gemma,
+        query_pre_attn_scalar=(
+            content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
+        ),
+        final_logit_softcap=None if softcap is None else content.real("final_logit_softcapping"),
     )
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise UnsupportedModelError(
@@ -123,31 +122,26 @@ def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
     return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
 
 
-def _gemma_settings(content: CheckedJson) -> dict[str, float | None]:
-    """ModelConfig's fields from keys that only Gemma reads."""
-    key = "final_logit_softcapping"
-    return {
-        "query_pre_attn_scalar": content.real("query_pre_attn_scalar"),
-        "final_logit_softcap": None if content.get(key) is None else content.real(key),
-    }
+def _ropes(
+    content: CheckedJson, architecture: Architecture, head_dim: int, max_model_len: int | None
+) -> tuple[RopeConfig, RopeConfig | None, int]:
+    """ModelConfig's rope, local_rope and max_position."""
+    if "rope_local_base_freq" in architecture.reads:
+        return read_ropes_by_kind(content, head_dim, max_model_len)
+    may_be_partial = "partial_rotary_factor" in architecture.reads
+    rope, max_position = read_rope(content, head_dim, may_be_partial, max_model_len)
+    return rope, None, max_position
 
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
-    """Raise UnsupportedModelError for settings that change the arithmetic and are unknown here."""
+    """Raise UnsupportedModelError for settings that change the arithmetic in ways not done here."""
     refused = {
         "quantization_config": content.get("quantization_config") is not None,
         "sliding_window": not architecture.windows and _has_window(content),
         "auto_map": _brings_code(content, architecture.own_code),
     }
-    if architecture.is_gemma:
-        refused |= {
-            "hidden_activation": content.get("hidden_activation") != "gelu_pytorch_tanh",
-            # transformers' Gemma 3 accepts this key and ignores it; other engines apply it.
-            "attn_logit_softcapping": content.get("attn_logit_softcapping") is not None,
-            "use_bidirectional_attention": bool(content.get("use_bidirectional_attention")),
-        }
-    else:
-        refused["hidden_act"] = content.get("hidden_act") not in (None, "silu", "swish")
+    for key, values in architecture.requires.items():
+        refused[key] = content.get(key) not in values
     for key, is_refused in refused.items():
         if is_refused:
             raise UnsupportedModelError(

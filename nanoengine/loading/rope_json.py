@@ -14,14 +14,14 @@ from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
 from nanoengine.models.rope import (
     ROPE_KINDS,
     longrope_attention_factor,
-    turned_pairs,
+    rotary_pairs,
     yarn_attention_factor,
 )
 from nanoengine.text.checked_json import MAX_SIZE, CheckedJson, positive
 
 
 def read_rope(
-    content: CheckedJson, head_dim: int, may_turn_a_part: bool, max_model_len: int | None
+    content: CheckedJson, head_dim: int, may_be_partial: bool, max_model_len: int | None
 ) -> tuple[RopeConfig, int]:
     """The embedding, and the number of positions of a model with it; theta defaults to 10000.
 
@@ -33,7 +33,7 @@ def read_rope(
     """
     key = "rope_scaling" if content.get("rope_parameters") in (None, {}) else "rope_parameters"
     values = _object(content, key, content.get(key))
-    return _read(content, values, "rope_theta", head_dim, may_turn_a_part, max_model_len)
+    return _read(content, values, "rope_theta", head_dim, may_be_partial, max_model_len)
 
 
 def read_ropes_by_kind(
@@ -71,7 +71,7 @@ def _read(
     values: dict[str, Any],
     theta_key: str,
     head_dim: int,
-    may_turn_a_part: bool,
+    may_be_partial: bool,
     max_model_len: int | None,
 ) -> tuple[RopeConfig, int]:
     """theta_key: key of config.json that gives theta if `values` has none."""
@@ -86,8 +86,9 @@ def _read(
         )
     theta = values.get("rope_theta")
     theta = content.real(theta_key, 10000.0) if theta is None else scaling.real("rope_theta")
-    rope = RopeConfig(theta, kind, turned=_turned(scaling, head_dim, may_turn_a_part))
-    return _READERS[kind](scaling, rope, 2 * turned_pairs(rope, head_dim))
+    factor = _partial_rotary_factor(scaling, head_dim, may_be_partial)
+    rope = RopeConfig(theta, kind, partial_rotary_factor=factor)
+    return _READERS[kind](scaling, rope, 2 * rotary_pairs(rope, head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +121,23 @@ class _Scaling:
         raise CorruptModelError(f"{self.content.path}: RoPE {what}")
 
 
-def _turned(scaling: _Scaling, head_dim: int, may_turn_a_part: bool) -> float:
+def _partial_rotary_factor(scaling: _Scaling, head_dim: int, may_be_partial: bool) -> float:
     key = "partial_rotary_factor"
     inner, outer = scaling.values.get(key), scaling.content.get(key)
     value = outer if inner is None else inner
     if value is None:
         return 1.0
     part = positive(scaling.content.path, f"RoPE {key}", value)
-    if part != 1.0 and not may_turn_a_part:
+    if part != 1.0 and not may_be_partial:
         raise UnsupportedModelError(
             f"{scaling.content.path}: {key!r} is {value!r}, which is not supported for this "
             "architecture"
         )
     if part > 1 or int(head_dim * part) < 2:
-        scaling.corrupt(f"{key} {value} turns {int(head_dim * part)} of {head_dim} dimensions")
+        scaling.corrupt(f"{key} {value} rotates {int(head_dim * part)} of {head_dim} dimensions")
     if int(head_dim * part) % 2:
         raise UnsupportedModelError(
-            f"{scaling.content.path}: {key!r} {value!r} turns an odd number of dimensions"
+            f"{scaling.content.path}: {key!r} {value!r} rotates an odd number of dimensions"
         )
     return part
 

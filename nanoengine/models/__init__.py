@@ -1,4 +1,4 @@
 """The maths: one decoder for all architectures, its layers, rotary positions, quantised weights.
 
-Start with decoder.py, then architectures.py. Imports nothing of ours but what everybody may.
+Start with decoder.py, then architectures.py. Imports no other folder of the package.
 """

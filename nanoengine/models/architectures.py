@@ -1,9 +1,9 @@
-"""A table of architectures, as data; and what tensors a model has."""
+"""The table of architectures, and the tensors that a model of each has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from nanoengine.config import ModelConfig
@@ -13,37 +13,68 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """What differs between decoders.
+class NormNames:
+    """The names of a layer's norms in a checkpoint; "": no norm at this place."""
 
+    before_attention: str = "input_layernorm"
+    after_attention: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How a decoder differs from Llama's.
+
+    norm_offset: RMSNorm adds this to its weight; unless it is 0, norms are in fp32 throughout.
     qk_norm: RMSNorm over each head of q and k before the rotation.
-    qkv_bias: q, k and v have a bias though config.json names none.
-    is_fused: q, k, v are one tensor of the checkpoint, gate and up another.
-    may_skip_rope: reads no_rope_layers. may_turn_a_part: reads partial_rotary_factor.
-    is_gemma: norms of weight + 1 before and after attention and feed-forward, gated by GELU (tanh),
-    embeddings times the root of hidden_size, and Gemma's keys in config.json.
-    windows: which layers may have a sliding window, by what config.json says: "every layer",
-    "layer_types" or "pattern"; "": none, it is refused.
-    defaults: what transformers takes for keys that config.json lacks, where Llama's differ.
-    own_code: the class that checkpoints bring though transformers has the same.
+    qkv_bias: q, k and v have a bias even if config.json has no key for it.
+    is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
+    activation: of the gate; a key of layer_ops.GATED.
+    scales_embeddings: embeddings are multiplied by the root of hidden_size.
+    windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
+    or "pattern"; "": a window is refused.
+    reads: the keys of config.json that this architecture reads and others do not.
+    requires: keys of config.json, each with the values that are supported.
+    defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
+    own_code: a class in checkpoints' own code that is the same as the one in transformers.
     """
 
+    norms: NormNames = NormNames()
+    norm_offset: float = 0.0
     qk_norm: bool = False
     qkv_bias: bool = False
     is_fused: bool = False
-    may_skip_rope: bool = False
-    may_turn_a_part: bool = False
-    is_gemma: bool = False
+    activation: str = "silu"
+    scales_embeddings: bool = False
     windows: str = ""
+    reads: tuple[str, ...] = ()
+    requires: Mapping[str, tuple[Any, ...]] = field(
+        default_factory=lambda: {"hidden_act": (None, "silu", "swish")}
+    )
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own_code: str = ""
 
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
+        norms=NormNames(
+            after_attention="post_attention_layernorm",
+            before_mlp="pre_feedforward_layernorm",
+            after_mlp="post_feedforward_layernorm",
+        ),
+        norm_offset=1.0,
         qk_norm=True,
-        is_gemma=True,
+        activation="gelu_pytorch_tanh",
+        scales_embeddings=True,
         windows="pattern",
+        reads=("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"),
+        requires={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            # transformers' class of Gemma 3 ignores this key, other engines do not.
+            "attn_logit_softcapping": (None,),
+            "use_bidirectional_attention": (None, False),
+        },
         defaults={
             "hidden_activation": "gelu_pytorch_tanh",
             "num_key_value_heads": 4,
@@ -61,8 +92,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(windows="every layer", defaults={"sliding_window": 4096}),
     "Phi3ForCausalLM": Architecture(
         is_fused=True,
-        may_turn_a_part=True,
         windows="every layer",
+        reads=("partial_rotary_factor",),
         defaults={
             "rms_norm_eps": 1e-5,
             "original_max_position_embeddings": 4096,
@@ -77,7 +108,7 @@ ARCHITECTURES = {
         qk_norm=True, windows="layer_types", defaults={"head_dim": 128}
     ),
     "SmolLM3ForCausalLM": Architecture(
-        may_skip_rope=True, defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
+        reads=("no_rope_layers",), defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
     ),
 }
 
@@ -85,9 +116,10 @@ ARCHITECTURES = {
 def layer_windows(
     architecture: str, settings: Mapping[str, Any], num_layers: int, where: object
 ) -> tuple[int | None, ...]:
-    """The sliding window of each layer, () without any, as transformers' classes read config.json.
+    """The sliding window of each layer, () if no layer has one, as transformers reads config.json.
 
-    settings: of config.json, at `where`. Raises UnsupportedModelError for what they would not run.
+    settings: the content of config.json. where: its path, for errors. Raises UnsupportedModelError
+    for settings with which transformers would not run.
     """
     rule = ARCHITECTURES[architecture].windows
     if rule == "pattern":
@@ -116,7 +148,7 @@ def layer_windows(
 def _windows_by_pattern(
     settings: Mapping[str, Any], num_layers: int, where: object
 ) -> tuple[int | None, ...]:
-    """As `layer_types` says, else in all layers but each `sliding_window_pattern`-th."""
+    """By `layer_types`; without it, in all layers except every `sliding_window_pattern`-th."""
     window: Any = settings.get("sliding_window")
     listed: Any = settings.get("layer_types")
     interval = settings.get("sliding_window_pattern")
@@ -138,7 +170,7 @@ def _are_layer_types(listed: object, num_layers: int) -> bool:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the architecture needs, under Hugging Face's names."""
+    """The shape of every tensor that the model needs, by Hugging Face's names."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
@@ -154,11 +186,9 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
     architecture = ARCHITECTURES[config.architecture]
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield f"{prefix}input_layernorm.weight", (hidden,)
-    yield f"{prefix}post_attention_layernorm.weight", (hidden,)
-    if architecture.is_gemma:
-        yield f"{prefix}pre_feedforward_layernorm.weight", (hidden,)
-        yield f"{prefix}post_feedforward_layernorm.weight", (hidden,)
+    for norm in astuple(architecture.norms):
+        if norm:
+            yield f"{prefix}{norm}.weight", (hidden,)
     if architecture.qk_norm:
         yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
         yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
@@ -168,7 +198,7 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
         qkv = {"q": heads, "k": kv_heads, "v": kv_heads}
         gate_up = {"gate": inner, "up": inner}
     for part, rows, columns, has_bias in (
-        ("self_attn", qkv, hidden, _has_qkv_bias(config)),
+        ("self_attn", qkv, hidden, has_qkv_bias(config)),
         ("self_attn", {"o": hidden}, heads, config.attention_bias),
         ("mlp", gate_up, hidden, config.mlp_bias),
         ("mlp", {"down": hidden}, inner, config.mlp_bias),
@@ -179,5 +209,6 @@ def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
                 yield f"{prefix}{part}.{name}_proj.bias", (num_rows,)
 
 
-def _has_qkv_bias(config: ModelConfig) -> bool:
+def has_qkv_bias(config: ModelConfig) -> bool:
+    """Whether q, k and v have a bias."""
     return config.attention_bias or ARCHITECTURES[config.architecture].qkv_bias

@@ -1,6 +1,6 @@
-"""One Decoder for every architecture: what sets them apart is a row in architectures.py.
+"""One Decoder for every architecture: the rows in architectures.py say how they differ.
 
-Knows tensor names, not files. A new class is needed only when the block graph itself changes.
+Knows tensor names, not files. Write a new class only for a model with another order of layers.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import ModelConfig, RopeConfig
-from nanoengine.context import ForwardContext, StepInputs
-from nanoengine.models.architectures import ARCHITECTURES, _has_qkv_bias
-from nanoengine.models.layer_ops import Bridge, GateUp, Head, LayerOps, Norm, Product, plain_bridge
-from nanoengine.models.layers import Attention, Normalize, NormedProduct, OffsetNorm, gelu_mul
+from nanoengine.context import ForwardContext, ReplayKey
+from nanoengine.models.architectures import ARCHITECTURES, has_qkv_bias
+from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.models.layers import Attention
 from nanoengine.models.rope import Rotary, head_order
 
 TensorSource = Callable[[str], Tensor]
 
 
-def _ropes(config: ModelConfig) -> tuple[tuple[RopeConfig | None, ...], tuple[int, ...]]:
-    """The kinds of rotation, and for each layer which of them it has."""
-    layers = range(config.num_layers)
-    if config.local_rope is not None:
-        has_window = tuple(int(config.attention.window(i) is not None) for i in layers)
-        return (config.rope, config.local_rope), has_window
-    if config.no_rope_layers:
-        return (config.rope, None), tuple(int(i in config.no_rope_layers) for i in layers)
-    return (config.rope,), (0,) * config.num_layers
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One iteration of the loop over layers. rope: the index of its kind of rotation."""
+
+    attention: Attention
+    after_attention: AfterAttention
+    rope: int
 
 
 class Decoder:
@@ -39,18 +37,21 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, source: TensorSource, device: torch.device, ops: LayerOps
     ) -> None:
-        """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the
-        final dtype.
+        """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the final
+        dtype.
         """
         builder = _Builder(config, source, ops)
         self._embed, self._head = builder.ends()
         parts = [builder.layer(index) for index in range(config.num_layers)]
-        qkvs = [part.qkv for part in parts]
-        self._qkv = qkvs[0]
+        self._first_qkv, *next_qkvs = (*(part.qkv for part in parts), None)
         ropes, rope_of = _ropes(config)
         self._layers = [
-            (part.attention, builder.bridge(part, following), rope)
-            for part, following, rope in zip(parts, [*qkvs[1:], None], rope_of, strict=True)
+            _Layer(
+                part.attention,
+                ops.after_attention(part.out, part.gate_up, part.down, next_qkv),
+                rope,
+            )
+            for part, next_qkv, rope in zip(parts, next_qkvs, rope_of, strict=True)
         ]
         self._rotary = Rotary(ropes, config.head_dim, device)
         self._logit_softcap = config.final_logit_softcap
@@ -60,20 +61,28 @@ class Decoder:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
         x = self._embed(ctx.token_ids)
         cos, sin = self._rotary.angles(ctx.positions)
-        is_decode = len(x) == len(ctx.lengths)  # only such steps are like one another
-        inputs = ctx.kv.inputs() if is_decode and ctx.attention.follows_tensors else None
-        if inputs is None:
-            return self._run_layers(self._ops.begin(x), cos, sin, ctx)
-        tensors = x, cos, sin, ctx.query_start, ctx.kv_lens, *inputs.tensors
-        return self._ops.repeat(
-            StepInputs(tensors, inputs.layout), lambda: self._run_layers(x, cos, sin, ctx)
+        is_decode = len(x) == len(ctx.lengths)  # other steps are hardly ever alike
+        key = ctx.kv.replay_key() if is_decode and ctx.attention.can_replay else None
+        if key is None:
+            return self._run_layers(self._ops.to_static_buffer(x), cos, sin, ctx)
+        tensors = x, cos, sin, ctx.query_start, ctx.kv_lens, *key.tensors
+        return self._ops.replay(
+            ReplayKey(tensors, key.layout), lambda: self._run_layers(x, cos, sin, ctx)
         )
 
     def _run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
-        qkv = self._qkv(x)
+        """For each layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
+
+        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)). Kernels can fuse all that
+        needs no KV cache, so after_attention does both sums, in place, and returns qkv(norm(x)) of
+        the next layer. If an architecture has norms after attention and mlp, they are part of out
+        and down.
+        """
         angles = list(zip(cos.unbind(), sin.unbind(), strict=True))
-        for attention, bridge, rope in self._layers:
-            qkv = bridge(x, attention(qkv, *angles[rope], ctx))
+        qkv = self._first_qkv(x)
+        for layer in self._layers:
+            attended = layer.attention(qkv, *angles[layer.rope], ctx)
+            qkv = layer.after_attention(x, attended)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -82,82 +91,77 @@ class Decoder:
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
+def _ropes(config: ModelConfig) -> tuple[tuple[RopeConfig | None, ...], tuple[int, ...]]:
+    """The kinds of rotation, and for each layer the index of its kind."""
+    layers = range(config.num_layers)
+    if config.local_rope is not None:
+        has_window = tuple(int(config.attention.window(i) is not None) for i in layers)
+        return (config.rope, config.local_rope), has_window
+    if config.no_rope_layers:
+        return (config.rope, None), tuple(int(i in config.no_rope_layers) for i in layers)
+    return (config.rope,), (0,) * config.num_layers
+
+
 @dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """A layer: qkv, attention, out; gate and up, down. Norms are in the products."""
+    """What a layer computes, in this order. The products include the norms around them."""
 
     qkv: Product
     attention: Attention
     out: Product
-    gate_up: GateUp
+    gate_up: Product
     down: Product
 
 
 class _Builder:
-    """Takes tensors from the source by name and fuses q, k, v and gate, up.
+    """Takes tensors from the source by name and makes the parts of a model of them.
 
-    Heads of q and k are put into the order that the rotation wants.
+    Fuses q, k, v and gate, up. Puts the heads of q and k into the order that the rotation needs.
     """
 
     def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
         self._config = config
         self._architecture = ARCHITECTURES[config.architecture]
-        self._is_gemma = self._architecture.is_gemma
         self._head_order = head_order(config.rope, config.head_dim)
         self._ops = ops
         self._source = source
 
-    def ends(self) -> tuple[Callable[[Tensor], Tensor], Head]:
+    def ends(self) -> tuple[Embed, Product]:
         """Token ids -> embeddings, and residual stream -> logits."""
-        embedding = self._source("model.embed_tokens.weight")
-        rows: Callable[[Tensor], Tensor] = functools.partial(torch.embedding, embedding)
-        norm = None if self._is_gemma else self._norm("model.norm")
+        weight, norm = self._source("model.embed_tokens.weight"), self._norm("model.norm")
+        embed: Embed
         if self._config.tie_word_embeddings:
-            rows, head = self._ops.tied(embedding, norm)
+            embed, head = self._ops.tied(weight, norm)
         else:
+            embed = functools.partial(torch.embedding, weight)
             head = self._ops.head(self._source("lm_head.weight"), norm)
-        if not self._is_gemma:
-            return rows, head
-        head = NormedProduct(head, before=self._norm_apart("model.norm"))
+        if not self._architecture.scales_embeddings:
+            return embed, head
         # The root rounded to the weights' dtype, as in transformers.
-        root = torch.tensor(self._config.hidden_size**0.5).to(embedding.dtype).item()
-        return lambda token_ids: rows(token_ids).mul_(root), head
+        root = torch.tensor(self._config.hidden_size**0.5).to(weight.dtype).item()
+        return lambda token_ids: embed(token_ids).mul_(root), head
 
     def layer(self, index: int) -> _LayerParts:
-        """Norms are fused to the products that they come before; Gemma's stand apart."""
-        config, prefix = self._config, f"model.layers.{index}."
-        out: Product = self._linear(prefix + "self_attn.", "o", config.attention_bias)
-        down: Product = self._linear(prefix + "mlp.", "down", config.mlp_bias)
-        before_mlp = prefix + "post_attention_layernorm"
-        if self._is_gemma:
-            out = NormedProduct(out, after=self._norm_apart(before_mlp))
-            after_mlp = self._norm_apart(prefix + "post_feedforward_layernorm")
-            down = NormedProduct(down, after=after_mlp)
-            before_mlp = prefix + "pre_feedforward_layernorm"
+        """The parts of one layer."""
+        config, names = self._config, self._architecture.norms
+        layer = f"model.layers.{index}."
+        attention, mlp = layer + "self_attn.", layer + "mlp."
+        out = self._linear(attention, "o", config.attention_bias)
+        down = self._linear(mlp, "down", config.mlp_bias)
         return _LayerParts(
-            self._qkv(prefix + "self_attn.", prefix + "input_layernorm"),
-            self._attention(index, prefix + "self_attn."),
-            out,
-            self._gate_up(prefix + "mlp.", before_mlp),
-            down,
+            qkv=self._qkv(attention, self._norm_if(layer, names.before_attention)),
+            attention=self._attention(index, attention),
+            out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
+            gate_up=self._gate_up(mlp, self._norm_if(layer, names.before_mlp)),
+            down=self._then_normed(down, self._norm_if(layer, names.after_mlp)),
         )
 
-    def bridge(self, part: _LayerParts, following: Product | None) -> Bridge:
-        """From one attention to the next."""
-        make = plain_bridge if self._is_gemma else self._ops.bridge
-        return make(part.out, part.gate_up, part.down, following)
-
-    def _qkv(self, prefix: str, norm_name: str) -> Product:
+    def _qkv(self, prefix: str, norm: Norm | None) -> Product:
         names = ("qkv",) if self._architecture.is_fused else ("q", "k", "v")
-        weights, biases = self._weights(prefix, names, _has_qkv_bias(self._config))
+        weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
         weight = self._in_order(torch.cat(weights))
         bias = self._in_order(torch.cat(biases)) if biases else None
-        return self._normed(weight, bias, norm_name)
-
-    def _normed(self, weight: Tensor, bias: Tensor | None, norm_name: str) -> Product:
-        if not self._is_gemma:
-            return self._ops.linear(weight, bias, self._norm(norm_name))
-        return NormedProduct(self._ops.linear(weight, bias), before=self._norm_apart(norm_name))
+        return self._ops.linear(weight, bias, norm)
 
     def _in_order(self, qkv: Tensor) -> Tensor:
         """[(heads + 2 kv_heads) x head_dim, ...] with the heads of q and k in `head_order`."""
@@ -172,11 +176,11 @@ class _Builder:
         head_norms = None
         if self._architecture.qk_norm:
             assert self._head_order is None
-            head_norms = self._norm_apart(prefix + "q_norm"), self._norm_apart(prefix + "k_norm")
+            head_norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
         heads = self._config.num_heads, self._config.num_kv_heads
         return Attention(self._ops, index, *heads, head_norms)
 
-    def _gate_up(self, prefix: str, norm_name: str) -> GateUp:
+    def _gate_up(self, prefix: str, norm: Norm | None) -> Product:
         names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")
         weights, biases = self._weights(prefix, names, self._config.mlp_bias)
         if self._architecture.is_fused:
@@ -185,12 +189,8 @@ class _Builder:
                 for stored in (weights, biases)
             )
         gate, up = weights
-        if self._is_gemma:
-            bias = torch.cat(biases) if biases else None
-            both = self._normed(torch.cat((gate, up)), bias, norm_name)
-            return lambda x: gelu_mul(both(x))
-        norm = self._norm(norm_name)
-        return self._ops.gate_up(gate, up, (biases[0], biases[1]) if biases else None, norm)
+        gate_up_biases = (biases[0], biases[1]) if biases else None
+        return self._ops.gate_up(gate, up, gate_up_biases, norm, self._architecture.activation)
 
     def _linear(self, prefix: str, name: str, has_bias: bool) -> Product:
         weights, biases = self._weights(prefix, (name,), has_bias)
@@ -202,11 +202,14 @@ class _Builder:
         weights = [self._source(f"{prefix}{name}_proj.weight") for name in names]
         return weights, [self._source(f"{prefix}{name}_proj.bias") for name in names if has_bias]
 
-    def _norm(self, name: str) -> Norm:
-        return self._source(f"{name}.weight"), self._config.rms_norm_eps
+    def _then_normed(self, product: Product, norm: Norm | None) -> Product:
+        return product if norm is None else lambda x: self._ops.rms_norm(product(x), norm)
 
-    def _norm_apart(self, name: str) -> Normalize:
-        norm = self._norm(name)
-        if self._is_gemma:
-            return OffsetNorm(self._ops, norm)
-        return lambda x: self._ops.rms_norm(x, *norm)
+    def _norm_if(self, prefix: str, name: str) -> Norm | None:
+        return self._norm(prefix + name) if name else None
+
+    def _norm(self, name: str) -> Norm:
+        weight, offset = self._source(f"{name}.weight"), self._architecture.norm_offset
+        if offset:  # a small weight would be lost beside it in 16 bits
+            return Norm(weight.float() + offset, self._config.rms_norm_eps, in_fp32=True)
+        return Norm(weight, self._config.rms_norm_eps)

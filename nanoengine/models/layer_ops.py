@@ -1,40 +1,44 @@
-"""What a decoder asks for: products and the small operators between them; all of it by PyTorch."""
+"""The operations that a decoder is built of: products and the small operators between them.
+
+LayerOps is the interface; TorchOps does all of it in PyTorch. The fast ones are in
+kernels/fused_ops.py.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.context import KVTarget, StepInputs
+from nanoengine.context import KVTarget, ReplayKey
 from nanoengine.models.quant import Quantizer
 
-Norm = tuple[Tensor, float]  # weight and epsilon of an RMSNorm
-Multiply = Callable[[Tensor], Tensor]  # x -> x @ weight.T
-Head = Callable[[Tensor], Tensor]  # residual stream -> logits
-GateUp = Callable[[Tensor], Tensor]  # x -> act(gate(norm(x))) * up(norm(x))
-# (residual, attended) -> following(residual); the residual stream, added to, where nothing follows.
-Bridge = Callable[[Tensor, Tensor], Tensor]
+# [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
+Product = Callable[[Tensor], Tensor]
+Embed = Callable[[Tensor], Tensor]  # int64 [tokens] -> [tokens, hidden]
+# (x, attended) -> the next layer's qkv, or x after the last layer. Adds to x in place.
+AfterAttention = Callable[[Tensor, Tensor], Tensor]
 
 
-class Product(Protocol):
-    """norm(x) @ weight.T + bias; the norm and the bias where it was made with them."""
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm: x / rms(x) * weight (arXiv 1910.07467), in fp32 until x / rms(x) is rounded.
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, out_features]."""
-        ...
+    in_fp32: weight is fp32, and only the result is rounded. No kernel fuses such a norm.
+    """
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """residual += self(x) in place, the product rounded first."""
-        ...
+    weight: Tensor
+    eps: float
+    in_fp32: bool = False
 
 
 class LayerOps(Protocol):
-    """Makes the products of a model and does the small operators between them."""
+    """Makes the products of a model and runs the small operators between them."""
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -44,67 +48,70 @@ class LayerOps(Protocol):
     def linear(
         self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
-        """weight is [out_features, in_features]."""
+        """norm(x) @ weight.T + bias; weight is [out_features, in_features]."""
         ...
 
     def gate_up(
-        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
-    ) -> GateUp:
-        """x -> silu(gate(x)) * up(x), both of norm(x), in one product."""
+        self,
+        gate: Tensor,
+        up: Tensor,
+        biases: tuple[Tensor, Tensor] | None,
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        """activation(gate(norm(x))) * up(norm(x)) (arXiv 2002.05202); see GATED."""
         ...
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Head:
+    def head(self, weight: Tensor, norm: Norm | None) -> Product:
         """The product that gives the logits; its weight is never quantised."""
         ...
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Head]:
-        """Token ids -> rows of the weight, and the head with the same weight, held once."""
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+        """The embedding and the head that share one weight, which is held once if possible."""
         ...
 
-    def bridge(
-        self, out: Product, gate_up: GateUp, down: Product, following: Product | None
-    ) -> Bridge:
-        """All between two attentions: `out` of the attended values and the gated feed-forward, down
-        of gate_up (arXiv 2002.05202), each added to the residual stream; then the product that
-        follows, if any.
+    def after_attention(
+        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        """Everything between two attentions, as one function:
+
+            x = x + out(attended)
+            x = x + down(gate_up(x))
+            return next_qkv(x)  # x if next_qkv is None
+
+        Both sums are in place; a product is rounded before it is added.
         """
         ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) * weight over the last dimension; x is [tokens, dim] or [tokens, heads, dim].
-
-        Statistics in fp32; the weight is applied after rounding, as transformers does
-        (arXiv 1910.07467).
-        """
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """Normalise the last dimension of x, [tokens, dim] or [tokens, heads, dim]."""
         ...
 
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> Tensor:
-        """Turn the pairs (i, i + head_dim / 2) of q and k, store k and v, and return q.
+        """Rotate the pairs (i, i + head_dim / 2) of q and k, store k and v, and return q.
 
         q, k and v are [tokens, heads, head_dim]; q and k may be overwritten.
         """
-        ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of [tokens, 2 * dim]."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[rows, vocab] -> int64 [rows]: the first place of the largest value, NaN above all."""
         ...
 
-    def repeat(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
-        """forward(), which reads `inputs`; it may be done as in the step before on their values.
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
+        """forward(), which reads the tensors of `key`, or the replay of an earlier step on them.
 
-        What it returns is overwritten by the next step.
+        The next step overwrites the result.
         """
         ...
 
-    def begin(self, x: Tensor) -> Tensor:
-        """The residual stream x of a step that is not repeated, maybe at another place, where the
-        next step overwrites it.
+    def to_static_buffer(self, x: Tensor) -> Tensor:
+        """x, or a copy of it where `after_attention` can be replayed as a graph.
+
+        For the residual stream of a step that is not replayed as a whole. The next step overwrites
+        the copy.
         """
         ...
 
@@ -113,15 +120,10 @@ class Linear:
     """A product by PyTorch. On a CPU bfloat16 weights are reordered once into oneDNN's layout."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        norm: Callable[[Tensor], Tensor] | None = None,
-        quantized: Multiply | None = None,
+        self, weight: Tensor, bias: Tensor | None = None, quantized: Product | None = None
     ) -> None:
-        """quantized: the product with the weight, quantised, which takes its place."""
+        """quantized: the product with the quantised weight, used instead of `weight`."""
         self._bias = bias
-        self._norm = norm
         self._quantized = quantized
         if quantized is not None:
             return
@@ -131,9 +133,7 @@ class Linear:
         self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See Product."""
-        if self._norm is not None:
-            x = self._norm(x)
+        """[tokens, in_features] -> [tokens, out_features]."""
         if self._quantized is not None:
             product = self._quantized(x)
             return product if self._bias is None else product.add_(self._bias)
@@ -144,101 +144,116 @@ class Linear:
             return out
         return functional.linear(x, self._weight, self._bias)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        """See Product."""
-        residual += self(x)
+
+class NormedProduct:
+    """product(norm(x)), with the two kept apart: a kernel may add to x and normalise it at once."""
+
+    def __init__(self, ops: LayerOps, norm: Norm, product: Product) -> None:
+        self._ops, self.norm, self.product = ops, norm, product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features]."""
+        return self.product(self._ops.rms_norm(x, self.norm))
 
 
 class TorchOps:
-    """Plain PyTorch: runs anywhere."""
+    """Plain PyTorch, which runs anywhere."""
 
     is_batch_invariant = False
 
     def __init__(self, quantizer: Quantizer | None = None) -> None:
-        """quantizer: what the weights of the layers are given to; None: they stay as they are."""
+        """quantizer: packs the weights of the layers; None leaves them as they are."""
         self._quantizer = quantizer
 
     def linear(
         self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
-        """See LayerOps."""
         quantized = None if self._quantizer is None else self._quantizer.product(weight)
         return self._linear(weight, bias, norm, quantized)
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Head:
-        """See LayerOps."""
+    def head(self, weight: Tensor, norm: Norm | None) -> Product:
         return self._linear(weight, None, norm, None)
 
     def _linear(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Multiply | None
+        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Product | None
     ) -> Product:
-        if norm is None:
-            return Linear(weight, bias, None, quantized)
-        norm_weight, eps = norm
-        return Linear(weight, bias, lambda x: self.rms_norm(x, norm_weight, eps), quantized)
+        return self._normed(norm, Linear(weight, bias, quantized))
+
+    def _normed(self, norm: Norm | None, product: Product) -> Product:
+        return product if norm is None else NormedProduct(self, norm, product)
 
     def gate_up(
-        self, gate: Tensor, up: Tensor, biases: tuple[Tensor, Tensor] | None, norm: Norm
-    ) -> GateUp:
-        """See LayerOps."""
-        both = self.linear(
-            torch.cat((gate, up)), None if biases is None else torch.cat(biases), norm
-        )
-        return lambda x: self.silu_mul(both(x))
+        self,
+        gate: Tensor,
+        up: Tensor,
+        biases: tuple[Tensor, Tensor] | None,
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        both = self.linear(torch.cat((gate, up)), None if biases is None else torch.cat(biases))
+        gated = self._gated(activation)
+        return self._normed(norm, lambda x: gated(both(x)))
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Callable[[Tensor], Tensor], Head]:
-        """See LayerOps. A weight that oneDNN reorders is kept twice."""
+    def _gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+        return GATED[activation]
+
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+        """As LayerOps.tied; but a weight that oneDNN reorders is held twice."""
         return functools.partial(torch.embedding, weight), self.head(weight, norm)
 
-    def bridge(
-        self, out: Product, gate_up: GateUp, down: Product, following: Product | None
-    ) -> Bridge:
-        """See LayerOps."""
-        return plain_bridge(out, gate_up, down, following)
+    def after_attention(
+        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        def run(x: Tensor, attended: Tensor) -> Tensor:
+            x += out(attended)
+            x += down(gate_up(x))
+            return x if next_qkv is None else next_qkv(x)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See LayerOps."""
+        return run
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         wide = x.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * (wide * scale).to(x.dtype)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        if norm.in_fp32:
+            return (norm.weight * (wide * scale)).to(x.dtype)
+        return norm.weight * (wide * scale).to(x.dtype)
 
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> Tensor:
-        """See LayerOps."""
         target.store(_rotate(k, cos, sin), v)
         return _rotate(q, cos, sin)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See LayerOps."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-
     def argmax(self, logits: Tensor) -> Tensor:
-        """See LayerOps."""
         return logits.argmax(dim=-1)
 
-    def repeat(self, inputs: StepInputs, forward: Callable[[], Tensor]) -> Tensor:
-        """See LayerOps."""
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         return forward()
 
-    def begin(self, x: Tensor) -> Tensor:
-        """See LayerOps."""
+    def to_static_buffer(self, x: Tensor) -> Tensor:
         return x
 
 
-def plain_bridge(out: Product, gate_up: GateUp, down: Product, following: Product | None) -> Bridge:
-    """LayerOps.bridge of any products, one after the other."""
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [tokens, 2 * dim]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
 
-    def run(residual: Tensor, attended: Tensor) -> Tensor:
-        out.add_to(residual, attended)
-        down.add_to(residual, gate_up(residual))
-        return residual if following is None else following(residual)
 
-    return run
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up of [tokens, 2 * dim]; GELU by its formula with tanh (arXiv 1606.08415)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+# activation(gate) * up, by transformers' names of the activations.
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_mul,
+    "gelu_pytorch_tanh": gelu_mul,
+}
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)

@@ -1,8 +1,8 @@
-"""Weight-only quantisation: fewer bits for a weight, products by PyTorch's packed operators. Lossy,
-but for the 4-bit codes that a GGUF stored, which "gguf" finds again.
+"""Weight-only quantisation: fewer bits for a weight, products by PyTorch's packed operators.
 
-Owns the two schemes and the packed weights. Knows no layer and no model: it is given one weight at
-a time, while a model loads, and counts what it did.
+Lossy, except "gguf", which recovers the 4-bit codes that a GGUF file stored. Owns the two schemes
+and the packed weights. Knows no layer and no model: it gets one weight at a time while a model
+loads, and counts what it did.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch.nn import functional
 from nanoengine.errors import ConfigError
 
 GROUPS = (128, 64, 32)  # inputs that share a scale and a zero in int4, the largest that divides
-# Up to so many tokens the packed operators are faster, beyond them a product with the weight
-# unpacked for the moment (measured: one core, SmolLM2-135M's shapes).
+# Up to this many tokens the packed operators are faster; for more tokens it is faster to unpack the
+# weight for each product (measured: one core, SmolLM2-135M's shapes).
 FEW_TOKENS_INT8, FEW_TOKENS_INT4 = 16, 64
-# A CPU's kernels read past rows that are no multiple of a vector.
+# A CPU's kernels read past the end of rows that are no multiple of a vector.
 INT8_INPUTS = 32
 INT4_OUTPUTS = 16
 _CUDA_TILE = 16  # inputs of a tile of the packed int4 layout on CUDA, which takes 2, 4 or 8 at once
 STORED_GROUP = 32  # weights of a block in Q4_0 and Q4_1
-# How far, in steps, a weight may lie from a step and still have been stored there: roundings, of
-# weights to the model's dtype and of scales and zeros, were 0.1 at most.
+# How far, in steps, a weight may lie from its code. Rounding (of weights to the model's dtype, of
+# scales and zeros) moved weights by 0.1 steps at most.
 STORED_SLACK = 0.25
 # Elements unpacked at a time, and quantised at a time (in float32).
 _PIECE = 1 << 22
@@ -48,8 +48,8 @@ def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """[outputs, inputs] -> uint8 codes 0 to 15 of that shape, scales and zeros
     [inputs / group, outputs, 2] in the weight's dtype.
 
-    weight is about (code - 8) * scale + zero; scale = (max - min) / 15 of the group. Off by half a
-    scale, and by the rounding of a zero that is hundreds of scales away.
+    weight is about (code - 8) * scale + zero; scale = (max - min) / 15 of the group. The error is
+    half a scale at most, plus the rounding of the zero, which may be hundreds of scales.
     """
     wide = weight.float().reshape(len(weight), -1, group)
     scales, zeros = _spanning(wide, weight.dtype)
@@ -58,11 +58,11 @@ def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def stored_int4(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What quantise_int4 gives, of a weight that a GGUF held in Q4_1 or Q4_0 blocks: with the codes
-    that it held. None if it did not.
+    """As quantise_int4, with the codes of the Q4_1 or Q4_0 blocks in which a GGUF held the weight.
 
-    Of a Q4_1 block, min + scale * code, both ends are taken; of a Q4_0 block, scale * (code - 8)
-    with a signed scale, the farthest weight has code 0. So each block tells its scale.
+    None if it held it otherwise. The scale of a block follows from its weights: a Q4_1 block, min +
+    scale * code, uses the first and the last code. In a Q4_0 block, scale * (code - 8) with a
+    signed scale, the weight farthest from 0 has code 0.
     """
     wide = weight.float().reshape(len(weight), -1, STORED_GROUP)
     scales, zeros = _spanning(wide, weight.dtype)
@@ -78,16 +78,14 @@ def stored_int4(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _spanning(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales and zeros of groups [outputs, groups, n] from the least to the largest."""
+    """Scales and zeros that span each group of [outputs, groups, n] from minimum to maximum."""
     low, high = wide.amin(2), wide.amax(2)
     scales = _positive((high - low) / 15, dtype)
     return scales, (low + 8 * scales.float()).to(dtype)
 
 
 def _coded(wide: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes, uint8 [outputs, inputs], and how far the farthest of each group is off, in
-    steps.
-    """
+    """The nearest codes, uint8 [outputs, inputs], and the largest error of each group, in steps."""
     steps = (wide - zeros.float().unsqueeze(2)) / scales.float().unsqueeze(2)
     codes = steps.round().clamp_(-8, 7)
     off = (steps - codes).abs_().amax(2)
@@ -112,7 +110,7 @@ class Int8Weight:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether the operator is right for this shape."""
+        """Whether the operator gives right results for this shape."""
         return weight.shape[1] % INT8_INPUTS == 0
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -120,7 +118,7 @@ class Int8Weight:
         x = x.contiguous()
         if len(x) <= FEW_TOKENS_INT8:
             return torch._weight_int8pack_mm(x, self._codes, self._scales)
-        # Codes are whole numbers up to 127: bfloat16 holds them.
+        # bfloat16 holds whole numbers up to 127 exactly.
         parts = [functional.linear(x, codes.to(x.dtype)) for codes in _pieces(self._codes)]
         return _joined(parts).mul_(self._scales)
 
@@ -129,9 +127,9 @@ class Int4Weight:
     """x @ weight.T of an int4 weight with a scale and a zero for each group of inputs."""
 
     def __init__(self, pieces: Iterable[tuple[Tensor, Tensor]], block: int) -> None:
-        """pieces: what `quantise_int4` gives of the weight, some outputs at a time; scales float32
-        or bfloat16 on a CPU, bfloat16 on CUDA. block: outputs of a block of the packed layout, 0
-        where it is unknown (see `packed_block`).
+        """pieces: results of `quantise_int4`, some outputs of the weight at a time; scales are
+        float32 or bfloat16 on a CPU, bfloat16 on CUDA. block: outputs of a block of the packed
+        layout, 0 where it is unknown (see `packed_block`).
         """
         packed, both = [], []
         for codes, scales_zeros in pieces:
@@ -146,7 +144,7 @@ class Int4Weight:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether the operator is right for this shape."""
+        """Whether the operator gives right results for this shape."""
         outputs, inputs = weight.shape
         return outputs % INT4_OUTPUTS == 0 and inputs % GROUPS[-1] == 0
 
@@ -162,7 +160,7 @@ class Int4Weight:
         return torch._weight_int4pack_mm(x, self._packed, self.group, self._scales_zeros)
 
     def _unpacked(self) -> Iterator[Tensor]:
-        """The weight as [inputs, some outputs] at a time, in its dtype."""
+        """The weight in pieces [inputs, some outputs], in its dtype."""
         inputs, group, block = self._inputs, self.group, self._block
         rows = max(1, _PIECE // inputs // block) * block
         for packed, both in zip(
@@ -177,7 +175,7 @@ class Int4Weight:
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """uint8 codes [outputs, inputs] -> the layout that this device's operator reads."""
+    """uint8 codes [outputs, inputs] -> the layout of this device's operator."""
     if codes.device.type == "cpu":
         return torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     tiles = next(n for n in (8, 4, 2) if codes.shape[1] % (n * _CUDA_TILE) == 0)
@@ -186,18 +184,18 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor, block: int) -> Tensor:
-    """A CPU's packed weight -> int8 codes less 8, [outputs / block, inputs, block].
+    """A CPU's packed weight -> int8 codes minus 8, [outputs / block, inputs, block].
 
-    A block of outputs lies together; for each input, the codes of its first half share bytes with
-    those of its second half.
+    The weight is stored block by block of outputs. For each input, a byte holds one code of the
+    first half of the block and one of the second half.
     """
     halves = packed.view(-1, packed.shape[1] * 2, block // 2)
     return torch.cat((halves & 15, halves >> 4), dim=2).view(torch.int8).sub_(8)
 
 
 def packed_block() -> int:
-    """Outputs of a block of the CPU's packed layout: 64 with AVX-512, 32 with AVX2; found by
-    trying, 0 if it is none that `unpack_int4` knows.
+    """Outputs of a block of the CPU's packed layout, found by trial: 64 with AVX-512, 32 with AVX2,
+    0 if `unpack_int4` does not know the layout.
     """
     codes = torch.randint(0, 16, _TRIAL_SHAPE, generator=torch.Generator().manual_seed(0))
     packed = pack_int4(codes)
@@ -208,10 +206,10 @@ def packed_block() -> int:
 
 
 class Quantizer:
-    """Quantises the weights of one model as they are loaded, and counts them."""
+    """Quantises the weights of one model while they are loaded, and counts them."""
 
     def __init__(self, method: str, device: torch.device, dtype: torch.dtype) -> None:
-        """method: see EngineConfig. Raises ConfigError where its operator does not work."""
+        """method: see EngineConfig. Raises ConfigError if its operator does not work here."""
         self._method = method
         self._dtype = dtype
         if method != "int8" and device.type != "cpu" and dtype is not torch.bfloat16:
@@ -226,7 +224,7 @@ class Quantizer:
         self._try(device)
 
     def product(self, weight: Tensor) -> Int8Weight | Int4Weight | None:
-        """x -> x @ weight.T with the weight quantised; None where no operator takes its shape."""
+        """x -> x @ weight.T with the weight quantised; None if no operator takes its shape."""
         packed = self._pack(weight)
         if packed is None:
             self._num_left += 1
@@ -238,7 +236,7 @@ class Quantizer:
         return packed
 
     def saved_bytes(self) -> int:
-        """By all weights so far. Raises ConfigError if none was quantised."""
+        """Bytes saved by all weights so far. Raises ConfigError if none was quantised."""
         if not self._num_quantised:
             why = (
                 "came from Q4_0 or Q4_1 blocks" if self._method == "gguf" else "has a shape for it"
@@ -249,7 +247,7 @@ class Quantizer:
         return self._saved_bytes
 
     def __str__(self) -> str:
-        """For the plan."""
+        """A line for the plan."""
         dtype = str(self._dtype).removeprefix("torch.")
         label, scheme, others = "lossy", "a scale for each output", "of other shapes"
         if self._method != "int8":
@@ -276,7 +274,7 @@ class Quantizer:
         return Int4Weight((quantise_int4(p, group) for p in _pieces(weight)), self._block)
 
     def _try(self, device: torch.device) -> None:
-        """A product of the identity is the weight itself, which has 16 steps."""
+        """Multiply by the identity, which must give the weight; its 16 values are exact codes."""
         outputs, inputs = _TRIAL_SHAPE
         row = torch.arange(inputs, device=device) % 16 / 8 - 1
         weight = row.expand(outputs, inputs).to(self._dtype)
@@ -295,7 +293,7 @@ class Quantizer:
 
 
 def _pieces(weight: Tensor) -> tuple[Tensor, ...]:
-    """Rows of a weight, a few MiB at a time; a multiple of 64, as packed layouts want it."""
+    """Rows of a weight, a few MiB at a time; a multiple of 64, which packed layouts require."""
     return torch.split(weight, max(64, _PIECE // weight.shape[1] // 64 * 64))
 
 

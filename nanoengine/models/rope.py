@@ -1,9 +1,9 @@
-"""Rotary position embedding (arXiv 2104.09864): what angle turns which pair at which position.
+"""Rotary position embedding (arXiv 2104.09864): the angle of each pair at each position.
 
-Knows RopeConfig; layer_ops.py turns the pairs. The scalings are transformers'
-(modeling_rope_utils.py), except that what it chooses anew from the tokens of each call is here
-chosen once, from the most tokens that a request may have: KV that is kept must not go stale, and
-no answer may depend on how prompts are cut up.
+Knows RopeConfig; layer_ops.py rotates the pairs. The scalings are those of transformers
+(modeling_rope_utils.py), with one difference: transformers chooses some numbers anew from the
+tokens of each call. Here they are chosen once, from the most tokens that a request may have: stored
+KV stays valid, and no result depends on how prompts are split into chunks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from nanoengine.config import RopeConfig
 
 
 class Rotary:
-    """The angles of a step, for each kind of layer; a kind None leaves q and k as they are."""
+    """The angles of a step, for each kind of layer. Kind None does not rotate q and k."""
 
     def __init__(
         self, kinds: Sequence[RopeConfig | None], head_dim: int, device: torch.device
     ) -> None:
-        """kinds: as layers name them by their place."""
+        """kinds: a layer names its kind by the index."""
         # [kinds, 1, head_dim / 2] each
         self._inv_freq = torch.stack([_frequencies(k, head_dim) for k in kinds]).to(device)[:, None]
         self._scale: Tensor | None = None
@@ -39,19 +39,18 @@ class Rotary:
         return cos.unsqueeze(2), sin.unsqueeze(2)
 
 
-def turned_pairs(rope: RopeConfig, head_dim: int) -> int:
-    """Pairs of a head that are turned; those after them are left as they are."""
-    return int(head_dim * rope.turned) // 2
+def rotary_pairs(rope: RopeConfig, head_dim: int) -> int:
+    """How many pairs of a head are rotated: the first ones. The others stay as they are."""
+    return int(head_dim * rope.partial_rotary_factor) // 2
 
 
 def head_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
-    """Dimensions of a stored q or k head in the order in which (i, i + head_dim / 2) are its pairs.
+    """The order of a stored q or k head's dimensions that makes (i, i + head_dim / 2) its pairs.
 
-    A checkpoint whose heads are turned in part has its pairs side by side in the turned part,
-    (i, i + turned / 2); the same order in q and in k changes no product of the two. None: as
-    stored.
+    None: they are its pairs as stored. With a partial rotary factor, a checkpoint has the pairs
+    (i, i + rotated / 2) in the first `rotated` dimensions. One order for q and k changes no q k.
     """
-    pairs = turned_pairs(rope, head_dim)
+    pairs = rotary_pairs(rope, head_dim)
     if 2 * pairs == head_dim:
         return None
     first, second, rest = torch.arange(head_dim).tensor_split((pairs, 2 * pairs))
@@ -60,27 +59,27 @@ def head_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
 
 
 def inverse_frequencies(rope: RopeConfig, dim: int) -> Tensor:
-    """Radians a position of each pair, fp32 [dim / 2]; dim is the turned part of a head."""
+    """Radians a position of each pair, fp32 [dim / 2]; dim is the rotated part of a head."""
     return _KINDS[rope.kind](rope, dim)
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """What YaRN multiplies cos and sin with (arXiv 2309.00071, 3.4)."""
+    """The factor of cos and sin in YaRN (arXiv 2309.00071, 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def longrope_attention_factor(factor: float, original_max_position: int) -> float:
-    """What LongRoPE multiplies cos and sin with (arXiv 2402.13753, as Phi-3 has it)."""
+    """The factor of cos and sin in LongRoPE (arXiv 2402.13753), as in Phi-3."""
     if factor <= 1:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_max_position))
 
 
 def _frequencies(rope: RopeConfig | None, head_dim: int) -> Tensor:
-    """[head_dim / 2], 0 for pairs that are not turned: cos is 1 and sin 0, exactly."""
+    """[head_dim / 2], 0 for pairs that are not rotated: their cos is 1 and sin 0, exactly."""
     padded = torch.zeros(head_dim // 2)
     if rope is not None:
-        pairs = turned_pairs(rope, head_dim)
+        pairs = rotary_pairs(rope, head_dim)
         padded[:pairs] = inverse_frequencies(rope, 2 * pairs)
     return padded
 
@@ -88,7 +87,7 @@ def _frequencies(rope: RopeConfig | None, head_dim: int) -> Tensor:
 def _scale(rope: RopeConfig | None, head_dim: int) -> Tensor:
     scale = torch.ones(head_dim // 2)
     if rope is not None:
-        scale[: turned_pairs(rope, head_dim)] = rope.attention_factor
+        scale[: rotary_pairs(rope, head_dim)] = rope.attention_factor
     return scale
 
 
@@ -97,7 +96,7 @@ def _default(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _wavelengths(theta: float, dim: int) -> Tensor:
-    """Over 2 pi: theta^(2i / dim)."""
+    """Wavelengths over 2 pi: theta^(2i / dim)."""
     exponents: Tensor = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     return theta**exponents
 
@@ -108,9 +107,7 @@ def _linear(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _llama3(rope: RopeConfig, dim: int) -> Tensor:
-    """Llama 3.1's scaling: long waves are stretched by `factor`, short ones kept, a ramp in
-    between.
-    """
+    """Llama 3.1: long waves are stretched by `factor`, short ones kept, with a ramp in between."""
     inv_freq = _default(rope, dim)
     wavelength = 2 * math.pi / inv_freq
     longest = rope.original_max_position / rope.low_freq_factor
@@ -123,9 +120,9 @@ def _llama3(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _dynamic(rope: RopeConfig, dim: int) -> Tensor:
-    """NTK scaling: a base that grows with `length`, once that is past the original positions.
+    """NTK scaling: the base grows with `length` where that is past the original positions.
 
-    transformers takes the longest of a call for it; here it is the same in the whole run.
+    transformers uses the longest sequence of a call; here it is the same in the whole run.
     """
     original = rope.original_max_position
     length = max(rope.length, original)
@@ -134,13 +131,15 @@ def _dynamic(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> Tensor:
-    """YaRN (arXiv 2309.00071): pairs that turn `beta_fast` times and more within the original
-    positions are kept, those that turn `beta_slow` times and less are stretched by `factor`, a
-    ramp over the pairs in between; its ends are whole pairs if `truncate`.
+    """YaRN (arXiv 2309.00071).
+
+    Pairs that rotate at least `beta_fast` times within the original positions are kept. Those that
+    rotate at most `beta_slow` times are stretched by `factor`. Between them is a ramp, whose ends
+    are whole pairs if `truncate`.
     """
 
-    def pair(turns: float) -> float:
-        size = math.log(rope.original_max_position / (turns * 2 * math.pi))
+    def pair(rotations: float) -> float:
+        size = math.log(rope.original_max_position / (rotations * 2 * math.pi))
         return dim * size / (2 * math.log(rope.theta))
 
     low, high = pair(rope.beta_fast), pair(rope.beta_slow)
@@ -155,9 +154,9 @@ def _yarn(rope: RopeConfig, dim: int) -> Tensor:
 
 
 def _longrope(rope: RopeConfig, dim: int) -> Tensor:
-    """LongRoPE (arXiv 2402.13753): each pair stretched by a divisor that was searched for.
+    """LongRoPE (arXiv 2402.13753): a divisor of its own stretches each pair.
 
-    Which of a checkpoint's two lists they are is chosen when it is read, see rope_json.py.
+    A checkpoint has two lists of divisors; rope_json.py chooses one.
     """
     return 1.0 / (torch.tensor(rope.divisors, dtype=torch.float32) * _wavelengths(rope.theta, dim))
 

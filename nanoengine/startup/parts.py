@@ -50,7 +50,7 @@ class Parts:
     @property
     def can_use_graphs(self) -> bool:
         """Whether decode steps can be replayed as CUDA graphs."""
-        return isinstance(self.ops, GpuOps) and self.attention.follows_tensors
+        return isinstance(self.ops, GpuOps) and self.attention.can_replay
 
 
 def make_engine_device(config: EngineConfig) -> Device:

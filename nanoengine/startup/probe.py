@@ -205,7 +205,7 @@ class ScratchKV:
     def target(self, layer: int) -> KVTarget:
         return self._target
 
-    def inputs(self) -> None:
+    def replay_key(self) -> None:
         """None: such a step is never replayed."""
 
     def read(self, layer: int) -> Iterator[KVChunk]:

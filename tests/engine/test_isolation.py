@@ -68,7 +68,7 @@ def some_ids(rng: random.Random, low: int, high: int) -> list[int]:
 class FailingAttention:
     """An attention backend that raises once, at one layer, after some of its chunks were read."""
 
-    follows_tensors = True
+    can_replay = True
 
     def __init__(self, inner: Any, layer: int, after_chunks: int) -> None:
         self.inner, self.name = inner, "failing"

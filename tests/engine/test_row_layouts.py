@@ -54,16 +54,12 @@ def stored_as(arithmetic: str) -> str:
     return "float32" if arithmetic == "float32" else "bfloat16"
 
 
-def keep_weight(
-    self: layer_ops.Linear, weight: Tensor, bias: Any = None, norm: Any = None, _: Any = None
-) -> None:
-    self._weight, self._bias, self._norm = weight, bias, norm
+def keep_weight(self: layer_ops.Linear, weight: Tensor, bias: Any = None, _: Any = None) -> None:
+    self._weight, self._bias = weight, bias
 
 
 def multiply_in_order(self: layer_ops.Linear, x: Tensor) -> Tensor:
     """A sum in the order of a tree, by operators that take each number by itself."""
-    if self._norm is not None:
-        x = self._norm(x)
     parts = x.float().unsqueeze(1) * self._weight.float()
     while parts.shape[2] > 1:
         if parts.shape[2] % 2:

@@ -1,4 +1,4 @@
-"""A pass made again from the tape gives the bits that the pass itself gives; and when it is not."""
+"""A replayed pass gives the bits that the pass itself gives; and when none is replayed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shadow import HeldDevice
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.context import StepInputs
+from nanoengine.context import ReplayKey
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
@@ -52,34 +52,34 @@ def logits_of(folder: Path, **options: object) -> list[Tensor]:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each pass that was made again."""
+    """The number of tokens of each replayed pass."""
     seen: list[int] = []
-    again = _Pass.again
+    replay = _Pass.replay
 
-    def counted(this: _Pass, inputs: list[Tensor]) -> Tensor:
-        seen.append(len(inputs[0]))
-        return again(this, inputs)
+    def counted(this: _Pass, tensors: list[Tensor]) -> Tensor:
+        seen.append(len(tensors[0]))
+        return replay(this, tensors)
 
-    monkeypatch.setattr(_Pass, "again", counted)
+    monkeypatch.setattr(_Pass, "replay", counted)
     return seen
 
 
 @needs_compiler
 @pytest.mark.usefixtures("our_products")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral-window", "qwen3-window"])
-def test_decoding_from_the_tape_moves_no_bit(
+def test_replayed_decoding_moves_no_bit(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, replays: list[int], name: str
 ) -> None:
     taped = logits_of(tiny(name))
     assert len(replays) > 30 and set(replays) >= {1, 2, 3, 4}
-    monkeypatch.setattr(CallTape, "run", lambda self, inputs, forward: forward())
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
     count = len(replays)
     for mine, plain in zip(taped, logits_of(tiny(name)), strict=True):
         assert torch.equal(mine, plain)
     assert len(replays) == count
 
 
-def test_with_pytorch_s_products_nothing_is_made_again(
+def test_nothing_is_replayed_with_pytorch_s_products(
     tiny: Callable[[str], Path], replays: list[int]
 ) -> None:
     driver = Driver(LLMEngine(tiny("llama"), kv_cache_gib=0.01, dtype="float32"))
@@ -94,7 +94,7 @@ def test_with_pytorch_s_products_nothing_is_made_again(
     ("mode", "name"),
     [("in_place", "llama"), ("stream", "llama"), ("in_place", "qwen3-window")],
 )
-def test_steps_that_move_kv_are_not_made_again(
+def test_steps_that_move_kv_are_not_replayed(
     tiny: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     replays: list[int],
@@ -107,7 +107,7 @@ def test_steps_that_move_kv_are_not_made_again(
         options["ring_slots"] = 2  # fewer than there are layers: the last fill waits for a reader
     taped = logits_of(tiny(name), **options)
     assert len(replays) > 10
-    monkeypatch.setattr(CallTape, "run", lambda self, inputs, forward: forward())
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
     for mine, plain in zip(taped, logits_of(tiny(name), **options), strict=True):
         assert torch.equal(mine, plain)
 
@@ -121,8 +121,8 @@ def by_torch(given: Tensor, out: Tensor) -> None:
 
 
 @pytest.mark.parametrize("double", [by_numpy, by_torch])
-def test_a_pass_is_made_again_until_shapes_change(double: Callable[[Tensor, Tensor], None]) -> None:
-    """And never, if it lets PyTorch compute: that would be missing from the tape."""
+def test_a_pass_is_replayed_until_shapes_change(double: Callable[[Tensor, Tensor], None]) -> None:
+    """And never if PyTorch computes in it: that would be missing from the tape."""
     tape, passes = CallTape(), []
 
     def run(*values: float) -> list[float]:
@@ -134,7 +134,7 @@ def test_a_pass_is_made_again_until_shapes_change(double: Callable[[Tensor, Tens
             tape.call(double, (given, out))
             return out
 
-        return tape.run(StepInputs((given,), ()), forward).tolist()
+        return tape.replay(ReplayKey((given,), ()), forward).tolist()
 
     batches = [(1.0, 2.0), (3.0, 4.0), (5.0,), (6.0, 7.0), (8.0, 9.0)]
     assert [run(*values) for values in batches] == [[2 * v for v in values] for values in batches]
@@ -151,13 +151,13 @@ def test_a_failing_call_is_told_and_forgotten() -> None:
         tape.call(lambda: next(statuses), ())
         return given
 
-    one, two = StepInputs((given,), ()), StepInputs((given,), (0,))
-    tape.run(one, forward)
+    one, two = ReplayKey((given,), ()), ReplayKey((given,), (0,))
+    tape.replay(one, forward)
     with pytest.raises(EngineError, match="out of memory: lower the batch"):
-        tape.run(one, forward)  # again, from the tape
+        tape.replay(one, forward)  # replayed
     with pytest.raises(EngineError, match="out of memory"):
-        tape.run(two, forward)
-    tape.run(two, forward)
+        tape.replay(two, forward)
+    tape.replay(two, forward)
     assert len(made) == 3
 
 
@@ -185,7 +185,7 @@ def test_a_checking_device_is_told_of_every_access() -> None:
     for device, is_replayed in ((CpuDevice(1), True), (CheckedDevice(CpuDevice(1)), False)):
         memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32), device)
         step = StepKV.open(plan, memory)
-        assert (step.inputs() is not None) == is_replayed
+        assert (step.replay_key() is not None) == is_replayed
         memory.close()
 
 

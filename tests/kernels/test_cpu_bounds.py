@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.cpu_linear import ADD, CpuLinear
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
@@ -46,7 +46,7 @@ def products(folder: Path, flags: tuple[str, ...]) -> None:
     for tokens in (1, 5, 16, 17, 33, 70):
         x, residual = (guarded(torch.randn(tokens, n).bfloat16()) for n in (96, 1500))
         want = residual + linear(x.clone())
-        linear.add_to(residual, x)
+        linear.weight.multiply(x, residual, ADD)
         assert torch.equal(residual, want)
         gate_up(x)
 

@@ -34,7 +34,7 @@ from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.rope import turned_pairs
+from nanoengine.models.rope import rotary_pairs
 from nanoengine.text.tokenizer import Tokenizer
 
 Write = Callable[..., Path]
@@ -178,7 +178,7 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
 def test_a_converted_model_answers_as_transformers_does(
     tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
 ) -> None:
-    """Fused tensors, heads turned in part, LongRoPE, windows: read back by transformers and us."""
+    """Fused tensors, partial rotary, LongRoPE, windows: read back by transformers and us."""
     kind, _, window = name.partition(" ")
     model = with_scaling(GGUFModel(tiny(kind)), kind)
     if window:
@@ -200,7 +200,7 @@ def test_every_part_of_a_head_survives_as_a_quotient(head_dim: int) -> None:
     for turned in range(2, head_dim + 1, 2):
         settings = gguf_convert._phi3_settings(metadata, turned, head_dim)
         part = settings["partial_rotary_factor"]
-        assert turned_pairs(RopeConfig(1e4, turned=part), head_dim) == turned // 2
+        assert rotary_pairs(RopeConfig(1e4, partial_rotary_factor=part), head_dim) == turned // 2
 
 
 @pytest.mark.parametrize(

@@ -478,7 +478,7 @@ def test_config_equals_transformers(tiny: Tiny, name: str) -> None:
     rope = rope.get("full_attention", rope)
     assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     assert ours.rope.factor == rope.get("factor", 1.0)
-    assert ours.rope.turned == rope.get("partial_rotary_factor", 1.0)
+    assert ours.rope.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
     assert ours.query_pre_attn_scalar == getattr(theirs, "query_pre_attn_scalar", None)
     assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert ours.eos_token_ids == (1, 3)

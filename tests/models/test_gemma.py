@@ -25,8 +25,7 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.kernels.call_tape import _Pass
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.layer_ops import TorchOps
-from nanoengine.models.layers import OffsetNorm
+from nanoengine.models.layer_ops import Norm, TorchOps
 
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 70))]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -80,18 +79,18 @@ def test_bfloat16_is_as_near_as_transformers_own(tiny: Callable[[str], Path], na
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3-softcap"])
-def test_bfloat16_on_every_tier_has_the_same_bits_and_nothing_is_made_again(
+def test_bfloat16_on_every_tier_has_the_same_bits_and_nothing_is_replayed(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The call tape notices that PyTorch computes between the calls."""
     replays: list[int] = []
-    again = _Pass.again
+    replay = _Pass.replay
 
-    def counted(this: _Pass, inputs: Sequence[Tensor]) -> Tensor:
+    def counted(this: _Pass, tensors: Sequence[Tensor]) -> Tensor:
         replays.append(1)
-        return again(this, inputs)
+        return replay(this, tensors)
 
-    monkeypatch.setattr(_Pass, "again", counted)
+    monkeypatch.setattr(_Pass, "replay", counted)
     runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
     resident, ids, logits = runs["resident"]
     for layout, (driver, their_ids, their_logits) in runs.items():
@@ -118,10 +117,10 @@ def test_the_norm_is_transformers_to_the_bit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     theirs = Gemma3RMSNorm(48).to(dtype)
     theirs.weight.data = (torch.randn(48, generator=generator) * 1e-3).to(dtype)
-    ours = OffsetNorm(TorchOps(), (theirs.weight.data, 1e-6))
+    ours = Norm(theirs.weight.float() + 1, 1e-6, in_fp32=True)
     x = torch.randn(9, 5, 48, generator=generator).to(dtype)
     for rows in (x[:, 0], x[:, 1:4]):
-        assert torch.equal(ours(rows), theirs(rows))
+        assert torch.equal(TorchOps().rms_norm(rows, ours), theirs(rows))
 
 
 # -- config.json

@@ -414,7 +414,7 @@ def test_off_by_default_and_then_nothing_is_touched(
     monkeypatch.setattr(parts, "Quantizer", None)
     engine = LLMEngine(tiny("llama"), num_gpu_blocks=4, dtype="bfloat16")
     assert engine.config.quantization is None and "quantised" not in str(engine.plan)
-    assert type(engine.runner.model._qkv) is PackedLinear
+    assert type(engine.runner.model._first_qkv) is PackedLinear
 
 
 # -- beside the tape of C calls
@@ -425,7 +425,7 @@ def test_off_by_default_and_then_nothing_is_touched(
 def test_the_tape_notices(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str, dtype: str
 ) -> None:
-    """PyTorch computes in these steps, so none is made again from the tape."""
+    """PyTorch computes in these steps, so none is replayed."""
     prompts = [[7, 8, 9], [*range(40)]]
 
     def run() -> list[Tensor]:
@@ -433,7 +433,7 @@ def test_the_tape_notices(
         outputs = driver.run(prompts, greedy(6))
         return [torch.stack(driver.logits[output.request_id]) for output in outputs]
 
-    monkeypatch.setattr(_Pass, "again", None)
+    monkeypatch.setattr(_Pass, "replay", None)
     taped = run()
-    monkeypatch.setattr(CallTape, "run", lambda self, inputs, forward: forward())
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
     assert all(map(torch.equal, taped, run()))

@@ -22,7 +22,7 @@ from nanoengine.config import RopeConfig
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.rope import Rotary, head_order, inverse_frequencies, turned_pairs
+from nanoengine.models.rope import Rotary, head_order, inverse_frequencies, rotary_pairs
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,7 +114,7 @@ def test_frequencies_and_factors_are_those_of_transformers(
         changes = {"rope_theta": 1e4} | model | {spelling: old}
     config = read_model_config(config_path(tmp_path, changes), max_model_len=length)
     rope, (inv_freq, factor) = config.rope, wanted(changes, length)
-    pairs = turned_pairs(rope, config.head_dim)
+    pairs = rotary_pairs(rope, config.head_dim)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-12)
     torch.testing.assert_close(inverse_frequencies(rope, 2 * pairs), inv_freq, rtol=1e-6, atol=0)
 
@@ -130,10 +130,10 @@ def test_frequencies_and_factors_are_those_of_transformers(
 
 
 def test_pairs_of_a_part_come_half_a_head_apart() -> None:
-    rope = RopeConfig(1e4, turned=0.5)
+    rope = RopeConfig(1e4, partial_rotary_factor=0.5)
     order = head_order(rope, 8)
     assert order is not None and order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert head_order(replace(rope, turned=1.0), 8) is None
+    assert head_order(replace(rope, partial_rotary_factor=1.0), 8) is None
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int has_no
     return w;
 }
 
-typedef struct { weight_t out, gate_up, down, following; int64_t width, k, inner; } layer_t;
+typedef struct { weight_t out, gate_up, down, next_qkv; int64_t width, k, inner; } layer_t;
 
 static layer_t some_layer(int64_t width, int64_t k, int64_t inner, int threads) {
     random_state = 1;
@@ -30,7 +30,7 @@ static layer_t some_layer(int64_t width, int64_t k, int64_t inner, int threads) 
     l.out = some_weight(width, k, 0, 0, threads);
     l.gate_up = some_weight(inner, width, 1, 1, threads);
     l.down = some_weight(width, inner, 0, 0, threads);
-    l.following = some_weight(k, width, 0, 1, threads);
+    l.next_qkv = some_weight(k, width, 0, 1, threads);
     return l;
 }
 
@@ -39,8 +39,8 @@ static int64_t panel_bytes(const weight_t *w) {
     return ceil_div(columns, PANEL) * PANEL * ceil_div(w->k, 2) * 4;
 }
 
-/* As PackedBridge in cpu_linear.py: four products, each of which reads what others wrote. */
-static char *bridge(const layer_t *l, int64_t tokens, int threads) {
+/* As PackedAfterAttention in cpu_linear.py: four products, each of which reads what others wrote. */
+static char *after_attention(const layer_t *l, int64_t tokens, int threads) {
     random_state = 2;
     char *x = some_numbers(tokens * l->k, 1), *residual = some_numbers(tokens * l->width, 1);
     char *gated = malloc(tokens * l->inner * 2), *result = malloc(tokens * l->k * 2);
@@ -50,7 +50,7 @@ static char *bridge(const layer_t *l, int64_t tokens, int threads) {
         {&l->out, x, residual, NULL, k, width, tokens, ADD, threads},
         {&l->gate_up, residual, gated, normed, width, inner, tokens, STORE, threads},
         {&l->down, gated, residual, NULL, inner, width, tokens, ADD, threads},
-        {&l->following, residual, result, normed, width, k, tokens, STORE, threads},
+        {&l->next_qkv, residual, result, normed, width, k, tokens, STORE, threads},
     };
     linear(calls, sizeof calls / sizeof *calls);
     free(x), free(residual), free(gated), free(normed);
@@ -62,8 +62,9 @@ static void check_layer(int64_t width, int64_t k, int64_t inner) {
     const layer_t one = some_layer(width, k, inner, 1), two = some_layer(width, k, inner, 2);
     expect_same("pack", one.gate_up.panels, two.gate_up.panels, panel_bytes(&one.gate_up));
     for (size_t i = 0; i < sizeof TOKENS / sizeof *TOKENS; i++) {
-        char *alone = bridge(&one, TOKENS[i], 1), *together = bridge(&two, TOKENS[i], 2), what[80];
-        snprintf(what, sizeof what, "bridge of %d tokens, k %d", (int)TOKENS[i], (int)k);
+        char *alone = after_attention(&one, TOKENS[i], 1), what[80];
+        char *together = after_attention(&two, TOKENS[i], 2);
+        snprintf(what, sizeof what, "after_attention of %d tokens, k %d", (int)TOKENS[i], (int)k);
         expect_same(what, alone, together, TOKENS[i] * 2 * k);
         free(alone), free(together);
     }
