@@ -76,7 +76,7 @@ class HybridKVCacheManager:
         start = self._prefix_cache.find_start(table, self.tables)
         if start is None:
             return Admission.IN_FLIGHT
-        most = min(self._blocks_for(seq.num_tokens), start.num_released + self.spec.most_held)
+        most = min(self._blocks_for(seq.num_tokens), start.num_released + self.spec.max_held_blocks)
         num_new = max(0, most - len(start.blocks))
         reserve = self._decode_reserve_blocks if running else 0
         reserve += max(0, self._budget.num_loads - self.spec.spare_blocks)
@@ -101,7 +101,7 @@ class HybridKVCacheManager:
         if not self.spec.slot_blocks:
             return 0
         blocks = self._streamed(self.tables[seq.seq_id]) - self._budget.streamed
-        return -(-len(blocks) * self.spec.streaming_layers // self.spec.num_layers)
+        return -(-len(blocks) * self.spec.num_streaming_layers // self.spec.num_layers)
 
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
         """How many of the next `num_tokens` tokens can be computed in this step.
@@ -113,7 +113,7 @@ class HybridKVCacheManager:
         table, size, budget = self.tables[seq.seq_id], self.spec.block_size, self._budget
         computed = seq.num_computed + num_ahead
         if self.spec.window:
-            most = (table.num_released + self.spec.most_held) * size
+            most = (table.num_released + self.spec.max_held_blocks) * size
             num_tokens = min(num_tokens, most - computed)
         wanted = self._blocks_for(computed + num_tokens) - len(table.blocks)
         while wanted > self.blocks.num_available:
@@ -151,7 +151,7 @@ class HybridKVCacheManager:
         table.commit(seq.num_computed + num_tokens)
         table.mark_computed(first, size, num_rejected)
         self._prefix_cache.publish(table, seq.num_computed // size)
-        self._release(table.release_passed(self.spec.first_held(seq.num_computed)))
+        self._release(table.release_passed(self.spec.first_needed(seq.num_computed)))
 
     def preempt(self, seq: Sequence) -> None:
         """The sequence leaves the running ones and keeps its KV. `reserve` and `admit` of others
@@ -263,7 +263,7 @@ class HybridKVCacheManager:
 
     def _num_kept(self, running: Iterable[BlockTable]) -> int:
         """Device blocks that these keep, besides one each to write to."""
-        most = self.spec.tail_blocks
+        most = self.spec.kept_blocks
         if most == 1:
             return 0
         return sum(min(most, self._blocks_for(t.seq.request.max_total_tokens)) - 1 for t in running)

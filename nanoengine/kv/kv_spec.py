@@ -67,14 +67,14 @@ class KVSpec:
         return self.capacity_blocks * self.block_size
 
     @property
-    def most_held(self) -> int:
+    def max_held_blocks(self) -> int:
         """Most blocks that a sequence holds; blocks that its window has passed are released."""
         if not self.window:
             return self.capacity_blocks
         return min(self.capacity_blocks, self._blocks_of(self.window - 1 + self.step_tokens))
 
     @property
-    def tail_blocks(self) -> int:
+    def kept_blocks(self) -> int:
         """Device blocks that a running sequence keeps: the block that it writes and, while KV
         streams, all blocks of the widest window, so that layers with a window never stream. If the
         device cannot hold that window, it streams like the rest.
@@ -85,15 +85,15 @@ class KVSpec:
         return blocks if blocks < self.num_blocks else 1
 
     @property
-    def streaming_layers(self) -> int:
-        """Layers that read blocks before the tail, which may have to stream."""
-        if self.tail_blocks == 1:
+    def num_streaming_layers(self) -> int:
+        """Layers that read blocks before the kept ones, which may have to stream."""
+        if self.kept_blocks == 1:
             return self.num_layers
         return sum(window is None for window in self.windows)
 
-    def first_of_tail(self, num_computed: int) -> int:
-        """The first tail block of a sequence with `num_computed` computed tokens."""
-        reach = self._widest if self.tail_blocks > 1 else 1
+    def first_kept(self, num_computed: int) -> int:
+        """The first kept block of a sequence with `num_computed` computed tokens."""
+        reach = self._widest if self.kept_blocks > 1 else 1
         return max(0, num_computed + 1 - reach) // self.block_size
 
     @property
@@ -101,7 +101,7 @@ class KVSpec:
         """The widest window of a layer; 0 if no layer has one."""
         return max((window for window in self.windows if window), default=0)
 
-    def first_held(self, num_computed: int) -> int:
+    def first_needed(self, num_computed: int) -> int:
         """The first block that a sequence with `num_computed` computed tokens needs."""
         return max(0, num_computed + 1 - self.window) // self.block_size if self.window else 0
 

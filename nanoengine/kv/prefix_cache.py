@@ -53,7 +53,7 @@ class PrefixCache:
             hits = self._lookup(table)
             if self._is_in_flight(table, len(hits)):
                 return None
-        return Start(hits, self._spec.first_held(self._num_found(table.seq, hits)), owner)
+        return Start(hits, self._spec.first_needed(self._num_found(table.seq, hits)), owner)
 
     def adopt(self, table: BlockTable, start: Start) -> None:
         """Take references to the blocks that the sequence begins with."""
@@ -111,7 +111,7 @@ class PrefixCache:
             return None
         found = tables.get(owner.seq_id)
         num_full = owner.num_prompt_tokens // self._size
-        needed = self._spec.first_held(num_full * self._size)
+        needed = self._spec.first_needed(num_full * self._size)
         return None if found is None or found.num_released > needed else found
 
     def _lookup(self, table: BlockTable) -> list[Block]:

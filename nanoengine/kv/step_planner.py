@@ -117,16 +117,16 @@ class StepPlanner:
         step = [tables[seq_id] for seq_id in starts]
         others = [t for seq_id, t in tables.items() if seq_id not in starts]
         resting = [t for t in others if not t.is_preempted]
-        window_blocks: set[Block] = set()
-        if self._spec.tail_blocks > 1:
+        kept: set[Block] = set()
+        if self._spec.kept_blocks > 1:
             for table in (*step, *resting):
                 start = starts.get(table.seq.seq_id, table.seq.num_computed)
-                window_blocks.update(table.held_from(self._spec.first_of_tail(start)))
+                kept.update(table.held_from(self._spec.first_kept(start)))
         return StepTables(
             [table.held for table in step],
             [table.held for table in resting],
             [table.held for table in others if table.is_preempted],
-            frozenset(window_blocks),
+            frozenset(kept),
         )
 
     def _location(self, block: Block) -> Location:

@@ -274,7 +274,7 @@ def predict_speed(
 ) -> tuple[MemoryPlan, DecodeCosts]:
     """The plan with the measured costs, and the costs."""
     spec = plan.kv
-    num_blocks = min(spec.most_held, -(-plan.max_model_len // spec.block_size))
+    num_blocks = min(spec.max_held_blocks, -(-plan.max_model_len // spec.block_size))
     costs = measure_decode(runner, kv, device, num_blocks)
     copy_gb_per_s = measure_copy(device, kv)
     if kv.memory.offload is not None:  # any earlier, taking the rest would disturb the timing

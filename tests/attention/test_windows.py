@@ -382,7 +382,7 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
     settings |= {"kv_offload_gib": host_gib(path, 80, 8), "stream_mib_per_step": 0.001}
     driver = make_driver(path, **settings)
     windows, fills = driver.engine.kv.spec.windows, set()
-    assert driver.engine.kv.spec.tail_blocks == tail
+    assert driver.engine.kv.spec.kept_blocks == tail
     prompts = [some_ids(6, 150), some_ids(7, 120), some_ids(8, 11), some_ids(6, 150)[:100]]
     begin = driver.engine.kv.memory.offload.begin
 
@@ -402,22 +402,22 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
 def test_tails() -> None:
     """As far as the device holds them; without a window or a ring, the block that is written."""
     spec = KVSpec(3, 6, 8, 1, 1, torch.float32, slot_blocks=1, windows=(None, 21, 9))
-    assert (spec.tail_blocks, spec.streaming_layers) == (4, 1)
-    assert [spec.first_of_tail(done) for done in (0, 20, 27, 28, 36)] == [0, 0, 0, 1, 2]
+    assert (spec.kept_blocks, spec.num_streaming_layers) == (4, 1)
+    assert [spec.first_kept(done) for done in (0, 20, 27, 28, 36)] == [0, 0, 0, 1, 2]
     for other in (
         replace(spec, num_blocks=4),
         replace(spec, slot_blocks=0),
         replace(spec, windows=()),
         replace(spec, windows=(None, None, None)),
     ):
-        assert (other.tail_blocks, other.streaming_layers) == (1, 3)
-        assert [other.first_of_tail(done) for done in (0, 7, 8, 36)] == [0, 0, 1, 4]
+        assert (other.kept_blocks, other.num_streaming_layers) == (1, 3)
+        assert [other.first_kept(done) for done in (0, 7, 8, 36)] == [0, 0, 1, 4]
 
 
 def test_a_window_needs_room_for_itself() -> None:
     """21 keys lie in 4 blocks of 8 where they begin with the last key of one."""
     spec = KVSpec(1, 4, 8, 1, 1, torch.float32, window=21, step_tokens=16)
-    assert spec.holds(1000) and spec.most_held == 4
+    assert spec.holds(1000) and spec.max_held_blocks == 4
     assert not KVSpec(1, 3, 8, 1, 1, torch.float32, window=21).holds(1000)
-    assert KVSpec(1, 9, 8, 1, 1, torch.float32, window=21, step_tokens=16).most_held == 6
-    assert [spec.first_held(done) for done in (0, 27, 28, 36)] == [0, 0, 1, 2]
+    assert KVSpec(1, 9, 8, 1, 1, torch.float32, window=21, step_tokens=16).max_held_blocks == 6
+    assert [spec.first_needed(done) for done in (0, 27, 28, 36)] == [0, 0, 1, 2]

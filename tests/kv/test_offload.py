@@ -137,7 +137,7 @@ def check_case(tiny: Tiny, case: Case) -> None:
         preemptions += sum(output.metrics.num_preemptions for output in outputs)
         cached += sum(output.num_cached_tokens for output in outputs)
     may_need_less = driver.engine.kv.spec.window  # KV that its windows have left is given back
-    run_fewer = driver.engine.kv.spec.tail_blocks > 1  # as many as the device holds windows of
+    run_fewer = driver.engine.kv.spec.kept_blocks > 1  # as many as the device holds windows of
     assert may_need_less or run_fewer or (preemptions > 0) == (batch == "many, preempted")
     assert (cached > 0) == prefix_cache
     assert_bytes_add_up(driver, host_pressure=True)

@@ -134,7 +134,7 @@ def test_tails_come_to_the_device_over_all_but_tails() -> None:
     long = [block_on(manager, "dh"), block_on(manager, "h"), block_on(manager, "h")]
     short = [block_on(manager, "dh"), block_on(manager, "dh")]
     tails = frozenset([*long[1:], short[1]])
-    placement = Placement(manager, StepTables([long, short], tails=tails))
+    placement = Placement(manager, StepTables([long, short], kept=tails))
     placement.promote()
     assert [block.device_slot is None for block in (*long, *short)] == [
         True,
@@ -147,7 +147,7 @@ def test_tails_come_to_the_device_over_all_but_tails() -> None:
     manager = BlockManager(2, 12, 1)
     kept = [block_on(manager, "dh") for _ in range(2)]
     late = [block_on(manager, "h")]
-    placement = Placement(manager, StepTables([kept, late], tails=frozenset([*kept, *late])))
+    placement = Placement(manager, StepTables([kept, late], kept=frozenset([*kept, *late])))
     placement.promote()
     assert not placement.loads and late[0].device_slot is None
 
