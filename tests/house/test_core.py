@@ -17,13 +17,14 @@ PACKAGE = Path(__file__).parents[2] / "nanoengine"
 AROUND_THE_CORE = ("bench", "serving", "engine/workers", "engine/grammar.py", "__main__.py")
 RUN = """
 import sys
-import nanoengine
 from nanoengine import LLM, SamplingParams
-assert nanoengine.__file__.startswith(sys.argv[1]), nanoengine.__file__
 with LLM(sys.argv[2], device="cpu", dtype="float32", kvcache_block_size=8, num_gpu_blocks=2,
          enable_cpu_offload=True, offload_mode="stream", kv_offload_gib=0.001) as llm:
     output = llm.generate([[1, 2, 3] * 9], SamplingParams(temperature=0, max_tokens=5))[0]
     print(output.outputs[0].token_ids, llm.llm_engine.kv.counters.fill_bytes > 0)
+# An editable install would lend the parts that were deleted.
+ours = [module.__file__ for name, module in sys.modules.items() if name.startswith("nanoengine")]
+assert all(file.startswith(sys.argv[1]) for file in ours), ours
 """
 
 
