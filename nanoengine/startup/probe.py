@@ -176,7 +176,7 @@ class ScratchKV:
         return self._target
 
     def replay_key(self) -> None:
-        """See context.KVCache: not to be done again."""
+        """None: a probe is not replayed."""
 
     def read(self, layer: int) -> Iterator[KVChunk]:
         """See context.KVCache."""
