@@ -19,8 +19,12 @@ if not torch.cuda.is_available():  # read when Triton is first imported, by whom
 
 from checkpoints import TINY
 from marks import use_our_products
+from quick_interpreter import speed_up
 
 from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.startup import probe
+
+speed_up()
 
 
 @pytest.fixture(scope="session")
@@ -36,28 +40,20 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return folder_of
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_patch_of_triton() -> None:
-    """Triton's interpreter patches its language at each launch, and in each function that a kernel
-    calls once more on top: many times the time of the kernels themselves. Once is enough.
+@pytest.fixture(autouse=True)
+def quick_probe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that start take a few steps to measure their speed, where `whole_probe` is not asked
+    for: what they measure of tiny models, on a busy machine, means nothing.
     """
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    if not hasattr(interpreter, "_LangPatchScope"):
-        return  # one that does it in another way
-    patch, patched = interpreter._patch_lang, set()
+    if "whole_probe" not in request.fixturenames:
+        monkeypatch.setattr(probe, "NUM_ROUNDS", 1)
+        monkeypatch.setattr(probe, "NUM_WARMUPS", 1)
+        monkeypatch.setattr(probe, "NUM_STEPS", 1)
 
-    def patch_once(function: Callable[..., object]) -> object:
-        language = {id(interpreter.tl), id(interpreter.tl.core)}
-        found = language.intersection(map(id, function.__globals__.values()))
-        if not found <= patched:
-            patch(function)
-            patched.update(found)
-        return interpreter._LangPatchScope()  # with nothing to restore
 
-    interpreter._patch_lang = patch_once
+@pytest.fixture
+def whole_probe() -> None:
+    """Engines measure their speed as they do for users."""
 
 
 @pytest.fixture(scope="session")

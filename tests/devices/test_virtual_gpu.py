@@ -42,9 +42,7 @@ STREAMED: dict[str, Any] = {
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
-    monkeypatch.setattr(probe, "NUM_ROUNDS", 1)  # what start-up measures here means nothing
     monkeypatch.setattr(probe, "NUM_WARMUPS", 0)
-    monkeypatch.setattr(probe, "NUM_STEPS", 1)
     monkeypatch.setattr(probe, "NUM_BLOCKS", 2)
     with VirtualGpu() as made:
         yield made

@@ -38,6 +38,9 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (40, 30, 60, 20, 50)
 ]
 
+# Steps of the whole probe are recorded and replayed, too.
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
 
 def logits_of(folder: Path, **options: object) -> list[Tensor]:
     """Of each prompt, queued at once with others that end before it and after it."""

@@ -268,8 +268,11 @@ def test_quantised_rows_keep_their_order(
         assert torch.equal(got, torch.from_numpy(expected).to(torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_the_bundled_model_equals_transformers_reading(real: Path) -> None:
-    """Every tensor, bit for bit, against transformers' own GGUF reader."""
+    """Every tensor, bit for bit, against transformers' own GGUF reader. By default the same file is
+    dequantised by hand (below), and test_real_model.py compares logits with what this reader reads.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real))
     expected = load_gguf_checkpoint(

@@ -48,7 +48,7 @@ def test_the_largest_step_is_run_and_its_memory_planned_for(
 
 
 def test_the_probe_reads_what_it_fills(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    whole_probe: None, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 9 blocks on the host all but the one that is written are streamed in each of 10 steps."""
     moved: list[float] = []
