@@ -361,7 +361,7 @@ class _EngineThread:
     def _deliver(self, mailbox: _Mailbox, output: RequestOutput | None) -> bool:
         """Put new output of a request into its mailbox; True if the caller must be woken."""
         shown, stream = self._open[mailbox]
-        deltas = stream.request.take()
+        deltas = stream.request.new_deltas()
         if output is None:
             return bool(deltas) and mailbox.put(deltas)
         self._forget(mailbox)

@@ -276,7 +276,7 @@ class LLM:
     def _advance(self, stream: RequestStream) -> list[StreamDelta]:
         """Step until the stream has new deltas."""
         with Turn(self._turns) as turn:
-            while not (deltas := stream.take()):
+            while not (deltas := stream.new_deltas()):
                 turn.run(self.llm_engine.step)
             return deltas
 

@@ -26,9 +26,9 @@ class CpuAttention:
         out = torch.empty(q.shape, dtype=q.dtype)
         tokens, heads, head_dim = q.shape
         state = (
-            self._workspace.take("row_max", (tokens, heads), torch.float32),
-            self._workspace.take("row_sum", (tokens, heads), torch.float32),
-            self._workspace.take("acc", (tokens, heads, head_dim), torch.float32),
+            self._workspace.buffer("row_max", (tokens, heads), torch.float32),
+            self._workspace.buffer("row_sum", (tokens, heads), torch.float32),
+            self._workspace.buffer("acc", (tokens, heads, head_dim), torch.float32),
         )
         for number, chunk in enumerate(ctx.kv.read(layer)):
             self._kernels.attend(

@@ -20,7 +20,7 @@ class PromptScores:
     position: int
     rows: Readable
 
-    def give(self) -> None:
+    def append_to_sequence(self) -> None:
         """Append to the sequence what it does not have: a preempted one computes again."""
         width = self.seq.request.params.prompt_logprobs or 0
         for position, row in enumerate(self.rows.tolist(), self.position):

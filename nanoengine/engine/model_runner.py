@@ -60,7 +60,7 @@ class StepTokens:
     def give_scores(self) -> None:
         """Append what was asked for to the sequences; before their tokens are."""
         for part in self.prompt_scores:
-            part.give()
+            part.append_to_sequence()
         if self.scores is None:
             return
         tokens, rows = iter(self.numbers.tolist()), iter(self.scores.tolist())

@@ -87,7 +87,7 @@ class CompletionStream:
         self._num_chars = 0
         self.is_finished = False
 
-    def take(
+    def new_delta(
         self,
         completed: Callable[[Sequence], CompletionOutput],
         logprobs: Callable[[TokenScore], TokenLogprobs],
@@ -137,7 +137,7 @@ class RequestStream:
         completed: Callable[[Sequence], CompletionOutput],
         logprobs: Callable[[TokenScore], TokenLogprobs],
     ) -> None:
-        """seqs: one for each completion. completed, logprobs: see CompletionStream.take."""
+        """seqs: one for each completion. completed, logprobs: see CompletionStream.new_delta."""
         first = seqs[0]
         self.request_id = first.seq_id
         self.prompt = first.request.prompt
@@ -151,9 +151,9 @@ class RequestStream:
         """True when the last delta of every completion was taken."""
         return all(stream.is_finished for stream in self._streams)
 
-    def take(self) -> list[StreamDelta]:
+    def new_deltas(self) -> list[StreamDelta]:
         """New output since the last call, at most one delta for each completion."""
-        deltas = (stream.take(self._completed, self._logprobs) for stream in self._streams)
+        deltas = (stream.new_delta(self._completed, self._logprobs) for stream in self._streams)
         return [delta for delta in deltas if delta is not None]
 
 

@@ -34,7 +34,7 @@ class Workspace:
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The buffer of this name as `shape`; its content is undefined.
 
         An older buffer stays valid when a larger one replaces it.

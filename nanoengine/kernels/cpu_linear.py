@@ -52,7 +52,7 @@ class WeightArena:
         self._piece = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def take(self, num_bytes: int) -> Tensor:
+    def allocate(self, num_bytes: int) -> Tensor:
         """uint8 [num_bytes] of undefined content, at a multiple of 64 bytes."""
         if self._used + num_bytes > len(self._piece):
             self._new_piece(max(num_bytes, _ARENA_BYTES))
@@ -227,7 +227,7 @@ class PackedAfterAttention:
         return result
 
     def _buffer(self, name: str, tokens: int, weight: PackedWeight) -> Tensor:
-        return self._workspace.take(name, (tokens, weight.outputs), torch.bfloat16)
+        return self._workspace.buffer(name, (tokens, weight.outputs), torch.bfloat16)
 
 
 class CpuLinear:
@@ -311,7 +311,7 @@ class CpuLinear:
         outputs, inputs = shape
         columns = -(-outputs // _LANES) * _LANES * len(weights)
         num_panels = -(-columns // _PANEL)
-        panels = self._arena.take(num_panels * _PANEL * -(-inputs // 2) * 4)
+        panels = self._arena.allocate(num_panels * _PANEL * -(-inputs // 2) * 4)
         if inputs % 2 or num_panels * _PANEL != outputs * len(weights):
             panels.zero_()  # products read the padding, too
         packed = PackedWeight(

@@ -52,10 +52,10 @@ class SlotPool:
 
     @property
     def num_free(self) -> int:
-        """Slots that `take` can return."""
+        """Slots that `allocate` can return."""
         return len(self._freed) + self.num_slots - self._next - len(self._ahead)
 
-    def take(self, preferred: int | None = None) -> int | None:
+    def allocate(self, preferred: int | None = None) -> int | None:
         """Take a slot: `preferred` if it is free, else the one freed last, else the lowest unused
         one; None if there is none.
         """
@@ -75,7 +75,7 @@ class SlotPool:
         self._next += 1
         return self._next - 1
 
-    def give(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         """Free a slot."""
         if not self._is_free(slot):
             self._freed[slot] = None
@@ -95,9 +95,9 @@ class SlotPool:
             self._freed, self._next, self._ahead = hidden
             for slot in kept:
                 if slot not in left:
-                    self.take(slot)
+                    self.allocate(slot)
             for slot in left:
-                self.give(slot)
+                self.free(slot)
 
     def check(self, held: Iterable[int]) -> None:
         """Raise AssertionError unless every slot is either free or held, exactly once."""
@@ -181,13 +181,13 @@ class BlockManager:
         """
         cached = self.oldest_on_device
         if cached is None or self.device.num_free:
-            return self.device.take()
+            return self.device.allocate()
         if cached.is_on_host:
             return self.drop_device(cached)
         if self.host.num_slots:
             return None
         self.evict(cached)
-        return self.device.take()
+        return self.device.allocate()
 
     def allocate(self) -> Block:
         """A new empty block with one reference and no slot; num_available must be above 0."""
@@ -277,6 +277,10 @@ class BlockManager:
         assert slot is not None
         return slot
 
+    def free_device(self, block: Block) -> None:
+        """Free the device slot of a block whose host copy is complete."""
+        self.device.free(self.drop_device(block))
+
     def drop_host(self, block: Block) -> int:
         """Remove and return the host slot of a block that has a device copy."""
         slot, block.host_slot, block.host_len = block.host_slot, None, 0
@@ -314,8 +318,8 @@ class BlockManager:
 
     def _free_slots(self, block: Block) -> None:
         if block.device_slot is not None:
-            self.device.give(block.device_slot)
+            self.device.free(block.device_slot)
         if block.host_slot is not None:
-            self.host.give(block.host_slot)
+            self.host.free(block.host_slot)
         block.device_slot = block.host_slot = None
         block.host_len = block.num_tokens = 0

@@ -284,7 +284,7 @@ class HybridKVCacheManager:
         """
         if not is_lost:
             if block.device_slot is not None and block.is_on_host:
-                self.blocks.device.give(self.blocks.drop_device(block))
+                self.blocks.free_device(block)
         elif block.ref_count:
             self.blocks.unpublish(block)
         elif block.key is not None:

@@ -70,7 +70,7 @@ class OffloadEngine:
         self._debug = debug
         self.poison_all()
 
-    def begin(self, transfers: StepTransfers) -> TransferRun:
+    def start(self, transfers: StepTransfers) -> TransferRun:
         """Queue the step's stores, loads and first fills."""
         return TransferRun(self, transfers)
 
@@ -300,7 +300,7 @@ class TransferRun:
         self._engine.drain(number % len(self._engine.ring))
         self._issue()
 
-    def end(self) -> bool:
+    def finish(self) -> bool:
         """Let compute wait for all that is still under way; False if the step had not come to
         its end.
         """

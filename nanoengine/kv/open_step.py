@@ -31,7 +31,7 @@ class OpenStep:
 
     def close(self) -> None:
         """Wait for what is still under way; to be called whether the step succeeded or not."""
-        if not self.kv.end():
+        if not self.kv.finish():
             self._planned.placement.undo_loads()
         streamed, before, now = self._planned.streamed, self._before, self._counters
         for metrics in streamed:

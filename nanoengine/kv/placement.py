@@ -138,7 +138,7 @@ class Placement:
         """After a failed step: blocks that it would have loaded are on the host only."""
         for block in self.loads:
             if block.device_slot is not None:
-                self._blocks.device.give(self._blocks.drop_device(block))
+                self._blocks.free_device(block)
 
     def _move_in(self, block: Block, slot: int) -> None:
         block.device_slot = slot
@@ -153,7 +153,7 @@ class Placement:
         for_length_rank: take none from a kept block, nor from a running sequence of this rank or
         above.
         """
-        slot = self._blocks.device.take()
+        slot = self._blocks.device.allocate()
         if slot is not None:
             return slot
         cached = self._blocks.oldest_on_device
@@ -202,7 +202,7 @@ class Placement:
         """A free host slot, if possible next to that of the block before; else a reclaimed one."""
         before = self._before().get(block)
         next_to = before.host_slot + 1 if before and before.host_slot is not None else None
-        slot = self._blocks.host.take(next_to)
+        slot = self._blocks.host.allocate(next_to)
         if slot is not None:
             return slot
         for cached in list(self._blocks.cached):
@@ -210,7 +210,7 @@ class Placement:
                 if cached.device_slot is not None:
                     return self._blocks.drop_host(cached)
                 self._blocks.evict(cached)
-                return self._blocks.host.take()
+                return self._blocks.host.allocate()
         for blocks in self._tables.all:
             for other in blocks:  # a second copy of a block that stays on the device
                 twice = other.device_slot is not None and other.host_slot is not None

@@ -112,7 +112,7 @@ class StepKV:
                 ChunkTable.make(part, next(fills) if part.fill else -1, tensor, plan.num_rows)
                 for part in plan.reads
             ],
-            memory.offload.begin(plan.transfers) if memory.offload else None,
+            memory.offload.start(plan.transfers) if memory.offload else None,
         )
 
     def target(self, layer: int) -> KVTarget:
@@ -161,9 +161,9 @@ class StepKV:
             segment = self.run.read_host(layer, table.part.tier - HOST, table.slots)
             yield table.chunk(segment.unbind(1), is_last)
 
-    def end(self) -> bool:
+    def finish(self) -> bool:
         """Wait for transfers still under way; False if the step did not come to its end."""
-        return self.run is None or self.run.end()
+        return self.run is None or self.run.finish()
 
 
 def _token_slots(plan: StepPlan, block_size: int) -> npt.NDArray[np.int64]:

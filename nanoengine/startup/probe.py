@@ -156,7 +156,7 @@ def fill_random(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
         block.num_tokens = max(0, min(size, seq.num_computed - index * size))
         if not block.num_tokens:
             break
-        slot = (kv.blocks.host if on_host else kv.blocks.device).take()
+        slot = (kv.blocks.host if on_host else kv.blocks.device).allocate()
         assert slot is not None, "no free slot for random KV"
         for layer in range(kv.spec.num_layers):
             if on_host and offload is not None:

@@ -384,15 +384,15 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
     windows, fills = driver.engine.kv.spec.windows, set()
     assert driver.engine.kv.spec.kept_blocks == tail
     prompts = [some_ids(6, 150), some_ids(7, 120), some_ids(8, 11), some_ids(6, 150)[:100]]
-    begin = driver.engine.kv.memory.offload.begin
+    start = driver.engine.kv.memory.offload.start
 
     def recorded(transfers: StepTransfers) -> TransferRun:
         numbers = range(len(transfers.fills))
         of_layers = transfers.fills_of or [tuple(numbers)] * len(windows)
         fills.update((layer, windows[layer]) for layer, read in enumerate(of_layers) for _ in read)
-        return begin(transfers)
+        return start(transfers)
 
-    driver.engine.kv.memory.offload.begin = recorded
+    driver.engine.kv.memory.offload.start = recorded
     outputs = driver.run(prompts, greedy(12))
     assert token_ids(outputs) == [expected(path, prompt, 12) for prompt in prompts]
     assert fills == {(layer, None) for layer, window in enumerate(windows) if window is None}

@@ -123,14 +123,14 @@ def test_deltas_over_random_splits_never_show_a_stop_or_half_a_code_point(
         num_fed += 1
         if not take:
             continue
-        deltas += stream.take()
+        deltas += stream.new_deltas()
         shown = "".join(map(str, deltas))
         assert whole.startswith(shown)
         if not seq.is_finished:
             complete = tokenizer.decode(ids[:num_fed]).rstrip("�")
             assert shown == complete[: len(complete) - held_by_definition(complete, stops)]
-    deltas += stream.take()
-    assert seq.is_finished and stream.is_finished and stream.take() == []
+    deltas += stream.new_deltas()
+    assert seq.is_finished and stream.is_finished and stream.new_deltas() == []
     end = joined(deltas)
     assert (end.text, end.token_ids) == (whole, ids[:num_fed])
     assert end.stop_reason == (min(hits)[2] if hits else None)

@@ -168,14 +168,14 @@ def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
     """Of what it reads and writes; other slots may be on their way."""
     device = HeldDevice()
     engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), 6, 2, 2)
-    engine.begin(StepTransfers(stores=(Store(0, 5, 0, 4),))).end()
-    run = engine.begin(StepTransfers())
+    engine.start(StepTransfers(stores=(Store(0, 5, 0, 4),))).finish()
+    run = engine.start(StepTransfers())
     assert not run.moves_nothing((0,), [])
     assert not run.moves_nothing((1,), [(0, (4, 5))])
     assert run.moves_nothing((1,), [(0, (4,))])
     device.synchronize()
     assert run.moves_nothing((0,), [(0, (4, 5))])
-    filling = engine.begin(StepTransfers(fills=((5,),)))
+    filling = engine.start(StepTransfers(fills=((5,),)))
     assert not filling.moves_nothing((1,), [])
     engine.close()
 
@@ -197,8 +197,8 @@ def test_a_core_is_left_to_copies_while_a_decode_step_streams(
     two_threads: None, is_decode: bool, fills: tuple[tuple[int, ...], ...]
 ) -> None:
     engine = OffloadEngine(CpuDevice(2, copy_workers=True), torch.zeros(1, 4, 2, 4, 1, 3), 6, 2, 2)
-    run = engine.begin(StepTransfers(fills=fills, is_decode=is_decode))
+    run = engine.start(StepTransfers(fills=fills, is_decode=is_decode))
     assert torch.get_num_threads() == (1 if is_decode and fills else 2)
-    run.end()
+    run.finish()
     assert torch.get_num_threads() == 2
     engine.close()

@@ -325,7 +325,7 @@ def test_the_arena_hands_out_memory_once(build_folder):
     library = c_build.load_library(cpu_linear.SOURCE, build_folder)
     arena = WeightArena(library)
     sizes = [1, 100, 40 << 20, 30 << 20, 70 << 20, 7]
-    parts = [arena.take(size) for size in sizes]
+    parts = [arena.allocate(size) for size in sizes]
     assert [len(part) for part in parts] == sizes
     starts = [part.data_ptr() for part in parts]
     assert all(start % 64 == 0 for start in starts)

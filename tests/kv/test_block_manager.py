@@ -16,13 +16,13 @@ from nanoengine.kv.block_manager import Block, BlockKey, BlockManager, SlotPool,
 def on_device(manager: BlockManager, num_tokens: int = 1) -> Block:
     """A referenced block with KV in a device slot."""
     block = manager.allocate()
-    block.device_slot, block.num_tokens = manager.device.take(), num_tokens
+    block.device_slot, block.num_tokens = manager.device.allocate(), num_tokens
     return block
 
 
 def on_host(manager: BlockManager, num_tokens: int = 1) -> Block:
     block = manager.allocate()
-    block.host_slot = manager.host.take()
+    block.host_slot = manager.host.allocate()
     block.num_tokens = block.host_len = num_tokens
     return block
 
@@ -110,7 +110,7 @@ def test_the_cache_is_ordered_by_release() -> None:
 def test_an_evicted_block_is_forgotten_and_its_slots_are_free() -> None:
     manager = BlockManager(3, 3)
     a, b = published_chain(manager, [1], [2])
-    b.host_slot, b.host_len = manager.host.take(), 1
+    b.host_slot, b.host_len = manager.host.allocate(), 1
     manager.release(b)
     manager.evict(b)
     assert manager.find(a, key([2], a)) is None
@@ -150,7 +150,7 @@ def test_the_last_copy_cannot_be_dropped() -> None:
         manager.drop_host(block)
     manager = BlockManager(2, 2)
     block = on_device(manager)
-    manager.device.give(manager.drop_device(block))  # its own rule: the host copy is complete
+    manager.device.free(manager.drop_device(block))  # its own rule: the host copy is complete
     with pytest.raises(AssertionError, match="last copy"):
         manager.check({block: 1})
 
@@ -158,22 +158,22 @@ def test_the_last_copy_cannot_be_dropped() -> None:
 def test_a_block_on_both_tiers_can_lose_either() -> None:
     manager = BlockManager(2, 2)
     block = on_device(manager, 3)
-    block.host_slot, block.host_len = manager.host.take(), 2
+    block.host_slot, block.host_len = manager.host.allocate(), 2
     assert not block.is_on_host
     block.host_len = 3
     assert block.is_on_host
-    manager.host.give(manager.drop_host(block))
+    manager.host.free(manager.drop_host(block))
     assert (block.host_slot, block.host_len) == (None, 0) and not block.is_on_host
     manager.check({block: 1})
 
 
 def test_slots_are_taken_next_to_each_other_where_that_is_asked_for() -> None:
     pool = SlotPool(4)
-    assert pool.take(2) == 2
-    assert pool.take(2) == 0  # taken already: another one
-    assert pool.take(3) == 3 and pool.take() == 1 and pool.take() is None
-    pool.give(3)
-    assert pool.take(99) == 3
+    assert pool.allocate(2) == 2
+    assert pool.allocate(2) == 0  # taken already: another one
+    assert pool.allocate(3) == 3 and pool.allocate() == 1 and pool.allocate() is None
+    pool.free(3)
+    assert pool.allocate(99) == 3
 
 
 class PlainPool:
@@ -228,17 +228,17 @@ def complaint(pool: Pool, held: Iterable[int]) -> str:
 
 def plainly_full(pool: PlainPool, num_kept: int, asked: list[int | None]) -> list[int | None]:
     """The slots that are taken while all free ones but `num_kept` are."""
-    taken = [pool.take() for _ in range(pool.num_free - num_kept)]
-    found = [pool.take(preferred) for preferred in asked]
+    taken = [pool.allocate() for _ in range(pool.num_free - num_kept)]
+    found = [pool.allocate(preferred) for preferred in asked]
     for slot in reversed(taken):
         assert slot is not None
-        pool.give(slot)
+        pool.free(slot)
     return found
 
 
 def full(pool: SlotPool, num_kept: int, asked: list[int | None]) -> list[int | None]:
     with pool.all_taken_but(num_kept):
-        return [pool.take(preferred) for preferred in asked]
+        return [pool.allocate(preferred) for preferred in asked]
 
 
 @settings(derandomize=True, max_examples=200, deadline=None)
@@ -249,8 +249,8 @@ def test_slots_come_in_the_order_of_a_dict_of_all(num_slots: int, steps: list[tu
     held: list[int] = []
     for step, asked in steps:
         if step == "take":
-            slot = pool.take(asked)
-            assert slot == plain.take(asked)
+            slot = pool.allocate(asked)
+            assert slot == plain.allocate(asked)
             held += [] if slot is None else [slot]
         elif step == "full":
             found = full(pool, *asked)
@@ -260,25 +260,25 @@ def test_slots_come_in_the_order_of_a_dict_of_all(num_slots: int, steps: list[tu
             assert complaint(pool, asked) == complaint(plain, asked)
         elif step == "give" or held:
             slot = held.pop(asked % len(held)) if step == "give back" else asked
-            pool.give(slot)
-            plain.give(slot)
+            pool.free(slot)
+            plain.free(slot)
         assert pool.num_free == plain.num_free
         assert complaint(pool, held) == complaint(plain, held)
-    while (slot := plain.take()) is not None:
-        assert pool.take() == slot
-    assert pool.take() is None
+    while (slot := plain.allocate()) is not None:
+        assert pool.allocate() == slot
+    assert pool.allocate() is None
 
 
 def test_a_pool_of_a_billion_slots_costs_nothing() -> None:
     start = time.perf_counter()
     manager = BlockManager(10**9, 10**9, 2)
     pool = manager.device
-    assert (pool.take(), pool.take(10**9 - 1), pool.take()) == (0, 10**9 - 1, 1)
+    assert (pool.allocate(), pool.allocate(10**9 - 1), pool.allocate()) == (0, 10**9 - 1, 1)
     assert pool.num_free == 10**9 - 3
     with pool.all_taken_but(1):
-        assert (pool.take(5), pool.take()) == (10**9 - 2, None)
-    pool.give(10**9 - 1)
-    assert pool.take() == 10**9 - 1 and pool.take() == 2
+        assert (pool.allocate(5), pool.allocate()) == (10**9 - 2, None)
+    pool.free(10**9 - 1)
+    assert pool.allocate() == 10**9 - 1 and pool.allocate() == 2
     with pytest.raises(AssertionError, match="leaked"):
         manager.check({})
     assert time.perf_counter() - start < 1
@@ -286,17 +286,17 @@ def test_a_pool_of_a_billion_slots_costs_nothing() -> None:
 
 def test_slots_freed_while_the_others_are_hidden_are_taken_first() -> None:
     pool = SlotPool(4)
-    assert [pool.take() for _ in range(2)] == [0, 1]
+    assert [pool.allocate() for _ in range(2)] == [0, 1]
     with pool.all_taken_but(1):
-        assert pool.take() == 3 and pool.take() is None
-        pool.give(0)
+        assert pool.allocate() == 3 and pool.allocate() is None
+        pool.free(0)
         assert pool.num_free == 1
-    assert [pool.take() for _ in range(3)] == [0, 2, None]
+    assert [pool.allocate() for _ in range(3)] == [0, 2, None]
     pool.check([0, 1, 2, 3])
 
 
 def _lose_a_slot(manager: BlockManager, a: Block, b: Block) -> None:
-    manager.device.take()
+    manager.device.allocate()
 
 
 def _hold_a_slot_twice(manager: BlockManager, a: Block, b: Block) -> None:
@@ -304,7 +304,7 @@ def _hold_a_slot_twice(manager: BlockManager, a: Block, b: Block) -> None:
 
 
 def _give_back_a_held_slot(manager: BlockManager, a: Block, b: Block) -> None:
-    manager.device.give(a.device_slot or 0)
+    manager.device.free(a.device_slot or 0)
 
 
 def _forget_a_reference(manager: BlockManager, a: Block, b: Block) -> None:
@@ -312,7 +312,7 @@ def _forget_a_reference(manager: BlockManager, a: Block, b: Block) -> None:
 
 
 def _claim_a_longer_host_copy(manager: BlockManager, a: Block, b: Block) -> None:
-    a.host_slot, a.host_len = manager.host.take(), a.num_tokens + 1
+    a.host_slot, a.host_len = manager.host.allocate(), a.num_tokens + 1
 
 
 def _release_without_caching(manager: BlockManager, a: Block, b: Block) -> None:

@@ -145,12 +145,12 @@ def test_a_round_trip_through_the_host(dtype: torch.dtype) -> None:
     content = torch.randn(pool.shape).to(dtype)
     pool.copy_(content)
     stores = (Store(0, 4, 0, 4), Store(1, 5, 0, 4), Store(2, 0, 1, 3))
-    assert engine.begin(StepTransfers(stores=stores)).end()
+    assert engine.start(StepTransfers(stores=stores)).finish()
     device.synchronize()
     assert torch.equal(pool, content)  # storing leaves what is on the device as it is
     for slot in range(4):
         memory.poison(slot, None)
-    run = engine.begin(StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (0,))))
+    run = engine.start(StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (0,))))
     for layer in range(2):
         run.await_loads(layer)
         memory.before_read(layer, (3,))
@@ -164,7 +164,7 @@ def test_a_round_trip_through_the_host(dtype: torch.dtype) -> None:
         assert ring[0, :, [0, 3]].isnan().all() and ring[1].isnan().all()
         assert_half_a_step(ring[0, :, 1:3], content[layer, 2, :, 1:3])
         run.drained(layer, 1)
-    assert run.end()
+    assert run.finish()
     memory.poison(None, 4)
     device.synchronize()
     back = torch.zeros_like(content[0, 0])

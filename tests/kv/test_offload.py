@@ -388,11 +388,11 @@ def test_bytes_survive_a_round_trip() -> None:
         memory.before_write(layer, (0, 1, 2, 3))
         pool[layer] = content[layer]
     stores = (Store(0, 4, 0, 4), Store(1, 5, 0, 4), Store(2, 0, 0, 3))
-    assert engine.begin(StepTransfers(stores=stores)).end()
+    assert engine.start(StepTransfers(stores=stores)).finish()
     for slot in range(4):
         memory.poison(slot, None)
     transfers = StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (5,)))
-    run = engine.begin(transfers)
+    run = engine.start(transfers)
     for layer in range(2):
         run.await_loads(layer)
         memory.before_read(layer, (3,))
@@ -404,7 +404,7 @@ def test_bytes_survive_a_round_trip() -> None:
                 assert torch.equal(ring[at], content[layer, slot])
             assert ring[len(slots) :].isnan().all()
             run.drained(layer, index)
-    assert run.end()
+    assert run.finish()
     token_bytes = pool[0, 0].nbytes // 4
     assert engine.counters.d2h_bytes == 2 * (4 + 4 + 3) * token_bytes
     assert engine.counters.h2d_bytes == 2 * (3 + 3 * 4) * token_bytes
@@ -419,8 +419,8 @@ def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
     content = torch.randn(pool.shape)
     pool.copy_(content)
     for slot in range(3):
-        assert engine.begin(StepTransfers(stores=(Store(slot, slot, 0, 4),))).end()
-        run = engine.begin(
+        assert engine.start(StepTransfers(stores=(Store(slot, slot, 0, 4),))).finish()
+        run = engine.start(
             [
                 StepTransfers(loads=(Load(0, 3, 4),)),
                 StepTransfers(fills=((1,),)),
@@ -436,7 +436,7 @@ def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
                 run.drained(layer, 0)
             else:
                 assert torch.equal(run.read_host(layer, 0, (2,))[2], content[layer, 2])
-        assert run.end()
+        assert run.finish()
     device.close_streams()
     engine.close()
 

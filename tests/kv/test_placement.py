@@ -20,9 +20,9 @@ def block_on(manager: BlockManager, tiers: str, num_tokens: int = SIZE) -> Block
     block = manager.allocate()
     block.num_tokens = num_tokens if tiers else 0
     if "d" in tiers:
-        block.device_slot = manager.device.take()
+        block.device_slot = manager.device.allocate()
     if "h" in tiers:
-        block.host_slot, block.host_len = manager.host.take(), num_tokens
+        block.host_slot, block.host_len = manager.host.allocate(), num_tokens
     return block
 
 
@@ -244,7 +244,7 @@ def test_an_empty_block_leaves_the_device_without_a_copy() -> None:
     """A failed step leaves blocks with a device slot and nothing in it: no host slot for those."""
     manager = BlockManager(1, 2, 1)
     empty, tail = block_on(manager, ""), block_on(manager, "h", 1)
-    empty.device_slot = manager.device.take()
+    empty.device_slot = manager.device.allocate()
     tables = [[empty], [tail]]
     placement = Placement(manager, step(tables, tables[1:]))
     placement.place([tail])
@@ -255,8 +255,8 @@ def test_an_empty_block_leaves_the_device_without_a_copy() -> None:
 def test_neighbours_lie_next_to_each_other_on_the_host() -> None:
     manager = BlockManager(4, 12, 1)
     old = [block_on(manager, "d") for _ in range(4)]
-    for slot in (manager.host.take(), manager.host.take()):
-        manager.host.give(slot)  # freed in between: the last one freed would be taken first
+    for slot in (manager.host.allocate(), manager.host.allocate()):
+        manager.host.free(slot)  # freed in between: the last one freed would be taken first
     new = [block_on(manager, "") for _ in range(3)]
     Placement(manager, step([old, new], [new])).place(new)
     assert [block.host_slot for block in old] == [None, 1, 2, 3]
@@ -341,7 +341,7 @@ def _draw_tail(
         return 0
     block = block_on(manager, kind if kind in "dh" else "", draw(st.integers(1, SIZE - 1)))
     if kind == "empty on device":
-        block.device_slot = manager.device.take()
+        block.device_slot = manager.device.allocate()
     table.append(block)
     written.append(block)
     return cost

@@ -338,11 +338,11 @@ class Machine(RuleBasedStateMachine):
             copy = "all"
         elif copy == "device":
             slot = manager.drop_device(self.chosen(twice, which))
-            manager.device.give(slot)
+            manager.device.free(slot)
             kv.memory.poison(slot, None)
         else:
             slot = manager.drop_host(self.chosen(twice, which))
-            manager.host.give(slot)
+            manager.host.free(slot)
             kv.memory.poison(None, slot)
         self.tally[f"evicted: {copy}"] += 1
 
