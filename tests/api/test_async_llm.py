@@ -313,7 +313,7 @@ def test_bad_requests_raise_what_generate_raises(shared: AsyncLLM) -> None:
             await collect(shared, "b", request_id="same")
         await first.aclose()
         await last(shared, "b", request_id="same")
-        with pytest.raises(RequestError, match="a text or None"):
+        with pytest.raises(RequestError, match="a string or None"):
             await collect(shared, "b", request_id=3)
         await assert_idle(shared)
 
