@@ -27,8 +27,8 @@ def block_on(manager: BlockManager, tiers: str, num_tokens: int = SIZE) -> Block
 
 
 def step(tables: Tables, active: Tables) -> StepTables:
-    """Those of `tables` that are not active are parked."""
-    return StepTables(active, parked=[t for t in tables if not any(t is a for a in active)])
+    """Those of `tables` that are not active are preempted."""
+    return StepTables(active, preempted=[t for t in tables if not any(t is a for a in active)])
 
 
 def location(block: Block) -> Location:
