@@ -187,13 +187,13 @@ class PlainPool:
     def num_free(self) -> int:
         return len(self.free)
 
-    def take(self, preferred: int | None = None) -> int | None:
+    def allocate(self, preferred: int | None = None) -> int | None:
         if preferred is not None and preferred in self.free:
             del self.free[preferred]
             return preferred
         return self.free.popitem()[0] if self.free else None
 
-    def give(self, slot: int) -> None:
+    def free(self, slot: int) -> None:
         self.free[slot] = None
 
     def check(self, held: Iterable[int]) -> None:

@@ -56,7 +56,7 @@ ANY = st.integers(0, 1 << 16)  # taken modulo whatever there is to choose from
 class Shape:
     """Everything an example fixes at its start.
 
-    stream_blocks_per_step: see Scheduler. piece_blocks: host memory comes in pieces of so many
+    stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
     blocks. digests: how many different ones there are (None: as many as xxh3 has).
     """
 
@@ -73,7 +73,7 @@ class Shape:
     max_num_partial_prefills: int
     decode_reserve_blocks: int
     stream_blocks_per_step: int | None
-    piece_blocks: int
+    segment_blocks: int
     prefix_caching: bool
     digests: int | None
     closes_early: bool
@@ -124,7 +124,7 @@ def shapes(mode: str) -> st.SearchStrategy[Shape]:
         max_num_partial_prefills=one_of(1, 2, 4),
         decode_reserve_blocks=one_of(0, 1, 2, 3),
         stream_blocks_per_step=one_of(None, None, 1, 3, 7) if streams else st.none(),
-        piece_blocks=one_of(1, 2, 3, 5, 100),
+        segment_blocks=one_of(1, 2, 3, 5, 100),
         prefix_caching=one_of(True, True, True, False),
         digests=one_of(None, None, None, 1, 2, 7),
         closes_early=one_of(False, False, False, True),
@@ -178,12 +178,12 @@ class CollidingDigests:
         return digest
 
 
-def small_pieces(piece_blocks: int) -> Callable[[int, int], list[int]]:
+def small_segments(segment_blocks: int) -> Callable[[int, int], list[int]]:
     """Stands in for segment_sizes."""
 
     def segment_sizes(num_blocks: int, block_bytes: int) -> list[int]:
-        starts = range(0, num_blocks, piece_blocks)
-        return [min(piece_blocks, num_blocks - start) for start in starts]
+        starts = range(0, num_blocks, segment_blocks)
+        return [min(segment_blocks, num_blocks - start) for start in starts]
 
     return segment_sizes
 
@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
         if self.shape.digests is not None:
             digests = CollidingDigests(self.shape.digests, self.tally)
             self.patches.enter_context(mock.patch.object(block_manager, "chain_digest", digests))
-        pieces = small_pieces(self.shape.piece_blocks)
+        pieces = small_segments(self.shape.segment_blocks)
         self.patches.enter_context(mock.patch.object(host_pool, "segment_sizes", pieces))
         self.engine = self.shape.make()
         self.engine.kv.admit = self.counting(self.engine.kv.admit)

@@ -313,10 +313,10 @@ def test_resident_and_streamed_are_bitwise_equal(tiny: Tiny, method: str, dtype:
         assert all(map(torch.equal, runs[layout][2], runs["resident"][2])), layout
 
 
-@pytest.mark.parametrize(("name", "num_released"), [("llama", 0), ("qwen3", 6)])
+@pytest.mark.parametrize(("name", "num_left"), [("llama", 0), ("qwen3", 6)])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_plan_counts_bytes_as_computed(
-    tiny: Tiny, method: str, name: str, num_released: int
+    tiny: Tiny, method: str, name: str, num_left: int
 ) -> None:
     path = tiny(name)
     engine = make_engine(path, method)
@@ -332,8 +332,8 @@ def test_the_plan_counts_bytes_as_computed(
     plan = engine.plan
     assert plan.weight_bytes == num_bytes < make_engine(path, None).plan.weight_bytes
     line = next(line for line in str(plan).splitlines() if "quantised" in line)
-    assert f"{method} (lossy): {12 - num_released} weights" in line
-    assert (f"{num_released} of other shapes left in float32" in line) == bool(num_released)
+    assert f"{method} (lossy): {12 - num_left} weights" in line
+    assert (f"{num_left} of other shapes left in float32" in line) == bool(num_left)
     assert "output head" in line
 
 
