@@ -181,26 +181,26 @@ class PlainPool:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.free = dict.fromkeys(range(num_slots - 1, -1, -1))  # the last one is taken first
+        self.slots = dict.fromkeys(range(num_slots - 1, -1, -1))  # the last one is taken first
 
     @property
     def num_free(self) -> int:
-        return len(self.free)
+        return len(self.slots)
 
     def allocate(self, preferred: int | None = None) -> int | None:
-        if preferred is not None and preferred in self.free:
-            del self.free[preferred]
+        if preferred is not None and preferred in self.slots:
+            del self.slots[preferred]
             return preferred
-        return self.free.popitem()[0] if self.free else None
+        return self.slots.popitem()[0] if self.slots else None
 
     def free(self, slot: int) -> None:
-        self.free[slot] = None
+        self.slots[slot] = None
 
     def check(self, held: Iterable[int]) -> None:
         slots = list(held)
         assert len(set(slots)) == len(slots), "a slot is held twice"
-        assert not self.free.keys() & set(slots), "a slot is both free and held"
-        assert len(self.free) + len(slots) == self.num_slots, "slots leaked"
+        assert not self.slots.keys() & set(slots), "a slot is both free and held"
+        assert len(self.slots) + len(slots) == self.num_slots, "slots leaked"
 
 
 Pool = SlotPool | PlainPool
