@@ -27,9 +27,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Copy the first `num_tokens` tokens of a block, all layers, from a host slot to a device
-    slot.
-    """
+    """Copy the first `num_tokens` tokens of a block, all layers, from a host to a device slot."""
 
     host_slot: int
     device_slot: int
@@ -38,9 +36,9 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """Consecutive blocks of sequence `index` of the batch: logical `first`, ... at `slots`.
+    """Consecutive blocks of sequence `index` of the batch, from logical block `first` on.
 
-    The slots are pool slots, or places inside the ring slot when the part is a fill.
+    slots: where they lie in the pool; inside the ring slot if the part is a fill.
     """
 
     index: int
@@ -52,8 +50,8 @@ class SequenceSpan:
 class Part:
     """What one attention call reads: spans of several sequences in one pool.
 
-    tier: DEVICE, or from HOST on (in place), or HOST with `fill` set: host slots to bring into a
-    ring slot.
+    tier: DEVICE, or HOST + i for segment i of the host pool, read in place. If `fill` is set, the
+    tier is HOST, and these host slots are copied into a ring slot first.
     """
 
     tier: int
@@ -116,8 +114,8 @@ def plan_reads(
     """The parts in which the blocks of each sequence are read, every sequence in logical order.
 
     tables: the location of each block of each sequence of the batch.
-    slot_blocks: blocks that a ring slot holds; 0 reads host blocks where they are.
-    firsts: the logical index of the first block of each table; () where all begin with 0.
+    slot_blocks: blocks that a ring slot holds; 0: host blocks are read in place.
+    firsts: the logical index of the first block of each table; () if all begin with 0.
     """
     done, firsts = [0] * len(tables), firsts or [0] * len(tables)
     parts: list[Part] = []
@@ -137,7 +135,7 @@ def plan_reads(
 
 
 def _run(table: Sequence[Location], at: int, tier: int) -> tuple[int, ...]:
-    """Slots of the blocks from `at` on that lie on `tier` without a break."""
+    """Slots of the consecutive blocks from `at` on that lie on `tier`."""
     stop = at
     while stop < len(table) and table[stop][0] == tier:
         stop += 1
@@ -145,7 +143,7 @@ def _run(table: Sequence[Location], at: int, tier: int) -> tuple[int, ...]:
 
 
 def _fills(runs: list[tuple[int, ...]], firsts: list[int], slot_blocks: int) -> list[Part]:
-    """Host runs cut into ring fills; a slot that is next for several sequences is brought once."""
+    """Cut host runs into ring fills. A slot that several sequences need next is copied once."""
     parts: list[Part] = []
     fill: list[int] = []
     spans: dict[int, list[int]] = {}
@@ -160,7 +158,8 @@ def _fills(runs: list[tuple[int, ...]], firsts: list[int], slot_blocks: int) -> 
             spans.clear()
             starts.clear()
 
-    # Who begins further on, as its window has left more, finds what it shares with others brought.
+    # A sequence that has released blocks begins further on: the blocks that it shares with others
+    # are then in their fills.
     for index in sorted(range(len(runs)), key=firsts.__getitem__):
         run = runs[index]
         while served[index] < len(run):
@@ -183,7 +182,7 @@ def unseen_parts(
     block_size: int,
     windows: Sequence[int | None],
 ) -> tuple[frozenset[int], ...]:
-    """For each layer with its window, which parts none of its queries sees anything of.
+    """For each layer, the numbers of the parts that lie before the window of all its queries.
 
     starts: position of the first query of each sequence. The last part is never among them: it
     ends with the newest key of a sequence.
@@ -206,7 +205,7 @@ def unseen_parts(
 def fills_of_layers(
     parts: Sequence[Part], unseen: Sequence[frozenset[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each layer the numbers of the fills that it reads; () if all read all."""
+    """For each layer the numbers of the fills that it reads; () if every layer reads all."""
     numbers = [number for number, part in enumerate(parts) if part.fill]
     if not any(hidden.intersection(numbers) for hidden in unseen):
         return ()
@@ -220,7 +219,7 @@ def fills_of_layers(
 def streamed_per_layer(
     parts: Sequence[Part], unseen: Sequence[frozenset[int]], num_layers: int
 ) -> dict[int, int]:
-    """Of each sequence with host blocks that stream: how many, each once for every layer."""
+    """For each sequence that streams: its streamed blocks, counted once for every layer."""
     streamed: dict[int, int] = {}
     for number, part in enumerate(parts):
         layers = num_layers - sum(number in hidden for hidden in unseen)
