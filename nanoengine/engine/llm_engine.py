@@ -156,7 +156,7 @@ class LLMEngine:
         ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
         self._under_way = runner.launch(ahead, step) if ahead else None
         token_ids = step.numbers.tolist()
-        step.give_scores()
+        step.scores.append_to_sequences(step.batch, token_ids)
         failed = self.kv.take_failures(step.batch)
         ended = scheduler.postprocess(step.batch, token_ids, failed)
         if not scheduler.running:

@@ -51,7 +51,6 @@ class RequestState:
         first = self.seqs[0]
         outputs = [part.output() for part in self._parts]
         scores = first.output.prompt_scores
-        is_scored = first.request.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -63,7 +62,7 @@ class RequestState:
             error=next((seq.output.error for seq in self.seqs if seq.output.error), None),
             prompt_logprobs=(
                 [None, *(token_logprobs(score, self._tokenizer) for score in scores)]
-                if is_scored
+                if first.request.scores_prompt
                 else None
             ),
         )
