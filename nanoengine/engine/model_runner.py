@@ -64,7 +64,7 @@ class ModelRunner:
         device: Device,
     ) -> None:
         self.model = model
-        self._attention = attention
+        self.attention = attention
         self._kv = kv
         self.sampler = sampler
         self._scorer = TokenScorer(model.logits, device)
@@ -141,7 +141,7 @@ class ModelRunner:
             lengths=tuple(lengths),
             logit_rows=rows,
             kv=step.kv,
-            attention=self._attention,
+            attention=self.attention,
         )
 
     def _with_sampled(
