@@ -7,7 +7,6 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from nanoengine.engine.collector import paused as _paused
-from nanoengine.engine.streaming import StreamDelta
 from nanoengine.errors import (
     ConfigError,
     CorruptModelError,
@@ -31,6 +30,7 @@ from nanoengine.outputs import (
     BeamSearchSequence,
     CompletionOutput,
     RequestOutput,
+    StreamDelta,
 )
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 

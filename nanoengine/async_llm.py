@@ -20,10 +20,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from nanoengine.devices.home_process import HomeProcess, join
-from nanoengine.engine.streaming import DeltaStream, StreamDelta, merge_deltas
+from nanoengine.engine.completion import merge_deltas, outputs_of
+from nanoengine.engine.streaming import DeltaStream
 from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.llm import LLM, Messages, Prompt, TemplateKwargs
-from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -128,38 +129,15 @@ class AsyncLLM:
         try:
             begin = partial(self._engine.begin, mailbox, open_stream, request_id)
             output = await self._call(begin)
+            so_far: list[StreamDelta] = []  # one for each completion
             while not output.finished:
                 deltas, end = await mailbox.take()
-                output = end or replace(output, outputs=_grown(output.outputs, deltas))
+                so_far = merge_deltas([*so_far, *deltas])
+                output = end or replace(output, outputs=outputs_of(so_far))
                 yield output
         finally:
             if not mailbox.is_done:
                 self._engine.leave(mailbox)
-
-
-def _grown(
-    completions: list[CompletionOutput], deltas: Iterable[StreamDelta]
-) -> list[CompletionOutput]:
-    """The completions so far, extended by the deltas, as new objects."""
-    grown = {completion.index: completion for completion in completions}
-    for delta in deltas:
-        old = grown.get(delta.index) or CompletionOutput(delta.index, "", [], None)
-        grown[delta.index] = replace(
-            old,
-            text=old.text + delta.text,
-            token_ids=[*old.token_ids, *delta.token_ids],
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-        )
-        if delta.logprobs is not None:
-            own = zip(delta.token_ids, delta.logprobs, strict=True)
-            new = sum(scores[token_id].logprob for token_id, scores in own)
-            grown[delta.index] = replace(
-                grown[delta.index],
-                logprobs=[*(old.logprobs or ()), *delta.logprobs],
-                cumulative_logprob=(old.cumulative_logprob or 0.0) + new,
-            )
-    return [grown[index] for index in sorted(grown)]
 
 
 class _Mailbox:

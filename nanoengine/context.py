@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,31 @@ class KVChunk:
     block_table: Tensor
     spans: Spans = ()
     is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxState:
+    """What attention carries from one chunk to the next: a softmax that is not yet divided.
+
+    row_max, row_sum  fp32 [rows, heads]
+    acc               fp32 [rows, heads, head_dim]
+    """
+
+    row_max: Tensor
+    row_sum: Tensor
+    acc: Tensor
+    lowest: ClassVar[float] = -torch.inf  # row_max of a row without keys
+
+    @classmethod
+    def on(cls, device: torch.device) -> Self:
+        """A state without rows."""
+        return cls(*(torch.empty(0, dtype=torch.float32, device=device) for _ in range(3)))
+
+    def start(self, q: Tensor) -> None:
+        """Reset the state to one empty row for each row of q. Its storage only grows."""
+        self.row_max.resize_(q.shape[:2]).fill_(self.lowest)
+        self.row_sum.resize_(q.shape[:2]).zero_()
+        self.acc.resize_(q.shape).zero_()
 
 
 def packed(make: MakeTensor, parts: Iterable[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.engine.output_processor import refused
-from nanoengine.engine.streaming import DeltaStream, RequestStream, StreamDelta
+from nanoengine.engine.output_processor import RequestState, refused
+from nanoengine.engine.streaming import DeltaStream
 from nanoengine.engine.turns import Turn, Turns
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
-from nanoengine.outputs import BeamSearchOutput, RequestOutput
+from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -273,7 +273,7 @@ class LLM:
             )
         return DeltaStream(stream, self._advance, self._turns.abandon)
 
-    def _advance(self, stream: RequestStream) -> list[StreamDelta]:
+    def _advance(self, stream: RequestState) -> list[StreamDelta]:
         """Step until the stream has new deltas."""
         with Turn(self._turns) as turn:
             while not (deltas := stream.new_deltas()):

@@ -42,6 +42,30 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamDelta:
+    """The new part of one completion; `str(delta)` is its text.
+
+    request_id, index: which completion of which request. text: never holds half a UTF-8 character
+    or the start of a stop string, so it may be "". token_ids: the new tokens, also those whose text
+    is held back. finish_reason, stop_reason: as in CompletionOutput, on the last delta of a
+    completion, else None. error: the error if finish_reason is "error". logprobs: those of
+    token_ids, if requested.
+    """
+
+    request_id: int
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: RequestError | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
     """One text that LLM.beam_search found.
 

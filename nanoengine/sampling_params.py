@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanoengine.errors import MAX_COUNT, SEEDS, InvalidParamsError, integer, number, shown
 
@@ -125,6 +125,15 @@ class SamplingParams:
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    def for_completion(self, index: int) -> SamplingParams:
+        """The parameters of completion `index` of n: the first one scores the prompt for all, and
+        each has a seed of its own.
+        """
+        if not index:
+            return self
+        seed = None if self.seed is None else (self.seed + index) % (1 << 64)
+        return replace(self, seed=seed, prompt_logprobs=None)
 
     @property
     def greedy(self) -> bool:

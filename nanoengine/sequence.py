@@ -138,6 +138,16 @@ class Request:
         """How many likely tokens are scored beside each of the output; None: no scores."""
         return self.num_candidates or self.params.logprobs
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens are scored, which takes the logits of each."""
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def pauses(self) -> bool:
+        """Whether it pauses after each token, until it is told how it goes on."""
+        return self.num_candidates > 0
+
 
 @dataclass(slots=True)
 class SequenceOutput:

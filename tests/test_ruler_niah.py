@@ -97,18 +97,16 @@ def test_words_are_the_sorted_pairs() -> None:
     words = niah.Words()
     assert len(words) == 6_171_620
     # Every boundary between two adjectives, and all of the adjectives that mix when sorted.
-    ends = [0, *words._ends]
+    ends = [0, *words.ends]
     boundaries = [i for end in ends[1:-1] for i in (end - 1, end)]
-    mixed = [
-        i for start, g in zip(ends, words._groups, strict=False) if len(g) > 1 for i in [start]
-    ]
+    mixed = [i for start, g in zip(ends, words.groups, strict=False) if len(g) > 1 for i in [start]]
     assert len(mixed) == 5
     probes = sorted({0, len(words) - 1, *boundaries, *(m + 6781 for m in mixed)})
     found = [words[i] for i in probes]
     assert found == sorted(set(found))
-    group = next(g for g in words._groups if g[0] == "blue")
-    start = ends[words._groups.index(group)]
-    pairs = sorted(f"{a}-{n}" for a in ("blue", "blue-eyed") for n in words._nouns)
+    group = next(g for g in words.groups if g[0] == "blue")
+    start = ends[words.groups.index(group)]
+    pairs = sorted(f"{a}-{n}" for a in ("blue", "blue-eyed") for n in words.nouns)
     assert [words[start + i] for i in range(0, len(pairs), 997)] == pairs[::997]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import AttentionConfig
-from nanoengine.context import ForwardContext
+from nanoengine.context import ForwardContext, SoftmaxState
 from nanoengine.kernels.cpu_kernels import CpuKernels, Workspace
 
 
@@ -25,7 +25,7 @@ class CpuAttention:
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         tokens, heads, head_dim = q.shape
-        state = (
+        state = SoftmaxState(
             self._workspace.buffer("row_max", (tokens, heads), torch.float32),
             self._workspace.buffer("row_sum", (tokens, heads), torch.float32),
             self._workspace.buffer("acc", (tokens, heads, head_dim), torch.float32),
@@ -36,7 +36,7 @@ class CpuAttention:
                 chunk,
                 ctx.query_start,
                 ctx.kv_lens,
-                *state,
+                state,
                 self._config.score_scale,
                 number == 0,
                 out if chunk.is_last else None,

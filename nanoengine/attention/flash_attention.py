@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from nanoengine.config import AttentionConfig
-from nanoengine.context import ForwardContext, KVChunk, Spans, packed
+from nanoengine.context import ForwardContext, KVChunk, SoftmaxState, Spans, packed
 from nanoengine.devices.device import to_device
 
 TRIAL_TOLERANCE = 0.05
@@ -242,32 +242,23 @@ class _ChunkPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedState:
+class MergedState(SoftmaxState):
     """Partial results so far, as a softmax over log-sum-exps, in buffers of one backend.
 
-    row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided.
     The storage grows with the largest step and is kept; `scratch` is for merges.
     """
 
-    row_max: Tensor
-    row_sum: Tensor
-    acc: Tensor
     scratch: tuple[Tensor, ...]
+    # Finite, so that merging two rows without keys does not compute inf - inf.
+    lowest: ClassVar[float] = torch.finfo(torch.float32).min
 
     @classmethod
-    def on(cls, device: torch.device) -> MergedState:
+    def on(cls, device: torch.device) -> Self:
         """A state without rows."""
         row_max, row_sum, acc, *scratch = (
             torch.empty(0, dtype=torch.float32, device=device) for _ in range(7)
         )
         return cls(row_max, row_sum, acc, tuple(scratch))
-
-    def start(self, q: Tensor) -> None:
-        """Reset the state to one empty row for each row of q."""
-        # Finite, so that merging two rows without keys does not compute inf - inf.
-        self.row_max.resize_(q.shape[:2]).fill_(torch.finfo(torch.float32).min)
-        self.row_sum.resize_(q.shape[:2]).zero_()
-        self.acc.resize_(q.shape).zero_()
 
     def merge(self, rows: slice | Tensor, out: Tensor, lse: Tensor) -> None:
         """Merge what a kernel returned for `rows`; overwrites lse."""

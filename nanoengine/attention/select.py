@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -23,55 +24,38 @@ Found = tuple[AttentionBackend | None, str]  # a backend, and the reasons agains
 # The first backend that works is used; on a CPU "sdpa" only on request.
 # On a GPU, backends proved by a GPU run come first.
 ORDER = {"cuda": ("triton", "flash-attn", "varlen", "sdpa", "torch"), "cpu": ("c", "torch", "sdpa")}
+FLASH_KERNELS = {"flash-attn": flash_attn_kernels, "varlen": varlen_kernels, "sdpa": sdpa_kernels}
 
 
-def make_attention(
-    wanted: str,
-    kernels: CpuKernels | None,
-    no_kernels: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    block_size: int,
-    config: AttentionConfig,
-) -> AttentionBackend:
+@dataclass(frozen=True, slots=True)
+class AttentionSetup:
+    """What a backend must compute, and where.
+
+    dtype: of q, k and v; block_size: tokens of a KV block; config: the model's attention. kernels:
+    the C kernels; no_kernels: the reason for having none.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    config: AttentionConfig
+    kernels: CpuKernels | None = None
+    no_kernels: str = ""
+
+
+def make_attention(wanted: str, setup: AttentionSetup) -> AttentionBackend:
     """The backend of EngineConfig.attention_backend; for "auto" the first that works.
 
-    Its name also gives the reasons against the backends before it in ORDER. no_kernels: the reason
-    for having no C kernel. block_size: tokens of a KV block.
+    Its name also gives the reasons against the backends before it in ORDER.
     Raises ConfigError if the requested backend cannot be used.
     """
-    asked = device, dtype, block_size, config
-    finders: dict[str, Callable[[], Found]] = {
-        "flash-attn": lambda: make_flash(flash_attn_kernels, *asked),
-        "varlen": lambda: make_flash(varlen_kernels, *asked),
-        "triton": lambda: _make_triton(dtype, device, config),
-        "sdpa": lambda: make_flash(sdpa_kernels, *asked),
-        "c": lambda: (CpuAttention(config, kernels), "") if kernels else (None, no_kernels),
-        "torch": lambda: (TorchAttention(config), ""),
-    }
-    order = ORDER[device.type]
+    order = ORDER[setup.device.type]
     if wanted not in ("auto", *order):
         raise ConfigError(
-            f"attention_backend={wanted!r} is not for device={device.type!r}, which has "
+            f"attention_backend={wanted!r} is not for device={setup.device.type!r}, which has "
             f"{', '.join(order)}"
         )
-    refusals: list[str] = []
-    unmet_by: dict[str, list[str]] = {}
-    backend: AttentionBackend | None = None
-    for name in order if wanted == "auto" else (wanted,):
-        unmet = ATTENTION_LIMITS[name].unmet(str(dtype).removeprefix("torch."), block_size, config)
-        if unmet:
-            unmet_by.setdefault(unmet, []).append(name)
-            continue
-        backend, refusal = finders[name]()
-        refusals += [refusal] if refusal else []
-        if backend is not None:
-            break
-    needs = (
-        f"{' and '.join(names)} need{'s' * (len(names) == 1)} {limit}"
-        for limit, names in unmet_by.items()
-    )
-    reasons = "; ".join([*needs, *refusals])
+    backend, reasons = _first_that_works(order if wanted == "auto" else (wanted,), setup)
     if backend is None:
         raise ConfigError(
             f"attention_backend={wanted!r} cannot be used: {reasons}; change that, or leave it at "
@@ -81,11 +65,47 @@ def make_attention(
     return backend
 
 
-def _make_triton(dtype: torch.dtype, device: torch.device, config: AttentionConfig) -> Found:
+def _first_that_works(names: Iterable[str], setup: AttentionSetup) -> Found:
+    dtype = str(setup.dtype).removeprefix("torch.")
+    refusals: list[str] = []
+    unmet_by: dict[str, list[str]] = {}
+    backend: AttentionBackend | None = None
+    for name in names:
+        unmet = ATTENTION_LIMITS[name].unmet(dtype, setup.block_size, setup.config)
+        if unmet:
+            unmet_by.setdefault(unmet, []).append(name)
+            continue
+        backend, refusal = _find(name, setup)
+        refusals += [refusal] if refusal else []
+        if backend is not None:
+            break
+    needs = (
+        f"{' and '.join(names)} need{'s' * (len(names) == 1)} {limit}"
+        for limit, names in unmet_by.items()
+    )
+    return backend, "; ".join([*needs, *refusals])
+
+
+def _find(name: str, setup: AttentionSetup) -> Found:
+    """The backend of this name, if the machine has what it needs."""
+    if name == "c":
+        if setup.kernels is None:
+            return None, setup.no_kernels
+        return CpuAttention(setup.config, setup.kernels), ""
+    if name == "torch":
+        return TorchAttention(setup.config), ""
+    if name == "triton":
+        return _make_triton(setup)
+    return make_flash(
+        FLASH_KERNELS[name], setup.device, setup.dtype, setup.block_size, setup.config
+    )
+
+
+def _make_triton(setup: AttentionSetup) -> Found:
     try:
         from nanoengine.attention.triton_attention import (
             TritonAttention,  # imports triton, which comes with PyTorch for GPUs
         )
     except ImportError as error:
         return None, f"Triton: {error}"
-    return TritonAttention(config, dtype, device), ""
+    return TritonAttention(setup.config, setup.dtype, setup.device), ""

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate, count
 
 import torch
 from torch import Tensor
 
 from nanoengine.config import AttentionConfig
-from nanoengine.context import ForwardContext, KVChunk
-
-
-@dataclass(frozen=True, slots=True)
-class SoftmaxState:
-    """Softmax buffers of one backend for all layers and steps; they grow to the largest step.
-
-    row_max, row_sum: fp32 [tokens, heads]; acc: fp32 [tokens, heads, head_dim], not yet divided.
-    """
-
-    row_max: Tensor
-    row_sum: Tensor
-    acc: Tensor
-
-    @classmethod
-    def on(cls, device: torch.device) -> SoftmaxState:
-        """A state without rows."""
-        row_max, row_sum, acc = (
-            torch.empty(0, dtype=torch.float32, device=device) for _ in range(3)
-        )
-        return cls(row_max, row_sum, acc)
-
-    def start(self, q: Tensor) -> None:
-        """Reset the state to one empty row for each row of q."""
-        self.row_max.resize_(q.shape[:2]).fill_(-torch.inf)
-        self.row_sum.resize_(q.shape[:2]).zero_()
-        self.acc.resize_(q.shape).zero_()
+from nanoengine.context import ForwardContext, KVChunk, SoftmaxState
 
 
 class TorchAttention:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanoengine.attention.triton_attention_kernels import LOG2E, decode, merge, prefill
 from nanoengine.config import AttentionConfig
-from nanoengine.context import ForwardContext, KVChunk, Spans
+from nanoengine.context import ForwardContext, KVChunk, SoftmaxState, Spans
 from nanoengine.devices.device import to_device
 
 PARTITION = 512
@@ -35,7 +35,6 @@ TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
 MIN_DOT = 16  # the smallest side of a matrix product
 
 Lengths = tuple[tuple[int, int], ...]
-States = tuple[Tensor, Tensor, Tensor]  # row maximum and sum, fp32 [rows, heads]; accumulator
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +42,12 @@ class _Partitions:
     """Softmax states of sequences with few queries, one for each partition and query.
 
     start: int32 [n], index of the first state of sequence i, that of the first partition that any
-    layer sees; row_max, row_sum: fp32 [states, heads]; acc: fp32 [states, heads, head_dim]. few:
-    the largest number of queries that counts as few; queries: the most queries of such a sequence
-    in this step. at_once: partitions that are merged together.
+    layer sees. few: the largest number of queries that counts as few; queries: the most queries of
+    such a sequence in this step. at_once: partitions that are merged together.
     """
 
     start: Tensor
-    row_max: Tensor
-    row_sum: Tensor
-    acc: Tensor
+    states: SoftmaxState
     few: int
     queries: int
     at_once: int
@@ -74,7 +70,7 @@ class TritonAttention:
         self._most_keys = min(MAX_TILE, 1 << (room.bit_length() - 1))
         self._tiles: dict[int, tuple[Spans, Tensor | None]] = {}
         self._parts: _Partitions | None = None
-        self._states: States | None = None
+        self._states: SoftmaxState | None = None
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -99,7 +95,7 @@ class TritonAttention:
         if counts:
             start = self._first_states(ctx, few)
             states = _states(q, self._most_states(chunk, ctx, few))
-            self._parts = _Partitions(start, *states, few, max(counts), self._at_once(chunk))
+            self._parts = _Partitions(start, states, few, max(counts), self._at_once(chunk))
         if len(counts) < len(ctx.lengths):
             self._states = _states(q, 0 if chunk.is_last else 2 * len(q))
 
@@ -151,16 +147,17 @@ class TritonAttention:
         out: Tensor,
         window: int,
     ) -> None:
-        assert self._states is not None
-        if not chunk.is_last and not len(self._states[0]):  # the first layer read fewer chunks
-            self._states = _states(q, 2 * len(q))
+        states = self._states
+        assert states is not None
+        if not chunk.is_last and not len(states.row_max):  # the first layer read fewer chunks
+            states = self._states = _states(q, 2 * len(q))
         group = q.shape[1] // chunk.k.shape[2]
         shape = self._shape(q, chunk, max(PREFILL_ROWS, triton.next_power_of_2(group)))
         prefill[(len(tiles), chunk.k.shape[2])](
             q, chunk.k, chunk.v, tiles,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
-            *self._states, out,
+            states.row_max, states.row_sum, states.acc, out,
             self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=window,
             num_warps=PREFILL_WARPS, num_stages=_stages(q),
         )  # fmt: skip
@@ -173,12 +170,12 @@ class TritonAttention:
         wanted = max(1, DECODE_PROGRAMS // (num_spans * kv_heads))
         group = q.shape[1] // kv_heads
         rows = max(MIN_DOT, triton.next_power_of_2(parts.queries * group))
-        shape = self._shape(q, chunk, rows)
+        shape, states = self._shape(q, chunk, rows), parts.states
         decode[(num_spans, kv_heads, min(width, wanted))](
             q, chunk.k, chunk.v,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
-            parts.start, parts.row_max, parts.row_sum, parts.acc,
+            parts.start, states.row_max, states.row_sum, states.acc,
             self._scale, *_strides(q, chunk), **shape, WINDOW=window,
             LONGEST=self._config.longest_window or 0, num_warps=4 if rows == MIN_DOT else 8,
             num_stages=_stages(q),
@@ -186,9 +183,10 @@ class TritonAttention:
 
     def _run_merge(self, ctx: ForwardContext, parts: _Partitions, out: Tensor, window: int) -> None:
         _, heads, head_dim = out.shape
+        states = parts.states
         merge[(len(ctx.lengths), heads, parts.queries)](
             ctx.query_start, ctx.kv_lens,
-            parts.start, parts.row_max, parts.row_sum, parts.acc, out,
+            parts.start, states.row_max, states.row_sum, states.acc, out,
             heads, head_dim, self._dim, PARTITION, parts.few, parts.at_once, window,
             self._config.longest_window or 0, num_warps=2,
         )  # fmt: skip
@@ -235,14 +233,13 @@ def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[t
     return found
 
 
-def _states(q: Tensor, num_rows: int) -> States:
+def _states(q: Tensor, num_rows: int) -> SoftmaxState:
     """Allocate softmax states for `num_rows` rows of every head."""
     _, heads, head_dim = q.shape
     shapes = (num_rows, heads), (num_rows, heads), (num_rows, heads, head_dim)
-    row_max, row_sum, acc = (
-        torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes
+    return SoftmaxState(
+        *(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes)
     )
-    return row_max, row_sum, acc
 
 
 def _strides(q: Tensor, chunk: KVChunk) -> tuple[int, ...]:

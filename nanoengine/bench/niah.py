@@ -106,30 +106,33 @@ class PromptFormat:
 
 
 class Words(Sequence[str]):
-    """wonderwords' adjective-noun pairs in sorted order, without making all 6 million of them."""
+    """wonderwords' adjective-noun pairs in sorted order, without making all 6 million of them.
+
+    groups: adjectives whose pairs mix when sorted: "blue-..." and "blue-eyed-...". ends: of each
+    group, how many pairs come up to its end.
+    """
 
     def __init__(self) -> None:
         """Raises ConfigError when wonderwords is not installed."""
-        self._nouns, adjectives = _word_list("nounlist.txt"), _word_list("adjectivelist.txt")
-        # "blue-..." and "blue-eyed-..." mix when sorted: such adjectives share a group.
-        self._groups: list[list[str]] = []
+        self.nouns, adjectives = _word_list("nounlist.txt"), _word_list("adjectivelist.txt")
+        self.groups: list[list[str]] = []
         for adjective in sorted(adjectives, key=lambda word: word + "-"):
-            if self._groups and adjective.startswith(self._groups[-1][0] + "-"):
-                self._groups[-1].append(adjective)
+            if self.groups and adjective.startswith(self.groups[-1][0] + "-"):
+                self.groups[-1].append(adjective)
             else:
-                self._groups.append([adjective])
-        self._ends = list(accumulate(len(group) * len(self._nouns) for group in self._groups))
+                self.groups.append([adjective])
+        self.ends = list(accumulate(len(group) * len(self.nouns) for group in self.groups))
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self.ends[-1]
 
     def __getitem__(self, index: Any) -> Any:
-        at = bisect_right(self._ends, index)
-        group = self._groups[at]
-        offset = index - (self._ends[at] - len(group) * len(self._nouns))
+        at = bisect_right(self.ends, index)
+        group = self.groups[at]
+        offset = index - (self.ends[at] - len(group) * len(self.nouns))
         if len(group) == 1:
-            return f"{group[0]}-{self._nouns[offset]}"
-        return sorted(f"{adjective}-{noun}" for adjective in group for noun in self._nouns)[offset]
+            return f"{group[0]}-{self.nouns[offset]}"
+        return sorted(f"{adjective}-{noun}" for adjective in group for noun in self.nouns)[offset]
 
 
 def _word_list(name: str) -> list[str]:

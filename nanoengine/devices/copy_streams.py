@@ -115,13 +115,13 @@ class InlineStream:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._copies = Copies()
-        self.take_failed = self._copies.take_failed
+        self.copies = Copies()
+        self.take_failed = self.copies.take_failed
 
     def copy(
         self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
     ) -> None:
-        self._copies.make(dst, src, owner, convert)
+        self.copies.make(dst, src, owner, convert)
 
     def fill(self, dst: Tensor, value: float) -> None:
         dst.fill_(value)
@@ -164,8 +164,8 @@ class WorkerStream:
 
     def __init__(self, name: str, max_delay_s: float = 0.0) -> None:
         self.name = name
-        self._copies = Copies()
-        self.take_failed = self._copies.take_failed
+        self.copies = Copies()
+        self.take_failed = self.copies.take_failed
         self._work: WorkQueue = queue.SimpleQueue()
         # The thread refers to the queue, not to the stream, so the stream can be collected.
         work = self._work, Delays(name, max_delay_s)
@@ -178,11 +178,11 @@ class WorkerStream:
     def copy(
         self, dst: Tensor, src: Tensor, owner: object = None, convert: Convert | None = None
     ) -> None:
-        copies = self._copies
+        copies = self.copies
         self._put(lambda: copies.make(dst, src, owner, convert))
 
     def fill(self, dst: Tensor, value: float) -> None:
-        copies = self._copies
+        copies = self.copies
         self._put(lambda: copies.fill(dst, value))
 
     def record(self) -> Event:
@@ -193,6 +193,11 @@ class WorkerStream:
     def wait(self, event: Event) -> None:
         if isinstance(event, WorkerEvent) and not event.is_done():
             self._put(event.block)
+
+    @property
+    def is_alive(self) -> bool:
+        """True until the thread has ended."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """End the thread once its queue is empty; closing twice is fine."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import operator
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import xxhash
@@ -93,9 +93,7 @@ class InputProcessor:
         first = self._sequence(asked, params)
         seqs = [first]
         for index in range(1, params.n):
-            seed = None if params.seed is None else (params.seed + index) % (1 << 64)
-            alike = replace(params, seed=seed, prompt_logprobs=None)
-            seqs.append(self._sequence(asked, alike, index, first))
+            seqs.append(self._sequence(asked, params.for_completion(index), index, first))
         return seqs
 
     def encode(self, text: str) -> list[int]:

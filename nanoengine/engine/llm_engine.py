@@ -19,9 +19,8 @@ from nanoengine.devices.device import Device
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.engine.input_processor import InputProcessor
 from nanoengine.engine.model_runner import ModelRunner, StepTokens, make_runner
-from nanoengine.engine.output_processor import OutputProcessor
+from nanoengine.engine.output_processor import OutputProcessor, RequestState
 from nanoengine.engine.scheduler import Scheduler
-from nanoengine.engine.streaming import RequestStream
 from nanoengine.errors import EngineClosedError, EngineError
 from nanoengine.kernels.cuda_graph import graph_size
 from nanoengine.kv.kv_cache import HybridKVCacheManager
@@ -118,7 +117,7 @@ class LLMEngine:
         """
         self.check_open()
         seqs = self.inputs.sequences(prompt, params, prompt_text, cache_salt)
-        return self._queue(seqs)
+        return self._queue(seqs).request_id
 
     def add_stream(
         self,
@@ -126,14 +125,13 @@ class LLMEngine:
         params: SamplingParams | None = None,
         prompt_text: str | None = None,
         cache_salt: str | None = None,
-    ) -> RequestStream:
-        """Like add_request, but returns a stream: take its text deltas after steps."""
+    ) -> RequestState:
+        """Like add_request, but returns its state: take its deltas after steps."""
         self.check_open()
         seqs = self.inputs.sequences(prompt, params, prompt_text, cache_salt, is_streamed=True)
-        self._queue(seqs)
-        return RequestStream(seqs, self.outputs.completion, self.outputs.logprobs)
+        return self._queue(seqs)
 
-    def _queue(self, seqs: list[Sequence]) -> int:
+    def _queue(self, seqs: list[Sequence]) -> RequestState:
         for seq in seqs:
             self.scheduler.add(seq)
         return self.outputs.expect(seqs)
@@ -158,7 +156,7 @@ class LLMEngine:
         ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
         self._under_way = runner.launch(ahead, step) if ahead else None
         token_ids = step.numbers.tolist()
-        step.give_scores()
+        step.scores.append_to_sequences(step.batch, token_ids)
         failed = self.kv.take_failures(step.batch)
         ended = scheduler.postprocess(step.batch, token_ids, failed)
         if not scheduler.running:
@@ -169,7 +167,7 @@ class LLMEngine:
         """End requests, free what they hold, and return what they had generated."""
         self.check_open()
         ids = [request_ids] if isinstance(request_ids, int) else request_ids
-        seqs = self.outputs.completions(ids)
+        seqs = self.outputs.unfinished(ids)
         return self.outputs.finish(self.scheduler.abort(seq.seq_id for seq in seqs))
 
     @property

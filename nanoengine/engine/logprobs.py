@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from nanoengine.devices.device import Readable
-from nanoengine.sequence import Sequence, TokenScore
+from nanoengine.devices.device import Device, Readable
+from nanoengine.outputs import Logprob, TokenLogprobs
+from nanoengine.sequence import ScheduledBatch, Sequence, TokenScore
+from nanoengine.text.tokenizer import Tokenizer
+
+PROMPT_ROWS = 256  # logits of so many tokens of a prompt are held at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +33,76 @@ class PromptScores:
             if position == len(self.seq.output.prompt_scores) + 1:
                 token_id = self.seq.token_ids[position]
                 self.seq.output.prompt_scores.append(read_scores(row, token_id, width))
+
+
+@dataclass(frozen=True, slots=True)
+class StepScores:
+    """The scores that the requests of a step ask for, on their way to the host.
+
+    prompts: of tokens of prompts. sampled: [n, ...], of what the step samples; None where no
+    request wants them.
+    """
+
+    prompts: tuple[PromptScores, ...] = ()
+    sampled: Readable | None = None
+
+    def append_to_sequences(self, batch: ScheduledBatch, token_ids: list[int]) -> None:
+        """Append to each sequence what it asked for; before its tokens are. token_ids: sampled by
+        the items of the batch, in order.
+        """
+        for part in self.prompts:
+            part.append_to_sequence()
+        if self.sampled is None:
+            return
+        tokens, rows = iter(token_ids), iter(self.sampled.tolist())
+        for item in batch.items:
+            seq, width = item.seq, item.seq.request.num_likeliest
+            accepted = item.accepted(list(islice(tokens, item.num_samples)))
+            scored = zip(accepted, list(islice(rows, item.num_samples)), strict=False)
+            if width is not None and not seq.is_finished:
+                seq.output.scores += [read_scores(row, token_id, width) for token_id, row in scored]
+
+
+class TokenScorer:
+    """Scores the tokens of a step, where requests ask for it."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor], device: Device) -> None:
+        """logits: from hidden states [n, hidden] to [n, vocab]."""
+        self._logits = logits
+        self._device = device
+
+    def score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> StepScores:
+        """hidden: the states of the batch's tokens, [tokens, hidden]."""
+        return StepScores(tuple(self._prompt_parts(batch, hidden)))
+
+    def score_sampled(
+        self, scores: StepScores, seqs: Seq[Sequence], logits: Tensor, tokens: Tensor
+    ) -> StepScores:
+        """With the scores of sampled tokens. logits: [n, vocab]; tokens: int64 [n], of `seqs`."""
+        widths = [seq.request.num_likeliest for seq in seqs]
+        asked = [width for width in widths if width is not None]
+        if not asked:
+            return scores
+        sampled = score_tokens(logits, tokens, max(asked))
+        return replace(scores, sampled=self._device.read_back(sampled))
+
+    def _prompt_parts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
+        """Scores of the prompts' next tokens: every token of a chunk but the prompt's last has one
+        after it.
+        """
+        row = 0
+        for item in batch.items:
+            seq, stop = item.seq, item.start + item.num_tokens
+            stop = min(stop, seq.num_prompt_tokens - 1)
+            width = seq.request.params.prompt_logprobs
+            if width is not None:
+                for start in range(item.start, stop, PROMPT_ROWS):
+                    end = min(stop, start + PROMPT_ROWS)
+                    rows = hidden[row + start - item.start : row + end - item.start]
+                    following = self._device.tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
+                    scores = score_tokens(self._logits(rows), following, width)
+                    yield PromptScores(seq, start + 1, self._device.read_back(scores))
+            row += item.num_tokens
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
@@ -48,3 +124,15 @@ def read_scores(row: Seq[float], token_id: int, num_likeliest: int) -> TokenScor
     values, ids = row[2 : 2 + (len(row) - 2) // 2], row[2 + (len(row) - 2) // 2 :]
     likeliest = tuple((int(i), value) for i, value in zip(ids, values, strict=True))
     return TokenScore(token_id, row[0], int(row[1]), likeliest[:num_likeliest])
+
+
+def token_logprobs(score: TokenScore, tokenizer: Tokenizer | None) -> TokenLogprobs:
+    """A score as users see it: the likeliest tokens of a position and the one that is there."""
+    ranked = [(i, value, rank) for rank, (i, value) in enumerate(score.likeliest, 1)]
+    if all(i != score.token_id for i, _, _ in ranked):
+        ranked.append((score.token_id, score.logprob, score.rank))
+    return {i: Logprob(value, rank, _decoded(i, tokenizer)) for i, value, rank in ranked}
+
+
+def _decoded(token_id: int, tokenizer: Tokenizer | None) -> str | None:
+    return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)

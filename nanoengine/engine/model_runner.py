@@ -5,9 +5,7 @@ Knows the model, the sampler and the KV manager's attention face; decides nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device, Readable
-from nanoengine.engine.logprobs import PromptScores, read_scores, score_tokens
+from nanoengine.engine.logprobs import StepScores, TokenScorer
 from nanoengine.engine.sampler import Sampler
 from nanoengine.models.decoder import Decoder
 from nanoengine.sequence import ScheduledBatch
@@ -39,37 +37,19 @@ class StepOpener(Protocol):
     def open_step(self, batch: ScheduledBatch) -> OpenStep: ...
 
 
-PROMPT_SCORE_ROWS = 256  # logits of so many tokens of a prompt are held at once
-
-
 @dataclass(frozen=True, slots=True)
 class StepTokens:
     """What a step samples: the next token of each item of its batch that does, in order, and those
     after its guesses.
 
-    tokens: int64 [n], on the device; numbers: the same on their way to the host; so are `scores` of
-    these tokens, [n, ...], where a request wants logprobs, and those of prompts.
+    tokens: int64 [n], on the device; numbers: the same on their way to the host, as are the scores
+    that requests ask for.
     """
 
     batch: ScheduledBatch
     tokens: Tensor
     numbers: Readable
-    scores: Readable | None = None
-    prompt_scores: tuple[PromptScores, ...] = ()
-
-    def give_scores(self) -> None:
-        """Append what was asked for to the sequences; before their tokens are."""
-        for part in self.prompt_scores:
-            part.append_to_sequence()
-        if self.scores is None:
-            return
-        tokens, rows = iter(self.numbers.tolist()), iter(self.scores.tolist())
-        for item in self.batch.items:
-            seq, width = item.seq, item.seq.request.num_likeliest
-            accepted = item.accepted(list(islice(tokens, item.num_samples)))
-            scored = zip(accepted, list(islice(rows, item.num_samples)), strict=False)
-            if width is not None and not seq.is_finished:
-                seq.output.scores += [read_scores(row, token_id, width) for token_id, row in scored]
+    scores: StepScores
 
 
 class ModelRunner:
@@ -84,9 +64,10 @@ class ModelRunner:
         device: Device,
     ) -> None:
         self.model = model
-        self._attention = attention
+        self.attention = attention
         self._kv = kv
         self.sampler = sampler
+        self._scorer = TokenScorer(model.logits, device)
         self._device = device
 
     def run(self, batch: ScheduledBatch) -> list[int]:
@@ -103,7 +84,7 @@ class ModelRunner:
             step.mark_written()
         finally:
             step.close()
-        prompt_scores = tuple(self._score_prompts(batch, hidden))
+        scores = self._scorer.score_prompts(batch, hidden)
         drawn = [
             (item.seq, item.start + item.num_tokens - item.num_samples + number)
             for item in batch.items
@@ -111,39 +92,13 @@ class ModelRunner:
         ]
         if not drawn:
             nothing = torch.empty(0, dtype=torch.int64)
-            return StepTokens(batch, nothing, nothing, None, prompt_scores)
+            return StepTokens(batch, nothing, nothing, scores)
         logits = self.model.logits(hidden[ctx.logit_rows])
         seqs, positions = zip(*drawn, strict=True)
         tokens = self.sampler.sample(logits, seqs, positions)
-        widths = [seq.request.num_likeliest for seq in seqs]
-        asked = [width for width in widths if width is not None]
-        scores = score_tokens(logits, tokens, max(asked)) if asked else None
-        return StepTokens(
-            batch,
-            tokens,
-            self._device.read_back(tokens),
-            None if scores is None else self._device.read_back(scores),
-            prompt_scores,
-        )
-
-    def _score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
-        """Scores of the prompts' next tokens, where they are wanted: every token of a chunk but the
-        prompt's last has one after it.
-        """
-        row = 0
-        for item in batch.items:
-            seq, stop = item.seq, item.start + item.num_tokens
-            stop = min(stop, seq.num_prompt_tokens - 1)
-            if seq.request.params.prompt_logprobs is not None:
-                for start in range(item.start, stop, PROMPT_SCORE_ROWS):
-                    end = min(stop, start + PROMPT_SCORE_ROWS)
-                    rows = hidden[row + start - item.start : row + end - item.start]
-                    following = self._device.tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
-                    scores = score_tokens(
-                        self.model.logits(rows), following, seq.request.params.prompt_logprobs
-                    )
-                    yield PromptScores(seq, start + 1, self._device.read_back(scores))
-            row += item.num_tokens
+        numbers = self._device.read_back(tokens)
+        scores = self._scorer.score_sampled(scores, seqs, logits, tokens)
+        return StepTokens(batch, tokens, numbers, scores)
 
     def context(
         self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None
@@ -186,7 +141,7 @@ class ModelRunner:
             lengths=tuple(lengths),
             logit_rows=rows,
             kv=step.kv,
-            attention=self._attention,
+            attention=self.attention,
         )
 
     def _with_sampled(

@@ -140,7 +140,7 @@ class Scheduler:
         if sum(not item.samples for item in batch.items) > 1:
             return None  # several prompts share a step by other rules
         asked = [item.seq.request for item in batch.items]
-        if any(request.params.follows_history or request.num_candidates for request in asked):
+        if any(request.params.follows_history or request.pauses for request in asked):
             return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
@@ -182,7 +182,7 @@ class Scheduler:
             if item.seq.is_finished:
                 self._end(item.seq)
                 ended.append(item.seq)
-            elif drawn and item.seq.request.num_candidates:
+            elif drawn and item.seq.request.pauses:
                 self._pause(item.seq)
         self._drop_finished()
         return ended

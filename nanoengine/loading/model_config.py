@@ -41,9 +41,7 @@ def read_model_config(
     Raises ModelNotFoundError without a config.json, CorruptModelError for an unreadable one or
     impossible numbers, UnsupportedModelError for an unknown architecture or setting.
     """
-    if not has_file(folder / "config.json"):
-        raise ModelNotFoundError(f"{folder} has no config.json{_gguf_hint(folder)}")
-    content = CheckedJson(folder / "config.json")
+    content = _config_json(folder)
     name = _architecture(content, supported)
     architecture = ARCHITECTURES[name]
     content.fill(architecture.defaults)
@@ -55,7 +53,6 @@ def read_model_config(
     head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
     rope, local_rope, max_position = _ropes(content, architecture, head_dim, max_model_len)
     reads = architecture.reads
-    softcap = content.get("final_logit_softcapping") if "final_logit_softcapping" in reads else None
     config = ModelConfig(
         architecture=name,
         vocab_size=vocab_size,
@@ -78,17 +75,21 @@ def read_model_config(
         query_pre_attn_scalar=(
             content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
         ),
-        final_logit_softcap=None if softcap is None else content.real("final_logit_softcapping"),
+        final_logit_softcap=_softcap(content, reads),
     )
-    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-        raise UnsupportedModelError(
-            f"{content.path}: {config.num_heads} heads, {config.num_kv_heads} KV heads of "
-            f"{config.head_dim}; heads must be a multiple of KV heads, and the head size even"
-        )
+    _check_heads(config, content.path)
     return config
 
 
-def _gguf_hint(folder: Path) -> str:
+def _config_json(folder: Path) -> CheckedJson:
+    path = folder / "config.json"
+    if has_file(path):
+        return CheckedJson(path)
+    raise ModelNotFoundError(f"{folder} has no config.json{gguf_hint(folder)}")
+
+
+def gguf_hint(folder: Path) -> str:
+    """For an error: the GGUF file that the folder holds, if any."""
     files = sorted(folder.glob("*.gguf"))
     return f"; give the file itself: {files[0]}" if files else ""
 
@@ -105,6 +106,21 @@ def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
         f"{content.path}: architecture {found} is not supported; "
         f"supported: {', '.join(sorted(supported))}"
     )
+
+
+def _check_heads(config: ModelConfig, path: Path) -> None:
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise UnsupportedModelError(
+            f"{path}: {config.num_heads} heads, {config.num_kv_heads} KV heads of "
+            f"{config.head_dim}; heads must be a multiple of KV heads, and the head size even"
+        )
+
+
+def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
+    """Of the logits; None if the architecture or the checkpoint has none."""
+    name = "final_logit_softcapping"
+    is_set = name in reads and content.get(name) is not None
+    return content.real(name) if is_set else None
 
 
 def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:

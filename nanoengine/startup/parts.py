@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.attention.select import make_attention
+from nanoengine.attention.select import AttentionSetup, make_attention
 from nanoengine.config import EngineConfig
 from nanoengine.context import AttentionBackend
 from nanoengine.devices.device import Device
@@ -83,15 +83,15 @@ def load_parts(config: EngineConfig, device: Device) -> Parts:
             ops,
             config.max_model_len,
         )
-    attention = make_attention(
-        config.attention_backend,
-        kernels,
-        no_kernels,
+    setup = AttentionSetup(
         device.torch_device,
         dtype,
         config.kvcache_block_size,
         model.config.attention,
+        kernels,
+        no_kernels,
     )
+    attention = make_attention(config.attention_backend, setup)
     facts = ModelFacts(
         source=model.source,
         dtype=dtype,

@@ -46,7 +46,7 @@ from nanoengine.attention.flash_attention import (
     seen_by,
     varlen_kernels,
 )
-from nanoengine.attention.select import make_attention
+from nanoengine.attention.select import AttentionSetup, make_attention
 from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
@@ -512,7 +512,7 @@ def test_an_engine_that_streams_equals_transformers(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks across blocks, shared prefixes, mixed batches; NaN in undelivered memory, delays."""
-    monkeypatch.setattr(parts, "make_attention", lambda *args: _flash_of(args[-1]))
+    monkeypatch.setattr(parts, "make_attention", lambda *args: _flash_of(args[-1].config))
     path = tiny("llama")
     rng = random.Random(5)
     long = [rng.randrange(256) for _ in range(60)]
@@ -740,7 +740,7 @@ def test_a_limit_that_is_not_kept_is_named(
     with pytest.raises(
         ConfigError, match=f"'varlen' cannot be used: varlen needs {reason}; change"
     ):
-        make_attention("varlen", None, "", torch.device("cuda"), dtype, block, config)
+        make_attention("varlen", AttentionSetup(torch.device("cuda"), dtype, block, config))
 
 
 def test_a_broken_installation_is_told_from_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -764,8 +764,8 @@ def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch)
         return (None, "the reason") if find.__name__ in refused else (flash(), "")
 
     def name(wanted: str = "auto", device: torch.device = cuda) -> str:
-        no_kernels = "no compiler"
-        return make_attention(wanted, None, no_kernels, device, torch.float16, 256, PLAIN).name
+        setup = AttentionSetup(device, torch.float16, 256, PLAIN, None, "no compiler")
+        return make_attention(wanted, setup).name
 
     monkeypatch.setattr(attention, "make_flash", make)
     assert name(device=CPU) == "torch (c needs float32 or bfloat16, not float16)"

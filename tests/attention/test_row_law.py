@@ -14,7 +14,7 @@ from marks import BUILDS, EMULATED, needs_compiler
 from paged_batches import Batch, chunk_of, in_pieces, int32, make_batch
 from torch import Tensor
 
-from nanoengine.context import KVTarget
+from nanoengine.context import KVTarget, SoftmaxState
 from nanoengine.kernels.cpu_kernels import CpuKernels
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
@@ -37,23 +37,21 @@ def attended(kernels: CpuKernels, batch: Batch, window: int | None, softcap: flo
     """The softmax state after all keys, and the attention."""
     tokens, heads, head_dim = batch.q.shape
     shapes = (tokens, heads), (tokens, heads), (tokens, heads, head_dim)
-    row_max, row_sum, acc = (torch.full(shape, torch.nan) for shape in shapes)
+    state = SoftmaxState(*(torch.full(shape, torch.nan) for shape in shapes))
     out = torch.full(batch.q.shape, torch.nan, dtype=batch.q.dtype)
     kernels.attend(
         batch.q,
         chunk_of(batch, {s: (0, len(t)) for s, t in enumerate(batch.tables)}),
         batch.query_start(),
         int32(batch.kv_lens),
-        row_max,
-        row_sum,
-        acc,
+        state,
         batch.scale,
         is_first=True,
         out=out,
         window=window,
         softcap=softcap,
     )
-    return row_max, row_sum, acc, out.float()
+    return state.row_max, state.row_sum, state.acc, out.float()
 
 
 def bits(state: State) -> list[Tensor]:

@@ -178,7 +178,7 @@ def test_wherever_the_kv_is(
         for prompt, output in zip(PROMPTS, found, strict=True):
             check(output, references(ending, prompt, 5, 20))
         assert_all_free(engine)
-        assert not engine.outputs.completions(range(100)) and not engine.has_unfinished_requests
+        assert not engine.outputs.unfinished(range(100)) and not engine.has_unfinished_requests
 
 
 def test_past_the_ends_of_sequence(llm: LLM, ending: Path) -> None:

@@ -113,7 +113,7 @@ def test_completions_end_each_in_its_time(tiny: Callable[[str], Path]) -> None:
     reasons = {made.finish_reason for made in output.outputs}
     assert reasons == {"stop", "length"} and output.finished
     assert all(len(made.logprobs) == len(made.token_ids) for made in output.outputs)
-    assert not engine.kv.tables and not engine.outputs.completions(range(100))
+    assert not engine.kv.tables and not engine.outputs.unfinished(range(100))
     engine.close()
 
 

@@ -90,11 +90,11 @@ class FailingAttention:
 def fail_once(driver: Driver, layer: int, after_chunks: int) -> None:
     """The next step raises Boom; the one after it works again."""
     runner = driver.engine.runner
-    inner = runner._attention
-    runner._attention = FailingAttention(inner, layer, after_chunks)
+    inner = runner.attention
+    runner.attention = FailingAttention(inner, layer, after_chunks)
     with pytest.raises(Boom):
         driver.engine.step()
-    runner._attention = inner
+    runner.attention = inner
     driver.engine.kv.check()
 
 
@@ -219,7 +219,7 @@ def test_freed_slots_are_poisoned(tiny: Tiny) -> None:
     kv = driver.engine.kv
     for pool in (
         kv.memory.pool,
-        *kv.memory.offload.host._segments._allocated,
+        *kv.memory.offload.host.segments,
         kv.memory.offload.ring,
     ):
         assert pool.isnan().all()

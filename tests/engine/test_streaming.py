@@ -19,7 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoengine import LLM, InvalidPromptError, PromptTooLongError, SamplingParams, StreamDelta
-from nanoengine.engine.streaming import DeltaStream, RequestStream, merge_deltas, num_held_back
+from nanoengine.engine.completion import merge_deltas, num_held_back
+from nanoengine.engine.output_processor import RequestState
+from nanoengine.engine.streaming import DeltaStream
 from nanoengine.errors import EngineClosedError, EngineError, TransferError
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutput
@@ -111,11 +113,7 @@ def test_deltas_over_random_splits_never_show_a_stop_or_half_a_code_point(
         if len(text[:end].encode()) > min_tokens
     ]
     whole = text[: min(hits)[1]] if hits else text
-
-    def completed(done: Sequence) -> CompletionOutput:
-        return CompletionOutput(0, whole, [], done.output.finish_reason, done.output.stop_reason)
-
-    stream, deltas, num_fed = RequestStream([seq], completed, lambda _: {}), [], 0
+    stream, deltas, num_fed = RequestState([seq], tokenizer), [], 0
     for token_id, take in zip(ids, taken, strict=False):
         if seq.is_finished:
             break
@@ -130,8 +128,9 @@ def test_deltas_over_random_splits_never_show_a_stop_or_half_a_code_point(
             complete = tokenizer.decode(ids[:num_fed]).rstrip("�")
             assert shown == complete[: len(complete) - held_by_definition(complete, stops)]
     deltas += stream.new_deltas()
-    assert seq.is_finished and stream.is_finished and stream.new_deltas() == []
+    assert stream.has_ended and stream.is_given_out and stream.new_deltas() == []
     end = joined(deltas)
+    assert stream.output().outputs == [end]
     assert (end.text, end.token_ids) == (whole, ids[:num_fed])
     assert end.stop_reason == (min(hits)[2] if hits else None)
     assert merge_deltas(deltas) == [

@@ -234,7 +234,7 @@ def fail_copies(stream: Any, numbers: set[int]) -> None:
 
     They get a source of the wrong size, so that the real copy raises and delivers nothing.
     """
-    copies, made = getattr(stream, "inner", stream)._copies, itertools.count()
+    copies, made = getattr(stream, "inner", stream).copies, itertools.count()
     make = copies.make
 
     def failing(dst: Tensor, src: Tensor, owner: object, convert: Convert | None) -> None:
@@ -248,7 +248,7 @@ def assert_all_free(engine: LLMEngine) -> None:
     """Nothing is held, in flight or, once the prefix cache is reset, taken on either tier."""
     engine.kv.reset_prefix_cache()
     manager = engine.kv.blocks
-    assert not engine.kv.tables and not manager._in_flight
+    assert not engine.kv.tables and not manager.in_flight
     for pool in (manager.device, manager.host):
         assert pool.num_free == pool.num_slots
     engine.kv.check()

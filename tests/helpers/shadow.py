@@ -98,7 +98,7 @@ class HeldStream:
         self.name = name
         self.work: deque[Callable[[], None] | HeldEvent] = deque()
         self._inline = InlineStream(name)
-        self._copies = self._inline._copies
+        self.copies = self._inline.copies
         self.take_failed = self._inline.take_failed
         self._is_busy = False
 
@@ -171,7 +171,7 @@ class Faults:
 
     def untold(self) -> set[int]:
         """Blocks of copies that have failed and of which the engine was not told yet."""
-        return {number for failed in self._stream._copies._failed for number in failed.owner}
+        return {number for failed in self._stream.copies._failed for number in failed.owner}
 
     def _faulty_copy(
         self, dst: Tensor, src: Tensor, owner: tuple[int, ...], convert: Convert | None = None
@@ -319,7 +319,7 @@ class ShadowEngine:
     def is_idle(self) -> bool:
         """True when no copy is queued and no thread is there to make one."""
         offload = self.kv.memory.offload
-        is_taking = offload is not None and offload.host._thread.is_alive()
+        is_taking = offload is not None and offload.host.is_allocating
         return not (self.num_held or self.cpu._workers or is_taking)
 
     def close(self) -> None:
@@ -476,8 +476,8 @@ class ShadowEngine:
         assert manager.num_available >= 0, "more blocks are held than there are"
         for block in manager.cached:
             assert not block.ref_count and block.key is not None, "cached, but not findable"
-            assert manager._by_digest.get(block.key.digest) is block, "cached, but not findable"
-        for digest, block in manager._by_digest.items():
+            assert manager.by_digest.get(block.key.digest) is block, "cached, but not findable"
+        for digest, block in manager.by_digest.items():
             assert block.key and block.key.digest == digest, "found under another block's hash"
             assert block.num_tokens == self.block_size, "a hash points to a block that is not full"
             if block.parent is None or block.parent.key is not None:
@@ -490,7 +490,7 @@ class ShadowEngine:
             full = table.seq.num_computed // self.block_size
             assert len(table.published) <= max(full, table.num_shared_tokens // self.block_size)
             assert len(table.published) <= len(table.blocks), "published ahead of time"
-        for owner in manager._in_flight.values():
+        for owner in manager.in_flight.values():
             assert owner in tables and not tables[owner].is_preempted, "nobody keeps this promise"
 
     def _check_tier(self, pool: Tensor, on_host: bool) -> None:

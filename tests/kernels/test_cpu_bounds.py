@@ -19,6 +19,7 @@ from marks import BUILDS, needs_bf16_cpu, needs_compiler
 from paged_batches import chunk_of, int32, make_batch
 from torch import Tensor
 
+from nanoengine.context import SoftmaxState
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import ADD, CpuLinear
@@ -67,10 +68,10 @@ def attention(folder: Path, flags: tuple[str, ...]) -> None:
         )
         q = guarded(batch.q.contiguous())
         out = guarded(torch.zeros_like(q))
-        state = [torch.zeros(q.shape[:n]) for n in (2, 2, 3)]
+        state = SoftmaxState(*(guarded(torch.zeros(q.shape[:n])) for n in (2, 2, 3)))
         lengths = batch.query_start(), int32(batch.kv_lens)
         whole = chunk_of(batch, {0: (0, len(table))})
-        kernels.attend(q, whole, *lengths, *map(guarded, state), batch.scale, True, out)
+        kernels.attend(q, whole, *lengths, state, batch.scale, True, out)
         assert (out.double() - batch.reference()).abs().max() < 0.05
 
 

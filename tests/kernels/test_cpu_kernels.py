@@ -12,7 +12,7 @@ from marks import BUILDS, HAS_TILES, needs_compiler
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
-from nanoengine.context import KVChunk, KVTarget
+from nanoengine.context import KVChunk, KVTarget, SoftmaxState
 from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build
 from nanoengine.kernels.c_build import KernelBuildError
@@ -56,9 +56,7 @@ def fold(
             batch.q,
             chunk,
             *lengths,
-            row_max,
-            row_sum,
-            acc,
+            SoftmaxState(row_max, row_sum, acc),
             batch.scale,
             is_first=at == 1,
             out=out if at == len(chunks) else None,
@@ -242,7 +240,7 @@ def test_a_chunk_in_the_future_leaves_rows_untouched(kernels, dtype):
         chunk_of(batch, {0: (3, 4), 1: (3, 4)}),
         batch.query_start(),
         int32(batch.kv_lens),
-        *state,
+        SoftmaxState(*state),
         batch.scale,
     )
     unseen = slice(3, 3 + 34)  # positions 14..47; the chunk begins at 48
@@ -474,9 +472,9 @@ def test_rounding_to_bf16_is_torch_s(variant):
     x = torch.tensor([1.00390625, 1.01171875, 3.4e38, -3.4e38, torch.nan, torch.inf, 0.1, -0.0])
     batch = make_batch([1], [1], dtype=torch.bfloat16, kv_heads=1, group=1, head_dim=8)
     out = torch.empty(1, 1, 8, dtype=torch.bfloat16)
-    state = torch.zeros(1, 1), torch.ones(1, 1), x.view(1, 1, 8)
+    state = SoftmaxState(torch.zeros(1, 1), torch.ones(1, 1), x.view(1, 1, 8))
     nothing, lengths = chunk_of(batch, {}), (batch.query_start(), int32([1]))
-    variant.attend(batch.q, nothing, *lengths, *state, batch.scale, out=out)
+    variant.attend(batch.q, nothing, *lengths, state, batch.scale, out=out)
     assert torch.equal(out.flatten().nan_to_num(nan=7.0), x.to(torch.bfloat16).nan_to_num(nan=7.0))
 
 

@@ -213,7 +213,7 @@ def test_bits_are_those_of_kv_that_numpy_rounded(tiny: Tiny) -> None:
 
 
 def round_stores(driver: Driver) -> None:
-    copies = driver.engine.device.d2h.inner._copies
+    copies = driver.engine.device.d2h.inner.copies
     make = copies.make
 
     def rounding(dst: Tensor, *more: Any) -> None:
@@ -353,7 +353,7 @@ def test_twice_the_tokens_fit_and_the_plan_says_lossy(tiny: Tiny) -> None:
     exact, lossy = (engine.plan.kv for engine in engines)
     assert lossy.num_host_blocks == pytest.approx(1.6 * exact.num_host_blocks, abs=2)
     assert (lossy.num_blocks, lossy.block_bytes) == (exact.num_blocks, exact.block_bytes)
-    pieces = engines[1].kv.memory.offload.host._segments._allocated
+    pieces = engines[1].kv.memory.offload.host.segments
     assert sum(p.nbytes for p in pieces) == lossy.num_host_blocks * lossy.host_block_bytes
     assert engines[1].kv.memory.offload.ring.nbytes == lossy.ring_bytes > 0
     host_line = next(line for line in str(engines[1].plan).splitlines() if "KV host" in line)

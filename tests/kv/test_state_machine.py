@@ -325,7 +325,7 @@ class Machine(RuleBasedStateMachine):
         self.engine.check()
         self.step(steps)
 
-    @precondition(lambda self: self.engine.kv.blocks._cached)
+    @precondition(lambda self: self.engine.kv.blocks.cached)
     @rule(which=ANY, copy=one_of("all", "device", "host"))
     def evict(self, which: int, copy: str) -> None:
         """A cached block loses one of its two copies, or goes altogether."""
@@ -365,7 +365,7 @@ class Machine(RuleBasedStateMachine):
 
     def reset_prefix_cache(self) -> None:
         self.engine.kv.reset_prefix_cache()
-        assert not self.engine.kv.blocks._cached and not self.engine.kv.blocks._by_digest
+        assert not self.engine.kv.blocks.cached and not self.engine.kv.blocks.by_digest
         self.tally["resets"] += 1
 
     # -- copies

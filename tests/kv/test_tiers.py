@@ -286,14 +286,14 @@ def test_closing_in_the_middle_of_transfers_frees_everything(
     for _ in range(3):
         driver.step()
     kv, device = driver.engine.kv, driver.engine.device
-    workers = [device.h2d.inner._thread, device.d2h.inner._thread]
+    workers = [device.h2d.inner, device.d2h.inner]
     if is_cut_off:
         step = kv.open_step(driver.engine.scheduler.schedule())
         assert step.kv.run._filled, "nothing is under way"
     driver.engine.close()
-    assert not any(worker.is_alive() for worker in workers)
+    assert not any(worker.is_alive for worker in workers)
     offload = kv.memory.offload
-    assert not offload.host._segments._allocated
+    assert not offload.host.segments
     assert not kv.memory.pool.numel() and not offload.ring.numel()
     driver.engine.close()
     again = make_driver(path)

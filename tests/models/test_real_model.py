@@ -12,7 +12,7 @@ from driver import Driver
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.loading.find_model import _bundled_gguf
+from nanoengine.loading.find_model import bundled_gguf
 
 MODEL = "smollm2-135m"
 PROMPTS = (
@@ -31,7 +31,7 @@ NUM_OUT = 64
 @pytest.fixture(scope="module")
 def reference_model() -> Iterator[PreTrainedModel]:
     """transformers' own reading of the GGUF, its weights rounded to bf16 as ours are."""
-    gguf: Path = _bundled_gguf()
+    gguf: Path = bundled_gguf()
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
