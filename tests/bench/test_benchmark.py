@@ -87,7 +87,7 @@ def test_preemption(bench: Callable[..., Any]) -> None:
         assert result[mode]["recompute_to_resume"] > 0
 
 
-def test_fairness(bench: Callable[..., Any]) -> None:
+def test_fairness(whole_probe: None, bench: Callable[..., Any]) -> None:
     sizes = ["--input-len", "400", "--num-gpu-blocks", "40", "--output-len", "6"]
     small = ["--max-num-batched-tokens", "128", "--kvcache-block-size", "4"]
     result = bench("fairness", *sizes, *small, "--kv-offload-gib", "0.01")
