@@ -38,9 +38,25 @@ def chat(args: argparse.Namespace) -> int:
         talk = Conversation(model, args.system)
         if sys.stdin.isatty():
             _use_line_editing()
-        while (text := read_message()) is not None:
-            talk.take(text)
+        while _take_message(talk):
+            pass
     return 0
+
+
+def _take_message(talk: Conversation) -> bool:
+    """Read and answer one message; False at the end of the input. On a terminal, Ctrl-C drops what
+    was typed.
+    """
+    try:
+        text = read_message()
+        if text is not None:
+            talk.take(text)
+        return text is not None
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        print("\n(Ctrl-D ends the chat)", flush=True)
+        return True
 
 
 class Conversation:
@@ -102,21 +118,17 @@ class Conversation:
 
 
 def read_message() -> str | None:
-    """The next message; None at the end of the input. Ctrl-C at the prompt drops what was typed."""
-    while True:
-        try:
-            text = _read_line("> ")
-            if text is None or not text.startswith(QUOTES):
-                return text
-            lines = [text.removeprefix(QUOTES)]
-            while not lines[-1].endswith(QUOTES):
-                more = _read_line(". ")
-                if more is None:
-                    return None
-                lines.append(more)
-            return "\n".join(lines).removesuffix(QUOTES).strip("\n")
-        except KeyboardInterrupt:
-            print("\n(Ctrl-D ends the chat)", flush=True)
+    """The next message; None at the end of the input."""
+    text = _read_line("> ")
+    if text is None or not text.startswith(QUOTES):
+        return text
+    lines = [text.removeprefix(QUOTES)]
+    while not lines[-1].endswith(QUOTES):
+        more = _read_line(". ")
+        if more is None:
+            return None
+        lines.append(more)
+    return "\n".join(lines).removesuffix(QUOTES).strip("\n")
 
 
 def _read_line(prompt: str) -> str | None:

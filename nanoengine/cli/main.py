@@ -21,6 +21,7 @@ from nanoengine.errors import MAX_COUNT, EngineError
 
 FAILED, MISUSED = 1, 2
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+TRACEBACK = "NANOENGINE_TRACEBACK"  # set, an unexpected error shows where it happened
 # Commands whose arguments are those of a program in nanoengine.bench.
 DOORS = {
     "bench": "benchmarks: nanoengine bench offline --help",
@@ -56,6 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         return NO_READER
     except (EngineError, OSError) as error:
         return _fail(error, FAILED)
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        reason = f"unexpected {type(error).__name__}: {error}"
+        return _fail(RuntimeError(f"{reason} ({TRACEBACK}=1 shows where)"), FAILED)
 
 
 def _run(argv: list[str]) -> int:
@@ -65,11 +71,11 @@ def _run(argv: list[str]) -> int:
     if argv and argv[0][:1] != "-" and argv[0] not in commands:
         raise UsageError(unknown_command(argv[0], (*commands, *DOORS)))
     args, extra = parser.parse_known_args(argv)
+    if extra:
+        raise UsageError(unknown_flag(extra[0], commands.get(args.command, parser)))
     if args.command is None:
         parser.print_help()
         return MISUSED
-    if extra:
-        raise UsageError(unknown_flag(extra[0], commands[args.command]))
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
 

@@ -76,6 +76,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "m", "--block-size", "5"], "here it is kvcache_block_size"),
         (["chat", "m", "--qqqq"], "unknown flag '--qqqq' (see nanoengine chat --help)"),
         (["run", "m", "two", "words"], "unexpected argument 'words'; put a prompt of several"),
+        (["--versio"], "unknown flag '--versio'; did you mean --version? (see nanoengine --help)"),
         (["run"], "the following arguments are required: MODEL"),
         (["run", "m", "p", "--ring-slots", "x"], "argument --ring-slots: invalid int value: 'x'"),
         (["run", "m", "p", "--ring-slots", "1"], "ring_slots must be an integer of at least 2"),
@@ -111,6 +112,21 @@ def test_an_error_of_several_lines_becomes_one(
     monkeypatch.setattr(run_module, "read_prompt", fail)
     assert main(["run", "m", "p"]) == FAILED
     assert error_of(capsys) == "error: one two"
+
+
+def test_an_error_that_nobody_expected_shows_where_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(run_module, "read_prompt", fail)
+    assert main(["run", "m", "p"]) == FAILED
+    shown = "error: unexpected RuntimeError: a bug (NANOENGINE_TRACEBACK=1 shows where)"
+    assert error_of(capsys) == shown
+    monkeypatch.setenv("NANOENGINE_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["run", "m", "p"])
 
 
 def test_ctrl_c_ends_a_command_quietly(
