@@ -458,11 +458,14 @@ def make_config(model: Any, settings: dict[str, Any]) -> EngineConfig:
         settings.setdefault("kv_offload_gib", settings.pop("kv_offloading_size"))
     known = {field.name for field in fields(EngineConfig)}
     for name in settings.keys() - known:
-        raise ConfigError(_unknown(name, known))
+        raise ConfigError(unknown_setting(name, known))
     return EngineConfig(model, **settings)
 
 
-def _unknown(name: object, known: Iterable[str]) -> str:
+def unknown_setting(name: object, known: Iterable[str]) -> str:
+    """The text of the error about a setting that is not among `known`: what it is here if another
+    engine has it, else the nearest name.
+    """
     if not isinstance(name, str):
         return f"unknown setting {shown(name)}; the name of a setting is a string"
     if name in NOT_YET:
@@ -474,8 +477,19 @@ def _unknown(name: object, known: Iterable[str]) -> str:
         )
     if name in ELSEWHERE:
         return f"unknown setting {name!r}; here it is {ELSEWHERE[name]}"
+    near = near_name(name, known)
+    return f"unknown setting {shown(name)}" + (f"; did you mean {near!r}?" if near else "")
+
+
+def is_known_elsewhere(name: str) -> bool:
+    """Whether another engine has a setting of this name, about which we have a sentence."""
+    return name in ELSEWHERE or name in NOT_YET or name == "cpu_offload_gb"
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The name among `known` that was probably meant; None if none is near."""
     near = difflib.get_close_matches(name[:MAX_NAME], sorted(known), n=1, cutoff=0.5)
-    return f"unknown setting {shown(name)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return near[0] if near else None
 
 
 def _bad_quantization(value: object) -> str:

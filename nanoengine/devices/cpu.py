@@ -57,10 +57,7 @@ class CpuDevice:
         self.d2h: Stream = self._workers[1] if copy_workers else InlineStream("d2h")
 
     def auto_dtype(self) -> tuple[torch.dtype, str]:
-        """bfloat16 where the CPU multiplies it natively, else float32."""
-        if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-            return torch.bfloat16, "the CPU multiplies bfloat16 natively"
-        return torch.float32, "the CPU has no native bfloat16 arithmetic"
+        return native_dtype()
 
     def memory(self) -> tuple[int, int]:
         """Available and total bytes of the machine's memory."""
@@ -124,6 +121,13 @@ def _read_kib(path: Path, name: str) -> int:
     with open(path) as lines:
         info = dict(line.split(":", 1) for line in lines)
     return int(info[name].split()[0])
+
+
+def native_dtype() -> tuple[torch.dtype, str]:
+    """bfloat16 where the CPU multiplies it natively, else float32; and the reason."""
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return torch.bfloat16, "the CPU multiplies bfloat16 natively"
+    return torch.float32, "the CPU has no native bfloat16 arithmetic"
 
 
 def available_memory(root: Path = Path("/")) -> int:

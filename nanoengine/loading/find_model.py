@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import logging
 import re
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+from nanoengine.config import ModelConfig
 from nanoengine.errors import (
     ConfigError,
     ModelLoadError,
@@ -17,8 +20,9 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading import model_cache
-from nanoengine.loading.gguf.convert import CONVERTER_VERSION, convert_gguf
-from nanoengine.loading.hub import hub_folder, is_hub_id
+from nanoengine.loading.gguf.convert import CONVERTER_VERSION, convert_gguf, read_gguf_config
+from nanoengine.loading.hub import fetch_config, hub_folder, is_hub_id
+from nanoengine.loading.model_config import read_model_config
 
 logger = logging.getLogger(__name__)
 BUNDLED_MODEL = "smollm2-135m"
@@ -46,6 +50,26 @@ def resolve_model(name: str | Path) -> Path:
     _raise_not_found(str(name))
 
 
+def read_config_of(name: str | Path) -> ModelConfig:
+    """The shape of a model from its config.json or the metadata of its GGUF: reads no weights,
+    converts nothing, downloads config.json alone. Raises ModelLoadError.
+    """
+    path = _given_path(name)
+    if path.is_dir():
+        return read_model_config(path)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        if path.is_file() or str(name) == BUNDLED_MODEL:
+            gguf = path if path.is_file() else _bundled_gguf()
+            _check_suffix(gguf)
+            (folder / "config.json").write_text(json.dumps(read_gguf_config(gguf)))
+        elif is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
+            folder = fetch_config(str(name), folder)
+        else:
+            _raise_not_found(str(name))
+        return read_model_config(folder)
+
+
 def _given_path(name: str | Path) -> Path:
     """`name` as a path. Raises ModelNotFoundError if it is no valid path or access is denied."""
     try:
@@ -66,12 +90,16 @@ def describe_weights(folder: Path) -> str:
     return model_cache.description(folder) or "safetensors"
 
 
-def _convert_once(path: Path) -> Path:
+def _check_suffix(path: Path) -> None:
     if path.suffix.lower() != ".gguf":
         raise UnsupportedModelError(
             f"{path} is a {path.suffix or 'nameless'} file; a model is a Hugging Face folder "
             "or a .gguf file"
         )
+
+
+def _convert_once(path: Path) -> Path:
+    _check_suffix(path)
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
     try:
         key = f"{model_cache.remembered_digest(path)}-v{CONVERTER_VERSION}"

@@ -6,6 +6,8 @@ Knows no formats: it selects files by name and returns their folder.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nanoengine.errors import ModelNotFoundError
@@ -27,12 +29,35 @@ def hub_folder(name: str) -> Path:
     Offline or with HF_HUB_OFFLINE=1 it is the cached version. HF_HUB_CACHE, HF_HOME and HF_TOKEN
     are respected. Raises ModelNotFoundError.
     """
-    from huggingface_hub import constants, snapshot_download  # 0.2 s, for hub ids only
+    from huggingface_hub import snapshot_download  # 0.2 s, for hub ids only
 
-    try:
+    with _as_not_found(name):
         return Path(
             snapshot_download(name, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
         )
+
+
+def fetch_config(name: str, folder: Path) -> Path:
+    """The folder of the model's config.json: the hub's cache, or `folder`, into which it is
+    downloaded if it is missing there. The cache gets no model without weights. Raises
+    ModelNotFoundError.
+    """
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    with _as_not_found(name):
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
+        return Path(hf_hub_download(name, "config.json", local_dir=folder)).parent
+
+
+@contextmanager
+def _as_not_found(name: str) -> Iterator[None]:
+    """Turns the errors of the hub's client into a ModelNotFoundError."""
+    from huggingface_hub import constants
+
+    try:
+        yield
     except Exception as error:  # errors of the hub's client, the HTTP client and the system
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         remedy = (

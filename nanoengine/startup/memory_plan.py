@@ -7,11 +7,11 @@ the setting that raises it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from nanoengine.config import GIB, EngineConfig, ModelConfig
-from nanoengine.devices.device import Device
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec
@@ -20,6 +20,28 @@ DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_HOST_KV_BYTES = 4 * GIB
 # Tokens of a slot: enough that launching a kernel and carrying state over cost little.
 CPU_SLOT_TOKENS, GPU_SLOT_TOKENS = 4096, 16384
+
+
+class Memory(Protocol):
+    """The part of a Device that is planned with; forecast.py has one of a machine elsewhere."""
+
+    @property
+    def name(self) -> str:
+        """ "cpu" or "cuda"."""
+        ...
+
+    @property
+    def computes_later(self) -> bool:
+        """Whether work goes on while the host prepares more."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        ...
+
+    def host_memory(self) -> int:
+        """Available bytes of host memory."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +128,7 @@ class ModelFacts:
 def plan_memory(
     config: EngineConfig,
     model: ModelConfig,
-    device: Device,
+    device: Memory,
     facts: ModelFacts,
     profiled_bytes: int | None,
 ) -> MemoryPlan:
@@ -168,7 +190,7 @@ def streams(config: EngineConfig, device_name: str) -> bool:
 
 
 def _kv_spec(
-    config: EngineConfig, model: ModelConfig, device: Device, dtype: torch.dtype, activations: int
+    config: EngineConfig, model: ModelConfig, device: Memory, dtype: torch.dtype, activations: int
 ) -> KVSpec:
     spec = KVSpec(
         num_layers=model.num_layers,
@@ -211,7 +233,7 @@ def _kv_spec(
     return replace(spec, num_host_blocks=num_host_blocks, spare_blocks=spare)
 
 
-def _check_asked(config: EngineConfig, spec: KVSpec, device: Device, activations: int) -> None:
+def _check_asked(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> None:
     """Raise OutOfMemoryError with the setting that asks for more memory than there is."""
     free, _ = device.memory()
     check_step_fits(config, activations, free)
@@ -259,14 +281,14 @@ def _asked_on_host(config: EngineConfig) -> int:
     return int((config.kv_offload_gib or 0) * GIB)
 
 
-def _host_room(device: Device, on_device: int) -> int:
+def _host_room(device: Memory, on_device: int) -> int:
     """Available bytes of host memory for KV. on_device: bytes planned on the device, which on a CPU
     is the same memory.
     """
     return max(0, device.host_memory() - (on_device if device.name == "cpu" else 0))
 
 
-def _host_bytes(config: EngineConfig, spec: KVSpec, device: Device, activations: int) -> int:
+def _host_bytes(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> int:
     if config.kv_offload_gib is not None:
         return _asked_on_host(config)
     on_device = activations + spec.ring_bytes + spec.num_blocks * spec.block_bytes
@@ -275,7 +297,7 @@ def _host_bytes(config: EngineConfig, spec: KVSpec, device: Device, activations:
 
 
 def _device_blocks(
-    config: EngineConfig, model: ModelConfig, spec: KVSpec, device: Device, activations: int
+    config: EngineConfig, model: ModelConfig, spec: KVSpec, device: Memory, activations: int
 ) -> int:
     if config.num_gpu_blocks is not None:
         return config.num_gpu_blocks

@@ -87,6 +87,13 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: zipfile.ZipFile) -> No
     assert any(name.endswith(".c") for name in held)
 
 
+def test_the_wheel_installs_the_command(wheel: zipfile.ZipFile) -> None:
+    (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/entry_points.txt"))
+    assert wheel.read(name).decode().split() == [
+        *("[console_scripts]", "nanoengine", "=", "nanoengine.cli.main:main")
+    ]
+
+
 def test_the_wheel_names_its_license_and_python(wheel: zipfile.ZipFile) -> None:
     metadata = metadata_of(wheel)
     assert metadata["License-Expression"] == "Apache-2.0"

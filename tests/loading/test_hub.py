@@ -17,8 +17,9 @@ from huggingface_hub import constants
 
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, ModelNotFoundError
-from nanoengine.loading.find_model import find_model
-from nanoengine.loading.hub import UNWANTED, WANTED, hub_folder, is_hub_id
+from nanoengine.loading.find_model import find_model, read_config_of
+from nanoengine.loading.hub import UNWANTED, WANTED, fetch_config, hub_folder, is_hub_id
+from nanoengine.loading.model_config import read_model_config
 
 NAME, COMMIT = "some-org/Tiny-1.0_b", "0123456789abcdef0123456789abcdef01234567"
 Tiny = Callable[[str], Path]
@@ -95,6 +96,35 @@ def test_only_data_is_asked_for(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     )
     wanted = huggingface_hub.utils.filter_repo_objects(files, **asked)
     assert list(wanted) == list(files[:7])
+
+
+def test_a_shape_is_read_from_the_cache_or_downloaded_beside_it(
+    tiny: Tiny, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def download(name: str, file: str, local_dir: Path) -> str:
+        asked.append(file)
+        return shutil.copy(tiny("llama") / file, local_dir)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    read = read_config_of(NAME)
+    assert (read.num_layers, read.rope) == (3, read_model_config(tiny("llama")).rope)
+    assert asked == ["config.json"] and not (cache / "hub").exists()
+    snapshot = filled_cache(cache, tiny("llama"))
+    assert fetch_config(NAME, cache) == snapshot
+    assert read_config_of(NAME) == read_model_config(tiny("llama")) and len(asked) == 1
+
+
+def test_a_shape_that_cannot_be_downloaded_says_what_to_do(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(ModelNotFoundError, match=r"cannot be downloaded \(no route\)"):
+        read_config_of(NAME)
 
 
 @pytest.mark.parametrize("offline", [True, False])

@@ -126,6 +126,17 @@ def convert_gguf(source: Path, target: Path) -> str:
     return f"{_main_type(stored)} GGUF, dequantised to bfloat16"
 
 
+def read_gguf_config(source: Path) -> dict[str, Any]:
+    """The content of the config.json that convert_gguf writes, without the end token: reads the
+    file's metadata and no weight. Raises what convert_gguf raises for them.
+    """
+    check_structure(source)
+    reader = _open_reader(source)
+    metadata = Metadata(source, reader.fields)
+    _check_supported(metadata)
+    return _model_config(metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+
 def _open_reader(path: Path) -> Any:
     """A `gguf.GGUFReader` of a file whose structure was checked."""
     # 0.3 s to import, and needed only the first time a GGUF is used.

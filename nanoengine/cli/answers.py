@@ -1,0 +1,113 @@
+"""What run and chat share: a loaded model with its parameters, and the statistics of an answer."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from nanoengine import SamplingParams, StreamDelta
+from nanoengine.config import EngineConfig
+
+
+@dataclass
+class Statistics:
+    """Counts and times of answers, one after the other."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    waiting_s: float = 0.0
+    decoding_s: float = 0.0
+    decoded_tokens: int = 0
+    finish_reason: str | None = None
+    _began: float = 0.0
+    _first: float = 0.0
+
+    def begin(self, prompt_tokens: int) -> None:
+        """A prompt was queued."""
+        self.prompt_tokens += prompt_tokens
+        self._began, self._first = time.perf_counter(), 0.0
+
+    def add(self, delta: StreamDelta) -> None:
+        """New tokens came."""
+        now = time.perf_counter()
+        self.output_tokens += len(delta.token_ids)
+        self.finish_reason = delta.finish_reason
+        if not delta.token_ids:
+            return
+        if self._first:
+            self.decoding_s += now - self._first
+            self.decoded_tokens += len(delta.token_ids)
+        else:
+            self.waiting_s += now - self._began
+        self._first = now
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first over their time; 0 without any."""
+        return self.decoded_tokens / self.decoding_s if self.decoding_s else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """For a program to read."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reason": self.finish_reason,
+            "first_token_s": round(self.waiting_s, 4),
+            "tokens_per_s": round(self.tokens_per_s, 2),
+        }
+
+    def __str__(self) -> str:
+        speed = f"{self.tokens_per_s:.1f} tok/s" if self.tokens_per_s else "-"
+        return (
+            f"{self.prompt_tokens} tokens in, {self.output_tokens} out; first token after "
+            f"{self.waiting_s:.2f} s, then {speed}"
+        )
+
+
+class Model:
+    """A loaded model, and how its requests are sampled."""
+
+    def __init__(self, llm: Any, params: SamplingParams, is_quiet: bool) -> None:
+        self.llm = llm
+        self.params = params
+        self._is_quiet = is_quiet
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return bool(self.llm.tokenizer.has_chat_template)
+
+    def stream(self, prompt: str | list[dict[str, str]]) -> Any:
+        """The deltas of the answer to a text or a conversation (a DeltaStream)."""
+        if isinstance(prompt, str):
+            return self.llm.stream(prompt, self.params)
+        return self.llm.stream_chat(prompt, self.params)
+
+    def say(self, text: str) -> None:
+        """A line on stderr, unless --quiet."""
+        if not self._is_quiet:
+            print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def open_model(config: EngineConfig, sampling: dict[str, Any], is_quiet: bool) -> Iterator[Model]:
+    """Load the model and say so on stderr. sampling: fields of SamplingParams that were given."""
+    start = time.perf_counter()
+    if not is_quiet:
+        print(f"loading {config.model} ...", file=sys.stderr, flush=True)
+    from nanoengine import LLM  # imports torch, which takes a second
+
+    settings = asdict(config)
+    with LLM(settings.pop("model"), **settings) as llm:
+        own = config.generation_config == "auto"
+        params = llm.get_default_sampling_params() if own else SamplingParams()
+        model = Model(llm, replace(params, **sampling), is_quiet)
+        model.say(
+            f"loaded in {time.perf_counter() - start:.1f} s; {llm.plan.device}, {llm.plan.dtype}; "
+            f"up to {llm.plan.max_model_len} tokens ({llm.plan.max_model_len_bound})"
+        )
+        yield model

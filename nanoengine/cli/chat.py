@@ -1,0 +1,147 @@
+"""`nanoengine chat`: a conversation in the terminal.
+
+Ctrl-C ends the answer and keeps what came; at the prompt it clears the line. The end of input
+(Ctrl-D) ends the chat. Without a terminal it reads the same lines from a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from nanoengine.cli.answers import Model, Statistics, open_model
+from nanoengine.cli.flags import engine_config, sampling_settings
+from nanoengine.config import near_name
+from nanoengine.errors import InvalidPromptError, RequestError, shown
+
+QUOTES = '"""'
+HELP = f"""\
+/system TEXT  set the system message; /system alone removes it
+/reset        forget the conversation, and keep the system message
+/stats        tokens and speed, of the last answer and of all
+/help         this list
+{QUOTES}           begins and ends a message of several lines
+Ctrl-C ends an answer, Ctrl-D ends the chat."""
+COMMANDS = ("system", "reset", "stats", "help")
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Talk until the input ends; returns the exit status."""
+    config, sampling = engine_config(args), sampling_settings(args)
+    with open_model(config, sampling, args.quiet) as model:
+        if not model.has_chat_template:
+            raise InvalidPromptError(
+                f"{args.model} has no chat template; complete a text with: nanoengine run "
+                f"{args.model} --raw"
+            )
+        model.say("/help lists the commands; Ctrl-D ends the chat")
+        talk = Conversation(model, args.system)
+        if sys.stdin.isatty():
+            _use_line_editing()
+        while _take_message(talk):
+            pass
+    return 0
+
+
+def _take_message(talk: Conversation) -> bool:
+    """Read and answer one message; False at the end of the input. On a terminal, Ctrl-C drops what
+    was typed.
+    """
+    try:
+        text = read_message()
+        if text is not None:
+            talk.take(text)
+        return text is not None
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        print("\n(Ctrl-D ends the chat)", flush=True)
+        return True
+
+
+class Conversation:
+    """The messages so far. Takes lines: commands, or messages that the model answers."""
+
+    def __init__(self, model: Model, system: str | None) -> None:
+        self._model = model
+        self._system = system
+        self._messages: list[dict[str, str]] = []
+        self._last = Statistics()
+        self._total = Statistics()
+
+    def take(self, text: str) -> None:
+        """Obey a command or answer a message."""
+        if not text.strip():
+            return
+        if text.startswith("/"):
+            self._obey(*text[1:].partition(" ")[::2])
+            return
+        self._messages.append({"role": "user", "content": text})
+        try:
+            self._answer()
+        except RequestError as error:
+            self._messages.pop()
+            print(f"error: {error} (/reset begins anew)", file=sys.stderr, flush=True)
+
+    def _obey(self, command: str, rest: str) -> None:
+        if command == "system":
+            self._system = rest.strip() or None
+        elif command == "reset":
+            self._messages.clear()
+        elif command == "stats":
+            print(f"last: {self._last}\nall:  {self._total}", flush=True)
+        elif command == "help":
+            print(HELP, flush=True)
+        else:
+            near = near_name(command, COMMANDS)
+            hint = f"; did you mean /{near}?" if near else "; /help lists the commands"
+            print(f"error: unknown command {shown('/' + command)}{hint}", file=sys.stderr)
+
+    def _answer(self) -> None:
+        """Stream the answer; Ctrl-C ends it, and what came of it stays in the conversation."""
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        pieces: list[str] = []
+        self._last = Statistics()
+        try:
+            with self._model.stream([*system, *self._messages]) as stream:
+                for counts in (self._last, self._total):
+                    counts.begin(len(stream.request.prompt_token_ids))
+                for delta in stream:
+                    for counts in (self._last, self._total):
+                        counts.add(delta)
+                    pieces.append(delta.text)
+                    print(delta.text, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [ended]", end="")
+        print(flush=True)
+        self._messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def read_message() -> str | None:
+    """The next message; None at the end of the input."""
+    text = _read_line("> ")
+    if text is None or not text.startswith(QUOTES):
+        return text
+    lines = [text.removeprefix(QUOTES)]
+    while not lines[-1].endswith(QUOTES):
+        more = _read_line(". ")
+        if more is None:
+            return None
+        lines.append(more)
+    return "\n".join(lines).removesuffix(QUOTES).strip("\n")
+
+
+def _read_line(prompt: str) -> str | None:
+    """A line without its end; None at the end of the input. Prompts only on a terminal."""
+    try:
+        return input(prompt if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _use_line_editing() -> None:
+    """Arrow keys and history at the prompt, where Python has them: input() uses it."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return

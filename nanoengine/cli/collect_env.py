@@ -1,0 +1,76 @@
+"""`nanoengine collect-env`: versions and hardware, for a bug report. Shows no secrets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+from importlib import metadata
+
+import nanoengine
+from nanoengine.cli.flags import PREFIX
+from nanoengine.config import GIB
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "huggingface_hub",
+    "gguf",
+    "numpy",
+    "flash-attn",
+)
+VARIABLES = ("CC", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_CACHE", "HF_HUB_OFFLINE")
+
+
+def collect_env(args: argparse.Namespace) -> int:
+    """Print what is installed and what the machine is."""
+    found = environment()
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    width = max(map(len, found))
+    print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """Names to values, in the order to print."""
+    import torch
+
+    from nanoengine.devices.cache_folders import cache_folders
+    from nanoengine.devices.cpu import available_memory
+
+    found = {
+        "nanoengine": nanoengine.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "CPU": f"{os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}",
+        "RAM": f"{available_memory() / GIB:.1f} GiB available",
+        "GPU": _gpus(),
+        "C compiler": shutil.which(os.environ.get("CC", "cc")) or "none",
+        "cache": str(next(cache_folders(), "none")),
+    }
+    found |= {name: _version(name) for name in PACKAGES}
+    named = sorted(name for name in os.environ if name.startswith(PREFIX))
+    variables = [name for name in (*VARIABLES, *named) if name in os.environ]
+    return found | {f"${name}": os.environ[name] for name in variables}
+
+
+def _gpus() -> str:
+    import torch
+
+    names = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    shown = [f"{found.name} ({found.total_memory / GIB:.1f} GiB)" for found in names]
+    return ", ".join(shown) or "none"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

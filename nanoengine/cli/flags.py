@@ -1,0 +1,198 @@
+"""Flags from dataclass fields: the engine's settings and the parameters of a request.
+
+A setting is looked up in this order: flag, environment variable (NANOENGINE_<FIELD>), the file of
+--config, the dataclass's default. Knows what a field is about (SETTINGS); types and defaults are
+the dataclass's own, and it checks the values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import Field, fields
+from typing import Any
+
+from nanoengine.cli.usage import UsageError
+from nanoengine.config import EngineConfig, make_config, unknown_setting
+from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, shown
+from nanoengine.sampling_params import SamplingParams
+
+PREFIX = "NANOENGINE_"
+TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+MAX_TOKENS = 512  # of an answer: SamplingParams' 16 are too few to read, and no limit may never end
+# Group -> field -> what it is, with its unit.
+SETTINGS = {
+    "model and device": {
+        "tokenizer": "folder of another tokenizer",
+        "dtype": "auto, float32, bfloat16 or float16",
+        "device": "auto, cpu, cuda or cuda:N",
+        "quantization": "weights in fewer bits: int8, int4 or gguf",
+        "load_format": "auto, safetensors, gguf or dummy (random weights)",
+        "attention_backend": "auto, triton, flash-attn, varlen, sdpa, c or torch",
+        "num_threads": "CPU threads",
+        "enforce_eager": "no CUDA graphs",
+        "tensor_parallel_size": "GPUs; 1 for now",
+    },
+    "memory and length": {
+        "max_model_len": "most tokens of a request, prompt and output",
+        "gpu_memory_utilization": "share of GPU memory that is used, 0 to 1",
+        "kv_cache_gib": "device memory for KV, GiB",
+        "num_gpu_blocks": "device memory for KV, blocks",
+        "kvcache_block_size": "tokens of a KV block",
+        "enable_prefix_caching": "reuse the KV of equal beginnings",
+    },
+    "KV offload": {
+        "enable_cpu_offload": "keep KV that does not fit the device in RAM",
+        "kv_offload_gib": "RAM for KV, GiB",
+        "offload_mode": "auto, stream or in_place",
+        "kv_offload_dtype": "int8: KV in RAM takes half the memory (lossy)",
+        "ring_slots": "buffers that KV streams through",
+        "slot_tokens": "tokens of a layer that a buffer holds",
+        "stream_mib_per_step": "KV streamed beside other requests, MiB per step",
+    },
+    "scheduling": {
+        "max_num_seqs": "most requests at once",
+        "max_num_batched_tokens": "most tokens computed in a step",
+        "max_num_partial_prefills": "most prompts partly computed",
+        "max_long_partial_prefills": "most long ones among them",
+        "long_prefill_token_threshold": "tokens above which a prompt is long",
+        "decode_reserve_blocks": "KV blocks kept free for running requests",
+        "speculative": "ngram:K guesses K tokens by prompt lookup",
+    },
+    "sampling and debugging": {
+        "seed": "of requests, an integer",
+        "generation_config": "auto: the model's own sampling parameters",
+        "debug_kv": "check every access to KV (slow)",
+        "debug_copy_delay_ms": "longest random delay of a copy, ms",
+    },
+}
+PARAMS = {
+    "temperature": "0: always the likeliest token",
+    "top_k": "keep the k likeliest tokens; 0: all",
+    "top_p": "keep the likeliest tokens that reach this probability",
+    "min_p": "drop tokens less likely than this share of the likeliest",
+    "max_tokens": "most tokens of the answer",
+    "min_tokens": "fewest tokens of the answer",
+    "stop": "end the answer before this text; may be given again",
+    "ignore_eos": "go on past the model's end",
+    "repetition_penalty": "above 1: fewer repeated tokens",
+    "presence_penalty": "-2 to 2, subtracted once for a token in the output",
+    "frequency_penalty": "-2 to 2, subtracted for each occurrence",
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting of EngineConfig but `model`, in groups, and --config."""
+    parser.add_argument("--config", metavar="FILE.yaml", help="settings by their names, as YAML")
+    known = {field.name: field for field in fields(EngineConfig)}
+    for title, group in SETTINGS.items():
+        target = parser.add_argument_group(title)
+        for name, text in group.items():
+            _add_flag(target, known[name], f"{text} [{_default(known[name])}; ${PREFIX}", True)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each parameter of a request in PARAMS."""
+    target = parser.add_argument_group("sampling")
+    known = {field.name: field for field in fields(SamplingParams)}
+    for name, text in PARAMS.items():
+        default = MAX_TOKENS if name == "max_tokens" else _default(known[name])
+        _add_flag(target, known[name], f"{text} [{default}", False)
+
+
+def _add_flag(target: Any, field: Field[Any], text: str, has_variable: bool) -> None:
+    """Add --some-field; without the flag, the parsed arguments lack the field."""
+    text += (field.name.upper() if has_variable else "") + "]"
+    options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+    kind = str(field.type)
+    if kind == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+    elif field.name == "stop":
+        options |= {"action": "append", "metavar": "TEXT"}
+    else:
+        options |= {"type": _type_of(kind), "metavar": kind.partition(" ")[0].upper()}
+    target.add_argument(f"--{field.name.replace('_', '-')}", help=text, **options)
+
+
+def _type_of(kind: str) -> type[int] | type[float] | type[str]:
+    found = kind.partition(" ")[0]
+    return int if found == "int" else float if found == "float" else str
+
+
+def _default(field: Field[Any]) -> str:
+    return "planned or off" if field.default is None else str(field.default)
+
+
+def engine_config(
+    args: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> EngineConfig:
+    """The EngineConfig of flags, environment and file. Raises UsageError for a bad value."""
+    try:
+        return make_config(args.model, engine_settings(args, environ))
+    except OutOfMemoryError:
+        raise
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def engine_settings(
+    args: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """The settings that were given, by name. Raises UsageError for one that is unreadable."""
+    settings = {} if args.config is None else read_settings(args.config)
+    for field in fields(EngineConfig):
+        variable = PREFIX + field.name.upper()
+        if field.name == "model":
+            continue
+        if variable in environ:
+            settings[field.name] = _from_text(variable, environ[variable], str(field.type))
+        if hasattr(args, field.name):
+            settings[field.name] = getattr(args, field.name)
+    return settings
+
+
+def _from_text(variable: str, text: str, kind: str) -> Any:
+    """The value of an environment variable as its field's type."""
+    if kind == "bool":
+        if text.lower() in (*TRUE, *FALSE):
+            return text.lower() in TRUE
+        raise UsageError(f"{variable} must be 1 or 0, got {shown(text)}")
+    try:
+        return _type_of(kind)(text)
+    except ValueError as error:
+        what = "an integer" if kind.startswith("int") else "a number"
+        raise UsageError(f"{variable} must be {what}, got {shown(text)}") from error
+
+
+def read_settings(path: str) -> dict[str, Any]:
+    """The settings in a YAML file. Raises UsageError if it holds anything else."""
+    import yaml  # a dependency of huggingface_hub, which is one of ours
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"--config {path} cannot be read: {reason}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path} must hold settings as `name: value`")
+    known = {field.name for field in fields(EngineConfig)} - {"model"}
+    for name in content.keys() - known:
+        raise UsageError(f"--config {path}: {unknown_setting(name, known)}")
+    return content
+
+
+def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The parameters of a request that were given, and max_tokens. Raises UsageError for one that
+    is out of range.
+    """
+    given = {name: getattr(args, name) for name in PARAMS if hasattr(args, name)}
+    settings = {"max_tokens": MAX_TOKENS} | given
+    try:
+        SamplingParams(**settings)
+    except InvalidParamsError as error:
+        raise UsageError(str(error)) from error
+    return settings

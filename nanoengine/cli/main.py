@@ -1,0 +1,216 @@
+"""The parser of the command `nanoengine`, its subcommands and its exit statuses.
+
+Status 0: done; 1: a failure, such as a model that cannot be loaded; 2: a wrong flag or setting;
+130: Ctrl-C; 141: the reader of the output left. An error is one line on stderr, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+import nanoengine
+from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
+from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
+from nanoengine.config import MAX_GIB
+from nanoengine.errors import MAX_COUNT, EngineError
+
+FAILED, MISUSED = 1, 2
+INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
+TRACEBACK = "NANOENGINE_TRACEBACK"  # set, an unexpected error shows where it happened
+# Commands whose arguments are those of a program in nanoengine.bench.
+DOORS = {
+    "bench": "benchmarks: nanoengine bench offline --help",
+    "ruler": "the RULER needle test: nanoengine ruler --help",
+}
+MODEL_HELP = "folder, .gguf file, hub id (organisation/model) or smollm2-135m"
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse prints its usage and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError with the command that explains more."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    try:
+        try:
+            status = _run(sys.argv[1:] if argv is None else argv)
+        except SystemExit as end:  # argparse's --help and --version, and the doors' own errors
+            status = end.code if isinstance(end.code, int) else 0
+        sys.stdout.flush()  # here a missing reader is noticed, and not when Python ends
+        return status
+    except UsageError as error:
+        return _fail(error, MISUSED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # What is left in the buffer has no reader: Python would complain when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
+    except (EngineError, OSError) as error:
+        return _fail(error, FAILED)
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        reason = f"unexpected {type(error).__name__}: {error}"
+        return _fail(RuntimeError(f"{reason} ({TRACEBACK}=1 shows where)"), FAILED)
+
+
+def _run(argv: list[str]) -> int:
+    if argv and argv[0] in DOORS:
+        return _run_door(argv[0], argv[1:])
+    parser, commands = make_parser()
+    if argv and argv[0][:1] != "-" and argv[0] not in commands:
+        raise UsageError(unknown_command(argv[0], (*commands, *DOORS)))
+    args, extra = parser.parse_known_args(argv)
+    if extra:
+        raise UsageError(unknown_flag(extra[0], commands.get(args.command, parser)))
+    if args.command is None:
+        parser.print_help()
+        return MISUSED
+    run: Callable[[argparse.Namespace], int] = args.run
+    return run(args)
+
+
+def _run_door(name: str, argv: list[str]) -> int:
+    """Run a program of nanoengine.bench."""
+    if name == "bench":
+        from nanoengine.bench.main import main as bench
+
+        bench(argv, prog="nanoengine bench")
+        return 0
+    from nanoengine.bench.ruler import main as ruler
+
+    return ruler(argv, prog="nanoengine ruler")
+
+
+def _fail(error: Exception, status: int) -> int:
+    lines = str(error).splitlines() or [type(error).__name__]
+    print(f"error: {' '.join(line.strip() for line in lines)}", file=sys.stderr)
+    return status
+
+
+def make_parser() -> tuple[Parser, dict[str, Parser]]:
+    """The parser, and those of its commands by their names."""
+    parser = Parser(
+        prog="nanoengine",
+        description="LLM inference with contexts larger than GPU memory.",
+        epilog="example: nanoengine chat smollm2-135m",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"nanoengine {nanoengine.__version__}"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    made: dict[str, Parser] = {}
+    for name, usage, text, fill in (
+        ("run", "MODEL [PROMPT|FILE|-]", "answer one prompt", _fill_run),
+        ("chat", "MODEL", "talk to a model in the terminal", _fill_chat),
+        (
+            "plan",
+            "MODEL",
+            "what fits into which memory, and how fast; loads no weights",
+            _fill_plan,
+        ),
+        ("collect-env", "", "versions and hardware, for a bug report", _fill_collect_env),
+    ):
+        made[name] = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made[name].usage = f"nanoengine {name} [flags] {usage}".rstrip()
+        fill(made[name])
+    for name, text in DOORS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser, made
+
+
+def _fill_run(parser: Parser) -> None:
+    from nanoengine.cli.run import run
+
+    parser.set_defaults(run=run)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "prompt",
+        metavar="PROMPT|FILE|-",
+        nargs="?",
+        default="-",
+        help="the prompt, a file that holds it, or - for standard input (the default)",
+    )
+    kind = parser.add_mutually_exclusive_group()
+    for flag, is_chat, text in (
+        ("--chat", True, "put the prompt into the model's chat template"),
+        ("--raw", False, "complete the prompt as it is"),
+    ):
+        kind.add_argument(flag, dest="is_chat", action="store_const", const=is_chat, help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    _add_common(parser)
+
+
+def _fill_chat(parser: Parser) -> None:
+    from nanoengine.cli.chat import chat
+
+    parser.set_defaults(run=chat)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    _add_common(parser)
+
+
+def _fill_plan(parser: Parser) -> None:
+    from nanoengine.cli.plan import plan
+
+    parser.set_defaults(run=plan)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    wanted = parser.add_argument_group("what is asked, and the machine")
+    for flag, kind, metavar, text in (
+        ("--context", _count, "TOKENS", "tokens of a request (default: the longest that fits)"),
+        ("--gpu-gib", _amount, "GIB", "memory of the GPU; 0: no GPU (default: what is here)"),
+        ("--ram-gib", _positive, "GIB", "RAM that may be taken (default: what is free here)"),
+        ("--link-gbps", _positive, "GB/S", "copies from RAM to the GPU, in GB/s"),
+        ("--read-gbps", _positive, "GB/S", "reads of the memory that weights lie in, in GB/s"),
+    ):
+        wanted.add_argument(flag, type=kind, metavar=metavar, help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_engine_flags(parser)
+
+
+def _fill_collect_env(parser: Parser) -> None:
+    from nanoengine.cli.collect_env import collect_env
+
+    parser.set_defaults(run=collect_env)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_common(parser: Parser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="nothing but errors on stderr")
+    add_sampling_flags(parser)
+    add_engine_flags(parser)
+
+
+def _count(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() else 0
+    if not 1 <= number <= MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"must be from 1 to {MAX_COUNT}, got {text}")
+    return number
+
+
+def _amount(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < MAX_GIB:
+        raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_GIB}, got {text}")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = _amount(text)
+    if not number:
+        raise argparse.ArgumentTypeError("must be above 0")
+    return number

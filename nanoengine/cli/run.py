@@ -1,0 +1,62 @@
+"""`nanoengine run`: answers one prompt. The text goes to stdout as it comes, the rest to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from nanoengine.cli.answers import Statistics, open_model
+from nanoengine.cli.flags import engine_config, sampling_settings
+from nanoengine.cli.usage import UsageError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the prompt of the command line; returns the exit status."""
+    config, sampling = engine_config(args), sampling_settings(args)
+    prompt = read_prompt(args.prompt)
+    with open_model(config, sampling, args.quiet) as model:
+        is_chat = model.has_chat_template if args.is_chat is None else args.is_chat
+        model.say(f"{'chat' if is_chat else 'raw'}: {len(prompt)} characters")
+        statistics = Statistics()
+        messages = [{"role": "user", "content": prompt}]
+        pieces: list[str] = []
+        with model.stream(messages if is_chat else prompt) as stream:
+            statistics.begin(len(stream.request.prompt_token_ids))
+            for delta in stream:
+                statistics.add(delta)
+                pieces.append(delta.text)
+                if not args.json:
+                    print(delta.text, end="", flush=True)
+        if args.json:
+            print(json.dumps({"model": args.model, "text": "".join(pieces), **statistics.row()}))
+        else:
+            print(flush=True)
+        model.say(str(statistics))
+    return 0
+
+
+def read_prompt(given: str) -> str:
+    """The prompt itself, the content of the file of that name, or standard input for "-".
+
+    Raises UsageError if it is empty or no text in UTF-8.
+    """
+    where = "the prompt"
+    try:
+        if given == "-":
+            where = "standard input"
+            if sys.stdin is None or sys.stdin.isatty():
+                raise UsageError("there is no prompt: give a text, a file, or - and standard input")
+            text = sys.stdin.buffer.read().decode("utf-8")
+        elif os.path.isfile(given):
+            where = given
+            text = Path(given).read_text(encoding="utf-8")
+        else:
+            text = given
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} is no text in UTF-8: {error.reason}") from error
+    if not text:
+        raise UsageError(f"{where} is empty")
+    return text

@@ -1,0 +1,320 @@
+"""Forecasts what a model needs and how fast it decodes on a machine, from its shape alone.
+
+Divides the memory with memory_plan's own arithmetic, for hardware that need not be here. Loads
+nothing and measures nothing: speeds follow from bandwidths that the caller assumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from nanoengine.config import GIB, EngineConfig, ModelConfig
+from nanoengine.errors import OutOfMemoryError
+from nanoengine.models.architectures import weight_shapes
+from nanoengine.startup.memory_plan import MemoryPlan, ModelFacts, plan_memory
+
+# What CUDA's context and the kernels' code take on a GPU beside torch's tensors.
+CUDA_CONTEXT_BYTES = GIB // 2
+# The share of the memory's bandwidth that a decode step reaches: Llama-3.1-8B's shapes on an H200.
+READ_EFFICIENCY = 0.82
+# Inputs that share a scale and a zero: int4's largest group; a block of Q4_0 and Q4_1.
+INT4_GROUPS = {"int4": 128, "gguf": 32}
+# Tokens of a step, and of a layer in a buffer, on a GPU that is full without them.
+SMALL = {"max_num_batched_tokens": 512, "slot_tokens": 4096}
+GIB_STEPS = 100  # budgets are rounded up to a hundredth of a GiB
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine. gpu_bytes: all memory of its GPU (0: it has none). ram_bytes: RAM that the engine
+    may take. read_gb_per_s: of the memory that weights lie in; link_gb_per_s: from RAM to GPU.
+    auto_dtype: what the setting dtype="auto" takes there.
+    """
+
+    gpu_bytes: int
+    ram_bytes: int
+    read_gb_per_s: float
+    link_gb_per_s: float
+    auto_dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def name(self) -> str:
+        """The device's name in a plan."""
+        return "cuda" if self.gpu_bytes else "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What fits and how fast it is.
+
+    plan: the division of memory, with `settings`. longest: the most tokens that any settings reach,
+    with its speed. context: tokens of the request that plan, settings and tokens_per_s are for.
+    reserved_bytes: of the GPU, not used. is_link_bound: copies from RAM limit the speed. refusal:
+    why the wanted context cannot be reached; "" if it can.
+    """
+
+    model: ModelConfig
+    plan: MemoryPlan
+    settings: Mapping[str, Any]
+    longest: int
+    longest_tokens_per_s: float
+    context: int
+    tokens_per_s: float
+    reserved_bytes: int
+    is_link_bound: bool
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The memory of a machine that is not here, with the weights in it (memory_plan.Memory)."""
+
+    hardware: Hardware
+    weight_bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.hardware.name
+
+    @property
+    def computes_later(self) -> bool:
+        return bool(self.hardware.gpu_bytes)
+
+    def memory(self) -> tuple[int, int]:
+        total, used = self.hardware.gpu_bytes, self.weight_bytes + CUDA_CONTEXT_BYTES
+        if not total:
+            total, used = self.hardware.ram_bytes, self.weight_bytes
+        return max(0, total - used), total
+
+    def host_memory(self) -> int:
+        return max(0, self.hardware.ram_bytes - (0 if self.computes_later else self.weight_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """A division of the memory, and the settings that make it."""
+
+    config: EngineConfig
+    plan: MemoryPlan
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that are not the default, as keywords of LLM."""
+        given = {field.name: field.default for field in fields(EngineConfig)}
+        found = {name: getattr(self.config, name) for name in given if name != "model"}
+        return {name: value for name, value in found.items() if value != given[name]}
+
+
+class Forecaster:
+    """Plans one model on one machine with different settings."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, hardware: Hardware) -> None:
+        """config: the settings that the user gave, which are planned with."""
+        if not hardware.gpu_bytes:  # a CPU's KV needs no second tier
+            config = replace(
+                config, enable_cpu_offload=False, kv_offload_gib=None, kv_offload_dtype=None
+            )
+        self._config = config
+        self._model = model
+        self._hardware = hardware
+        is_asked = config.dtype != "auto"
+        dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
+        self._dtype = dtype
+        self._weight_bytes = weight_bytes(model, self._dtype.itemsize, config.quantization)
+        self._memory = _Planned(hardware, self._weight_bytes)
+
+    def forecast(self, context: int | None) -> Forecast:
+        """The plan that reaches `context` tokens with the fewest settings (None: that of the
+        longest context). Raises OutOfMemoryError if not even a block of KV fits beside weights.
+        """
+        free, _ = self._memory.memory()
+        if not free:
+            raise OutOfMemoryError(f"{self._too_large()}; {self._smaller()}")
+        try:
+            longest = self._longest()
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{self._too_large()}: {error}; {self._smaller()}") from error
+        most = longest.plan.max_model_len
+        tokens = most if context is None else min(context, most)
+        made = self._forecast(self._cheapest(tokens, longest))
+        if tokens < most:
+            at_most = self._forecast(self._cheapest(most, longest))
+            made = replace(made, longest=at_most.context, longest_tokens_per_s=at_most.tokens_per_s)
+        if context is None or context <= most:
+            return made
+        return replace(made, refusal=self._refusal(context, longest.plan))
+
+    def _too_large(self) -> str:
+        """How the weights fill the memory."""
+        _, total = self._memory.memory()
+        return (
+            f"the weights take {_gib(self._weight_bytes)} in {self._name_of_dtype()}, the "
+            f"{self._where()} has {_gib(total)}, and weights are not offloaded"
+        )
+
+    def _smaller(self) -> str:
+        """What fits where these weights do not."""
+        ways = []
+        for method in ("int8", "int4"):
+            other = Forecaster(
+                replace(self._config, quantization=method), self._model, self._hardware
+            )
+            try:
+                tokens = other._longest().plan.max_model_len
+            except OutOfMemoryError:
+                continue
+            ways.append(f"--quantization {method} (lossy; {tokens:,} tokens fit)")
+        larger = f"a larger {self._where()} (--{self._where().lower()}-gib)"
+        return "take " + ", or ".join([*(ways or ["a smaller model"]), larger])
+
+    def _where(self) -> str:
+        return "GPU" if self._hardware.gpu_bytes else "RAM"
+
+    def _longest(self) -> _Fit:
+        """The fit with all memory for KV that there is."""
+        if not self._hardware.gpu_bytes:
+            return self._fit(kv_cache_gib=self._room_gib(), max_model_len=None)
+        resident = self._try(max_model_len=None)
+        if resident is not None and resident.plan.max_model_len == self._model.max_position:
+            return resident
+        host = _gib_down(self._hardware.ram_bytes)
+        offloaded = self._offloaded(kv_offload_gib=host, max_model_len=None)
+        both = [fit for fit in (resident, offloaded) if fit is not None]
+        return max(both, key=lambda fit: fit.plan.max_model_len)
+
+    def _cheapest(self, context: int, longest: _Fit) -> _Fit:
+        """The fit with the fewest settings that holds `context` tokens, which `longest` holds."""
+        asked = context if context < self._model.max_position else None
+        plain = self._try(max_model_len=asked)
+        if plain is not None and plain.plan.max_model_len == context:
+            return plain
+        kv = longest.plan.kv
+        spare = max(1, self._config.decode_reserve_blocks)
+        num_blocks = -(-context // kv.block_size)
+        if not self._hardware.gpu_bytes:
+            gib = min(_gib_up((num_blocks + spare) * kv.block_bytes), self._room_gib())
+            return self._fit(max_model_len=asked, kv_cache_gib=gib)
+        needed = max(1, num_blocks + spare - kv.num_blocks)
+        gib = min(_gib_up(needed * kv.host_block_bytes), _gib_down(self._hardware.ram_bytes))
+        return self._offloaded(max_model_len=asked, kv_offload_gib=gib)
+
+    def _offloaded(self, **settings: Any) -> _Fit:
+        """The fit with KV offload; with smaller steps and a smaller ring if that alone fits."""
+        settings |= {"enable_cpu_offload": True}
+        return self._try(**settings) or self._fit(**settings, **SMALL)
+
+    def _refusal(self, context: int, longest: MemoryPlan) -> str:
+        """Why `context` tokens cannot be reached, and what would reach them."""
+        if context > self._model.max_position:
+            return (
+                f"the model has {self._model.max_position:,} positions, {context:,} were asked "
+                "for; take a model that was trained for more, or ask for less"
+            )
+        kv = longest.kv
+        num_blocks = -(-context // kv.block_size)
+        missing = num_blocks - kv.capacity_blocks
+        gib = (self._hardware.ram_bytes + missing * kv.host_block_bytes) / GIB
+        text = (
+            f"the KV of {context:,} tokens takes {_gib(num_blocks * kv.block_bytes)}, and "
+            f"{_gib(kv.capacity_blocks * kv.block_bytes)} are left for it; it fits with --ram-gib "
+            f"{math.ceil(gib)}"
+        )
+        if self._hardware.gpu_bytes and self._config.kv_offload_dtype is None:
+            config = replace(self._config, enable_cpu_offload=True, kv_offload_dtype="int8")
+            halved = Forecaster(config, self._model, self._hardware)
+            if halved._longest().plan.max_model_len >= context:
+                text += ", or with --enable-cpu-offload --kv-offload-dtype int8 (lossy)"
+        return text
+
+    def _forecast(self, fit: _Fit) -> Forecast:
+        tokens = fit.plan.max_model_len
+        computing, copying = self._step_seconds(fit.plan, tokens)
+        speed = 1 / max(computing, copying)
+        reserved = 0
+        if self._hardware.gpu_bytes:
+            share = 1 - self._config.gpu_memory_utilization
+            reserved = int(share * self._hardware.gpu_bytes) + CUDA_CONTEXT_BYTES
+        return Forecast(
+            model=self._model,
+            plan=fit.plan,
+            settings=fit.settings,
+            longest=tokens,
+            longest_tokens_per_s=speed,
+            context=tokens,
+            tokens_per_s=speed,
+            reserved_bytes=reserved,
+            is_link_bound=copying > computing,
+        )
+
+    def _step_seconds(self, plan: MemoryPlan, context: int) -> tuple[float, float]:
+        """Seconds in which a decode step of one request reads weights and KV, and in which it
+        copies host KV; on a GPU both happen at once.
+        """
+        kv, model = plan.kv, self._model
+        itemsize = self._dtype.itemsize
+        embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+        per_layer = 2 * model.num_kv_heads * model.head_dim * itemsize
+        windows = model.windows or (None,) * model.num_layers
+        seen = sum(min(context, window or context) for window in windows)
+        read = self._weight_bytes - embedding * itemsize + seen * per_layer
+        held = min(kv.max_held_blocks, -(-context // kv.block_size))
+        on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
+        share = kv.num_streaming_layers / kv.num_layers
+        copied = on_host * kv.host_block_bytes * share if kv.slot_blocks else 0.0
+        reading = read / (self._hardware.read_gb_per_s * 1e9 * READ_EFFICIENCY)
+        return reading, copied / (self._hardware.link_gb_per_s * 1e9)
+
+    def _room_gib(self) -> float:
+        """GiB of RAM that a CPU's KV may take beside weights and a step."""
+        free, _ = self._memory.memory()
+        return _gib_down(free - self._fit(max_model_len=None).plan.activation_bytes)
+
+    def _try(self, **settings: Any) -> _Fit | None:
+        """The fit with these settings; None if there is none."""
+        try:
+            return self._fit(**settings)
+        except OutOfMemoryError:
+            return None
+
+    def _fit(self, **settings: Any) -> _Fit:
+        """Raises OutOfMemoryError for settings that do not fit."""
+        config = replace(self._config, **settings)
+        facts = ModelFacts("", self._dtype, "", self._weight_bytes, "")
+        return _Fit(config, plan_memory(config, self._model, self._memory, facts, None))
+
+    def _name_of_dtype(self) -> str:
+        method = self._config.quantization
+        return f"{str(self._dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
+
+
+def weight_bytes(model: ModelConfig, itemsize: int, quantization: str | None = None) -> int:
+    """Bytes of all weights. Quantised ones are those of the layers' products, in the shapes that
+    the operators take; a GGUF counts as if all of them were stored in 4 bits.
+    """
+    total = 0.0
+    for name, shape in weight_shapes(model).items():
+        elements = math.prod(shape)
+        if quantization is None or ".layers." not in name or len(shape) != 2:
+            total += elements * itemsize
+        elif quantization == "int8":
+            total += elements + shape[0] * itemsize
+        else:
+            total += elements / 2 + 2 * itemsize * elements / INT4_GROUPS[quantization]
+    return int(total)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB"
+
+
+def _gib_up(num_bytes: int) -> float:
+    return math.ceil(num_bytes / GIB * GIB_STEPS) / GIB_STEPS
+
+
+def _gib_down(num_bytes: int) -> float:
+    return max(1, math.floor(num_bytes / GIB * GIB_STEPS)) / GIB_STEPS

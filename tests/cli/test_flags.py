@@ -1,0 +1,124 @@
+"""Engine flags come from EngineConfig, and from the environment and a YAML file."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from nanoengine.cli.flags import (
+    PARAMS,
+    SETTINGS,
+    engine_config,
+    engine_settings,
+    sampling_settings,
+)
+from nanoengine.cli.main import make_parser
+from nanoengine.cli.usage import UsageError
+from nanoengine.config import EngineConfig
+from nanoengine.sampling_params import SamplingParams
+
+FIELDS = {field.name: field for field in fields(EngineConfig) if field.name != "model"}
+
+
+def settings(*flags: str, **environ: str) -> dict[str, object]:
+    parser, _ = make_parser()
+    return engine_settings(parser.parse_args(["run", "m", "p", *flags]), environ)
+
+
+def test_every_setting_has_a_group_and_a_text() -> None:
+    named = [name for group in SETTINGS.values() for name in group]
+    assert sorted(named) == sorted(FIELDS)
+    assert set(PARAMS) <= {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "plan"])
+def test_help_shows_each_flag_with_its_default_and_variable(command: str) -> None:
+    text = " ".join(make_parser()[1][command].format_help().split())
+    for name, field in FIELDS.items():
+        default = "planned or off" if field.default is None else re.escape(str(field.default))
+        flag, variable = name.replace("_", "-"), f"NANOENGINE_{name.upper()}"
+        assert re.search(rf"--{flag}\b.*\[{default}; \${variable}\]", text), name
+
+
+def test_flags_give_values_of_the_fields_types() -> None:
+    given = settings("--ring-slots", "3", "--kv-cache-gib", "1.5", "--dtype", "float32")
+    assert given == {"ring_slots": 3, "kv_cache_gib": 1.5, "dtype": "float32"}
+    assert settings("--no-enable-prefix-caching", "--debug-kv") == {
+        "enable_prefix_caching": False,
+        "debug_kv": True,
+    }
+    assert settings() == {}
+
+
+def test_every_setting_can_come_from_the_environment() -> None:
+    for name, field in FIELDS.items():
+        kind = str(field.type).partition(" ")[0]
+        text = {"bool": "1", "int": "5", "float": "0.5", "str": "x"}[kind]
+        value = {"bool": True, "int": 5, "float": 0.5, "str": "x"}[kind]
+        assert settings(**{f"NANOENGINE_{name.upper()}": text}) == {name: value}
+    assert settings(NANOENGINE_DEBUG_KV="off") == {"debug_kv": False}
+
+
+def test_a_flag_beats_the_environment_which_beats_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("ring_slots: 2\nslot_tokens: 2\nkv_cache_gib: 2\n")
+    environ = {"NANOENGINE_RING_SLOTS": "3", "NANOENGINE_SLOT_TOKENS": "3"}
+    given = settings("--config", str(path), "--ring-slots", "4", **environ)
+    assert given == {"ring_slots": 4, "slot_tokens": 3, "kv_cache_gib": 2}
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("ring_slot: 2", "unknown setting 'ring_slot'; did you mean 'ring_slots'?"),
+        ("model: x", "unknown setting 'model'"),
+        ("- a", "must hold settings"),
+        ("a: [", "cannot be read"),
+        ("1: 2", "the name of a setting is a string"),
+        ("? [a]\n: b", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_an_error_of_use(tmp_path: Path, content: str, text: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(content)
+    with pytest.raises(UsageError, match=re.escape(text)):
+        settings("--config", str(path))
+
+
+def test_an_empty_file_gives_nothing_and_a_missing_one_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.touch()
+    assert settings("--config", str(path)) == {}
+    with pytest.raises(UsageError, match="cannot be read"):
+        settings("--config", str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("RING_SLOTS", "x", "NANOENGINE_RING_SLOTS must be an integer, got 'x'"),
+        ("KV_CACHE_GIB", "x", "NANOENGINE_KV_CACHE_GIB must be a number, got 'x'"),
+        ("DEBUG_KV", "maybe", "NANOENGINE_DEBUG_KV must be 1 or 0, got 'maybe'"),
+    ],
+)
+def test_a_bad_variable_is_named(name: str, value: str, text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        settings(**{f"NANOENGINE_{name}": value})
+
+
+def test_values_are_checked_by_the_dataclasses() -> None:
+    parser, _ = make_parser()
+    with pytest.raises(UsageError, match="kv_offload_gib needs enable_cpu_offload=True"):
+        engine_config(parser.parse_args(["chat", "m", "--kv-offload-gib", "1"]), {})
+    with pytest.raises(UsageError, match="temperature must be between"):
+        sampling_settings(parser.parse_args(["chat", "m", "--temperature", "-1"]))
+
+
+def test_sampling_flags_are_the_fields_of_a_request() -> None:
+    parser, _ = make_parser()
+    args = parser.parse_args(["chat", "m", "--top-k", "4", "--stop", "a", "--stop", "b"])
+    assert sampling_settings(args) == {"max_tokens": 512, "top_k": 4, "stop": ["a", "b"]}
+    assert "top_k" not in settings("--top-k", "4")

@@ -1,0 +1,177 @@
+"""The command nanoengine: help, versions, wrong command lines, exit statuses, doors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanoengine
+from nanoengine.bench import main as bench_main
+from nanoengine.bench import ruler
+from nanoengine.cli import run as run_module
+from nanoengine.cli.main import FAILED, INTERRUPTED, MISUSED, main
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = ("run", "chat", "plan", "collect-env")
+COMMAND = [sys.executable, "-m", "nanoengine"]
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr, without its end; stdout must be empty."""
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, (out, err)
+    return err.rstrip("\n")
+
+
+def cpu_seconds(arguments: list[str]) -> float:
+    """CPU time of a run of the command: what it takes on a machine that is not busy."""
+    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.DEVNULL, cwd=ROOT) as child:
+        _, status, usage = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode == 0
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"]])
+def test_help_takes_less_than_a_third_of_a_second(arguments: list[str]) -> None:
+    assert min(cpu_seconds(arguments) for _ in range(5)) < 0.3
+
+
+def test_help_and_errors_of_use_import_no_torch() -> None:
+    program = (
+        "import sys\n"
+        "from nanoengine.cli.main import main\n"
+        "for argv in (['--help'], ['run', '--help'], ['plan', 'm', '--nothing'], ['--version'],\n"
+        "             ['run', 'm', 'p', '--ring-slots', '0']):\n"
+        "    main(argv)\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"nanoengine {nanoengine.__version__}\n"
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == MISUSED
+    assert "COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["plam", "x"], "unknown command 'plam'; did you mean plan? (see nanoengine --help)"),
+        (["qqqq"], "unknown command 'qqqq' (see nanoengine --help)"),
+        (["run", "m", "p", "--max-tokns", "5"], "'--max-tokns'; did you mean --max-tokens?"),
+        (["run", "m", "p", "--temperatur=0"], "'--temperatur'; did you mean --temperature?"),
+        (["chat", "m", "--kv-offload-gb", "5"], "did you mean --kv-offload-gib?"),
+        (["plan", "m", "--contxt", "5"], "'--contxt'; did you mean --context?"),
+        (["plan", "m", "--block-size", "5"], "here it is kvcache_block_size"),
+        (["chat", "m", "--qqqq"], "unknown flag '--qqqq' (see nanoengine chat --help)"),
+        (["run", "m", "two", "words"], "unexpected argument 'words'; put a prompt of several"),
+        (["--versio"], "unknown flag '--versio'; did you mean --version? (see nanoengine --help)"),
+        (["run"], "the following arguments are required: MODEL"),
+        (["run", "m", "p", "--ring-slots", "x"], "argument --ring-slots: invalid int value: 'x'"),
+        (["run", "m", "p", "--ring-slots", "1"], "ring_slots must be an integer of at least 2"),
+        (["run", "m", "p", "--top-p", "7"], "top_p must be between 0 and 1, got 7"),
+        (["run", "m", "p", "--chat", "--raw"], "not allowed with argument --chat"),
+        (["plan", "m", "--context", "0"], "--context: must be from 1 to"),
+        (["plan", "m", "--gpu-gib", "much"], "--gpu-gib: must be from 0 to"),
+        (["plan", "m", "--link-gbps", "0"], "--link-gbps: must be above 0"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_status_2(
+    argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == MISUSED
+    assert text in error_of(capsys)
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "plan"])
+def test_a_model_that_is_not_there_is_one_line_and_status_1(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [command, "smollm2-135M", *(["p"] if command == "run" else [])]
+    assert main([*argv, *([] if command == "plan" else ["--quiet"])]) == FAILED
+    assert "did you mean 'smollm2-135m'?" in error_of(capsys)
+
+
+def test_an_error_of_several_lines_becomes_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> str:
+        raise nanoengine.ConfigError("one\n  two")
+
+    monkeypatch.setattr(run_module, "read_prompt", fail)
+    assert main(["run", "m", "p"]) == FAILED
+    assert error_of(capsys) == "error: one two"
+
+
+def test_an_error_that_nobody_expected_shows_where_only_on_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> str:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(run_module, "read_prompt", fail)
+    assert main(["run", "m", "p"]) == FAILED
+    shown = "error: unexpected RuntimeError: a bug (NANOENGINE_TRACEBACK=1 shows where)"
+    assert error_of(capsys) == shown
+    monkeypatch.setenv("NANOENGINE_TRACEBACK", "1")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["run", "m", "p"])
+
+
+def test_ctrl_c_ends_a_command_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "read_prompt", interrupt)
+    assert main(["run", "m", "p"]) == INTERRUPTED == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_collect_env_shows_versions_and_settings_but_no_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOENGINE_RING_SLOTS", "3")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert main(["collect-env"]) == 0
+    shown = capsys.readouterr().out
+    assert nanoengine.__version__ in shown and "$NANOENGINE_RING_SLOTS" in shown
+    assert "hf_secret" not in shown
+    assert main(["collect-env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nanoengine"] == nanoengine.__version__
+
+
+def test_bench_and_ruler_are_doors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("bench", "ruler"):
+        assert main([name, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: nanoengine {name} ")
+    given: list[list[str]] = []
+    monkeypatch.setattr(bench_main, "main", lambda argv, prog: given.append(argv))
+    monkeypatch.setattr(ruler, "main", lambda argv, prog: given.append(argv) or 1)
+    assert main(["bench", "offline", "--num-seqs", "1"]) == 0
+    assert main(["ruler", "--length", "100"]) == 1
+    assert given == [["offline", "--num-seqs", "1"], ["--length", "100"]]
+
+
+def test_a_reader_that_leaves_ends_the_help_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as output:
+        done = subprocess.run(
+            [*COMMAND, "run", "--help"], stdout=output, stderr=subprocess.PIPE, cwd=ROOT
+        )
+    assert done.stderr == b""  # argparse itself takes no notice of a missing reader

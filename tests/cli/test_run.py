@@ -1,0 +1,169 @@
+"""nanoengine run: the prompt's three sources, what is printed where, and a reader that leaves."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.cli.main import FAILED, MISUSED, main
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["--temperature", "0", "--max-tokens", "6", "--num-threads", "1", "--dtype", "float32"]
+SETTINGS = {"num_threads": 1, "dtype": "float32"}
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+PROMPT = "Häuser am Meer"
+LONG = [*FLAGS, "--max-tokens", "450", "--ignore-eos", "--raw"]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[[str], Path]) -> Path:
+    return tiny("qwen3")
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> dict[str, str]:
+    """What the library answers to PROMPT."""
+    with LLM(folder, **SETTINGS) as llm:
+        chat = llm.chat([{"role": "user", "content": PROMPT}], GREEDY, use_tqdm=False)
+        raw = llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    made = {"chat": chat[0]["text"], "raw": raw[0]["text"]}
+    assert made["chat"] != made["raw"]
+    return made
+
+
+def give_input(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_a_prompt_is_a_chat_or_a_beginning(
+    folder: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag, kind in (("--chat", "chat"), ("--raw", "raw")):
+        assert main(["run", str(folder), PROMPT, flag, *FLAGS]) == 0
+        out, err = capsys.readouterr()
+        assert out == answers[kind] + "\n"
+        assert f"loading {folder}" in err and f"{kind}: {len(PROMPT)} characters" in err
+        assert " 6 out; first token after " in err
+
+
+def test_a_model_with_a_chat_template_chats(
+    folder: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(folder), PROMPT, *FLAGS, "--quiet"]) == 0
+    assert capsys.readouterr() == (answers["chat"] + "\n", "")
+
+
+@pytest.mark.parametrize("source", ["file", "-", "nothing"])
+def test_the_prompt_may_come_from_a_file_or_from_standard_input(
+    source: str,
+    folder: Path,
+    answers: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(PROMPT, encoding="utf-8")
+    give_input(monkeypatch, b"" if source == "file" else PROMPT.encode())
+    prompt = {"file": [str(path)], "-": ["-"], "nothing": []}[source]
+    assert main(["run", str(folder), *prompt, "--raw", "--quiet", *FLAGS]) == 0
+    assert capsys.readouterr() == (answers["raw"] + "\n", "")
+
+
+def test_json_is_one_object_on_stdout(
+    folder: Path, answers: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(folder), PROMPT, "--raw", "--json", *FLAGS]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["text"] == answers["raw"] and row["model"] == str(folder)
+    assert (row["prompt_tokens"], row["output_tokens"]) == (len(PROMPT.encode()), 6)
+    assert row["finish_reason"] == "length" and row["tokens_per_s"] > 0
+
+
+def test_a_prompt_that_is_no_text_is_an_error_of_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompt"
+    for content, text in ((b"", "is empty"), (b"\xff\xfe", "is no text in UTF-8")):
+        path.write_bytes(content)
+        give_input(monkeypatch, content)
+        for source in (str(path), "-"):
+            assert main(["run", "m", source]) == MISUSED
+            assert text in capsys.readouterr().err
+    assert main(["run", "m", ""]) == MISUSED
+
+
+def test_a_terminal_is_no_prompt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keyboard = io.StringIO()
+    monkeypatch.setattr(keyboard, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", keyboard)
+    assert main(["run", "m"]) == MISUSED
+    assert "there is no prompt" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_too_long_fails_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", str(folder), "x" * 2000, "--raw", "--quiet", *FLAGS]) == FAILED
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and "2000" in err
+
+
+def test_the_models_own_parameters_are_a_base(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "model"
+    copy.mkdir()
+    for path in folder.iterdir():
+        (copy / path.name).symlink_to(path)
+    (copy / "generation_config.json").unlink()
+    (copy / "generation_config.json").write_text('{"top_k": 1}')  # greedy by another name
+    argv = ["run", str(copy), PROMPT, "--raw", "--quiet", "--ignore-eos", *FLAGS[2:]]
+    texts = []
+    for seed in "12":
+        assert main([*argv, "--generation-config", "auto", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_a_reader_that_leaves_ends_the_answer_quietly(folder: Path) -> None:
+    command = [sys.executable, "-m", "nanoengine", "run", str(folder), PROMPT, *LONG]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, bufsize=0) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.read(1)
+        child.stdout.close()
+        errors = child.stderr.read().decode()
+        assert child.wait(timeout=120) == 128 + signal.SIGPIPE
+    assert "Traceback" not in errors and "Exception ignored" not in errors
+    assert "first token" not in errors
+
+
+def test_ctrl_c_ends_an_answer_with_its_status(folder: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from nanoengine.cli.main import main\n"
+        "from nanoengine.engine.llm_engine import LLMEngine\n"
+        "step = LLMEngine.step\n"
+        "LLMEngine.step = lambda self: (time.sleep(0.05), step(self))[1]\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", program, "run", str(folder), PROMPT, *LONG]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, cwd=ROOT, bufsize=0) as child:
+        assert child.stdout is not None and child.stderr is not None
+        assert child.stdout.read(1)
+        os.kill(child.pid, signal.SIGINT)
+        assert child.wait(timeout=120) == 130
+        assert "Traceback" not in child.stderr.read().decode()

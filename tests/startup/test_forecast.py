@@ -1,0 +1,126 @@
+"""The forecast's arithmetic: against what was measured on a GPU, and that its settings work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoengine.config import GIB, EngineConfig, ModelConfig, RopeConfig, make_config
+from nanoengine.errors import OutOfMemoryError
+from nanoengine.startup.forecast import Forecaster, Hardware
+
+ROOT = Path(__file__).parents[2]
+LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    max_position=1 << 20,
+    tie_word_embeddings=False,
+    rope=RopeConfig(500000.0),
+)
+GEMMA_LIKE = replace(
+    LLAMA_8B,
+    architecture="Gemma3ForCausalLM",
+    windows=tuple(None if i % 6 == 5 else 1024 for i in range(32)),
+)
+
+
+def forecaster(hardware: Hardware, model: ModelConfig = LLAMA_8B, **settings: Any) -> Forecaster:
+    return Forecaster(make_config("m", settings), model, hardware)
+
+
+def test_speeds_are_those_measured_on_an_h200() -> None:
+    measured = json.loads((ROOT / "benchmarks/results/gpu/h200.json").read_text())
+    link = measured["link"]
+    hardware = Hardware(
+        int(measured["hardware"]["memory_gib"] * GIB),
+        80 * GIB,
+        link["device_read_gb_per_s"],
+        link["h2d_gb_per_s"],
+    )
+    resident = forecaster(hardware)
+    offloaded = forecaster(hardware, enable_cpu_offload=True, kv_offload_gib=65, num_gpu_blocks=32)
+    for row in measured["long_context"]["decode"]:
+        made = resident.forecast(row["context"])
+        assert not made.plan.kv.num_host_blocks and not made.is_link_bound
+        assert made.tokens_per_s == pytest.approx(1000 / row["resident_step_ms"], rel=0.06)
+        made = offloaded.forecast(row["context"])
+        assert made.plan.kv.num_host_blocks and made.is_link_bound
+        assert made.tokens_per_s == pytest.approx(row["tokens_per_s"], rel=0.03)
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, GEMMA_LIKE], ids=["full", "windows"])
+@pytest.mark.parametrize("gpu_gib", [0, 17.7, 18, 24, 80])
+@pytest.mark.parametrize("context", [None, 2000, 60000, 300000])
+def test_the_settings_make_the_plan(
+    gpu_gib: float, context: int | None, model: ModelConfig
+) -> None:
+    hardware = Hardware(int(gpu_gib * GIB), 64 * GIB, 300.0, 25.0)
+    made = forecaster(hardware, model).forecast(context)
+    assert not made.refusal and made.context == (context or made.longest)
+    assert made.longest_tokens_per_s <= made.tokens_per_s
+    again = forecaster(hardware, model, **made.settings).forecast(context)
+    assert again == made
+    kv = made.plan.kv
+    on_device = made.plan.weight_bytes + made.plan.activation_bytes + kv.ring_bytes
+    on_device += kv.num_blocks * kv.block_bytes + made.reserved_bytes
+    on_host = kv.num_host_blocks * kv.host_block_bytes
+    assert on_device <= (hardware.gpu_bytes or hardware.ram_bytes) and on_host <= 64 * GIB
+    assert bool(kv.num_host_blocks) == ("kv_offload_gib" in made.settings)
+
+
+def test_what_fits_the_gpu_needs_no_settings() -> None:
+    roomy = forecaster(Hardware(141 * GIB, 16 * GIB, 300.0, 25.0)).forecast(5000)
+    assert roomy.settings == {"max_model_len": 5000} and not roomy.plan.kv.num_host_blocks
+
+
+def test_a_little_more_is_needed_than_is_there() -> None:
+    """The longest context is reached, and a block more is refused."""
+    made = forecaster(Hardware(18 * GIB, 2 * GIB, 300.0, 25.0))
+    longest = made.forecast(None).longest
+    assert not made.forecast(longest).refusal
+    assert made.forecast(longest + 1).refusal
+
+
+def test_fewer_bits_are_less_weight() -> None:
+    sizes = [
+        forecaster(Hardware(80 * GIB, GIB, 300.0, 25.0), **settings)
+        .forecast(1000)
+        .plan.weight_bytes
+        for settings in (
+            {},
+            {"quantization": "int8"},
+            {"quantization": "gguf"},
+            {"quantization": "int4"},
+        )
+    ]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.7 * sizes[1] > 2.5 * sizes[3]
+
+
+def test_a_cpu_takes_its_own_dtype() -> None:
+    hardware = Hardware(0, 64 * GIB, 20.0, 25.0, torch.float32)
+    made = forecaster(hardware).forecast(1000)
+    assert made.plan.kv.dtype is torch.float32
+    assert forecaster(hardware, dtype="bfloat16").forecast(1000).plan.kv.dtype is torch.bfloat16
+
+
+def test_no_memory_is_an_error() -> None:
+    with pytest.raises(OutOfMemoryError, match="take a smaller model, or a larger RAM"):
+        forecaster(Hardware(0, GIB, 20.0, 25.0)).forecast(None)
+
+
+def test_a_forecast_never_changes_the_settings_it_was_given() -> None:
+    config = EngineConfig("m", max_num_seqs=4)
+    made = Forecaster(config, LLAMA_8B, Hardware(24 * GIB, 32 * GIB, 300.0, 25.0)).forecast(90000)
+    assert made.settings["max_num_seqs"] == 4 and config == EngineConfig("m", max_num_seqs=4)
