@@ -60,7 +60,7 @@ def read_config_of(name: str | Path) -> ModelConfig:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         if path.is_file() or str(name) == BUNDLED_MODEL:
-            gguf = path if path.is_file() else _bundled_gguf()
+            gguf = path if path.is_file() else bundled_gguf()
             _check_suffix(gguf)
             (folder / "config.json").write_text(json.dumps(read_gguf_config(gguf)))
         elif is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
