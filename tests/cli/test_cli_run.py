@@ -152,7 +152,8 @@ def test_a_reader_that_leaves_ends_the_answer_quietly(folder: Path) -> None:
 
 def test_ctrl_c_ends_an_answer_with_its_status(folder: Path) -> None:
     program = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "from nanoengine.cli.main import main\n"
         "from nanoengine.engine.llm_engine import LLMEngine\n"
         "step = LLMEngine.step\n"

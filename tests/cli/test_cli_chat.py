@@ -23,7 +23,8 @@ FLAGS = ["--temperature", "0", "--num-threads", "1", "--dtype", "float32"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 # A chat whose terminal is the pseudo-terminal, and whose steps take long enough to be interrupted.
 PROGRAM = """
-import fcntl, sys, termios, time
+import fcntl, signal, sys, termios, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
