@@ -43,10 +43,10 @@ class AttentionSetup:
     no_kernels: str = ""
 
 
-def make_attention(wanted: str, setup: AttentionSetup) -> AttentionBackend:
-    """The backend of EngineConfig.attention_backend; for "auto" the first that works.
+def make_attention(wanted: str, setup: AttentionSetup) -> tuple[AttentionBackend, str]:
+    """The backend of EngineConfig.attention_backend, for "auto" the first that works; and the
+    reasons against those before it in ORDER.
 
-    Its name also gives the reasons against the backends before it in ORDER.
     Raises ConfigError if the requested backend cannot be used.
     """
     order = ORDER[setup.device.type]
@@ -61,8 +61,7 @@ def make_attention(wanted: str, setup: AttentionSetup) -> AttentionBackend:
             f"attention_backend={wanted!r} cannot be used: {reasons}; change that, or leave it at "
             '"auto"'
         )
-    backend.name += f" ({reasons})" if reasons else ""
-    return backend
+    return backend, reasons
 
 
 def _first_that_works(names: Iterable[str], setup: AttentionSetup) -> Found:

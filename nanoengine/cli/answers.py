@@ -24,12 +24,12 @@ class Statistics:
     decoded_tokens: int = 0
     finish_reason: str | None = None
     _began: float = 0.0
-    _first: float = 0.0
+    _latest: float = 0.0
 
     def begin(self, prompt_tokens: int) -> None:
         """A prompt was queued."""
         self.prompt_tokens += prompt_tokens
-        self._began, self._first = time.perf_counter(), 0.0
+        self._began, self._latest = time.perf_counter(), 0.0
 
     def add(self, delta: StreamDelta) -> None:
         """New tokens came."""
@@ -38,12 +38,12 @@ class Statistics:
         self.finish_reason = delta.finish_reason
         if not delta.token_ids:
             return
-        if self._first:
-            self.decoding_s += now - self._first
+        if self._latest:
+            self.decoding_s += now - self._latest
             self.decoded_tokens += len(delta.token_ids)
         else:
             self.waiting_s += now - self._began
-        self._first = now
+        self._latest = now
 
     @property
     def tokens_per_s(self) -> float:

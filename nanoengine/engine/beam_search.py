@@ -56,7 +56,7 @@ class BeamSearch:
         params: BeamSearchParams,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """first: the prompt's sequence, queued by LLMEngine.add_beam."""
+        """first: the sequence of the prompt, which BeamSearches has queued."""
         self._engine = engine
         self._params = params
         self._eos_token_ids = eos_token_ids

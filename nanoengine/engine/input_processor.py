@@ -78,8 +78,7 @@ class InputProcessor:
         """The sequences of a request's completions; the first one owns the prompt.
 
         is_streamed: text is needed while it is generated. num_candidates: of a beam, see
-        sequence.Request. Raises InvalidPromptError,
-        InvalidParamsError or PromptTooLongError.
+        sequence.Request. Raises InvalidPromptError, InvalidParamsError or PromptTooLongError.
         """
         if params is None:
             params = self.default_params

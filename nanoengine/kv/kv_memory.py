@@ -51,6 +51,8 @@ class KVMemory:
         shape = (spec.num_layers, spec.num_blocks, *block)
         try:
             self.pool = torch.empty(shape, dtype=spec.dtype, device=device.torch_device)
+            if debug:
+                self.pool.fill_(torch.nan)
             self.offload = self._make_offload(spec)
         except (RuntimeError, MemoryError) as error:
             num_bytes = spec.block_bytes * spec.num_blocks
@@ -62,7 +64,6 @@ class KVMemory:
             ) from error
         self.layers = [LayerPool.of(blocks) for blocks in self.pool]
         self._no_transfers = TransferCounters()
-        self.poison_all()
 
     def _make_offload(self, spec: KVSpec) -> OffloadEngine | None:
         if not spec.num_host_blocks:

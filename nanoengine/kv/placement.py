@@ -205,12 +205,12 @@ class Placement:
         slot = self._blocks.host.allocate(next_to)
         if slot is not None:
             return slot
-        for cached in list(self._blocks.cached):
-            if cached.host_slot is not None:
-                if cached.device_slot is not None:
-                    return self._blocks.drop_host(cached)
-                self._blocks.evict(cached)
-                return self._blocks.host.allocate()
+        cached = next((b for b in self._blocks.cached if b.host_slot is not None), None)
+        if cached is not None:
+            if cached.device_slot is not None:
+                return self._blocks.drop_host(cached)
+            self._blocks.evict(cached)
+            return self._blocks.host.allocate()
         for blocks in self._tables.all:
             for other in blocks:  # a second copy of a block that stays on the device
                 twice = other.device_slot is not None and other.host_slot is not None

@@ -91,13 +91,13 @@ def load_parts(config: EngineConfig, device: Device) -> Parts:
         kernels,
         no_kernels,
     )
-    attention = make_attention(config.attention_backend, setup)
+    attention, reasons = make_attention(config.attention_backend, setup)
     facts = ModelFacts(
         source=model.source,
         dtype=dtype,
         dtype_reason=dtype_reason,
         weight_bytes=model.weight_bytes - (quantizer.saved_bytes() if quantizer else 0),
-        attention=attention.name,
+        attention=f"{attention.name} ({reasons})" if reasons else attention.name,
         quantization=str(quantizer or ""),
         invariance=describe_invariance(
             ops.is_batch_invariant,

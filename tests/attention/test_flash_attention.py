@@ -512,7 +512,7 @@ def test_an_engine_that_streams_equals_transformers(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks across blocks, shared prefixes, mixed batches; NaN in undelivered memory, delays."""
-    monkeypatch.setattr(parts, "make_attention", lambda *args: _flash_of(args[-1].config))
+    monkeypatch.setattr(parts, "make_attention", lambda *args: (_flash_of(args[-1].config), ""))
     path = tiny("llama")
     rng = random.Random(5)
     long = [rng.randrange(256) for _ in range(60)]
@@ -765,7 +765,8 @@ def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch)
 
     def name(wanted: str = "auto", device: torch.device = cuda) -> str:
         setup = AttentionSetup(device, torch.float16, 256, PLAIN, None, "no compiler")
-        return make_attention(wanted, setup).name
+        backend, reasons = make_attention(wanted, setup)
+        return f"{backend.name} ({reasons})"
 
     monkeypatch.setattr(attention, "make_flash", make)
     assert name(device=CPU) == "torch (c needs float32 or bfloat16, not float16)"
@@ -778,13 +779,13 @@ def test_an_engine_takes_what_its_device_offers(monkeypatch: pytest.MonkeyPatch)
     triton_attention = pytest.importorskip("nanoengine.attention.triton_attention")
     monkeypatch.setattr(triton_attention, "_shared_memory", lambda device: 99 << 10)
     assert name().startswith("Triton ") and "reason" not in name()
-    assert name("sdpa") == "reference"
+    assert name("sdpa") == "reference ()"
     with pytest.raises(ConfigError, match="attention_backend='varlen' cannot be used: the reason"):
         name("varlen")
     with pytest.raises(ConfigError, match="'c' is not for device='cuda', which has triton, flash"):
         name("c")
     refused.remove("varlen_kernels")
-    assert name("varlen") == "reference"
+    assert name("varlen") == "reference ()"
 
 
 # -- PyTorch's scaled_dot_product_attention
