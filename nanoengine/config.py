@@ -529,6 +529,8 @@ def _given_in(engine_args: object) -> dict[str, Any]:
 def _bad_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     near = near_name(value.lower(), allowed) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
+    if name == "quantization" and not near:
+        hint = "; it quantises 16-bit weights; AWQ, GPTQ and FP8 checkpoints are not supported"
     either = "None or one of" if name in OPTIONAL else "one of"
     return f"{name} must be {either} {', '.join(allowed)}, got {shown(value)}{hint}"
 

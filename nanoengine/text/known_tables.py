@@ -84,6 +84,7 @@ changed: enable_prefix_caching, which is the opposite
 changed: speculative, as in speculative="ngram:4"
   vLLM: speculative_config spec_method spec_model spec_tokens num_lookahead_slots speculative_model
     num_speculative_tokens ngram_prompt_lookup_max  FastDeploy: speculative_config
+  LMDeploy: num_speculative_tokens
   SGLang: speculative_algorithm speculative_num_steps speculative_num_draft_tokens
   llama.cpp: draft_model
 changed: quantization="int8"
@@ -157,7 +158,7 @@ missing unless (0, 1): one engine uses one GPU for now; start an engine for each
     ips engine_worker_queue_port cache_queue_port pd_comm_port rdma_comm_ports
   LMDeploy: dp dp_rank cp device_num attn_tp_size attn_cp_size attn_dp_size mlp_tp_size mlp_dp_size
     outer_dp_size communicator distributed_executor_backend should_execute_dummy_batch
-    enable_microbatch enable_mp_engine mp_engine_backend nnodes node_rank
+    enable_microbatch enable_mp_engine mp_engine_backend nnodes node_rank dist_init_addr
   SGLang: dp_size pp_size nnodes node_rank dist_init_addr base_gpu_id
 missing unless (1,): mixture-of-experts models are not supported yet
   vLLM: enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep
@@ -165,7 +166,7 @@ missing unless (1,): mixture-of-experts models are not supported yet
     eplb_step_interval eplb_log_balancedness enable_return_routed_experts enable_bf16x3_router_gemm
   FastDeploy: enable_expert_parallel disable_sequence_parallel_moe enable_chunked_moe
     chunked_moe_size enable_eplb eplb_config routing_replay_config
-  LMDeploy: ep enable_eplb enable_return_routed_experts  SGLang: ep_size
+  LMDeploy: ep enable_eplb enable_return_routed_experts moe_tp_size  SGLang: ep_size
 missing: there is no server yet; `nanoengine chat` and `run` are the command line
   vLLM: served_model_name host port api_key max_num_queued_reqs max_num_queued_tokens
     shutdown_timeout io_processor_plugin renderer_num_workers
@@ -240,7 +241,8 @@ missing: there is one implementation of each architecture
   vLLM: model_impl  FastDeploy: model_impl
 missing: graph sizes cannot be chosen yet; enforce_eager=True turns graphs off
   vLLM: cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size max_seq_len_to_capture
-    max_context_len_to_capture  SGLang: cuda_graph_max_bs cuda_graph_bs
+    max_context_len_to_capture
+  LMDeploy: cudagraph_capture_batch_sizes  SGLang: cuda_graph_max_bs cuda_graph_bs
 missing: PyTorch compiles nothing here; enforce_eager=True turns CUDA graphs off
   vLLM: compilation_config optimization_level performance_mode
   FastDeploy: graph_optimization_config  SGLang: enable_torch_compile  transformers: compile
@@ -265,9 +267,11 @@ missing: host KV in int8 has a scale for each token and head, and needs no choic
   vLLM: calculate_kv_scales kv_cache_dtype_skip_layers
 missing: cached KV is found by a hash that is checked against the tokens, and stays until its memory
 is needed
-  vLLM: prefix_caching_hash_algo prefix_cache_retention_interval  LMDeploy: cache_chunk_size
+  vLLM: prefix_caching_hash_algo prefix_cache_retention_interval
+  LMDeploy: cache_chunk_size cache_checkpoint_interval cache_prompt_boundary_skip
+    prefix_cache_state_budget prefix_cache_decode_state_interval
 missing unless (True,): here it is nothing: KV of the output is cached like that of the prompt
-  FastDeploy: enable_output_caching
+  FastDeploy: enable_output_caching  LMDeploy: cache_prompt cache_generation
 missing: here it is nothing: one manager keeps all KV
   vLLM: disable_hybrid_kv_cache_manager use_v2_block_manager
 missing unless ('fcfs',): requests run in the order of their arrival; max_num_partial_prefills and
@@ -355,7 +359,7 @@ changed: min_tokens, which does not count the prompt
 changed: logprobs, of the likeliest tokens
   vLLM: logprob_token_ids flat_logprobs  transformers: output_scores return_dict_in_generate
 changed: prompt_logprobs, of the whole prompt
-  vLLM: prompt_logprob_token_ids prompt_logprob_start  OpenAI: echo
+  vLLM: prompt_logprob_token_ids prompt_logprob_start  LMDeploy: return_ppl  OpenAI: echo
 changed: speculative of the engine, as in LLM(model, speculative="ngram:4")
   transformers: prompt_lookup_num_tokens assistant_model num_assistant_tokens
 changed: a prompt's own cache_salt, as in {"prompt": text, "cache_salt": "a"}
@@ -393,7 +397,8 @@ bad_words of SamplingParams
   vLLM: logits_processors  LMDeploy: logits_processors  SGLang: custom_logit_processor
   transformers: logits_processor prefix_allowed_tokens_fn  llama.cpp: logits_processor
 missing: stop strings and tokens end a text; there are no other conditions
-  vLLM: repetition_detection  transformers: stopping_criteria max_time
+  vLLM: repetition_detection  LMDeploy: repetition_ngram_size repetition_ngram_threshold
+  transformers: stopping_criteria max_time
   llama.cpp: stopping_criteria t_max_predict_ms
 missing: generate() returns whole texts, and stream() brings new text as it comes
   vLLM: output_kind stream_interval output_text_buffer_length  SGLang: stream_interval
@@ -417,7 +422,7 @@ missing: logprobs are always those of the model's own distribution, before penal
 missing: KV does not move between engines; kv_offload_gib keeps it in this machine's RAM
   LMDeploy: with_cache preserve_cache migration_request
 missing: mixture-of-experts models are not supported yet
-  vLLM: routed_experts_prompt_start
+  vLLM: routed_experts_prompt_start  LMDeploy: return_routed_experts
 missing: there are no parameters outside this list
   vLLM: extra_args skip_clone trace_decode_token_ids  FastDeploy: stop_seqs_len
   SGLang: custom_params
@@ -438,7 +443,7 @@ text to generate()
   vLLM: chat_template chat_template_content_format  FastDeploy: chat_template
 missing: give token ids as the prompt: llm.generate([1, 2, 3]) or {"prompt_token_ids": [1, 2, 3]}
   vLLM: prompt_token_ids  SGLang: input_ids  transformers: input_ids inputs_embeds
-missing: here it is prompts, the first argument
+missing: give it as the first argument, without a name
   vLLM: prompt inputs  SGLang: prompt  transformers: text_inputs inputs  llama.cpp: prompt
   Ollama: prompt  OpenAI: prompt input
 missing: here it is sampling_params, a SamplingParams

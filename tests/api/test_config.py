@@ -94,6 +94,21 @@ def test_a_bad_quantization_names_the_allowed_and_the_nearest() -> None:
         make_config("m", {"quantization": "INT-4"})
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"quantization": "awq"}, "one of int8, int4, gguf, got 'awq'; .* AWQ, GPTQ and FP8"),
+        ({"quantization": "wint8"}, "did you mean 'int8'"),
+        ({"attention_backend": "flash_attn"}, "did you mean 'flash-attn'"),
+        ({"tensor_parallel_size": 2}, "an engine uses one GPU for now, got 2"),
+        ({"device": "mps"}, r"\(an NVIDIA GPU\), got 'mps'"),
+    ],
+)
+def test_a_value_of_another_engine_is_explained(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_config("m", settings)
+
+
 def test_dtype_has_its_usual_spellings() -> None:
     import torch
 
