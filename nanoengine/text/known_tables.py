@@ -98,7 +98,8 @@ changed: attention_backend
 changed: device: a model lies on one device, "cuda", "cuda:N" or "cpu"
   vLLM: device_ids  LMDeploy: devices  transformers: device_map  llama.cpp: main_gpu
   Ollama: main_gpu
-changed: use_tqdm of generate() and chat()
+missing unless (True,): a progress bar belongs to generate() and chat(): use_tqdm=False there
+hides it
   vLLM: use_tqdm use_tqdm_on_load
 changed: generation_config, and SamplingParams for single values
   vLLM: override_generation_config

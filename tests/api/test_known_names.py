@@ -105,7 +105,7 @@ def test_a_near_name_is_offered_only_when_it_is_near() -> None:
     ("name", "text"),
     [
         ("enable_lora", "unknown setting 'enable_lora'; LoRA is not supported yet; merge"),
-        ("use_tqdm", "here it is use_tqdm of generate"),
+        ("use_tqdm", r"belongs to generate\(\) and chat\(\): use_tqdm=False there"),
         ("hf_token", "HF_TOKEN"),
         ("download_dir", "HF_HUB_CACHE"),
         ("n_ctx", "here it is max_model_len"),
