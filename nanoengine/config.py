@@ -341,8 +341,8 @@ class EngineConfig:
         device = _torch_name(self.device)
         if not re.fullmatch(DEVICE_NAMES, device):
             raise ConfigError(
-                'device must be "auto", "cpu", "cuda" or "cuda:N" (an NVIDIA GPU), got '
-                f"{shown(self.device)}"
+                f'device must be "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}; '
+                "GPUs other than NVIDIA's, Apple's too, are not supported"
             )
         self._set("device", device)
         for name, allowed in CHOICES.items():
@@ -365,8 +365,9 @@ class EngineConfig:
             self._set(name, found)
         if integer(self.tensor_parallel_size) != 1:
             raise ConfigError(
-                "tensor_parallel_size must be 1: an engine uses one GPU for now, got "
-                f"{shown(self.tensor_parallel_size)}"
+                f"tensor_parallel_size must be 1, got {shown(self.tensor_parallel_size)}: a model "
+                "runs on one GPU for now; KV that does not fit there goes to RAM with "
+                "enable_cpu_offload=True"
             )
         self._set("tensor_parallel_size", 1)
         if self.max_num_seqs > self.max_num_batched_tokens:
@@ -529,10 +530,14 @@ def _given_in(engine_args: object) -> dict[str, Any]:
 def _bad_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     near = near_name(value.lower(), allowed) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
-    if name == "quantization" and not near:
-        hint = "; it quantises 16-bit weights; AWQ, GPTQ and FP8 checkpoints are not supported"
     either = "None or one of" if name in OPTIONAL else "one of"
-    return f"{name} must be {either} {', '.join(allowed)}, got {shown(value)}{hint}"
+    listed = f"{either} {', '.join(allowed)}"
+    if name == "quantization":
+        listed = (
+            'None, "int8" or "int4" (weights are quantised as they are loaded), or "gguf" (the '
+            "4-bit weights of a GGUF are kept)"
+        )
+    return f"{name} must be {listed}, got {shown(value)}{hint}"
 
 
 def _path(name: str, value: object) -> str:

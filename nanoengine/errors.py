@@ -131,6 +131,13 @@ def number(value: object) -> int | float | None:
     return made if math.isfinite(made) else None
 
 
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The name among `known` that was probably meant; None if none is near."""
+    cutoff = SHORT_AND_NEAR if len(name) <= SHORT else NEAR
+    near = difflib.get_close_matches(name[:MAX_NAME], sorted(known), n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
 def shown(value: object) -> str:
     """The value as error texts show it: one line of readable length."""
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
@@ -143,10 +150,3 @@ def shown(value: object) -> str:
         text = f"a value of type {type(value).__name__}"
     text = "".join(c if c.isprintable() else " " for c in text[: MAX_SHOWN + 1])
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
-
-
-def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The name among `known` that was probably meant; None if none is near."""
-    cutoff = SHORT_AND_NEAR if len(name) <= SHORT else NEAR
-    near = difflib.get_close_matches(name[:MAX_NAME], sorted(known), n=1, cutoff=cutoff)
-    return near[0] if near else None

@@ -432,8 +432,8 @@ missing: LoRA is not supported yet; merge the adapter into its model (peft: merg
 """
 
 ARGUMENTS = """\
-missing: give tools to the chat template: chat_template_kwargs={"tools": [...]}; calls in the answer
-are not parsed
+missing: tools are shown to the model by chat(messages, chat_template_kwargs={"tools": [...]});
+calls in the answer are not parsed
   vLLM: tools tool_choice  LMDeploy: tools  Ollama: tools
   OpenAI: tools tool_choice functions function_call parallel_tool_calls
 missing: give variables of the chat template in chat_template_kwargs={...}

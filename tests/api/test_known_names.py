@@ -174,11 +174,8 @@ def test_parameters_stay_a_plain_dataclass() -> None:
         ("generate", "max_new_tokens", r"SamplingParams\(max_tokens="),
         ("generate", "num_beams", r"llm.beam_search\("),
         ("generate", "sampling_param", "did you mean 'sampling_params'"),
-        (
-            "chat",
-            "tools",
-            r"'tools' of chat\(\); give tools to the chat template: chat_template_kw",
-        ),
+        ("generate", "tools", r"'tools' of generate\(\); tools are shown to the model by chat\("),
+        ("chat", "stream_options", r"llm.stream_chat\("),
         ("stream", "stream", r"llm.stream\("),
         ("stream_chat", "max_model_len", r"LLM\(model, max_model_len"),
     ],

@@ -10,10 +10,11 @@ from dataclasses import fields
 from pathlib import Path
 
 from nanoengine.cli.flags import PREFIX, SETTINGS
-from nanoengine.config import BUDGETS, CHOICES, COUNTS, DTYPES, FLAGS, MAX_GUESSES, EngineConfig
+from nanoengine.config import BUDGETS, CHOICES, COUNTS, DTYPES, MAX_GUESSES, EngineConfig
 from nanoengine.errors import MAX_COUNT, SEEDS
 from nanoengine.text.known_names import ARGUMENT, PARAMETER, ROWS, SETTING, WORKS, KnownName
 
+KNOWN = {field.name: field for field in fields(EngineConfig)}
 DOCS = Path(__file__).parents[2] / "docs"
 # What no table of config.py holds; tests/house/test_pages.py tries the ends.
 OTHER_VALUES = {
@@ -74,14 +75,13 @@ values that ask for nothing, and refuse the others. What all of ours do: [Settin
 
 def settings_page() -> str:
     """docs/settings.md: a table for each group of settings."""
-    known = {field.name: field for field in fields(EngineConfig)}
     parts = [SETTINGS_HEAD]
     for title, group in SETTINGS.items():
         lines = [f"## {title[0].upper()}{title[1:]}", ""]
         lines += ["| setting | type | default | values | what it does |", "|---|---|---|---|---|"]
         for name, text in group.items():
-            kind = str(known[name].type).replace(" | ", " or ")
-            default = known[name].default
+            kind = str(KNOWN[name].type).replace(" | ", " or ")
+            default = KNOWN[name].default
             lines.append(f"| `{name}` | {kind} | {default} | {values_of(name)} | {text} |")
         parts.append("\n".join(lines) + "\n")
     return "\n".join([*parts, SETTINGS_TAIL])
@@ -91,7 +91,7 @@ def values_of(name: str) -> str:
     """The values that a setting may have, but None."""
     if name in CHOICES:
         return ", ".join(CHOICES[name])
-    if name in FLAGS:
+    if KNOWN[name].type in ("bool", "bool | None"):
         return "True, False"
     if name in BUDGETS:
         high, unit = BUDGETS[name]
