@@ -231,7 +231,8 @@ class EngineArgs:
 
 
 def test_arguments_of_other_engines_become_settings() -> None:
-    assert settings_of(EngineArgs("m", max_model_len=64)) == {"model": "m", "max_model_len": 64}
+    args = EngineArgs("m", max_model_len=64, _hidden=4)
+    assert settings_of(args) == {"model": "m", "max_model_len": 64}
     assert settings_of(EngineArgs("m", block_size=32)) == {"model": "m", "kvcache_block_size": 32}
     given = {
         "model_path": "m",
@@ -265,12 +266,16 @@ def test_arguments_that_are_not_here_are_refused_together(given: object, text: s
         settings_of(given)
 
 
-def test_from_engine_args_makes_an_engine(tiny: Callable[[str], Path]) -> None:
+def test_from_engine_args_makes_an_engine(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "nanoengine")
     given = {"model": str(tiny("llama")), "session_len": 48, "num_gpu_blocks_override": 4}
     given |= {"block_size": 16, "device": "cpu", "dtype": "float32"}
     with LLM.from_engine_args(given) as llm:
         assert llm.llm_engine.config.max_model_len == 48
         assert llm.llm_engine.config.num_gpu_blocks == 4
+        assert ("nanoengine.llm", 20, str(llm.plan)) in caplog.record_tuples
     with pytest.raises(ConfigError, match="LoRA"):
         AsyncLLM.from_engine_args(given | {"enable_lora": True})
     AsyncLLM.from_engine_args(given).close()
