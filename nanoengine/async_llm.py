@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from nanoengine.config import Settings, settings_of, shows_settings
+from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.engine.streaming import DeltaStream
@@ -27,7 +27,7 @@ from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.llm import LLM, Messages, Prompt, TemplateKwargs
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.text.known_names import ARGUMENT, explains_unknown
+from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
 Answer = TypeVar("Answer")
@@ -51,7 +51,7 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: object) -> Self:
         """An AsyncLLM from other engines' arguments; see LLM.from_engine_args."""
-        return cls(**settings_of(engine_args))
+        return cls(**translated(engine_args, NAMES))
 
     @property
     def plan(self) -> Any:

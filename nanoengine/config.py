@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from typing import Any, TypedDict, TypeVar
 
 from nanoengine.errors import MAX_COUNT, SEEDS, ConfigError, integer, near_name, number, shown
-from nanoengine.text.known_names import KNOWN, SETTING, unknown_name
+from nanoengine.text.known_names import SETTING, unknown_name
 
 GIB = 1 << 30
 Init = TypeVar("Init", bound=Callable[..., None])
@@ -414,7 +414,8 @@ class EngineConfig:
             raise ConfigError("give kv_cache_gib or num_gpu_blocks, not both")
 
 
-OPTIONAL = {field.name for field in fields(EngineConfig) if field.default is None}
+NAMES = frozenset(field.name for field in fields(EngineConfig))
+OPTIONAL = frozenset(field.name for field in fields(EngineConfig) if field.default is None)
 
 
 class Settings(TypedDict, total=False):
@@ -476,55 +477,10 @@ def make_config(model: Any, settings: Mapping[str, Any]) -> EngineConfig:
     given = dict(settings)
     if "kv_offloading_size" in given:  # vLLM's name
         given.setdefault("kv_offload_gib", given.pop("kv_offloading_size"))
-    known = {field.name for field in fields(EngineConfig)}
     for name in given:
-        if name not in known:
-            raise ConfigError(unknown_name(SETTING, name, known))
+        if name not in NAMES:
+            raise ConfigError(unknown_name(SETTING, name, NAMES))
     return EngineConfig(model, **given)
-
-
-def settings_of(engine_args: object) -> dict[str, Any]:
-    """Our settings, `model` among them, from other engines' arguments: a mapping, or an object such
-    as vLLM's EngineArgs. Of a dataclass only those count that are not its defaults, and of all only
-    those that ask for something.
-
-    Raises ConfigError that names every argument that is not here.
-    """
-    known = {field.name for field in fields(EngineConfig)}
-    settings: dict[str, Any] = {}
-    refused: list[str] = []
-    for name, value in _given_in(engine_args).items():
-        row = KNOWN.get((SETTING, name))
-        here = name if name in known else row.here if row else ""
-        if value is None or (row and not here and row.asks_nothing(value)):
-            continue
-        if here in settings:
-            refused.append(f"{here} is given twice, the second time as {name!r}")
-        elif here:
-            settings[here] = value
-        else:
-            refused.append(unknown_name(SETTING, name, known))
-    if "model" not in settings:
-        refused.append("the arguments name no model")
-    if refused:
-        raise ConfigError("\n".join(refused))
-    return settings
-
-
-def _given_in(engine_args: object) -> dict[str, Any]:
-    """Names and values; of a dataclass those that differ from its defaults."""
-    if isinstance(engine_args, Mapping):
-        return dict(engine_args)
-    if not hasattr(engine_args, "__dict__"):
-        raise ConfigError(f"engine arguments are a mapping or an object, got {shown(engine_args)}")
-    given = {name: value for name, value in vars(engine_args).items() if name[0] != "_"}
-    for field in fields(engine_args) if is_dataclass(engine_args) else ():
-        made = field.default
-        if made is MISSING and field.default_factory is not MISSING:
-            made = field.default_factory()
-        if field.name in given and given[field.name] == made:
-            del given[field.name]
-    return given
 
 
 def _bad_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self, Unpack
 
 from tqdm import tqdm
 
-from nanoengine.config import Settings, settings_of, shows_settings
+from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
@@ -28,7 +28,7 @@ from nanoengine.engine.turns import Turn, Turns
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
 from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
-from nanoengine.text.known_names import ARGUMENT, explains_unknown
+from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class LLM:
         Names that mean the same are translated; values that are an object's defaults, or that ask
         for nothing, are left out. Raises ConfigError that says for each other name what it is here.
         """
-        return cls(**settings_of(engine_args))
+        return cls(**translated(engine_args, NAMES))
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raises InvalidPromptError: unlike transformers' pipeline, an LLM is not called."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import signature
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from nanoengine.errors import InvalidParamsError, near_name, shown
+from nanoengine.errors import ConfigError, InvalidParamsError, near_name, shown
 from nanoengine.text import known_tables
 
 P = ParamSpec("P")
@@ -115,6 +116,48 @@ def _hint(scope: str, name: str) -> str:
         if row is not None and place != scope and row.here:
             return owner.format(row.here)
     return sentence_of(name)
+
+
+def translated(engine_args: object, known: Collection[str]) -> dict[str, Any]:
+    """Settings, `model` among them, from other engines' arguments: a mapping, or an object such as
+    vLLM's EngineArgs. Left out are values that ask for nothing, and a dataclass's defaults.
+
+    known: the settings that there are. Raises ConfigError that names every argument not among them.
+    """
+    settings: dict[str, Any] = {}
+    refused: list[str] = []
+    for name, value in _given_in(engine_args).items():
+        row = KNOWN.get((SETTING, name))
+        here = name if name in known else row.here if row else ""
+        if value is None or (row and not here and row.asks_nothing(value)):
+            continue
+        if here in settings:
+            refused.append(f"{here} is given twice, the second time as {name!r}")
+        elif here:
+            settings[here] = value
+        else:
+            refused.append(unknown_name(SETTING, name, known))
+    if "model" not in settings:
+        refused.append("the arguments name no model")
+    if refused:
+        raise ConfigError("\n".join(refused))
+    return settings
+
+
+def _given_in(engine_args: object) -> dict[str, Any]:
+    """Names and values; of a dataclass the model, and what differs from the defaults."""
+    if isinstance(engine_args, Mapping):
+        return dict(engine_args)
+    if not hasattr(engine_args, "__dict__"):
+        raise ConfigError(f"engine arguments are a mapping or an object, got {shown(engine_args)}")
+    given = {name: value for name, value in vars(engine_args).items() if name[:1] != "_"}
+    for field in fields(engine_args) if is_dataclass(engine_args) else ():
+        made = field.default
+        if made is NO_DEFAULT and field.default_factory is not NO_DEFAULT:
+            made = field.default_factory()
+        if field.name in given.keys() - {"model"} and given[field.name] == made:
+            del given[field.name]
+    return given
 
 
 def explains_unknown(scope: str, where: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from nanoengine import LLM, AsyncLLM, BeamSearchParams, SamplingParams
-from nanoengine.config import EngineConfig, Settings, make_config, settings_of
+from nanoengine.config import NAMES, EngineConfig, Settings, make_config
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, InvalidParamsError, InvalidPromptError, near_name
 from nanoengine.text.known_names import (
@@ -28,6 +28,7 @@ from nanoengine.text.known_names import (
     SETTING,
     WORKS,
     read_table,
+    translated,
 )
 
 SETTINGS = {field.name for field in fields(EngineConfig)}
@@ -232,8 +233,12 @@ class EngineArgs:
 
 def test_arguments_of_other_engines_become_settings() -> None:
     args = EngineArgs("m", max_model_len=64, _hidden=4)
-    assert settings_of(args) == {"model": "m", "max_model_len": 64}
-    assert settings_of(EngineArgs("m", block_size=32)) == {"model": "m", "kvcache_block_size": 32}
+    assert translated(args, NAMES) == {"model": "m", "max_model_len": 64}
+    assert translated(EngineArgs("m", block_size=32), NAMES) == {
+        "model": "m",
+        "kvcache_block_size": 32,
+    }
+    assert translated(EngineArgs(), NAMES) == {"model": EngineArgs.model}
     given = {
         "model_path": "m",
         "session_len": 64,
@@ -244,7 +249,7 @@ def test_arguments_of_other_engines_become_settings() -> None:
         "trust_remote_code": False,
     }
     wanted = {"model": "m", "max_model_len": 64, "tensor_parallel_size": 1}
-    assert settings_of(given) == settings_of(argparse.Namespace(**given)) == wanted
+    assert translated(given, NAMES) == translated(argparse.Namespace(**given), NAMES) == wanted
 
 
 @pytest.mark.parametrize(
@@ -263,7 +268,7 @@ def test_arguments_of_other_engines_become_settings() -> None:
 )
 def test_arguments_that_are_not_here_are_refused_together(given: object, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        settings_of(given)
+        translated(given, NAMES)
 
 
 def test_from_engine_args_makes_an_engine(
