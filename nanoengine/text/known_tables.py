@@ -354,7 +354,7 @@ changed: bad_words, of texts and not of token ids
 changed: logit_bias, from token ids to numbers
   transformers: sequence_bias
 changed: max_tokens, which does not count the prompt
-  transformers: max_length  Ollama: num_ctx
+  transformers: max_length
 changed: min_tokens, which does not count the prompt
   transformers: min_length
 changed: logprobs, of the likeliest tokens
@@ -381,7 +381,8 @@ missing: grammars are not supported yet; describe the form in the prompt and che
     guided_json_object structural_tag  LMDeploy: response_format
   SGLang: json_schema regex ebnf structural_tag  llama.cpp: grammar json_schema  Ollama: format
   OpenAI: response_format
-missing: this filter is not supported; there are temperature, top_k, top_p, min_p and penalties
+missing: this way to choose tokens is not supported; there are temperature, top_k, top_p, min_p and
+penalties
   transformers: typical_p epsilon_cutoff eta_cutoff top_h penalty_alpha no_repeat_ngram_size
     encoder_no_repeat_ngram_size encoder_repetition_penalty exponential_decay_length_penalty
     guidance_scale dola_layers renormalize_logits remove_invalid_values watermarking_config

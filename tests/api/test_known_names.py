@@ -137,7 +137,7 @@ def test_a_setting_of_another_engine_has_its_own_sentence(name: str, text: str) 
         ("repeat_penalty", "here it is repetition_penalty"),
         ("best_of", "cumulative_logprob"),
         ("n_predict", "here it is max_tokens"),
-        ("num_ctx", "here it is max_tokens, which does not count the prompt"),  # and a setting
+        ("stream_interval", r"generate\(\) returns whole texts"),  # a setting has another sentence
         ("guided_json", "grammars are not supported yet"),
         ("structured_outputs", "grammars are not supported yet"),
         ("max_model_len", r"LLM\(model, max_model_len=...\)"),
