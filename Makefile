@@ -15,7 +15,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pictures docs bench clean gpu-check
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures docs bench clean gpu-check
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -63,6 +63,9 @@ docs: .venv/.docs ## the documentation as a site, in build/docs/
 
 bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
 	$(PY) bench.py $(BENCH_ARGS)
+
+pages: .venv/.runtime ## write docs/settings.md and docs/parameters.md from the engine's own data
+	$(PY) tests/helpers/pages.py
 
 clean: ## remove .venv and everything that was built
 	rm -rf .venv build dist nanoengine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limits import rounded
-from nanoengine.config import GIB, QUANTIZATIONS
+from nanoengine.config import CHOICES, GIB
 from nanoengine.llm import LLM
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.model_config import read_model_config
@@ -26,7 +26,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.probe import time_steps
 
 Row = dict[str, Any]
-METHODS = ("none", *QUANTIZATIONS)
+METHODS = ("none", *CHOICES["quantization"])
 BATCHES = (1, 8)
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "alice.txt"
 COLUMNS = ("perplexity", "weight_mib", "peak_mib", "prefill_tokens_per_s")

@@ -4,6 +4,7 @@
 """
 
 import importlib as _importlib
+import os as _os
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from nanoengine.engine.collector import paused as _paused
@@ -37,6 +38,11 @@ from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 if _TYPE_CHECKING:
     from nanoengine.async_llm import AsyncLLM
     from nanoengine.llm import LLM
+
+if _os.environ.get("NANOENGINE_LOG_LEVEL"):
+    from nanoengine.devices.logs import show_logs as _show_logs
+
+    _show_logs(_os.environ["NANOENGINE_LOG_LEVEL"])
 
 __version__ = "0.1.0"
 

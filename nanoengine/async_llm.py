@@ -17,8 +17,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
+from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.engine.streaming import DeltaStream
@@ -26,6 +27,7 @@ from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.llm import LLM, Messages, Prompt, TemplateKwargs
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
 Answer = TypeVar("Answer")
@@ -37,7 +39,8 @@ class AsyncLLM:
     `async with AsyncLLM(...) as llm`, `await aclose()` or `close()` ends its thread and frees it.
     """
 
-    def __init__(self, model: str | Path, **settings: Any) -> None:
+    @shows_settings
+    def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
         """Takes LLM's arguments; returns when the model is loaded. Inside an event loop use `await
         asyncio.to_thread(AsyncLLM, model)`. Raises ConfigError and ModelLoadError.
         """
@@ -45,11 +48,17 @@ class AsyncLLM:
         # Runs also when this object is collected and when Python exits.
         self._close = weakref.finalize(self, self._engine.stop)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: object) -> Self:
+        """An AsyncLLM from other engines' arguments; see LLM.from_engine_args."""
+        return cls(**translated(engine_args, NAMES))
+
     @property
     def plan(self) -> Any:
         """What start-up decided and allocated; print it to read it."""
         return self._engine.plan
 
+    @explains_unknown(ARGUMENT, " of generate()")
     def generate(
         self,
         prompt: Prompt,
@@ -67,6 +76,7 @@ class AsyncLLM:
         """
         return self._outputs(lambda llm: llm.stream(prompt, sampling_params), request_id)
 
+    @explains_unknown(ARGUMENT, " of chat()")
     def chat(
         self,
         messages: Messages,
@@ -188,7 +198,7 @@ class _Mailbox:
 class _EngineThread:
     """The thread that owns the LLM. Other threads may call only `post`, `leave` and `stop`."""
 
-    def __init__(self, model: str | Path, settings: dict[str, Any]) -> None:
+    def __init__(self, model: str | Path, settings: Settings) -> None:
         self._home = HomeProcess()
         self._changed = threading.Condition()  # guards the next three
         self._posted: list[tuple[Callable[[LLM], Any], Future[Any]]] = []
@@ -291,7 +301,7 @@ class _EngineThread:
 
     # -- the thread itself
 
-    def _run(self, model: str | Path, settings: dict[str, Any], ready: Future[Any]) -> None:
+    def _run(self, model: str | Path, settings: Settings, ready: Future[Any]) -> None:
         try:
             llm = LLM(model, **settings)
         except BaseException as error:

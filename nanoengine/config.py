@@ -5,16 +5,18 @@ Imports no torch and reads no files; loading/model_config.py reads a checkpoint'
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, TypedDict, TypeVar
 
-from nanoengine.errors import MAX_COUNT, SEEDS, ConfigError, integer, number, shown
+from nanoengine.errors import MAX_COUNT, SEEDS, ConfigError, integer, near_name, number, shown
+from nanoengine.text.known_names import SETTING, unknown_name
 
 GIB = 1 << 30
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +180,21 @@ DTYPES = {
     "fp16": "float16",
     "half": "float16",
 }
-OFFLOAD_MODES = ("auto", "stream", "in_place")
-OFFLOAD_DTYPES = ("int8",)
 MAX_GUESSES = 64
 MAX_THREADS = 1024
 MAX_GIB = 1 << 20
-MAX_NAME = 64  # characters of an unknown setting's name that are compared with known names
-GENERATION_CONFIGS = ("auto", "vllm")
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-QUANTIZATIONS = ("int8", "int4", "gguf")
 FLAGS = ("enable_prefix_caching", "enforce_eager", "enable_cpu_offload", "debug_kv")
 DEVICE_NAMES = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
-# Lower and upper bound of every count; a count whose default is None may be None.
+# A setting whose default is None may be None, whatever else these tables allow.
+CHOICES = {
+    "load_format": ("auto", "safetensors", "gguf", "dummy"),
+    "attention_backend": ("auto", *ATTENTION_LIMITS),
+    "quantization": ("int8", "int4", "gguf"),
+    "offload_mode": ("auto", "stream", "in_place"),
+    "kv_offload_dtype": ("int8",),
+    "generation_config": ("auto", "vllm"),
+}
+# Lower and upper bound of every count.
 COUNTS = {
     "max_model_len": (1, MAX_COUNT),
     "max_num_seqs": (1, MAX_COUNT),
@@ -210,34 +215,6 @@ BUDGETS = {
     "kv_cache_gib": (MAX_GIB, "GiB"),
     "kv_offload_gib": (MAX_GIB, "GiB"),
     "stream_mib_per_step": (MAX_GIB << 10, "MiB"),
-}
-
-# Settings of other engines, and their names here.
-ELSEWHERE = {
-    "session_len": "max_model_len",
-    "max_batch_size": "max_num_seqs",
-    "max_prefill_token_num": "max_num_batched_tokens",
-    "block_size": "kvcache_block_size",
-    "num_gpu_blocks_override": "num_gpu_blocks",
-    "cache_max_entry_count": "gpu_memory_utilization (a share of all memory, not of the free part)",
-    "kv_cache_memory_bytes": "kv_cache_gib",
-    "num_cpu_blocks": "kv_offload_gib",
-    "kv_cache_dtype": "kv_offload_dtype, of KV on the host only",
-    "swap_space": "kv_offload_gib",
-    "num_kv_buffers": "ring_slots",
-    "preemption_mode": "nothing: preempted KV is kept where there is room",
-    "watermark": "decode_reserve_blocks",
-    "static_decode_blocks": "decode_reserve_blocks",
-    "speculative_config": 'speculative, as in speculative="ngram:4"',
-    "use_cudagraph": "enforce_eager",
-    "enable_chunked_prefill": "nothing: prefill is always chunked",
-    "use_warmup": "nothing: the budget is always planned",
-    "load_in_8bit": 'quantization="int8"',
-    "load_in_4bit": 'quantization="int4"',
-    "trust_remote_code": "nothing: code from a checkpoint is never run",
-}
-NOT_YET = {
-    "cuda_graph_sizes": "a choice of graph sizes",
 }
 
 
@@ -364,32 +341,20 @@ class EngineConfig:
         device = _torch_name(self.device)
         if not re.fullmatch(DEVICE_NAMES, device):
             raise ConfigError(
-                f'device must be "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}'
+                f'device must be "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}; '
+                "GPUs other than NVIDIA's, Apple's too, are not supported"
             )
         self._set("device", device)
-        choices = {
-            "load_format": LOAD_FORMATS,
-            "attention_backend": ("auto", *ATTENTION_LIMITS),
-            "offload_mode": OFFLOAD_MODES,
-        }
-        for name, allowed in choices.items():
+        for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            if not _is_one_of(value, allowed):
-                raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
-        if self.quantization is not None and not _is_one_of(self.quantization, QUANTIZATIONS):
-            raise ConfigError(_bad_quantization(self.quantization))
-        asked = self.generation_config
-        if asked is not None and not _is_one_of(asked, GENERATION_CONFIGS):
-            raise ConfigError(
-                'generation_config must be "auto" (the model\'s), "vllm" or None (SamplingParams\' '
-                f"own defaults), got {shown(asked)}"
-            )
+            is_left_out = value is None and name in OPTIONAL
+            if not is_left_out and not _is_one_of(value, allowed):
+                raise ConfigError(_bad_choice(name, value, allowed))
 
     def _check_counts(self) -> None:
-        optional = {field.name for field in fields(self) if field.default is None}
         for name, (low, high) in COUNTS.items():
             value = getattr(self, name)
-            if value is None and name in optional:
+            if value is None and name in OPTIONAL:
                 continue
             found = integer(value)
             if found is None or not low <= found <= high:
@@ -400,7 +365,9 @@ class EngineConfig:
             self._set(name, found)
         if integer(self.tensor_parallel_size) != 1:
             raise ConfigError(
-                f"tensor_parallel_size must be 1 for now, got {shown(self.tensor_parallel_size)}"
+                f"tensor_parallel_size must be 1, got {shown(self.tensor_parallel_size)}: a model "
+                "runs on one GPU for now; KV that does not fit there goes to RAM with "
+                "enable_cpu_offload=True"
             )
         self._set("tensor_parallel_size", 1)
         if self.max_num_seqs > self.max_num_batched_tokens:
@@ -414,11 +381,6 @@ class EngineConfig:
         dtype = self.kv_offload_dtype
         if dtype is None:
             return
-        if not _is_one_of(dtype, OFFLOAD_DTYPES):
-            allowed = ", ".join(OFFLOAD_DTYPES)
-            raise ConfigError(
-                f"kv_offload_dtype must be None or one of {allowed}, got {shown(dtype)}"
-            )
         if not self.enable_cpu_offload:
             raise ConfigError(f"kv_offload_dtype={dtype!r} needs enable_cpu_offload=True")
         if self.offload_mode == "in_place":
@@ -452,53 +414,86 @@ class EngineConfig:
             raise ConfigError("give kv_cache_gib or num_gpu_blocks, not both")
 
 
-def make_config(model: Any, settings: dict[str, Any]) -> EngineConfig:
-    """An EngineConfig from keywords. Raises ConfigError for unknown ones, with a near match."""
-    settings = dict(settings)
-    if "kv_offloading_size" in settings:  # vLLM's name
-        settings.setdefault("kv_offload_gib", settings.pop("kv_offloading_size"))
-    known = {field.name for field in fields(EngineConfig)}
-    for name in settings.keys() - known:
-        raise ConfigError(unknown_setting(name, known))
-    return EngineConfig(model, **settings)
+NAMES = frozenset(field.name for field in fields(EngineConfig))
+OPTIONAL = frozenset(field.name for field in fields(EngineConfig) if field.default is None)
 
 
-def unknown_setting(name: object, known: Iterable[str]) -> str:
-    """The text of the error about a setting that is not among `known`: what it is here if another
-    engine has it, else the nearest name.
+class Settings(TypedDict, total=False):
+    """The fields of EngineConfig but `model`, as keywords of LLM, AsyncLLM and LLMEngine.
+
+    dtype and device may also be torch's own, and tokenizer a path.
     """
-    if not isinstance(name, str):
-        return f"unknown setting {shown(name)}; the name of a setting is a string"
-    if name in NOT_YET:
-        return f"{name}: {NOT_YET[name]} is not supported yet"
-    if name == "cpu_offload_gb":
-        return (
-            "cpu_offload_gb offloads weights in vLLM, which nanoengine cannot do; offload KV with "
-            "enable_cpu_offload=True and kv_offload_gib"
+
+    tokenizer: str | os.PathLike[str] | None
+    dtype: str | Any
+    device: str | Any
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    kv_cache_gib: float | None
+    num_gpu_blocks: int | None
+    kvcache_block_size: int
+    enable_prefix_caching: bool
+    enforce_eager: bool
+    load_format: str
+    attention_backend: str
+    quantization: str | None
+    seed: int
+    num_threads: int | None
+    tensor_parallel_size: int
+    max_num_partial_prefills: int
+    max_long_partial_prefills: int
+    long_prefill_token_threshold: int | None
+    decode_reserve_blocks: int
+    enable_cpu_offload: bool
+    offload_mode: str
+    kv_offload_gib: float | None
+    kv_offload_dtype: str | None
+    ring_slots: int
+    slot_tokens: int | None
+    stream_mib_per_step: float | None
+    speculative: str | None
+    generation_config: str | None
+    debug_kv: bool
+    debug_copy_delay_ms: float
+
+
+def shows_settings(init: Init) -> Init:
+    """Decorate a constructor whose keywords are Settings: help() shows each, with its default."""
+    ours = signature(init)
+    named = [p for p in ours.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+    known = [p for p in signature(EngineConfig).parameters.values() if p.name != "model"]
+    settings = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in known]
+    shown_as = ours.replace(parameters=[*named, *settings])
+    init.__signature__ = shown_as  # type: ignore[attr-defined]  # what inspect looks for
+    return init
+
+
+def make_config(model: Any, settings: Mapping[str, Any]) -> EngineConfig:
+    """An EngineConfig from keywords. Raises ConfigError for unknown ones, with what they are here
+    or a near name.
+    """
+    given = dict(settings)
+    if "kv_offloading_size" in given:  # vLLM's name
+        given.setdefault("kv_offload_gib", given.pop("kv_offloading_size"))
+    for name in given:
+        if name not in NAMES:
+            raise ConfigError(unknown_name(SETTING, name, NAMES))
+    return EngineConfig(model, **given)
+
+
+def _bad_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    near = near_name(value.lower(), allowed) if isinstance(value, str) else None
+    hint = f"; did you mean {near!r}?" if near else ""
+    either = "None or one of" if name in OPTIONAL else "one of"
+    listed = f"{either} {', '.join(allowed)}"
+    if name == "quantization":
+        listed = (
+            'None, "int8" or "int4" (weights are quantised as they are loaded), or "gguf" (the '
+            "4-bit weights of a GGUF are kept)"
         )
-    if name in ELSEWHERE:
-        return f"unknown setting {name!r}; here it is {ELSEWHERE[name]}"
-    near = near_name(name, known)
-    return f"unknown setting {shown(name)}" + (f"; did you mean {near!r}?" if near else "")
-
-
-def is_known_elsewhere(name: str) -> bool:
-    """Whether another engine has a setting of this name, about which we have a sentence."""
-    return name in ELSEWHERE or name in NOT_YET or name == "cpu_offload_gb"
-
-
-def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The name among `known` that was probably meant; None if none is near."""
-    near = difflib.get_close_matches(name[:MAX_NAME], sorted(known), n=1, cutoff=0.5)
-    return near[0] if near else None
-
-
-def _bad_quantization(value: object) -> str:
-    spelled = value[:MAX_NAME].lower() if isinstance(value, str) else ""
-    near = difflib.get_close_matches(spelled, QUANTIZATIONS, n=1, cutoff=0.3)
-    allowed = ", ".join(QUANTIZATIONS)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"quantization must be None or one of {allowed}, got {shown(value)}{hint}"
+    return f"{name} must be {listed}, got {shown(value)}{hint}"
 
 
 def _path(name: str, value: object) -> str:

@@ -20,14 +20,19 @@ EngineError
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
+from collections.abc import Iterable
 from numbers import Integral, Real
 
 MAX_COUNT = (1 << 31) - 1
 SEEDS = (-(1 << 63), (1 << 64) - 1)  # numbers that fit 64 bits, signed or unsigned
 MAX_SHOWN = 100  # characters
 MAX_BITS = 128
+MAX_NAME = 64  # characters of an unknown name that are compared with known names
+# A name less similar than this (difflib's ratio) is another name, and not a slip of the fingers.
+NEAR, SHORT_AND_NEAR, SHORT = 0.85, 0.75, 5  # of long names, of names up to 5 characters
 
 
 class EngineError(Exception):
@@ -124,6 +129,13 @@ def number(value: object) -> int | float | None:
     except OverflowError:  # a fraction of huge integers
         return None
     return made if math.isfinite(made) else None
+
+
+def near_name(name: str, known: Iterable[str]) -> str | None:
+    """The name among `known` that was probably meant; None if none is near."""
+    cutoff = SHORT_AND_NEAR if len(name) <= SHORT else NEAR
+    near = difflib.get_close_matches(name[:MAX_NAME], sorted(known), n=1, cutoff=cutoff)
+    return near[0] if near else None
 
 
 def shown(value: object) -> str:

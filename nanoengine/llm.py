@@ -7,6 +7,7 @@ with LLM("smollm2-135m") as llm:
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import weakref
@@ -14,10 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self, Unpack
 
 from tqdm import tqdm
 
+from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
@@ -26,7 +28,10 @@ from nanoengine.engine.turns import Turn, Turns
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
 from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
+from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +63,42 @@ class LLM:
     or next delta of a stream raises EngineError. Use AsyncLLM for many threads.
     """
 
-    def __init__(self, model: str | Path, **settings: Any) -> None:
-        """model, settings: see config.EngineConfig.
+    @shows_settings
+    def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
+        """model, settings: help(nanoengine.config.EngineConfig) explains each of them.
 
         Raises ConfigError for an unknown or unusable setting, ModelLoadError for a bad model.
         """
         engine = LLMEngine(model, **settings)
+        logger.info("%s", engine.plan)
         self.llm_engine = engine
         self._turns = Turns(engine.check_open, engine.abort, engine.close)
         # Runs also when this object is collected and when Python exits: a thread that ends inside
         # PyTorch aborts the process.
         weakref.finalize(self, self._turns.close)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: object) -> Self:
+        """An LLM from other engines' arguments: a mapping, or an object such as vLLM's EngineArgs.
+
+        Names that mean the same are translated; values that are an object's defaults, or that ask
+        for nothing, are left out. Raises ConfigError that says for each other name what it is here.
+        """
+        return cls(**translated(engine_args, NAMES))
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        """Raises InvalidPromptError: unlike transformers' pipeline, an LLM is not called."""
+        raise InvalidPromptError(
+            "an LLM is not called itself; write llm.generate(prompt, SamplingParams(max_tokens=64))"
+            " or llm.chat(messages)"
+        )
+
     @property
     def plan(self) -> Any:
         """What start-up decided and allocated; print it to read it."""
         return self.llm_engine.plan
 
+    @explains_unknown(ARGUMENT, " of generate()")
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -96,6 +120,7 @@ class LLM:
         requests = [_request(p) for p in ([prompts] if single else prompts)]
         return self._answer(requests, sampling_params, single, use_tqdm)
 
+    @explains_unknown(ARGUMENT, " of chat()")
     def chat(
         self,
         messages: Messages | list[Messages],
@@ -161,6 +186,7 @@ class LLM:
                 bar.update(turn.run(running.step))
         return [s.output if isinstance(s, BeamSearch) else s for s in searches]
 
+    @explains_unknown(ARGUMENT, " of stream()")
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
         """Stream the completion of one prompt: `for delta in llm.stream("The sea is"): ...`
 
@@ -174,6 +200,7 @@ class LLM:
             )
         return self._stream(_request(prompt), sampling_params)
 
+    @explains_unknown(ARGUMENT, " of stream_chat()")
     def stream_chat(
         self,
         messages: Messages,

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from nanoengine.errors import MAX_COUNT, SEEDS, InvalidParamsError, integer, number, shown
+from nanoengine.text.known_names import PARAMETER, explains_unknown
+
+Params = TypeVar("Params")
 
 MAX_STOPS = 64
 MAX_LOGPROBS = 20
@@ -20,6 +24,14 @@ GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 0.01
 
 
+def _explained(kind: type[Params]) -> type[Params]:
+    """Decorate a class: a field that it does not have is an InvalidParamsError in words."""
+    init = explains_unknown(PARAMETER, f" of {kind.__name__}")(kind.__init__)
+    kind.__init__ = init  # type: ignore[method-assign]  # the same, with words for an error
+    return kind
+
+
+@_explained
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the next tokens of one request, with vLLM's names and defaults.
@@ -50,7 +62,8 @@ class SamplingParams:
     completion i uses seed + i.
     detokenize: False leaves the text empty. include_stop_str_in_output: keep the stop in the text.
 
-    Raises InvalidParamsError for a value out of range.
+    Raises InvalidParamsError for a value out of range, and for an unknown name: it says what names
+    of other engines are here.
     """
 
     temperature: float = 1.0
@@ -181,6 +194,7 @@ class SamplingParams:
         return self.penalizes or bool(self.bad_words)
 
 
+@_explained
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """How LLM.beam_search searches, with vLLM's names.

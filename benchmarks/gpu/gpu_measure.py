@@ -124,7 +124,7 @@ REHEARSAL = Scale(
 @contextmanager
 def running(folder: Path, scale: Scale, **settings: Any) -> Iterator[LLMEngine]:
     """An engine with random weights of the folder's shapes, closed and freed at the end."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "load_format": "dummy",
         "device": scale.device,
         "dtype": "bfloat16",

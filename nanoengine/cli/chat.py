@@ -11,8 +11,7 @@ import sys
 
 from nanoengine.cli.answers import Model, Statistics, open_model
 from nanoengine.cli.flags import engine_config, sampling_settings
-from nanoengine.config import near_name
-from nanoengine.errors import InvalidPromptError, RequestError, shown
+from nanoengine.errors import InvalidPromptError, RequestError, near_name, shown
 
 QUOTES = '"""'
 HELP = f"""\

@@ -14,9 +14,10 @@ from dataclasses import Field, fields
 from typing import Any
 
 from nanoengine.cli.usage import UsageError
-from nanoengine.config import EngineConfig, make_config, unknown_setting
+from nanoengine.config import CHOICES, EngineConfig, make_config
 from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, shown
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.text.known_names import SETTING, unknown_name
 
 PREFIX = "NANOENGINE_"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -25,11 +26,11 @@ MAX_TOKENS = 512  # of an answer: SamplingParams' 16 are too few to read, and no
 SETTINGS = {
     "model and device": {
         "tokenizer": "folder of another tokenizer",
-        "dtype": "auto, float32, bfloat16 or float16",
-        "device": "auto, cpu, cuda or cuda:N",
-        "quantization": "weights in fewer bits: int8, int4 or gguf",
-        "load_format": "auto, safetensors, gguf or dummy (random weights)",
-        "attention_backend": "auto, triton, flash-attn, varlen, sdpa, c or torch",
+        "dtype": "of weights and KV: auto, float32, bfloat16 or float16",
+        "device": "where the model runs: auto, cpu, cuda or cuda:N",
+        "quantization": "weights in fewer bits",
+        "load_format": "how weights are stored (dummy: random ones)",
+        "attention_backend": "kernels of attention",
         "num_threads": "CPU threads",
         "enforce_eager": "no CUDA graphs",
         "tensor_parallel_size": "GPUs; 1 for now",
@@ -45,8 +46,8 @@ SETTINGS = {
     "KV offload": {
         "enable_cpu_offload": "keep KV that does not fit the device in RAM",
         "kv_offload_gib": "RAM for KV, GiB",
-        "offload_mode": "auto, stream or in_place",
-        "kv_offload_dtype": "int8: KV in RAM takes half the memory (lossy)",
+        "offload_mode": "how KV in RAM is read",
+        "kv_offload_dtype": "KV in RAM in half the memory (lossy)",
         "ring_slots": "buffers that KV streams through",
         "slot_tokens": "tokens of a layer that a buffer holds",
         "stream_mib_per_step": "KV streamed beside other requests, MiB per step",
@@ -62,7 +63,7 @@ SETTINGS = {
     },
     "sampling and debugging": {
         "seed": "of requests, an integer",
-        "generation_config": "auto: the model's own sampling parameters",
+        "generation_config": "parameters of requests without any (auto: the model's own)",
         "debug_kv": "check every access to KV (slow)",
         "debug_copy_delay_ms": "longest random delay of a copy, ms",
     },
@@ -89,7 +90,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     for title, group in SETTINGS.items():
         target = parser.add_argument_group(title)
         for name, text in group.items():
-            _add_flag(target, known[name], f"{text} [{_default(known[name])}; ${PREFIX}", True)
+            values = f": {', '.join(CHOICES[name])}" if name in CHOICES else ""
+            text += f"{values} [{_default(known[name])}; ${PREFIX}"
+            _add_flag(target, known[name], text, True)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +184,7 @@ def read_settings(path: str) -> dict[str, Any]:
         raise UsageError(f"--config {path} must hold settings as `name: value`")
     known = {field.name for field in fields(EngineConfig)} - {"model"}
     for name in content.keys() - known:
-        raise UsageError(f"--config {path}: {unknown_setting(name, known)}")
+        raise UsageError(f"--config {path}: {unknown_name(SETTING, name, known)}")
     return content
 
 

@@ -17,6 +17,7 @@ import nanoengine
 from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
 from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
 from nanoengine.config import MAX_GIB
+from nanoengine.devices.logs import LEVELS, LOG_LEVEL, show_logs
 from nanoengine.errors import MAX_COUNT, EngineError
 
 FAILED, MISUSED = 1, 2
@@ -76,6 +77,8 @@ def _run(argv: list[str]) -> int:
     if args.command is None:
         parser.print_help()
         return MISUSED
+    if args.log_level:
+        show_logs(args.log_level)
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
 
@@ -125,6 +128,11 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
         made[name] = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         made[name].usage = f"nanoengine {name} [flags] {usage}".rstrip()
         fill(made[name])
+        made[name].add_argument(
+            "--log-level",
+            choices=LEVELS,
+            help=f"show what the engine logs, on stderr [warning; ${LOG_LEVEL}]",
+        )
     for name, text in DOORS.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser, made

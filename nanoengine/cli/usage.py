@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from nanoengine.config import is_known_elsewhere, near_name, unknown_setting
-from nanoengine.errors import shown
+from nanoengine.errors import near_name, shown
+from nanoengine.text.known_names import sentence_of
 
 
 class UsageError(Exception):
@@ -33,8 +33,7 @@ def unknown_flag(text: str, parser: argparse.ArgumentParser) -> str:
         for option in action.option_strings
         if option.startswith("--")
     }
-    if is_known_elsewhere(name):
-        return unknown_setting(name, known) + more
     near = near_name(name, known)
-    hint = f"; did you mean --{near.replace('_', '-')}?" if near else ""
-    return f"unknown flag {shown(flag)}{hint}{more}"
+    hint = f"did you mean --{near.replace('_', '-')}?" if near else ""
+    hint = sentence_of(name) or hint
+    return f"unknown flag {shown(flag)}{'; ' if hint else ''}{hint}{more}"

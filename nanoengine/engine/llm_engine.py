@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-from nanoengine.config import EngineConfig, ModelConfig, make_config
+from nanoengine.config import EngineConfig, ModelConfig, Settings, make_config, shows_settings
 from nanoengine.devices.device import Device
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.engine.input_processor import InputProcessor
@@ -39,7 +39,8 @@ class LLMEngine:
     the tokens of the one before are read, as a GPU can.
     """
 
-    def __init__(self, model: str | Path, **settings: Any) -> None:
+    @shows_settings
+    def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
         """settings: those of config.EngineConfig. Raises ConfigError and ModelLoadError."""
         self._home = HomeProcess()
         self.config: EngineConfig = make_config(model, settings)

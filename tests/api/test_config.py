@@ -89,9 +89,27 @@ def test_a_bad_value_is_refused(settings: dict[str, Any]) -> None:
 
 def test_a_bad_quantization_names_the_allowed_and_the_nearest() -> None:
     with pytest.raises(
-        ConfigError, match=r"None or one of int8, int4, gguf, got 'INT-4'.*mean 'int4'"
+        ConfigError, match=r"\"int8\" or \"int4\" .*, got 'INT-4'; did you mean 'int4'"
     ):
         make_config("m", {"quantization": "INT-4"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"quantization": "awq"},
+            "or \"gguf\" .the 4-bit weights of a GGUF are kept.*, got 'awq'$",
+        ),
+        ({"quantization": "wint8"}, "did you mean 'int8'"),
+        ({"attention_backend": "flash_attn"}, "did you mean 'flash-attn'"),
+        ({"tensor_parallel_size": 2}, "got 2: a model runs on one GPU for now"),
+        ({"device": "mps"}, "got 'mps'; GPUs other than NVIDIA's, Apple's too"),
+    ],
+)
+def test_a_value_of_another_engine_is_explained(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make_config("m", settings)
 
 
 def test_dtype_has_its_usual_spellings() -> None:

@@ -20,8 +20,8 @@ PACKAGE = "nanoengine"
 # What everybody may import, and what each of these imports in turn.
 BASE = {
     "errors": set(),
-    "config": {"errors"},
-    "sampling_params": {"errors"},
+    "config": {"errors", "text"},
+    "sampling_params": {"errors", "text"},
     "sequence": {"errors", "sampling_params"},
     "context": set(),
     "outputs": {"errors", "sequence"},
@@ -39,13 +39,13 @@ FOLDERS = {
     "startup": {"loading", "attention", "kernels", "models", "kv", "text", "devices"},
     "engine": {"startup", "loading", "models", "kernels", "kv", "text", "devices"},
     "bench": {"__init__", "llm", "loading", "text"},
-    "cli": {"__init__", "bench", "loading", "startup", "devices"},
+    "cli": {"__init__", "bench", "loading", "startup", "text", "devices"},
 }
 # What users call. The package itself shows what users import.
 FRONT = {
     "llm": {"engine", "text"},
     "async_llm": {"llm", "engine", "text", "devices"},
-    "__init__": {"llm", "async_llm", "engine"},
+    "__init__": {"llm", "async_llm", "engine", "devices"},
     "__main__": {"cli"},
 }
 LAW = {

@@ -1,0 +1,136 @@
+"""Writes docs/settings.md and docs/parameters.md from the data that the engine itself uses.
+
+`make pages` runs it; a test compares the files with what it would write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+from nanoengine.cli.flags import PREFIX, SETTINGS
+from nanoengine.config import BUDGETS, CHOICES, COUNTS, DTYPES, MAX_GUESSES, EngineConfig
+from nanoengine.errors import MAX_COUNT, SEEDS
+from nanoengine.text.known_names import ARGUMENT, PARAMETER, ROWS, SETTING, WORKS, KnownName
+
+KNOWN = {field.name: field for field in fields(EngineConfig)}
+DOCS = Path(__file__).parents[2] / "docs"
+# What no table of config.py holds; tests/house/test_pages.py tries the ends.
+OTHER_VALUES = {
+    "tokenizer": "a path",
+    "dtype": ", ".join(sorted(set(DTYPES.values()))),
+    "device": "auto, cpu, cuda, cuda:N",
+    "gpu_memory_utilization": "above 0, up to 1",
+    "tensor_parallel_size": "1",
+    "speculative": f"ngram:1 to ngram:{MAX_GUESSES}",
+    "debug_copy_delay_ms": "0 to 1000",
+}
+WRITTEN = "<!-- Written by `make pages`: change the data in nanoengine/, not this page. -->"
+SETTINGS_HEAD = f"""\
+# Settings
+
+{WRITTEN}
+
+Every setting is a keyword of `LLM(model, ...)` and `AsyncLLM(model, ...)`. For the
+[command line](command_line.md) it is a flag, with dashes for underscores, an environment variable,
+`{PREFIX}` and its name in capitals, and a line of the YAML file of `--config`. `help(LLM)` shows
+all with types and defaults, `help(nanoengine.config.EngineConfig)` explains them at length, and
+[Features](features.md) says when to use which. What is None by default is planned at start-up, or
+off. Names of other engines: [Parameters](parameters.md).
+"""
+SETTINGS_TAIL = """\
+## Environment
+
+| variable | what it does |
+|---|---|
+| `NANOENGINE_LOG_LEVEL` | shows what the engine logs on stderr: debug, info, warning or error |
+| `NANOENGINE_TRACEBACK` | the command line shows where an unexpected error happened |
+| `OMP_NUM_THREADS` | CPU threads, unless `num_threads` is given |
+| `CC` | the C compiler for the kernels |
+| `XDG_CACHE_HOME` | the folder above the cache of kernels and converted models |
+| `HF_TOKEN`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE` | token, cache and offline mode of the hub |
+
+## Logging
+
+Each file of the package logs to Python's logger of its name, such as
+`nanoengine.loading.find_model`; `nanoengine` is above them all. The package never configures the
+root logger. A program that has configured logging gets the records like any other; otherwise
+warnings go to stderr, and
+`NANOENGINE_LOG_LEVEL=info`, or `--log-level info` of the command line, shows more: what start-up
+planned, and what it converted.
+"""
+PARAMETERS_HEAD = f"""\
+# Parameters of other engines
+
+{WRITTEN}
+
+The parameters of vLLM, FastDeploy, LMDeploy and nano-vllm as of 2026, and the best known ones of
+SGLang, transformers, llama.cpp, Ollama and OpenAI. A name that is not here is an error with the
+same words. `LLM.from_engine_args(args)` and `AsyncLLM.from_engine_args(args)`
+take an object such as vLLM's EngineArgs, or a mapping: they translate renamed settings, leave out
+values that ask for nothing, and refuse the others. What all of ours do: [Settings](settings.md).
+"""
+
+
+def settings_page() -> str:
+    """docs/settings.md: a table for each group of settings."""
+    parts = [SETTINGS_HEAD]
+    for title, group in SETTINGS.items():
+        lines = [f"## {title[0].upper()}{title[1:]}", ""]
+        lines += ["| setting | type | default | values | what it does |", "|---|---|---|---|---|"]
+        for name, text in group.items():
+            kind = str(KNOWN[name].type).replace(" | ", " or ")
+            default = KNOWN[name].default
+            lines.append(f"| `{name}` | {kind} | {default} | {values_of(name)} | {text} |")
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join([*parts, SETTINGS_TAIL])
+
+
+def values_of(name: str) -> str:
+    """The values that a setting may have, but None."""
+    if name in CHOICES:
+        return ", ".join(CHOICES[name])
+    if KNOWN[name].type in ("bool", "bool | None"):
+        return "True, False"
+    if name in BUDGETS:
+        high, unit = BUDGETS[name]
+        return f"above 0, below {_number(high)} {unit}"
+    if name in COUNTS:
+        low, high = COUNTS[name]
+        return "integers of 64 bits" if (low, high) == SEEDS else f"{low} to {_number(high)}"
+    return OTHER_VALUES[name]
+
+
+def _number(value: int) -> str:
+    return "2^31 - 1" if value == MAX_COUNT else f"{value:,}"
+
+
+def parameters_page() -> str:
+    """docs/parameters.md: a table for each place where a name is used."""
+    parts = [PARAMETERS_HEAD]
+    for title, scope in (
+        ("Settings of an engine: `LLM(...)`", SETTING),
+        ("Parameters of a request: `SamplingParams(...)`", PARAMETER),
+        ("Arguments of `generate()` and `chat()`", ARGUMENT),
+    ):
+        lines = [f"## {title}", "", "| name | of | here |", "|---|---|---|", *_rows(scope)]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _rows(scope: str) -> Iterator[str]:
+    for row in sorted(ROWS, key=lambda row: row.name):
+        if row.scope == scope:
+            yield f"| `{row.name}` | {', '.join(row.engines)} | {_what_is_here(row)} |"
+
+
+def _what_is_here(row: KnownName) -> str:
+    return "works" if row.kind == WORKS else row.sentence
+
+
+PAGES = {"settings.md": settings_page, "parameters.md": parameters_page}
+
+if __name__ == "__main__":
+    for name, write in PAGES.items():
+        (DOCS / name).write_text(write(), encoding="utf-8")

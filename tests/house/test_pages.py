@@ -1,0 +1,48 @@
+"""docs/settings.md and docs/parameters.md are what the engine's own data say."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import pytest
+from pages import DOCS, OTHER_VALUES, PAGES, values_of
+
+from nanoengine.config import EngineConfig
+from nanoengine.errors import ConfigError
+
+SETTINGS = {field.name for field in fields(EngineConfig)} - {"model"}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_written_page_is_up_to_date(name: str) -> None:
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert text == PAGES[name](), f"docs/{name} is out of date: run `make pages`"
+
+
+def test_the_settings_page_has_every_setting_once() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|.*\|.*\|.*\|.*\|$", PAGES["settings.md"](), re.MULTILINE)
+    assert sorted(rows) == sorted(SETTINGS)
+    assert all(values_of(name) for name in SETTINGS)
+
+
+ENDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "tokenizer": (["folder"], [5]),
+    "dtype": (["auto", "bfloat16", "float16", "float32"], ["float64"]),
+    "device": (["auto", "cpu", "cuda", "cuda:7"], ["mps"]),
+    "gpu_memory_utilization": ([0.001, 1], [0, 1.001]),
+    "tensor_parallel_size": ([1], [2]),
+    "speculative": (["ngram:1", "ngram:64"], ["ngram:0", "ngram:65"]),
+    "debug_copy_delay_ms": ([0, 1000], [-1, 1000.5]),
+}
+
+
+def test_values_that_no_table_of_the_config_holds_are_those_it_takes() -> None:
+    assert ENDS.keys() == OTHER_VALUES.keys()
+    for name, (taken, refused) in ENDS.items():
+        for value in taken:
+            EngineConfig("m", **{name: value})
+        for value in refused:
+            with pytest.raises(ConfigError, match=name):
+                EngineConfig("m", **{name: value})
