@@ -15,6 +15,10 @@ from typing import Any
 from nanoengine.errors import MAX_COUNT, SEEDS, ConfigError, integer, number, shown
 
 GIB = 1 << 30
+A_MODEL = (
+    'a Hugging Face folder, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B", or a name such as '
+    '"smollm2-135m"'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,7 +368,8 @@ class EngineConfig:
         device = _torch_name(self.device)
         if not re.fullmatch(DEVICE_NAMES, device):
             raise ConfigError(
-                f'device must be "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}'
+                f'device must be "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}; '
+                "GPUs other than NVIDIA's, Apple's too, are not supported"
             )
         self._set("device", device)
         choices = {
@@ -400,7 +405,9 @@ class EngineConfig:
             self._set(name, found)
         if integer(self.tensor_parallel_size) != 1:
             raise ConfigError(
-                f"tensor_parallel_size must be 1 for now, got {shown(self.tensor_parallel_size)}"
+                f"tensor_parallel_size must be 1, got {shown(self.tensor_parallel_size)}: a model "
+                "runs on one GPU for now; KV that does not fit there goes to RAM with "
+                "enable_cpu_offload=True"
             )
         self._set("tensor_parallel_size", 1)
         if self.max_num_seqs > self.max_num_batched_tokens:
@@ -496,14 +503,18 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 def _bad_quantization(value: object) -> str:
     spelled = value[:MAX_NAME].lower() if isinstance(value, str) else ""
     near = difflib.get_close_matches(spelled, QUANTIZATIONS, n=1, cutoff=0.3)
-    allowed = ", ".join(QUANTIZATIONS)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"quantization must be None or one of {allowed}, got {shown(value)}{hint}"
+    return (
+        'quantization must be None, "int8" or "int4" (weights are quantised as they are loaded), '
+        f'or "gguf" (the 4-bit weights of a GGUF are kept), got {shown(value)}{hint}'
+    )
 
 
 def _path(name: str, value: object) -> str:
     """A path, or the name of a model, as a string. Raises ConfigError if it can name no file."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if name == "model" and (value is None or path == ""):
+        raise ConfigError(f"no model was given: model must be {A_MODEL}; got {value!r}")
     if not isinstance(path, str):
         raise ConfigError(f"{name} must be a string or a path, got {shown(value)}")
     try:
