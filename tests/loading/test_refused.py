@@ -6,7 +6,6 @@ import pytest
 
 from nanoengine.errors import ModelNotFoundError
 from nanoengine.loading.find_model import resolve_model
-from nanoengine.loading.gguf import convert
 from nanoengine.loading.refused import (
     about_architecture,
     about_name,
@@ -113,7 +112,3 @@ def test_a_name_of_another_program_is_explained(name: str, words: str) -> None:
 
 def test_plain_names_get_no_sentence_of_their_own() -> None:
     assert about_name("llama") == "" == about_name("org/model")
-
-
-def test_every_gguf_architecture_is_one_of_ours() -> None:
-    assert set(convert.ARCHITECTURES.values()) <= ARCHITECTURES.keys()
