@@ -15,10 +15,7 @@ from typing import Any
 from nanoengine.errors import MAX_COUNT, SEEDS, ConfigError, integer, number, shown
 
 GIB = 1 << 30
-A_MODEL = (
-    'a Hugging Face folder, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B", or a name such as '
-    '"smollm2-135m"'
-)
+A_MODEL = 'a Hugging Face folder, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -514,7 +511,8 @@ def _path(name: str, value: object) -> str:
     """A path, or the name of a model, as a string. Raises ConfigError if it can name no file."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
     if name == "model" and (value is None or path == ""):
-        raise ConfigError(f"no model was given: model must be {A_MODEL}; got {value!r}")
+        named = f'{A_MODEL}, or a name such as "smollm2-135m"'
+        raise ConfigError(f"no model was given: model must be {named}; got {value!r}")
     if not isinstance(path, str):
         raise ConfigError(f"{name} must be a string or a path, got {shown(value)}")
     try:

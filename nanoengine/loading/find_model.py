@@ -121,7 +121,8 @@ def _raise_not_found(name: str) -> NoReturn:
     close = difflib.get_close_matches(name[:MAX_HUB_ID].lower(), PACKAGED, cutoff=0.6)
     if close:
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {close[0]!r}?")
-    about = about_name(name[:MAX_HUB_ID]) or f"give {A_MODEL}"
+    names = ", ".join(PACKAGED)
+    about = about_name(name[:MAX_HUB_ID]) or f"give {A_MODEL}, or one of the names {names}"
     raise ModelNotFoundError(f"there is no model at {shown(name)}: {about}")
 
 
