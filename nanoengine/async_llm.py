@@ -23,10 +23,14 @@ from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.engine.streaming import DeltaStream
-from nanoengine.errors import EngineClosedError, RequestError
-from nanoengine.llm import LLM, Messages, Prompt, TemplateKwargs
+from nanoengine.errors import (
+    EngineClosedError,
+    RequestError,
+    ends_at_the_user,
+    without_our_lines,
+)
+from nanoengine.llm import LLM, Messages, OneParams, Prompt, TemplateKwargs, Tools
 from nanoengine.outputs import RequestOutput, StreamDelta
-from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -39,6 +43,7 @@ class AsyncLLM:
     `async with AsyncLLM(...) as llm`, `await aclose()` or `close()` ends its thread and frees it.
     """
 
+    @ends_at_the_user
     @shows_settings
     def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
         """Takes LLM's arguments; returns when the model is loaded. Inside an event loop use `await
@@ -61,13 +66,13 @@ class AsyncLLM:
     @explains_unknown(ARGUMENT, " of generate()")
     def generate(
         self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        prompt: Prompt | Messages,
+        sampling_params: OneParams = None,
         request_id: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt: `async for output in llm.generate("The sea is"): ...`
 
-        prompt: one prompt, as for LLM.generate. request_id: shown on the outputs and used by
+        prompt: one prompt, as for LLM.stream. request_id: shown on the outputs and used by
         abort(); by default a number. Each output holds the whole text so far; the last one, with
         `finished`, equals LLM.generate's. Cancelling the task or closing the generator aborts it.
         Raises at the first output what LLM.generate raises for the prompt, and RequestError for a
@@ -80,15 +85,16 @@ class AsyncLLM:
     def chat(
         self,
         messages: Messages,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: OneParams = None,
         request_id: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: TemplateKwargs = None,
+        tools: Tools = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation; see generate() and LLM.chat."""
         return self._outputs(
             lambda llm: llm.stream_chat(
-                messages, sampling_params, add_generation_prompt, chat_template_kwargs
+                messages, sampling_params, add_generation_prompt, chat_template_kwargs, tools
             ),
             request_id,
         )
@@ -138,7 +144,10 @@ class AsyncLLM:
         mailbox = _Mailbox()
         try:
             begin = partial(self._engine.begin, mailbox, open_stream, request_id)
-            output = await self._call(begin)
+            try:
+                output = await self._call(begin)
+            except RequestError as error:
+                raise without_our_lines(error) from error.__cause__
             so_far: list[StreamDelta] = []  # one for each completion
             while not output.finished:
                 deltas, end = await mailbox.take()

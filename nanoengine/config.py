@@ -17,6 +17,7 @@ from nanoengine.text.known_names import SETTING, unknown_name
 
 GIB = 1 << 30
 Init = TypeVar("Init", bound=Callable[..., None])
+A_MODEL = 'a Hugging Face folder, a .gguf file, a hub id such as "Qwen/Qwen3-0.6B"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,6 +500,9 @@ def _bad_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
 def _path(name: str, value: object) -> str:
     """A path, or the name of a model, as a string. Raises ConfigError if it can name no file."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if name == "model" and (value is None or path == ""):
+        named = f'{A_MODEL}, or a name such as "smollm2-135m"'
+        raise ConfigError(f"no model was given: model must be {named}; got {value!r}")
     if not isinstance(path, str):
         raise ConfigError(f"{name} must be a string or a path, got {shown(value)}")
     try:

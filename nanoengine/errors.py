@@ -1,4 +1,5 @@
-"""Every error nanoengine raises on purpose, and helpers that check plain values.
+"""Every error nanoengine raises on purpose, helpers that check plain values, and how errors and
+warnings reach the user's own line.
 
 EngineError
 ├── ConfigError                 an engine setting is unknown, out of range or cannot be honoured
@@ -21,10 +22,15 @@ EngineError
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import operator
-from collections.abc import Iterable
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
+from typing import ParamSpec, TypeVar
 
 MAX_COUNT = (1 << 31) - 1
 SEEDS = (-(1 << 63), (1 << 64) - 1)  # numbers that fit 64 bits, signed or unsigned
@@ -33,6 +39,11 @@ MAX_BITS = 128
 MAX_NAME = 64  # characters of an unknown name that are compared with known names
 # A name less similar than this (difflib's ratio) is another name, and not a slip of the fingers.
 NEAR, SHORT_AND_NEAR, SHORT = 0.85, 0.75, 5  # of long names, of names up to 5 characters
+TRACEBACK = "NANOENGINE_TRACEBACK"  # set, errors show where in this package they were raised
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Error = TypeVar("Error", bound=BaseException)
 
 
 class EngineError(Exception):
@@ -150,3 +161,35 @@ def shown(value: object) -> str:
         text = f"a value of type {type(value).__name__}"
     text = "".join(c if c.isprintable() else " " for c in text[: MAX_SHOWN + 1])
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def ends_at_the_user(call: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Decorates what users call: errors about their settings, models and requests show the user's
+    line and no lines of this package (see `without_our_lines`).
+    """
+
+    @functools.wraps(call)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return call(*args, **kwargs)
+        except (ConfigError, ModelLoadError, RequestError) as error:
+            raise without_our_lines(error) from error.__cause__
+
+    return called
+
+
+def without_our_lines(error: Error) -> Error:
+    """The error without its traceback and cause, unless NANOENGINE_TRACEBACK is set."""
+    if os.environ.get(TRACEBACK):
+        return error
+    error.__cause__ = None
+    return error.with_traceback(None)
+
+
+def warn_user(text: str) -> None:
+    """Give a UserWarning at the line outside of this package that led here."""
+    package = __name__.partition(".")[0]
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self, Unpack
+from typing import Any, NoReturn, Self, Unpack, cast
 
 from tqdm import tqdm
 
@@ -25,7 +25,14 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
 from nanoengine.engine.streaming import DeltaStream
 from nanoengine.engine.turns import Turn, Turns
-from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
+from nanoengine.errors import (
+    InvalidParamsError,
+    InvalidPromptError,
+    RequestError,
+    ends_at_the_user,
+    shown,
+    warn_user,
+)
 from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
@@ -51,9 +58,11 @@ class _Request:
 
 
 Prompt = str | list[int] | dict[str, Any]
-Params = SamplingParams | Sequence[SamplingParams] | None
-Messages = list[dict[str, str]]
+OneParams = SamplingParams | Mapping[str, Any] | None
+Params = OneParams | Sequence[OneParams]
+Messages = list[dict[str, Any]]
 TemplateKwargs = Mapping[str, Any] | None
+Tools = Sequence[Mapping[str, Any]] | None
 
 
 class LLM:
@@ -63,6 +72,7 @@ class LLM:
     or next delta of a stream raises EngineError. Use AsyncLLM for many threads.
     """
 
+    @ends_at_the_user
     @shows_settings
     def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
         """model, settings: help(nanoengine.config.EngineConfig) explains each of them.
@@ -98,6 +108,7 @@ class LLM:
         """What start-up decided and allocated; print it to read it."""
         return self.llm_engine.plan
 
+    @ends_at_the_user
     @explains_unknown(ARGUMENT, " of generate()")
     def generate(
         self,
@@ -111,15 +122,16 @@ class LLM:
         dict may have a "cache_salt": only prompts with equal salts share cached KV. Text is encoded
         as in transformers and vLLM: a tokenizer that adds a beginning-of-sequence token adds one
         even if the text has its own; to prevent that, give token ids.
-        sampling_params: one for all prompts, or one each.
+        sampling_params: a SamplingParams, or a dict of its fields, for all prompts, or one each.
         Raises RequestError for a single bad prompt; in a list, that output's `error` is set, its
-        finish_reason is "error", and the others are answered. Ctrl-C aborts all requests and raises
-        KeyboardInterrupt as usual.
+        finish_reason is "error", the others are answered, and a UserWarning names the first error.
+        Ctrl-C aborts all requests and raises KeyboardInterrupt as usual.
         """
         single = _is_single(prompts)
         requests = [_request(p) for p in ([prompts] if single else prompts)]
         return self._answer(requests, sampling_params, single, use_tqdm)
 
+    @ends_at_the_user
     @explains_unknown(ARGUMENT, " of chat()")
     def chat(
         self,
@@ -128,12 +140,16 @@ class LLM:
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
         chat_template_kwargs: TemplateKwargs = None,
+        tools: Tools = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them: lists of {"role": ..., "content": ...}.
 
+        A content is text, or OpenAI's list of parts {"type": "text", "text": ...}; the texts are
+        joined by newlines. tools: descriptions in OpenAI's form, which the template shows to the
+        model; a call that the model writes stays in the text of the answer and is not parsed.
         chat_template_kwargs: variables of the model's chat template, the same for all
-        conversations, such as Qwen3's {"enable_thinking": False}, "tools" or "documents". No
-        special tokens are added to those that the template writes.
+        conversations, such as Qwen3's {"enable_thinking": False} or "documents". No special tokens
+        are added to those that the template writes.
         Raises InvalidPromptError if the model has no chat template or the template refuses the
         messages, InvalidParamsError for an argument that is no template variable.
         """
@@ -144,10 +160,11 @@ class LLM:
             )
         many = bool(messages) and isinstance(messages[0], list | tuple)
         conversations: list[Any] = list(messages) if many else [messages]
-        variables = chat_template_kwargs
-        requests = [self._chat_request(c, add_generation_prompt, variables) for c in conversations]
+        rest = add_generation_prompt, chat_template_kwargs, tools
+        requests = [self._chat_request(c, *rest) for c in conversations]
         return self._answer(requests, sampling_params, not many, use_tqdm)
 
+    @ends_at_the_user
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -178,38 +195,47 @@ class LLM:
                 except RequestError as error:
                     if single:
                         raise
-                    shown = refused(request.text, request.prompt, error)
-                    ids = shown.prompt_token_ids
-                    searches.append(BeamSearchOutput(shown.prompt, ids, [], error))
+                    output = refused(request.text, request.prompt, error)
+                    ids = output.prompt_token_ids
+                    searches.append(BeamSearchOutput(output.prompt, ids, [], error))
                     bar.update()
             while not running.is_finished:
                 bar.update(turn.run(running.step))
-        return [s.output if isinstance(s, BeamSearch) else s for s in searches]
+        outputs = [s.output if isinstance(s, BeamSearch) else s for s in searches]
+        _warn_of_failures(outputs)
+        return outputs
 
+    @ends_at_the_user
     @explains_unknown(ARGUMENT, " of stream()")
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> DeltaStream:
+    def stream(self, prompt: Prompt | Messages, sampling_params: OneParams = None) -> DeltaStream:
         """Stream the completion of one prompt: `for delta in llm.stream("The sea is"): ...`
 
-        The joined texts of the deltas are generate()'s text. Open streams, and generate() between
-        two deltas, share the engine's steps. Leaving a stream early aborts its request.
+        A delta is a string with more fields; `"".join(llm.stream(prompt))` is generate()'s text.
+        A list of messages is a conversation, as for stream_chat(): it can be nothing else.
+        Open streams, and generate() between two deltas, share the engine's steps. Leaving a stream
+        early aborts its request.
         Raises at once what generate() raises for the prompt.
         """
+        if _is_conversation(prompt):
+            return self.stream_chat(cast(Messages, prompt), sampling_params)
         if not isinstance(prompt, dict) and not _is_single(prompt):
             raise InvalidPromptError(
                 f"a stream takes one prompt, got a list of {len(prompt)}; open a stream for each"
             )
         return self._stream(_request(prompt), sampling_params)
 
+    @ends_at_the_user
     @explains_unknown(ARGUMENT, " of stream_chat()")
     def stream_chat(
         self,
         messages: Messages,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: OneParams = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: TemplateKwargs = None,
+        tools: Tools = None,
     ) -> DeltaStream:
         """Stream the answer to one conversation; see stream() and chat()."""
-        request = self._chat_request(messages, add_generation_prompt, chat_template_kwargs)
+        request = self._chat_request(messages, add_generation_prompt, chat_template_kwargs, tools)
         return self._stream(request, sampling_params)
 
     @property
@@ -253,11 +279,11 @@ class LLM:
         self.close()
 
     def _chat_request(
-        self, messages: Any, add_generation_prompt: bool, kwargs: TemplateKwargs
+        self, messages: Any, add_generation_prompt: bool, kwargs: TemplateKwargs, tools: Tools
     ) -> _Request:
         try:
-            variables = _template_variables(add_generation_prompt, kwargs)
-            text = self.tokenizer.apply_chat_template(messages, **variables)
+            variables = _template_variables(add_generation_prompt, kwargs, tools)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, **variables)
         except RequestError as error:
             return _Request(None, error=error)
         # The template has already written the special tokens, also the beginning-of-sequence token.
@@ -284,20 +310,18 @@ class LLM:
             except BaseException:
                 self.llm_engine.abort(map(int, positions))
                 raise
-        return [outputs[index] for index in range(len(requests))]
+        answers = [outputs[index] for index in range(len(requests))]
+        _warn_of_failures(answers)
+        return answers
 
     def _add(self, request: _Request, params: SamplingParams | None) -> int:
-        if request.error is not None:
-            raise request.error
-        return self.llm_engine.add_request(request.prompt, params, request.text, request.cache_salt)
+        prompt, text, salt = request.checked()
+        return self.llm_engine.add_request(prompt, params, text, salt)
 
-    def _stream(self, request: _Request, params: SamplingParams | None) -> DeltaStream:
-        if request.error is not None:
-            raise request.error
+    def _stream(self, request: _Request, params: OneParams) -> DeltaStream:
+        prompt, text, salt = request.checked()
         with Turn(self._turns):
-            stream = self.llm_engine.add_stream(
-                request.prompt, params, request.text, request.cache_salt
-            )
+            stream = self.llm_engine.add_stream(prompt, _one_params(params), text, salt)
         return DeltaStream(stream, self._advance, self._turns.abandon)
 
     def _advance(self, stream: RequestState) -> list[StreamDelta]:
@@ -356,29 +380,66 @@ def _request(prompt: Any) -> _Request:
         return _Request(prompt["prompt"], cache_salt=salt)
     keys = sorted(map(str, prompt))
     error = f'a prompt dict needs "prompt" or "prompt_token_ids", got the keys {keys}'
+    if "role" in prompt:
+        error += "; a list of messages is a conversation: use chat() or stream_chat()"
     return _Request(None, error=InvalidPromptError(error))
 
 
-def _template_variables(add_generation_prompt: bool, kwargs: TemplateKwargs) -> dict[str, Any]:
+def _is_conversation(prompt: object) -> bool:
+    """Whether this is a list of messages; a prompt has no role."""
+    is_list = isinstance(prompt, list | tuple) and bool(prompt)
+    return is_list and all(isinstance(m, Mapping) and "role" in m for m in cast(Messages, prompt))
+
+
+def _warn_of_failures(outputs: Sequence[RequestOutput | BeamSearchOutput]) -> None:
+    """Warn once about outputs with an error, at which a caller may not look."""
+    failed = [index for index, output in enumerate(outputs) if output.error is not None]
+    if failed:
+        warn_user(
+            f"{len(failed)} of {len(outputs)} requests failed; outputs[{failed[0]}].error: "
+            f"{outputs[failed[0]].error}"
+        )
+
+
+def _template_variables(
+    add_generation_prompt: bool, kwargs: TemplateKwargs, tools: Tools
+) -> dict[str, Any]:
     """Template variables; those in chat_template_kwargs override arguments, as in vLLM."""
     given = {} if kwargs is None else kwargs
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise InvalidParamsError(
             f"chat_template_kwargs must be a dict of the template's variables, got {kwargs!r}"
         )
-    if taken := {"messages", "self"} & given.keys():
+    if taken := {"messages", "self", "tokenize"} & given.keys():
         raise InvalidParamsError(f"chat_template_kwargs may not hold {min(taken)!r}")
-    return {"add_generation_prompt": add_generation_prompt, **given}
+    made = {"add_generation_prompt": add_generation_prompt}
+    if tools is None:
+        return {**made, **given}
+    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
+        raise InvalidParamsError(
+            'tools must be a list of dicts such as {"type": "function", "function": {"name": ..., '
+            f'"parameters": ...}}}}, got {shown(tools)}'
+        )
+    return {**made, "tools": tools, **given}
 
 
 def _params_for(params: Params, count: int) -> list[SamplingParams | None]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
     if not isinstance(params, list | tuple):
-        raise InvalidParamsError(
-            "sampling_params must be a SamplingParams or a list with one for each prompt, got "
-            + type(params).__name__
-        )
+        return [_one_params(params)] * count
     if len(params) != count:
-        raise InvalidParamsError(f"{count} prompts, but {len(params)} sampling parameters")
-    return list(params)
+        raise InvalidParamsError(
+            f"{count} prompts, but {len(params)} sampling parameters; give one for all, or one each"
+        )
+    return [_one_params(each) for each in params]
+
+
+def _one_params(params: object) -> SamplingParams | None:
+    """SamplingParams as they are, or made of a dict of their fields."""
+    if params is None or isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+        raise InvalidParamsError(
+            "sampling_params must be a SamplingParams, a dict of its fields, or a list with one "
+            f"for each prompt, got {shown(params)}"
+        )
+    return SamplingParams(**params)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from nanoengine.errors import RequestError
 from nanoengine.sequence import RequestMetrics
@@ -42,8 +42,9 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamDelta:
-    """The new part of one completion; `str(delta)` is its text.
+class StreamDelta(str):
+    """The new part of one completion. It is a string, its text, with these fields besides; two
+    deltas are equal if all fields are, and none is false, as the last one may have no text.
 
     request_id, index: which completion of which request. text: never holds half a UTF-8 character
     or the start of a stop string, so it may be "". token_ids: the new tokens, also those whose text
@@ -53,7 +54,7 @@ class StreamDelta:
     """
 
     request_id: int
-    index: int
+    index: int = field()  # type: ignore[assignment]  # hides str.index, which nobody needs here
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
@@ -61,8 +62,19 @@ class StreamDelta:
     error: RequestError | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
 
-    def __str__(self) -> str:
-        return self.text
+    def __new__(cls, request_id: int, index: int, text: str, *_rest: Any, **_fields: Any) -> Self:
+        return str.__new__(cls, text)
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for copies and pickle
+        return self.request_id, self.index, self.text
+
+    __hash__ = str.__hash__
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __bool__(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,10 @@ from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
 from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
 from nanoengine.config import MAX_GIB
 from nanoengine.devices.logs import LEVELS, LOG_LEVEL, show_logs
-from nanoengine.errors import MAX_COUNT, EngineError
+from nanoengine.errors import MAX_COUNT, TRACEBACK, EngineError
 
 FAILED, MISUSED = 1, 2
 INTERRUPTED, NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
-TRACEBACK = "NANOENGINE_TRACEBACK"  # set, an unexpected error shows where it happened
 # Commands whose arguments are those of a program in nanoengine.bench.
 DOORS = {
     "bench": "benchmarks: nanoengine bench offline --help",

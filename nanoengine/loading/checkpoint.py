@@ -20,7 +20,7 @@ from nanoengine.errors import (
     WeightMismatchError,
     shown,
 )
-from nanoengine.loading.model_config import gguf_hint
+from nanoengine.loading.refused import about_folder
 from nanoengine.text.checked_json import (
     MAX_REASON,
     has_file,
@@ -224,4 +224,4 @@ def _shard_names(folder: Path, weight_map: Mapping[str, str]) -> list[str]:
             f"{folder} holds only pickled weights ({pickles[0]}), which are never opened; "
             "convert them to safetensors or find a safetensors copy"
         )
-    raise ModelNotFoundError(f"{folder} holds no *.safetensors file{gguf_hint(folder)}")
+    raise ModelNotFoundError(f"{folder} holds no *.safetensors file{about_folder(folder)}")

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from nanoengine.config import ModelConfig
+from nanoengine.config import A_MODEL, ModelConfig
 from nanoengine.errors import (
     ConfigError,
     ModelLoadError,
@@ -23,6 +23,7 @@ from nanoengine.loading.gguf.convert import CONVERTER_VERSION, convert_gguf, rea
 from nanoengine.loading.hub import fetch_config, hub_folder, is_hub_id
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import PACKAGED, packaged_gguf
+from nanoengine.loading.refused import about_name
 
 logger = logging.getLogger(__name__)
 MAX_HUB_ID = 200  # characters, twice what the hub allows
@@ -43,7 +44,7 @@ def resolve_model(name: str | Path) -> Path:
         return _convert_once(path)
     if str(name) in PACKAGED:
         return _convert_once(packaged_gguf(str(name)))
-    if is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
+    if _may_be_at_the_hub(str(name)):
         return hub_folder(str(name))
     _raise_not_found(str(name))
 
@@ -61,11 +62,16 @@ def read_config_of(name: str | Path) -> ModelConfig:
             gguf = path if path.is_file() else packaged_gguf(str(name))
             _check_suffix(gguf)
             (folder / "config.json").write_text(json.dumps(read_gguf_config(gguf)))
-        elif is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
+        elif _may_be_at_the_hub(str(name)):
             folder = fetch_config(str(name), folder)
         else:
             _raise_not_found(str(name))
         return read_model_config(folder)
+
+
+def _may_be_at_the_hub(name: str) -> bool:
+    """Whether this is a hub id of weights that are downloaded: not of a collection of GGUFs."""
+    return len(name) <= MAX_HUB_ID and is_hub_id(name) and not name.lower().endswith("gguf")
 
 
 def _given_path(name: str | Path) -> Path:
@@ -115,10 +121,9 @@ def _raise_not_found(name: str) -> NoReturn:
     close = difflib.get_close_matches(name[:MAX_HUB_ID].lower(), PACKAGED, cutoff=0.6)
     if close:
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {close[0]!r}?")
-    raise ModelNotFoundError(
-        f"there is no model at {shown(name)}; give a Hugging Face folder, a .gguf file, the id of "
-        f"a model of the hub, or one of the names {', '.join(PACKAGED)}"
-    )
+    names = ", ".join(PACKAGED)
+    about = about_name(name[:MAX_HUB_ID]) or f"give {A_MODEL}, or one of the names {names}"
+    raise ModelNotFoundError(f"there is no model at {shown(name)}: {about}")
 
 
 def find_model(name: str, load_format: str) -> Path:

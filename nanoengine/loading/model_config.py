@@ -12,6 +12,7 @@ from nanoengine.errors import (
     UnsupportedModelError,
     shown,
 )
+from nanoengine.loading.refused import about_architecture, about_folder, about_quantization
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.models.architectures import (
     ARCHITECTURES,
@@ -19,7 +20,6 @@ from nanoengine.models.architectures import (
     layer_windows,
 )
 from nanoengine.text.checked_json import (
-    MAX_REASON,
     CheckedJson,
     has_file,
     read_json_if_any,
@@ -85,13 +85,7 @@ def _config_json(folder: Path) -> CheckedJson:
     path = folder / "config.json"
     if has_file(path):
         return CheckedJson(path)
-    raise ModelNotFoundError(f"{folder} has no config.json{gguf_hint(folder)}")
-
-
-def gguf_hint(folder: Path) -> str:
-    """For an error: the GGUF file that the folder holds, if any."""
-    files = sorted(folder.glob("*.gguf"))
-    return f"; give the file itself: {files[0]}" if files else ""
+    raise ModelNotFoundError(f"{folder} has no config.json{about_folder(folder)}")
 
 
 def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
@@ -101,10 +95,8 @@ def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
     for name in named:
         if name in supported:
             return str(name)
-    found = ", ".join(named)[:MAX_REASON] or "(none)"
     raise UnsupportedModelError(
-        f"{content.path}: architecture {found} is not supported; "
-        f"supported: {', '.join(sorted(supported))}"
+        f"{content.path}: {about_architecture(', '.join(named), supported)}"
     )
 
 
@@ -151,8 +143,10 @@ def _ropes(
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     """Raise UnsupportedModelError for settings that change the arithmetic in ways not done here."""
+    if content.get("quantization_config") is not None:
+        about = about_quantization(content.get("quantization_config"))
+        raise UnsupportedModelError(f"{content.path}: {about}")
     refused = {
-        "quantization_config": content.get("quantization_config") is not None,
         "sliding_window": not architecture.windows and _has_window(content),
         "auto_map": _brings_code(content, architecture.own_code),
     }

@@ -26,6 +26,7 @@ class NormNames:
 class Architecture:
     """How a decoder differs from Llama's.
 
+    models: what models of this architecture are called.
     norm_offset: RMSNorm adds this to its weight; unless it is 0, norms are in fp32 throughout.
     qk_norm: RMSNorm over each head of q and k before the rotation.
     qkv_bias: q, k and v have a bias even if config.json has no key for it.
@@ -40,6 +41,7 @@ class Architecture:
     own_code: a class in checkpoints' own code that is the same as the one in transformers.
     """
 
+    models: str
     norms: NormNames = NormNames()
     norm_offset: float = 0.0
     qk_norm: bool = False
@@ -58,6 +60,7 @@ class Architecture:
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
+        "Gemma 3 (270M, 1B)",
         norms=NormNames(
             after_attention="post_attention_layernorm",
             before_mlp="pre_feedforward_layernorm",
@@ -88,9 +91,14 @@ ARCHITECTURES = {
             "sliding_window_pattern": 6,
         },
     ),
-    "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(windows="every layer", defaults={"sliding_window": 4096}),
+    "LlamaForCausalLM": Architecture(
+        "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
+    ),
+    "MistralForCausalLM": Architecture(
+        "Mistral 7B and Nemo", windows="every layer", defaults={"sliding_window": 4096}
+    ),
     "Phi3ForCausalLM": Architecture(
+        "Phi-3, Phi-3.5 and Phi-4 (dense, text)",
         is_fused=True,
         windows="every layer",
         reads=("partial_rotary_factor",),
@@ -102,13 +110,18 @@ ARCHITECTURES = {
         own_code="modeling_phi3.Phi3ForCausalLM",
     ),
     "Qwen2ForCausalLM": Architecture(
-        qkv_bias=True, windows="layer_types", defaults={"use_sliding_window": False}
+        "Qwen 1.5 to 2.5 (dense)",
+        qkv_bias=True,
+        windows="layer_types",
+        defaults={"use_sliding_window": False},
     ),
     "Qwen3ForCausalLM": Architecture(
-        qk_norm=True, windows="layer_types", defaults={"head_dim": 128}
+        "Qwen 3 (dense)", qk_norm=True, windows="layer_types", defaults={"head_dim": 128}
     ),
     "SmolLM3ForCausalLM": Architecture(
-        reads=("no_rope_layers",), defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
+        "SmolLM3",
+        reads=("no_rope_layers",),
+        defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
     ),
 }
 

@@ -5,10 +5,11 @@ Checks the template's variables; template_process.py runs it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoengine.errors import InvalidParamsError, InvalidPromptError
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown, warn_user
 from nanoengine.text.template_process import TemplateProcess
 
 # Arguments of transformers' apply_chat_template that are not template variables.
@@ -23,11 +24,11 @@ NOT_TEMPLATE_VARIABLES = frozenset(
         "return_assistant_tokens_mask",
         "return_dict",
         "return_tensors",
-        "tokenize",
         "tokenizer_kwargs",
         "truncation",
     }
 )
+ROLES = ("system", "user", "assistant", "tool")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -56,7 +57,20 @@ class ChatTemplate:
         given = {"tools": None, "documents": None, **special_tokens, **variables}
         given["add_generation_prompt"] = add_generation_prompt
         plain = {name: _plain(value, name) for name, value in given.items()}
-        return self._process.render(self._source, plain | {"messages": _plain_messages(messages)})
+        plain["messages"] = _plain_messages(messages)
+        self._warn_of_unknown_names(plain)
+        return self._process.render(self._source, plain)
+
+    def _warn_of_unknown_names(self, variables: Mapping[str, Any]) -> None:
+        """Warn of what most templates write or leave out without a word."""
+        for role in dict.fromkeys(message["role"] for message in variables["messages"]):
+            if role not in ROLES and not re.search(f"['\"]{re.escape(role)}['\"]", self._source):
+                warn_user(
+                    f"the role {shown(role)} is not one of {', '.join(ROLES)}, and the model's "
+                    "chat template does not name it: the model may not know it"
+                )
+        if variables["tools"] and "tools" not in self._source:
+            warn_user("the model's chat template does not use tools: the model will not see them")
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -73,13 +87,30 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidPromptError(f"{where} must be a dict, not {type(message).__name__}")
     plain = {k: v for k, v in _plain(message, where).items() if v is not None}
-    for key in ("role", "content"):
+    if isinstance(plain.get("content"), list) and plain["content"]:
+        plain["content"] = _text_of_parts(plain["content"], f"{where}['content']")
+    for key, kinds in (("role", "a string"), ("content", "a string or a list of text parts")):
         is_optional = key == "content" and "tool_calls" in plain
         if not isinstance(plain.get(key), str) and not (is_optional and key not in plain):
             raise InvalidPromptError(
-                f"{where}[{key!r}] must be a string, not {type(message.get(key)).__name__}"
+                f"{where}[{key!r}] must be {kinds}, not {type(message.get(key)).__name__}"
             )
     return _with_reasoning_names(plain)
+
+
+def _text_of_parts(parts: list[Any], where: str) -> str:
+    """OpenAI's content parts as one text, joined as vLLM joins them."""
+    texts = []
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else part
+        text = part.get("text") if isinstance(part, dict) and kind == "text" else None
+        if not isinstance(text, str):
+            raise InvalidPromptError(
+                f"{where}[{index}] is {shown(kind)}, but only text is read, as in "
+                '{"type": "text", "text": "..."}: no images, audio or files'
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import tokenizers
 
@@ -133,24 +133,46 @@ class Tokenizer:
         """Whether the model has a chat template."""
         return bool(self._templates)
 
+    @overload
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
+        *,
+        tokenize: Literal[False] = False,
         **kwargs: Any,
-    ) -> str:
-        """Render a conversation as one text, like transformers'
-        `apply_chat_template(tokenize=False)`.
+    ) -> str: ...
 
-        Each message has a `role` and a `content` string; `content` may be missing beside
-        `tool_calls`. `kwargs` are variables of the template (`tools`, `documents`,
-        `enable_thinking`, ...), JSON values only. Encode the result with
-        `add_special_tokens=False`.
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tokenize: Literal[True],
+        **kwargs: Any,
+    ) -> list[int]: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tokenize: bool = False,
+        **kwargs: Any,
+    ) -> str | list[int]:
+        """Render a conversation as one text, or as token ids with `tokenize=True`.
+
+        Each message has a `role` and a `content`: a string, or a list of parts {"type": "text",
+        "text": ...}, joined by newlines. `content` may be missing beside `tool_calls`. `kwargs` are
+        variables of the template (`tools`, `documents`, `enable_thinking`, ...), JSON values only.
+        Encode a text with `add_special_tokens=False`.
         Raises RequestError without a template, InvalidPromptError for bad messages or a failing
         template, InvalidParamsError for an argument that is no template variable.
         """
         template = self._template(has_tools=kwargs.get("tools") is not None)
-        return template.render(messages, add_generation_prompt, self._special_tokens, kwargs)
+        text = template.render(messages, add_generation_prompt, self._special_tokens, kwargs)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _template(self, has_tools: bool) -> ChatTemplate:
         if not self._templates:

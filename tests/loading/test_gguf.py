@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import struct
 import time
@@ -395,7 +396,7 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("llama.expert_count", 8, "expert_count"),
+        ("llama.expert_count", 8, "expert_count.*a mixture of experts"),
         ("llama.attention.scale", 0.5, "scale"),
         ("llama.logit_scale", 0.5, "logit_scale"),
         ("llama.rope.scaling.type", "ntk", "'ntk'"),
@@ -450,9 +451,34 @@ def test_windows_that_no_config_says_are_refused(
         convert_gguf(model.write(tmp_path / "m.gguf"), out)
 
 
+@pytest.mark.parametrize(("limit", "level"), [(1 << 30, "INFO"), (1, "WARNING")])
+def test_a_file_that_grows_says_so_before_it_is_written(
+    llama: GGUFModel,
+    tmp_path: Path,
+    out: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int,
+    level: str,
+) -> None:
+    monkeypatch.setattr(gguf_convert, "LARGE_GROWTH", limit)
+    monkeypatch.setattr(gguf_convert, "GIB", 1000)
+    caplog.set_level("INFO", "nanoengine")
+    llama.types = {name: QuantType.Q4_1 for name, v in llama.tensors.items() if v.ndim == 2}
+    source = llama.write(tmp_path / "m.gguf")
+    convert_gguf(source, out)
+    written = sum(values.nbytes for values in state(out).values())
+    (record,) = caplog.records
+    found = re.search(r"the ([\d.]+) GiB of Q4_1 weights become ([\d.]+) GiB", record.message)
+    assert found is not None and record.levelname == level
+    assert float(found[2]) == pytest.approx(written / 1000, abs=0.01)
+    assert float(found[2]) / 3.3 < float(found[1]) < float(found[2]) / 2.5
+    assert 'quantization="gguf"' in record.message and str(out.parent) in record.message
+
+
 def test_unknown_architectures_are_refused(llama: GGUFModel, tmp_path: Path, out: Path) -> None:
     llama.arch = "mamba"
-    with pytest.raises(UnsupportedModelError, match=r"'mamba'.*gemma3, llama, phi3"):
+    with pytest.raises(UnsupportedModelError, match=r"mamba is .*Supported are .*Llama 2"):
         convert_gguf(llama.write(tmp_path / "m.gguf"), out)
 
 

@@ -102,7 +102,7 @@ def test_a_text_begins_as_transformers_lets_it(llm: LLM, folder: Path, text: str
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [
-        ({"tokenize": True}, "'tokenize' is not a variable"),
+        ({"tokenize": True}, "may not hold 'tokenize'"),
         ({"chat_template": "x"}, "'chat_template' is not a variable"),
         ({"messages": []}, "may not hold 'messages'"),
         ({"self": 1}, "may not hold 'self'"),

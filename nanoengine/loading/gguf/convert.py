@@ -8,6 +8,7 @@ not trusted: its whole structure is checked against its size before the package 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import struct
@@ -21,12 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nanoengine.config import GIB
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
+from nanoengine.loading.refused import about_architecture
 from nanoengine.models.rope import yarn_attention_factor
 
+logger = logging.getLogger(__name__)
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
 
 ARCHITECTURES = {
@@ -46,7 +50,6 @@ GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic and that no Hugging Face config of these architectures can
 # say.
 REFUSED_KEYS = (
-    "expert_count",
     "attention.scale",
     "logit_scale",
     "embedding_scale",
@@ -55,6 +58,7 @@ REFUSED_KEYS = (
 # The same of a RoPE scaling.
 REFUSED_ROPE_KEYS = ("rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_ext_factor")
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
+LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are written
 
 _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -119,6 +123,7 @@ def convert_gguf(source: Path, target: Path) -> str:
     tensors = [
         _named(metadata, config, t) for name, t in stored.items() if name not in _ROPE_TENSORS
     ]
+    _tell_growth(source, target, stored, tensors)
     eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
     _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
@@ -162,14 +167,14 @@ def _open_reader(path: Path) -> Any:
 def _check_supported(metadata: Metadata) -> None:
     architecture = metadata.architecture
     if architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{metadata.path}: GGUF architecture {architecture!r} is not supported; "
-            f"supported: {', '.join(sorted(ARCHITECTURES))}"
-        )
+        raise UnsupportedModelError(f"{metadata.path}: {about_architecture(architecture)}")
+    experts = f"{architecture}.expert_count"
+    if metadata.has(experts) and metadata.get(experts, int):
+        about = about_architecture(f"{architecture}-moe")
+        raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
     for key in REFUSED_KEYS:
         full_key = f"{architecture}.{key}"
-        kind = float if key.endswith("scale") else int
-        if metadata.has(full_key) and metadata.get(full_key, kind):
+        if metadata.has(full_key) and metadata.get(full_key, float):
             raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
     if _window(metadata) and architecture not in ("gemma3", "llama", "phi3"):
         raise UnsupportedModelError(
@@ -405,6 +410,22 @@ def _half_order(path: Path, stored: Any, num_heads: int, head_dim: int) -> npt.N
         )
     pairs = np.arange(num_rows).reshape(num_heads, head_dim // 2, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
+
+
+def _tell_growth(
+    source: Path, target: Path, stored: Mapping[str, Any], tensors: list[_Tensor]
+) -> None:
+    """Say how large the weights will be, as a warning if they grow by much."""
+    before = sum(int(tensor.n_bytes) for tensor in stored.values())
+    after = sum(2 * math.prod(tensor.shape) for tensor in tensors)
+    kind = _main_type(stored)
+    keeps = '"gguf"' if kind in ("Q4_0", "Q4_1") else '"int4" or "int8"'
+    logger.log(
+        logging.WARNING if after - before >= LARGE_GROWTH else logging.INFO,
+        "%s: the %.2f GiB of %s weights become %.2f GiB in bfloat16, on disk (once, in %s) and in "
+        "memory; quantization=%s keeps them small in memory",
+        *(source, before / GIB, kind, after / GIB, target.parent, keeps),
+    )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

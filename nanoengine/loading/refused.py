@@ -1,0 +1,184 @@
+"""What is said about models that cannot be loaded: what they are, and the nearest that works.
+
+Tables of names; reads no files, but for the base model that an adapter names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanoengine.errors import shown
+from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.text.checked_json import MAX_REASON, has_file, read_json
+
+DENSE = "take a dense model such as Qwen/Qwen3-4B, or run this one with vLLM or llama.cpp"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """pattern: of the names that this is about, in any case. what: they are. instead: what works,
+    in which \\1 is the first group of the pattern.
+    """
+
+    pattern: str
+    what: str
+    instead: str
+
+
+# Classes in config.json's `architectures` and names of architectures in a GGUF; the first match
+# counts, so a vision model with experts is called a vision model.
+ARCHITECTURES_REFUSED = (
+    Refusal(
+        r"^(T5|MT5|UMT5|Bart|MBart|Pegasus|Marian|BlenderBot|Whisper|T5Gemma)",
+        "an encoder with a decoder, and only decoders are supported",
+        "run it with transformers",
+    ),
+    Refusal(
+        r"^Gemma3ForConditionalGeneration",
+        "Gemma 3 for images and text, and only text models are supported",
+        "take google/gemma-3-1b-it or google/gemma-3-270m-it, which are for text only",
+    ),
+    Refusal(
+        r"ForConditionalGeneration|VL|Vision|Llava|Omni|Audio|^Gemma3n|^Gemma4|^clip",
+        "a model for images, audio or video beside text, and only text models are supported",
+        "take a text model such as Qwen/Qwen3-4B or google/gemma-3-1b-it, or run this one with "
+        "vLLM",
+    ),
+    Refusal(
+        r"Next|Qwen3_?5|Mamba|Jamba|Bamba|Zamba|NemotronH|nemotron_h|Falcon-?H1|Lfm2|Hybrid|Rwkv|"
+        r"RecurrentGemma|KimiLinear|MiniMax|Plamo2",
+        "a model with recurrent or linear attention layers, which are not supported yet",
+        "take a model with attention in all layers such as Qwen/Qwen3-4B, or run this one with "
+        "vLLM or llama.cpp",
+    ),
+    Refusal(
+        r"MoE|Mixtral|Gpt-?Oss|Deepseek_?[V23]|Llama4|Dbrx|Grok|Arctic|KimiK2|Glm4Moe|HunYuanV1Moe",
+        "a mixture of experts, and experts are not supported yet",
+        DENSE,
+    ),
+    Refusal(
+        r"Bert|Electra|ForSequenceClassification|ForMaskedLM|ForTokenClassification|Embedding",
+        "a model that generates no text",
+        "run it with sentence-transformers or transformers",
+    ),
+    Refusal(
+        r"^Gemma",
+        "an older Gemma",
+        "take google/gemma-3-1b-it, or run this one with vLLM or llama.cpp",
+    ),
+    Refusal(
+        r"^Phi(ForCausalLM|2$)",
+        "Phi-1 or Phi-2",
+        "take microsoft/Phi-4-mini-instruct, or run this one with vLLM or llama.cpp",
+    ),
+    Refusal(r"", "not supported", "run it with vLLM, transformers or llama.cpp"),
+)
+
+ORIGINAL = "take the model's 16-bit original"
+# `quant_method` of a quantization_config; one without a method, as of MLX, is "".
+QUANTIZATIONS_REFUSED = (
+    Refusal(
+        r"^awq$|^gptq$|^auto-?round|^mxfp4$|^nvfp4$|^hqq$|^aqlm$|^exl[23]$|^vptq$|^$",
+        "4-bit weights of this kind are not read",
+        f'{ORIGINAL} with quantization="int4", or a Q4_0 GGUF of it with quantization="gguf"',
+    ),
+    Refusal(
+        r"fp8",
+        "8-bit weights of this kind are not read",
+        f'{ORIGINAL}, with quantization="int8" for weights of 8 bits',
+    ),
+    Refusal(
+        r"",
+        "weights of this kind are not read",
+        f'{ORIGINAL} with quantization="int8" or "int4"',
+    ),
+)
+
+# Names of models as other programs and web pages write them.
+NAMES_REFUSED = (
+    Refusal(
+        r"^https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?$",
+        "this is the page of a model",
+        r"give its id, '\1'",
+    ),
+    Refusal(
+        r"^[a-z][a-z0-9+.-]*://",
+        "nothing is loaded from a URL",
+        "download the file, and give its path here",
+    ),
+    Refusal(
+        r"^(?:hf\.co/|huggingface\.co/)?([\w.-]+/[\w.-]+):([\w.-]+)$",
+        "this is llama.cpp's and Ollama's name of a file at the hub",
+        r'download the file, as with: hf download \1 --include "*\2*.gguf" --local-dir . and give '
+        "its path here",
+    ),
+    Refusal(
+        r"^[\w.-]+:[\w.-]+$",
+        "this is a tag of Ollama, whose registry is not read",
+        "give the model's id at the Hugging Face hub, such as meta-llama/Llama-3.2-1B-Instruct",
+    ),
+    Refusal(
+        r"^([\w.-]+/[\w.-]*GGUF)$",
+        "this is a collection of GGUF files at the hub",
+        r'download one, as with: hf download \1 --include "*Q4_0.gguf" --local-dir . and give its '
+        "path here",
+    ),
+    Refusal(
+        r"\.gguf$|^[./~]",
+        "",
+        "check the path, and the current folder if it does not begin with /",
+    ),
+)
+
+
+def about_name(name: str) -> str:
+    """What a name is under which there is no model, and what to give instead; "" if unknown."""
+    return "; ".join(filter(None, _first(NAMES_REFUSED, name)))
+
+
+def _first(rows: Iterable[Refusal], name: str) -> tuple[str, str]:
+    """What `name` is, and what works instead, by the first row that matches."""
+    for row in rows:
+        if found := re.search(row.pattern, name, re.IGNORECASE):
+            return row.what, found.expand(row.instead)
+    return "", ""
+
+
+def families(supported: Collection[str] = tuple(ARCHITECTURES)) -> str:
+    """Names of the models that these architectures are, as users know them."""
+    return ", ".join(ARCHITECTURES[name].models for name in sorted(supported))
+
+
+def about_architecture(name: str, supported: Collection[str] = tuple(ARCHITECTURES)) -> str:
+    """What a refused architecture is, what to take instead, and what is supported."""
+    name = name[:MAX_REASON]
+    what, instead = _first(ARCHITECTURES_REFUSED, name)
+    return (
+        f"the architecture {name or '(none)'} is {what}; {instead}. "
+        f"Supported are {families(supported)}"
+    )
+
+
+def about_quantization(config: object) -> str:
+    """What the weights of a checkpoint with this `quantization_config` are."""
+    method = config.get("quant_method", "") if isinstance(config, dict) else ""
+    is_known = isinstance(method, str) and len(method) < MAX_REASON
+    what, instead = _first(QUANTIZATIONS_REFUSED, method if is_known else "unknown")
+    return f"'quantization_config' says {shown(method or config)}: {what}; {instead}"
+
+
+def about_folder(folder: Path) -> str:
+    """For an error about a folder without config.json: what lies there instead."""
+    path = folder / "adapter_config.json"
+    if has_file(path):
+        base = shown(read_json(path).get("base_model_name_or_path"))
+        return (
+            f"; it is a LoRA adapter of {base}, and adapters are not supported yet: merge it once "
+            "with peft's merge_and_unload(), save that model and its tokenizer, and give that "
+            "folder"
+        )
+    files = sorted(folder.glob("*.gguf"))
+    return f"; give the file itself: {files[0]}" if files else ""

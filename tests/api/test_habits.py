@@ -1,0 +1,195 @@
+"""Habits that users bring from other engines, and that work here."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import pickle
+import shutil
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanoengine
+from nanoengine import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineError,
+    InvalidParamsError,
+    InvalidPromptError,
+    ModelNotFoundError,
+    SamplingParams,
+    StreamDelta,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+FIELDS = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 8, "num_gpu_blocks": 40}
+TALK = [{"role": "user", "content": "hello"}]
+TEXT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(tiny("llama"), **SETTINGS) as engine:
+        yield engine
+
+
+def prompt_of(llm: LLM, messages: Any, **rest: Any) -> str | None:
+    return llm.chat(messages, GREEDY, use_tqdm=False, **rest)[0].prompt
+
+
+def test_parameters_may_be_a_dict(llm: LLM) -> None:
+    wanted = llm.generate("a", GREEDY, use_tqdm=False)[0]["token_ids"]
+    other = llm.generate("a", SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)[0]
+    assert llm.generate("a", FIELDS, use_tqdm=False)[0]["token_ids"] == wanted
+    shorter = {"temperature": 0, "max_tokens": 2}
+    outputs = llm.generate(["a", "a", "a"], [FIELDS, GREEDY, shorter], use_tqdm=False)
+    assert [o["token_ids"] for o in outputs] == [wanted, wanted, other["token_ids"]]
+    assert llm.chat(TALK, FIELDS, use_tqdm=False) and "".join(llm.stream("a", FIELDS))
+    for bad in ({"temperature": -1}, {5: 1}):
+        with pytest.raises(InvalidParamsError):
+            llm.generate("a", bad, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_a_content_may_have_text_parts(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "hello"}]
+    assert prompt_of(llm, [{"role": "user", "content": parts}]) == TEXT
+    two = [*parts, {"type": "text", "text": "there"}]
+    assert prompt_of(llm, [{"role": "user", "content": two}]) == TEXT.replace(
+        "hello", "hello\nthere"
+    )
+    for part in ({"type": "input_audio"}, {"type": "text"}, {"type": "text", "text": 5}, {}):
+        with pytest.raises(InvalidPromptError, match=r"messages\[0\]\['content'\]\[1\] is .* text"):
+            prompt_of(llm, [{"role": "user", "content": [*parts, part]}])
+
+
+def test_a_chat_template_gives_text_or_ids(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer.apply_chat_template(TALK, tokenize=True, add_generation_prompt=True)
+    assert text == TEXT and ids == tokenizer.encode(TEXT, add_special_tokens=False)
+    assert llm.generate(ids, GREEDY, use_tqdm=False)[0]["token_ids"]
+
+
+def test_a_stream_takes_a_conversation(llm: LLM) -> None:
+    wanted = llm.chat(TALK, GREEDY, use_tqdm=False)[0]["text"]
+    assert "".join(llm.stream(TALK, GREEDY)) == wanted
+
+    async def asked() -> str:
+        async with AsyncLLM(str(llm.llm_engine.config.model), **SETTINGS) as asynchronous:
+            return [output["text"] async for output in asynchronous.generate(TALK, FIELDS)][-1]
+
+    assert asyncio.run(asked()) == wanted
+    for prompts in ([*TALK, "a"], [{"prompt": "a"}]):
+        with pytest.raises(InvalidPromptError, match="a stream takes one prompt"):
+            llm.stream(prompts, GREEDY)  # type: ignore[arg-type]
+
+
+def test_a_delta_is_its_text_and_more(llm: LLM) -> None:
+    deltas = list(llm.stream("abc", GREEDY))
+    whole = llm.generate("abc", GREEDY, use_tqdm=False)[0]
+    assert "".join(deltas) == whole["text"] == "".join(delta.text for delta in deltas)
+    assert [i for delta in deltas for i in delta.token_ids] == whole["token_ids"]
+    assert deltas[-1].finish_reason == "length" and deltas[0].index == 0
+    last = deltas[-1]
+    for twin in (copy.copy(last), copy.deepcopy(last), pickle.loads(pickle.dumps(last))):
+        assert twin == last and type(twin) is StreamDelta
+        assert (twin.finish_reason, twin.token_ids) == ("length", last.token_ids)
+    assert "finish_reason='length'" in repr(last) and type(str(last)) is str
+
+
+def test_deltas_are_equal_if_all_fields_are() -> None:
+    delta = StreamDelta(0, 0, "a", (5,))
+    other = replace(delta, token_ids=(6,))
+    assert delta != other and delta == replace(other, token_ids=(5,))
+    assert (delta == other, delta != replace(delta)) == (False, False)
+    assert delta == "a" and hash(delta) == hash("a") and f"{delta}!" == "a!"
+    assert replace(other, text="b") == "b" and replace(other, text="")
+
+
+def test_tools_reach_the_template(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny("llama"), folder)
+    template = "{% for t in tools %}{{ t.function.name }} {% endfor %}{{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    with LLM(folder, **SETTINGS) as llm:
+        assert prompt_of(llm, TALK, tools=tools) == "weather hello"
+        with llm.stream_chat(TALK, GREEDY, tools=tools) as stream:
+            assert stream.request.prompt == "weather hello"
+        with pytest.raises(InvalidParamsError, match="tools must be a list of dicts"):
+            prompt_of(llm, TALK, tools=["weather"])
+
+
+def test_a_role_that_the_template_names_is_no_surprise(
+    tiny: Callable[[str], Path], llm: LLM
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prompt_of(llm, [{"role": role, "content": "a"} for role in ("system", "user", "tool")])
+    with pytest.warns(UserWarning, match="'developer'") as warned:
+        prompt_of(llm, [{"role": "developer", "content": "a"}] * 3)
+    assert len(warned) == 1
+
+
+def test_failures_in_a_list_warn_once(llm: LLM) -> None:
+    prompts: list[Any] = ["a", [999], ""]
+    with pytest.warns(
+        UserWarning, match=r"^2 of 3 .*outputs\[1\].error: .*999 is outside"
+    ) as warned:
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"outputs\[1\]"):
+        llm.beam_search(prompts, beam_width=1, max_tokens=1, use_tqdm=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.generate(["a", "b"], GREEDY, use_tqdm=False)
+
+
+def files_in(error: BaseException) -> list[str]:
+    """The files of the traceback that Python prints, from the outermost on."""
+    shown = "".join(traceback.format_exception(error))
+    return [line.split('"')[1] for line in shown.splitlines() if line.startswith("  File ")]
+
+
+MISTAKES: dict[str, tuple[Callable[[LLM], object], type[EngineError]]] = {
+    "setting": (lambda llm: LLM("x", sed=1), ConfigError),
+    "model": (lambda llm: LLM("./none"), ModelNotFoundError),
+    "async": (lambda llm: AsyncLLM("./none"), ModelNotFoundError),
+    "prompt": (lambda llm: llm.generate([999]), InvalidPromptError),
+    "chat": (lambda llm: llm.chat([{"role": "user"}]), InvalidPromptError),
+    "stream": (lambda llm: llm.stream([999]), InvalidPromptError),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_traceback_ends_at_the_user_s_line(
+    llm: LLM, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake, kind = MISTAKES[name]
+    for is_whole in (False, True):
+        if is_whole:
+            monkeypatch.setenv("NANOENGINE_TRACEBACK", "1")
+        with pytest.raises(kind) as caught:
+            mistake(llm)
+        ours = [file for file in files_in(caught.value) if file != __file__]
+        assert len(ours) > 2 if is_whole else len(ours) == 1
+
+
+def test_a_traceback_ends_at_the_line_that_awaits(llm: LLM) -> None:
+    async def asked() -> None:
+        async with AsyncLLM(str(llm.llm_engine.config.model), **SETTINGS) as asynchronous:
+            async for _ in asynchronous.generate([999]):
+                pass
+
+    with pytest.raises(InvalidPromptError) as caught:
+        asyncio.run(asked())
+    package = str(Path(nanoengine.__file__).parent)
+    assert len([file for file in files_in(caught.value) if file.startswith(package)]) == 1
