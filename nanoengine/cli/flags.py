@@ -43,13 +43,14 @@ SETTINGS = {
         "enable_prefix_caching": "reuse the KV of equal beginnings",
     },
     "KV offload": {
-        "enable_cpu_offload": "keep KV that does not fit the device in RAM",
+        "enable_cpu_offload": "keep KV that does not fit the device in RAM; a size turns it on",
         "kv_offload_gib": "RAM for KV, GiB",
         "offload_mode": "auto, stream or in_place",
         "kv_offload_dtype": "int8: KV in RAM takes half the memory (lossy)",
         "ring_slots": "buffers that KV streams through",
         "slot_tokens": "tokens of a layer that a buffer holds",
         "stream_mib_per_step": "KV streamed beside other requests, MiB per step",
+        "measure_speed": "measure decode steps at start-up, about a second",
     },
     "scheduling": {
         "max_num_seqs": "most requests at once",
@@ -106,7 +107,7 @@ def _add_flag(target: Any, field: Field[Any], text: str, has_variable: bool) -> 
     text += (field.name.upper() if has_variable else "") + "]"
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kind = str(field.type)
-    if kind == "bool":
+    if kind.startswith("bool"):
         options["action"] = argparse.BooleanOptionalAction
     elif field.name == "stop":
         options |= {"action": "append", "metavar": "TEXT"}
@@ -154,7 +155,7 @@ def engine_settings(
 
 def _from_text(variable: str, text: str, kind: str) -> Any:
     """The value of an environment variable as its field's type."""
-    if kind == "bool":
+    if kind.startswith("bool"):
         if text.lower() in (*TRUE, *FALSE):
             return text.lower() in TRUE
         raise UsageError(f"{variable} must be 1 or 0, got {shown(text)}")

@@ -182,7 +182,9 @@ def test_logits_are_bitwise_equal(
 ) -> None:
     """At the same schedule: mixed batches, chunks across blocks, a shared prefix."""
     if backend == "torch":
-        monkeypatch.setattr(parts, "make_attention", lambda *args: (TorchAttention(args[-1].config), ""))
+        monkeypatch.setattr(
+            parts, "make_attention", lambda *args: (TorchAttention(args[-1].config), "")
+        )
     path = tiny("qwen3")
     long = some_ids(1, 90)
     prompts = [long, some_ids(2, 33), [*long[:50], *some_ids(3, 5)]]
@@ -210,7 +212,9 @@ def test_logits_are_bitwise_equal(
 def test_the_plain_backend_equals_transformers(
     tiny: Tiny, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "make_attention", lambda *args: (TorchAttention(args[-1].config), ""))
+    monkeypatch.setattr(
+        parts, "make_attention", lambda *args: (TorchAttention(args[-1].config), "")
+    )
     path = tiny("llama")
     driver = make_driver(path, max_num_batched_tokens=30, max_num_seqs=4, **LAYOUTS[layout])
     assert driver.engine.plan.attention == "torch"
@@ -478,8 +482,8 @@ def test_refused_only_what_could_not_finish_alone(tiny: Tiny, small: Driver) -> 
     with pytest.raises(PromptTooLongError) as refused:
         small.engine.add_request(some_ids(1, 60), greedy(29))
     numbers = re.findall(r"\d+", str(refused.value))
-    assert numbers == ["60", "29", "89", "88", "4", "9", "2", "8"]
-    assert "kv_offload_gib" in str(refused.value)
+    assert numbers == ["60", "29", "89", "88", "4", "9", "2", "8", *("0", "01")]
+    assert "set kv_offload_gib=0.01" in str(refused.value)
     prompt = some_ids(1, 60)
     output = small.run([prompt], greedy(28))[0]
     assert output.outputs[0].token_ids == expected(tiny("llama"), prompt, 28)
