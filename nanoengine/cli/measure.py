@@ -72,7 +72,10 @@ def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]
         with LLM(folder, **settings) as llm:
             plan, costs = llm.plan, llm.llm_engine.decode_costs
     if costs is None:
-        raise EngineError("no decode step was measured")
+        raise EngineError(
+            "decode steps could not be measured while other programs use the processor; measure "
+            "when it is idle"
+        )
     block_s = costs.device_block_s
     return {
         "sample": Sample(plan.kv.num_layers, plan.weight_bytes, costs.step_s),

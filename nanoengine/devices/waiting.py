@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 TASKS = Path("/proc/self/task")
+MAX_SHARE = 0.1  # beyond it a measured speed is a lower bound, and not what to expect
 
 
 class WaitingShare:
@@ -18,6 +19,10 @@ class WaitingShare:
         self._tasks = tasks
         self._begun = time.perf_counter()
         self._before = _waited_s(tasks)
+
+    def is_long(self) -> bool:
+        """Whether so far it is too large for a speed that was measured meanwhile."""
+        return self.now() > MAX_SHARE
 
     def now(self) -> float:
         """The share of the thread that waited most, 0 to 1."""

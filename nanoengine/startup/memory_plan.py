@@ -65,8 +65,9 @@ class MemoryPlan:
 
     longer: how a request gets all of the model's positions; "" if it has them. room: None: KV
     offload cannot be had. is_slowed: other programs used the processor while the speed was
-    measured. device_bytes, ram_bytes: all of a GPU's memory, and the RAM that is there for KV; of a
-    CPU the memory that weights and KV share, and 0. reserved_bytes: of the GPU, taken by others.
+    measured, or kept it from being measured. device_bytes, ram_bytes: all of a GPU's memory, and
+    the RAM that is there for KV; of a CPU the memory that weights and KV share, and 0.
+    reserved_bytes: of the GPU, taken by others.
     """
 
     model: str
@@ -146,7 +147,7 @@ class MemoryPlan:
             lossy = " in int8 (lossy)" if kv.host_codec is not None else ""
             tier = _tier(kv.num_host_blocks, kv.block_size, kv.host_block_bytes)
             lines.append(f"{offloaded:12} {tier}{lossy}, in RAM; {self.offload}")
-        if self.decode_tokens_per_s:
+        if self.decode_tokens_per_s or self.is_slowed:
             lines.append(f"speed        {self._speed()}")
         if self.stream_blocks_per_step is not None:
             mib = self.stream_blocks_per_step * kv.host_block_bytes / (1 << 20)
@@ -162,6 +163,8 @@ class MemoryPlan:
 
     def _speed(self) -> str:
         """The predicted speed, and what is known of it."""
+        if not self.decode_tokens_per_s:
+            return "not measured, as other programs use the processor"
         copies = f"; copies at {self.copy_gb_per_s:.1f} GB/s" if self.copy_gb_per_s else ""
         what = f"one request of {self.max_model_len} tokens decodes at"
         if not self.is_slowed:

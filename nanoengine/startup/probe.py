@@ -45,7 +45,6 @@ NUM_STEPS = 8
 BUDGET_S = 1.0  # after that much time no more steps are measured
 # MiB a step beside resident decodes, where nothing is measured: 3 ms of a link of 12 GB/s.
 UNMEASURED_MIB_PER_STEP = 32.0
-MAX_WAITING = 0.1  # of the time: beyond it a speed is a lower bound, and not what to expect
 PROBE_ID = -1
 GREEDY = SamplingParams(temperature=0)
 logger = logging.getLogger(__name__)
@@ -81,11 +80,12 @@ class DecodeCosts:
 
 
 def measure_decode(
-    runner: Runner, kv: HybridKVCacheManager, device: Device, max_blocks: int
-) -> DecodeCosts:
+    runner: Runner, kv: HybridKVCacheManager, device: Device, max_blocks: int, waiting: WaitingShare
+) -> DecodeCosts | None:
     """Time decode steps and free their KV. max_blocks: the most blocks of one request.
 
-    After BUDGET_S it measures no more rounds, and in the first one a single step of each size.
+    After BUDGET_S it measures no more rounds, and in the first one a single step of each size; if
+    other programs use the processor it gives up then, and returns None.
     """
     deadline = time.perf_counter() + BUDGET_S
     most = max(1, min(NUM_BLOCKS, MAX_BYTES // kv.spec.block_bytes, max_blocks - 1))
@@ -95,6 +95,8 @@ def measure_decode(
     times: list[list[float]] = [[], [], []]
     for _ in range(NUM_ROUNDS):  # sizes alternate, so that a slow moment hits all of them
         for seconds, (num_blocks, on_host) in zip(times, sizes, strict=True):
+            if not seconds and time.perf_counter() > deadline and waiting.is_long():
+                return None
             lengths = [num_blocks * kv.spec.block_size]
             seconds += time_steps(runner, kv, device, lengths, on_host, deadline)
         if time.perf_counter() > deadline:
@@ -289,9 +291,7 @@ def predict_speed(
     kv: HybridKVCacheManager,
     device: Device,
 ) -> tuple[MemoryPlan, DecodeCosts | None]:
-    """The plan with what was measured of decode steps, and their costs; None: the settings want
-    nothing measured.
-    """
+    """The plan with what was measured of decode steps, and their costs; None if nothing was."""
     costs = None
     if config.measure_speed:
         logger.info(
@@ -306,18 +306,22 @@ def predict_speed(
 
 def _measured(
     plan: MemoryPlan, runner: Runner, kv: HybridKVCacheManager, device: Device
-) -> tuple[MemoryPlan, DecodeCosts]:
-    """The plan with its speeds, and the costs of a decode step."""
+) -> tuple[MemoryPlan, DecodeCosts | None]:
+    """The plan with its speeds, and the costs of a decode step; without them if other programs use
+    the processor.
+    """
     spec = plan.kv
     num_blocks = min(spec.max_held_blocks, -(-plan.max_model_len // spec.block_size))
     waiting = WaitingShare()
-    costs = measure_decode(runner, kv, device, num_blocks)
+    costs = measure_decode(runner, kv, device, num_blocks, waiting)
+    if costs is None:
+        return replace(plan, is_slowed=True), None
     copy_gb_per_s = measure_copy(device, kv)
     predicted = replace(
         plan,
         copy_gb_per_s=copy_gb_per_s,
         decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
-        is_slowed=waiting.now() > MAX_WAITING,
+        is_slowed=waiting.is_long(),
     )
     return predicted, costs
 

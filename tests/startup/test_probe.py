@@ -106,6 +106,7 @@ def test_without_time_it_measures_each_size_once(
     num_steps: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.0)
     for seconds in (60.0, 0.0):
         monkeypatch.setattr(probe, "BUDGET_S", seconds)
         made = LLMEngine(tiny("llama"), **TIERS)
@@ -115,8 +116,13 @@ def test_without_time_it_measures_each_size_once(
 
 
 def test_it_says_what_it_does_and_can_be_left_out(
-    tiny: Callable[[str], Path], num_steps: list[int], caplog: pytest.LogCaptureFixture
+    whole_probe: None,
+    tiny: Callable[[str], Path],
+    num_steps: list[int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.0)
     caplog.set_level(logging.INFO, "nanoengine")
     made = LLMEngine(tiny("llama"), **TIERS)
     assert "measuring decode steps for about 1 s (measure_speed=False leaves" in caplog.text
@@ -141,6 +147,18 @@ def test_on_a_busy_machine_a_speed_is_a_lower_bound(
     words = "tok/s or more" if is_slowed else "decodes at about"
     assert words in str(made.plan) and made.plan.is_slowed == is_slowed
     assert ("other programs used the processor" in str(made.plan)) == is_slowed
+    made.close()
+
+
+def test_on_a_busy_machine_it_gives_up_when_the_time_is_over(
+    tiny: Callable[[str], Path], num_steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.3)
+    monkeypatch.setattr(probe, "BUDGET_S", 0.0)
+    made = LLMEngine(tiny("llama"), **TIERS)
+    assert num_steps == [0] and made.decode_costs is None
+    assert "speed        not measured, as other programs use the processor" in str(made.plan)
+    assert made.plan.stream_blocks_per_step == (32 << 20) // made.plan.kv.host_block_bytes
     made.close()
 
 
