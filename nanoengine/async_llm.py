@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar, Unpack
 from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.completion import merge_deltas, outputs_of
+from nanoengine.engine.stats import EngineStats
 from nanoengine.engine.streaming import DeltaStream
 from nanoengine.errors import (
     EngineClosedError,
@@ -62,6 +63,10 @@ class AsyncLLM:
     def plan(self) -> Any:
         """What start-up decided and allocated; print it to read it."""
         return self._engine.plan
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        return f"<AsyncLLM {plan.model!r} on {plan.device}, up to {plan.max_model_len} tokens>"
 
     @explains_unknown(ARGUMENT, " of generate()")
     def generate(
@@ -108,6 +113,10 @@ class AsyncLLM:
     async def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; any thread may use it."""
         return await self._call(lambda llm: llm.tokenizer)
+
+    async def stats(self) -> EngineStats:
+        """What LLM.stats gives, between two steps."""
+        return await self._call(LLM.stats)
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached KV that no running request uses."""

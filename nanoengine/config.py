@@ -184,7 +184,7 @@ DTYPES = {
 MAX_GUESSES = 64
 MAX_THREADS = 1024
 MAX_GIB = 1 << 20
-FLAGS = ("enable_prefix_caching", "enforce_eager", "enable_cpu_offload", "debug_kv")
+FLAGS = ("enable_prefix_caching", "enforce_eager", "measure_speed", "debug_kv")
 DEVICE_NAMES = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
 # A setting whose default is None may be None, whatever else these tables allow.
 CHOICES = {
@@ -251,7 +251,8 @@ class EngineConfig:
     others wait for prefill, a long one gets at most this many tokens of a step (None: half of
     max_num_batched_tokens).
     decode_reserve_blocks: blocks kept free for decodes when requests are admitted.
-    enable_cpu_offload: keep KV that does not fit the device in host memory and read it from there.
+    enable_cpu_offload: keep KV that does not fit the device in host memory and read it from there
+    (None: if kv_offload_gib or kv_offload_dtype is given).
     offload_mode: "stream" copies host blocks through a ring on the device, "in_place" (CPU only)
     reads them in host memory; "auto": in_place on a CPU, stream on a GPU.
     kv_offload_gib: host memory for KV (None: 4 GiB, or a quarter of the available memory if that is
@@ -262,6 +263,8 @@ class EngineConfig:
     slot_tokens: tokens of one layer that a ring slot holds (None: 4096, on a GPU 16384).
     stream_mib_per_step: host KV that may be streamed per step, on average, beside requests that
     decode from the device (None: the amount that takes 0.6 of a short step, measured at start-up).
+    measure_speed: measure decode steps at start-up with KV offload, about a second; False: no speed
+    is predicted, and stream_mib_per_step is 32 where it is not given.
     speculative: "ngram:K" guesses up to K tokens per step and request by prompt lookup, and checks
     them in one forward pass; the output does not change (None: one token a step).
     generation_config: default sampling parameters of requests. "auto": those of the model's
@@ -295,13 +298,14 @@ class EngineConfig:
     max_long_partial_prefills: int = 1
     long_prefill_token_threshold: int | None = None
     decode_reserve_blocks: int = 2
-    enable_cpu_offload: bool = False
+    enable_cpu_offload: bool | None = None
     offload_mode: str = "auto"
     kv_offload_gib: float | None = None
     kv_offload_dtype: str | None = None
     ring_slots: int = 4
     slot_tokens: int | None = None
     stream_mib_per_step: float | None = None
+    measure_speed: bool = True
     speculative: str | None = None
     generation_config: str | None = None
     debug_kv: bool = False
@@ -317,7 +321,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
         self._check_counts()
         self._check_memory()
-        self._check_offload_dtype()
+        self._check_offload()
         if self.speculative is not None and not self.num_guesses:
             raise ConfigError(
                 f'speculative must be "ngram:K" with K from 1 to {MAX_GUESSES}, '
@@ -378,15 +382,20 @@ class EngineConfig:
                 "step"
             )
 
-    def _check_offload_dtype(self) -> None:
-        dtype = self.kv_offload_dtype
-        if dtype is None:
-            return
-        if not self.enable_cpu_offload:
-            raise ConfigError(f"kv_offload_dtype={dtype!r} needs enable_cpu_offload=True")
-        if self.offload_mode == "in_place":
+    def _check_offload(self) -> None:
+        """The size and the dtype of host KV turn KV offload on where the settings leave it open."""
+        needs = [n for n in ("kv_offload_gib", "kv_offload_dtype") if getattr(self, n) is not None]
+        asked = self.enable_cpu_offload
+        if asked is not None and not isinstance(asked, bool):
+            raise ConfigError(f"enable_cpu_offload must be True or False, got {shown(asked)}")
+        if asked is False and needs:
             raise ConfigError(
-                f'kv_offload_dtype={dtype!r} cannot be read in place; take offload_mode="stream", '
+                f"{needs[0]} needs enable_cpu_offload=True, and it is False; leave one of them out"
+            )
+        self._set("enable_cpu_offload", bool(asked or needs))
+        if self.kv_offload_dtype is not None and self.offload_mode == "in_place":
+            raise ConfigError(
+                f'kv_offload_dtype={self.kv_offload_dtype!r} cannot be read in place; take offload_mode="stream", '
                 "or leave kv_offload_dtype out"
             )
 
@@ -409,8 +418,6 @@ class EngineConfig:
         if delay is None or not 0 <= delay <= 1000:
             raise ConfigError(f"debug_copy_delay_ms must be between 0 and 1000, got {shown(asked)}")
         self._set("debug_copy_delay_ms", delay)
-        if self.kv_offload_gib is not None and not self.enable_cpu_offload:
-            raise ConfigError("kv_offload_gib needs enable_cpu_offload=True")
         if self.kv_cache_gib is not None and self.num_gpu_blocks is not None:
             raise ConfigError("give kv_cache_gib or num_gpu_blocks, not both")
 
@@ -447,13 +454,14 @@ class Settings(TypedDict, total=False):
     max_long_partial_prefills: int
     long_prefill_token_threshold: int | None
     decode_reserve_blocks: int
-    enable_cpu_offload: bool
+    enable_cpu_offload: bool | None
     offload_mode: str
     kv_offload_gib: float | None
     kv_offload_dtype: str | None
     ring_slots: int
     slot_tokens: int | None
     stream_mib_per_step: float | None
+    measure_speed: bool
     speculative: str | None
     generation_config: str | None
     debug_kv: bool

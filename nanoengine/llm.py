@@ -8,7 +8,6 @@ with LLM("smollm2-135m") as llm:
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack, cast
 
-from tqdm import tqdm
-
 from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
+from nanoengine.engine.progress import progress_bar
+from nanoengine.engine.stats import EngineStats, engine_stats
 from nanoengine.engine.streaming import DeltaStream
 from nanoengine.engine.turns import Turn, Turns
 from nanoengine.errors import (
@@ -108,6 +107,17 @@ class LLM:
         """What start-up decided and allocated; print it to read it."""
         return self.llm_engine.plan
 
+    def __repr__(self) -> str:
+        plan = self.plan
+        return f"<LLM {plan.model!r} on {plan.device}, up to {plan.max_model_len} tokens>"
+
+    def stats(self) -> EngineStats:
+        """Where KV lies now, how many requests run and wait, what was copied and found in the
+        prefix cache since start-up; print it to read it.
+        """
+        with Turn(self._turns):
+            return engine_stats(self.llm_engine)
+
     @ends_at_the_user
     @explains_unknown(ARGUMENT, " of generate()")
     def generate(
@@ -187,7 +197,7 @@ class LLM:
         with (
             Turn(self._turns) as turn,
             BeamSearches(self.llm_engine, params) as running,
-            _progress_bar("searches", len(requests), use_tqdm) as bar,
+            progress_bar("searches", len(requests), use_tqdm) as bar,
         ):
             for request in requests:
                 try:
@@ -337,7 +347,7 @@ class LLM:
         """Step until every request in `unfinished` has finished; yields their outputs."""
         num_in = num_out = 0
         start = time.perf_counter()
-        with _progress_bar("requests", len(unfinished), use_tqdm and bool(unfinished)) as bar:
+        with progress_bar("requests", len(unfinished), use_tqdm and bool(unfinished)) as bar:
             while unfinished:
                 for output in turn.run(self.llm_engine.step):
                     if output.request_id not in unfinished:
@@ -350,11 +360,6 @@ class LLM:
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
                     yield output
-
-
-def _progress_bar(what: str, total: int, is_wanted: bool) -> tqdm:
-    """A progress bar on stderr, which a program without a console lacks."""
-    return tqdm(total=total, desc=what, disable=not is_wanted or sys.stderr is None)
 
 
 def _is_single(prompts: object) -> bool:

@@ -17,7 +17,7 @@ QUOTES = '"""'
 HELP = f"""\
 /system TEXT  set the system message; /system alone removes it
 /reset        forget the conversation, and keep the system message
-/stats        tokens and speed, of the last answer and of all
+/stats        tokens and speed, of the last answer and of all; where the KV lies
 /help         this list
 {QUOTES}           begins and ends a message of several lines
 Ctrl-C ends an answer, Ctrl-D ends the chat."""
@@ -88,7 +88,7 @@ class Conversation:
         elif command == "reset":
             self._messages.clear()
         elif command == "stats":
-            print(f"last: {self._last}\nall:  {self._total}", flush=True)
+            print(f"last: {self._last}\nall:  {self._total}\n{self._model.llm.stats()}", flush=True)
         elif command == "help":
             print(HELP, flush=True)
         else:

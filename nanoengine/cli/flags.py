@@ -44,13 +44,14 @@ SETTINGS = {
         "enable_prefix_caching": "reuse the KV of equal beginnings",
     },
     "KV offload": {
-        "enable_cpu_offload": "keep KV that does not fit the device in RAM",
+        "enable_cpu_offload": "keep KV that does not fit the device in RAM; a size turns it on",
         "kv_offload_gib": "RAM for KV, GiB",
         "offload_mode": "how KV in RAM is read",
         "kv_offload_dtype": "KV in RAM in half the memory (lossy)",
         "ring_slots": "buffers that KV streams through",
         "slot_tokens": "tokens of a layer that a buffer holds",
         "stream_mib_per_step": "KV streamed beside other requests, MiB per step",
+        "measure_speed": "measure decode steps at start-up, about a second",
     },
     "scheduling": {
         "max_num_seqs": "most requests at once",
@@ -109,7 +110,7 @@ def _add_flag(target: Any, field: Field[Any], text: str, has_variable: bool) -> 
     text += (field.name.upper() if has_variable else "") + "]"
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kind = str(field.type)
-    if kind == "bool":
+    if kind.startswith("bool"):
         options["action"] = argparse.BooleanOptionalAction
     elif field.name == "stop":
         options |= {"action": "append", "metavar": "TEXT"}
@@ -157,7 +158,7 @@ def engine_settings(
 
 def _from_text(variable: str, text: str, kind: str) -> Any:
     """The value of an environment variable as its field's type."""
-    if kind == "bool":
+    if kind.startswith("bool"):
         if text.lower() in (*TRUE, *FALSE):
             return text.lower() in TRUE
         raise UsageError(f"{variable} must be 1 or 0, got {shown(text)}")

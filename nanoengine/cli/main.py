@@ -182,6 +182,9 @@ def _fill_plan(parser: Parser) -> None:
         ("--read-gbps", _positive, "GB/S", "reads of the memory that weights lie in, in GB/s"),
     ):
         wanted.add_argument(flag, type=kind, metavar=metavar, help=text)
+    wanted.add_argument(
+        "--measure", action="store_true", help="measure decode steps here first, some seconds"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_flags(parser)
 

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+import sys
+from dataclasses import asdict
 from typing import Any
 
 from nanoengine.cli.flags import engine_config
-from nanoengine.config import GIB
+from nanoengine.cli.usage import UsageError
+from nanoengine.config import GIB, EngineConfig
+from nanoengine.startup.bars import Bar, Part
+from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 
-WIDTH = 60  # characters of a bar
 # GB/s that are assumed where none are given; printed beside what follows from them.
 LINK_GB_PER_S = 25.0  # PCIe 4 x16
 GPU_READ_GB_PER_S = 300.0
 CPU_READ_GB_PER_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a bar: its letter, its key in JSON, what it is, and how much."""
-
-    letter: str
-    key: str
-    label: str
-    num_bytes: int
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -36,17 +28,41 @@ def plan(args: argparse.Namespace) -> int:
     from nanoengine.startup.forecast import Forecaster
 
     model = read_config_of(config.model)
-    hardware, assumed = _hardware(args)
+    speed = _measured(args, config)
+    hardware, assumed = _hardware(args, speed)
     made = Forecaster(config, model, hardware).forecast(args.context)
     if args.json:
-        print(json.dumps(_row(args, made, hardware, assumed), indent=2))
+        print(json.dumps(_row(args, made, hardware, assumed, speed), indent=2))
     else:
-        print("\n".join(_lines(args, made, hardware, assumed)))
+        print("\n".join(_lines(args, made, hardware, assumed, speed)))
     return 1 if made.refusal else 0
 
 
-def _hardware(args: argparse.Namespace) -> tuple[Any, list[str]]:
-    """The Hardware to plan for, and sentences about what was assumed."""
+def _measured(args: argparse.Namespace, config: EngineConfig) -> MachineSpeed | None:
+    """What was measured on this machine, if it is the one to plan for and no speed is given."""
+    import torch
+
+    from nanoengine.cli.measure import machine_name, measure_speed
+    from nanoengine.devices.cpu import default_threads
+
+    has_gpu = torch.cuda.is_available()
+    is_here = args.gpu_gib is None or (args.gpu_gib == 0 and not has_gpu)
+    if args.measure and not (is_here and args.read_gbps is None):
+        raise UsageError("--measure measures this machine; leave --gpu-gib and --read-gbps out")
+    if not is_here or args.read_gbps is not None:
+        return None
+    gpu = torch.cuda.get_device_name() if has_gpu else ""
+    machine = machine_name(gpu, config.num_threads or default_threads())
+    if args.measure:
+        print("measuring decode steps on this machine ...", file=sys.stderr, flush=True)
+        speed = measure_speed(machine, "cuda" if has_gpu else "cpu", config.num_threads)
+        remember_speed(speed)
+        return speed
+    return remembered_speed(machine)
+
+
+def _hardware(args: argparse.Namespace, speed: MachineSpeed | None) -> tuple[Any, list[str]]:
+    """The Hardware to plan for, and sentences about what was assumed. speed: None: not measured."""
     import torch
 
     from nanoengine.devices.cpu import available_memory, native_dtype
@@ -60,7 +76,9 @@ def _hardware(args: argparse.Namespace) -> tuple[Any, list[str]]:
     if args.ram_gib is None:
         assumed.append("RAM: what is free here (--ram-gib)")
     read, link = args.read_gbps, args.link_gbps
-    if read is None:
+    if link is None and speed is not None:
+        link = speed.link_gb_per_s or None
+    if read is None and speed is None:
         read = GPU_READ_GB_PER_S if gpu_bytes else CPU_READ_GB_PER_S
         where = "GPU memory" if gpu_bytes else "RAM"
         assumed.append(f"{where} is read at {read:g} GB/s (--read-gbps)")
@@ -69,18 +87,27 @@ def _hardware(args: argparse.Namespace) -> tuple[Any, list[str]]:
         if gpu_bytes:
             assumed.append(f"copies from RAM to the GPU at {link:g} GB/s (--link-gbps)")
     dtype = torch.bfloat16 if gpu_bytes else native_dtype()[0]
-    return Hardware(gpu_bytes, ram_bytes, read, link, dtype), assumed
+    if speed is None:
+        return Hardware(gpu_bytes, ram_bytes, read, link, dtype), assumed
+    read, kv, layer_s = speed.read_gb_per_s, speed.kv_gb_per_s, speed.layer_us / 1e6
+    return Hardware(gpu_bytes, ram_bytes, read, link, dtype, 1.0, kv, layer_s), assumed
 
 
-def _lines(args: argparse.Namespace, made: Any, hardware: Any, assumed: list[str]) -> list[str]:
+def _lines(
+    args: argparse.Namespace,
+    made: Any,
+    hardware: Any,
+    assumed: list[str],
+    speed: MachineSpeed | None,
+) -> list[str]:
     model, memory = made.model, made.plan
     lines = [
         f"model     {args.model}: {model.architecture}, {model.num_layers} layers, "
         f"{_gib(memory.weight_bytes)} of weights in {memory.dtype.partition(' ')[0]}, "
         f"{model.max_position:,} positions"
     ]
-    for name, total, parts in _bars(made, hardware):
-        lines += _bar(name, total, parts)
+    for bar in _bars(made, hardware):
+        lines += bar.lines()
     lines.append(
         f"longest   {made.longest:,} tokens in one request, at about "
         f"{made.longest_tokens_per_s:.3g} tok/s"
@@ -92,6 +119,8 @@ def _lines(args: argparse.Namespace, made: Any, hardware: Any, assumed: list[str
         f"speed     about {made.tokens_per_s:.3g} tok/s when one request has {made.context:,} "
         f"tokens; {why} is the limit"
     )
+    if speed is not None:
+        lines.append(f"measured  {_describe(speed)}")
     if assumed:
         lines.append(f"assumed   {'; '.join(assumed)}")
     settings = "".join(f", {name}={value!r}" for name, value in made.settings.items())
@@ -101,51 +130,52 @@ def _lines(args: argparse.Namespace, made: Any, hardware: Any, assumed: list[str
     return lines
 
 
-def _bars(made: Any, hardware: Any) -> list[tuple[str, int, list[Part]]]:
-    """Name, bytes and parts of each memory."""
+def _describe(speed: MachineSpeed) -> str:
+    """What was measured, and when."""
+    link = f", copies at {speed.link_gb_per_s:g} GB/s" if speed.link_gb_per_s else ""
+    busy = "; other programs used the processor, so this machine may be faster"
+    return (
+        f"on this machine on {speed.date}: weights are read at {speed.read_gb_per_s:g} GB/s, KV at "
+        f"{speed.kv_gb_per_s:g} GB/s{link}, a layer takes {speed.layer_us:g} us more (--measure)"
+        f"{busy if speed.is_slowed else ''}"
+    )
+
+
+def _bars(made: Any, hardware: Any) -> list[Bar]:
+    """What takes which memory, with what is kept back of a GPU."""
     memory, kv = made.plan, made.plan.kv
-    on_device = kv.num_blocks * kv.block_bytes
-    tokens = kv.num_blocks * kv.block_size
-    parts = [
+    parts = (
         Part("W", "weights", "weights", memory.weight_bytes),
         Part("S", "step", "a step", memory.activation_bytes),
-        Part("K", "kv", f"KV of {tokens:,} tokens", on_device),
-        Part("R", "ring", "ring", kv.ring_bytes),
-    ]
+        _kv_part(kv.num_blocks, kv.block_size, kv.block_bytes),
+        Part("R", "ring", "buffer", kv.ring_bytes),
+    )
     if not hardware.gpu_bytes:
-        return [("RAM", hardware.ram_bytes, parts)]
-    parts.append(Part("x", "reserved", "kept back", made.reserved_bytes))
-    on_host = kv.num_host_blocks * kv.host_block_bytes
-    host_tokens = kv.num_host_blocks * kv.block_size
-    host = [Part("K", "kv", f"KV of {host_tokens:,} tokens", on_host)]
-    return [("GPU", hardware.gpu_bytes, parts), ("RAM", hardware.ram_bytes, host)]
+        return [Bar("RAM", hardware.ram_bytes, parts)]
+    kept = Part("x", "reserved", "kept back", made.reserved_bytes)
+    host = _kv_part(kv.num_host_blocks, kv.block_size, kv.host_block_bytes)
+    gpu = Bar("GPU", hardware.gpu_bytes, (*parts, kept))
+    return [gpu, Bar("RAM", hardware.ram_bytes, (host,))]
 
 
-def _bar(name: str, total: int, parts: Iterable[Part]) -> list[str]:
-    """A line of letters, one for each part of the memory, and a line that names them."""
-    there = [part for part in parts if part.num_bytes]
-    free = max(0, total - sum(part.num_bytes for part in there))
-    drawn = ""
-    filled = 0
-    for part in there:
-        filled += part.num_bytes
-        end = min(WIDTH, max(len(drawn) + 1, round(WIDTH * filled / total)))
-        drawn += part.letter * (end - len(drawn))
-    named = [f"{part.letter} {part.label} {_gib(part.num_bytes)}" for part in there]
-    return [
-        f"{name}  {total / GIB:6.1f} GiB [{drawn:.<{WIDTH}}]",
-        f"{'':10}{', '.join([*named, f'. free {_gib(free)}'])}",
-    ]
+def _kv_part(num_blocks: int, block_size: int, block_bytes: int) -> Part:
+    return Part("K", "kv", f"KV of {num_blocks * block_size:,} tokens", num_blocks * block_bytes)
 
 
-def _row(args: argparse.Namespace, made: Any, hardware: Any, assumed: list[str]) -> dict[str, Any]:
+def _row(
+    args: argparse.Namespace,
+    made: Any,
+    hardware: Any,
+    assumed: list[str],
+    speed: MachineSpeed | None,
+) -> dict[str, Any]:
     return {
         "model": args.model,
         "architecture": made.model.architecture,
         "device": hardware.name,
         "memory": {
-            name: {"bytes": total} | {part.key: part.num_bytes for part in parts}
-            for name, total, parts in _bars(made, hardware)
+            bar.name: {"bytes": bar.total} | {part.key: part.num_bytes for part in bar.parts}
+            for bar in _bars(made, hardware)
         },
         "longest": made.longest,
         "longest_tokens_per_s": round(made.longest_tokens_per_s, 3),
@@ -155,6 +185,7 @@ def _row(args: argparse.Namespace, made: Any, hardware: Any, assumed: list[str])
         "read_gb_per_s": hardware.read_gb_per_s,
         "link_gb_per_s": hardware.link_gb_per_s,
         "assumed": assumed,
+        "measured": None if speed is None else asdict(speed),
         "settings": dict(made.settings),
         "refusal": made.refusal or None,
     }

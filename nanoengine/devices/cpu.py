@@ -7,6 +7,7 @@ import functools
 import math
 import mmap
 import os
+import platform
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +46,7 @@ class CpuDevice:
     def __init__(
         self, num_threads: int | None = None, copy_workers: bool = False, max_delay_s: float = 0.0
     ) -> None:
-        self.num_threads = num_threads or _num_threads()
+        self.num_threads = num_threads or default_threads()
         if self.num_threads > 1:
             _home_of_threads().check("OpenMP (num_threads=1 does without)")
         torch.set_num_threads(self.num_threads)
@@ -123,6 +124,16 @@ def _read_kib(path: Path, name: str) -> int:
     return int(info[name].split()[0])
 
 
+def processor_name(path: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's own name, or what Python knows of it."""
+    with contextlib.suppress(OSError), open(path, errors="replace") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
 def native_dtype() -> tuple[torch.dtype, str]:
     """bfloat16 where the CPU multiplies it natively, else float32; and the reason."""
     if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
@@ -183,7 +194,7 @@ def _home_of_threads() -> HomeProcess:
     return HomeProcess()
 
 
-def _num_threads() -> int:
+def default_threads() -> int:
     """OMP_NUM_THREADS if it is set, as in every OpenMP program; else all usable cores."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     digits = asked.lstrip("0")

@@ -163,12 +163,14 @@ class InputProcessor:
         if num_prompt >= limit:
             raise PromptTooLongError(
                 f"the prompt has {num_prompt} tokens and needs room for at least one more, but the "
-                f"limit is {limit} ({self._plan.max_model_len_bound}); {self._how_to_raise()}"
+                f"limit is {limit} ({self._plan.max_model_len_bound}); "
+                f"{self._how_to_raise(num_prompt, params.max_tokens or 1)}"
             )
         most = (self._config.max_model_len or self._model_config.max_position) - num_prompt
         if params.max_tokens is None:
             return limit
-        self._plan.kv.check_fits(num_prompt, min(params.max_tokens, most))
+        advice = self._plan.how_to_hold
+        self._plan.kv.check_fits(num_prompt, min(params.max_tokens, most), advice)
         return min(limit, num_prompt + params.max_tokens)
 
     def _check_choice(self, request: Request) -> None:
@@ -196,10 +198,13 @@ class InputProcessor:
         words = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return tuple(dict.fromkeys(word for word in words if word))
 
-    def _how_to_raise(self) -> str:
+    def _how_to_raise(self, num_prompt: int, max_tokens: int) -> str:
+        """How such a request fits, as text."""
         positions = self._model_config.max_position
         if self._config.max_model_len is not None:
             return f"raise max_model_len (the model has {positions} positions)"
+        if num_prompt < positions:
+            return self._plan.how_to_hold(min(num_prompt + max_tokens, positions))
         if self._plan.max_model_len < positions:
             return f"the model itself has {positions} positions; shorten the prompt"
         return "the model cannot read more; shorten the prompt"

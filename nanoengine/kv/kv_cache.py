@@ -16,7 +16,7 @@ from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.open_step import OpenStep
 from nanoengine.kv.placement import device_slot
-from nanoengine.kv.prefix_cache import PrefixCache
+from nanoengine.kv.prefix_cache import PrefixCache, PrefixHits
 from nanoengine.kv.step_planner import PadDecode, StepPlanner
 from nanoengine.kv.transfers import FailedTransfer, TransferCounters
 from nanoengine.sequence import Admission, ScheduledBatch, Sequence
@@ -202,9 +202,15 @@ class HybridKVCacheManager:
         """Bytes moved between the tiers so far."""
         return self.memory.counters
 
+    @property
+    def prefix_hits(self) -> PrefixHits:
+        """What the prefix cache found so far."""
+        return self._prefix_cache.hits
+
     def reset_counters(self) -> None:
         """Forget what was counted so far."""
         self.memory.reset_counters()
+        self._prefix_cache.hits = PrefixHits()
         self.peak_streamed = 0
 
     def reset_prefix_cache(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -110,23 +111,29 @@ class KVSpec:
         goes_on = self.window and self._blocks_of(self.window) <= self.capacity_blocks
         return num_tokens <= self.num_tokens or bool(goes_on)
 
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        """Raise PromptTooLongError if the request could not finish alone in an empty engine."""
-        asked = num_prompt_tokens + (max_tokens or 1)
+    def host_bytes_for(self, num_tokens: int) -> int:
+        """Host memory with which a sequence of `num_tokens` tokens could finish alone."""
+        num_blocks = -(-num_tokens // self.block_size) + self.spare_blocks - self.num_blocks
+        return max(1, num_blocks) * self.host_block_bytes
+
+    def check_fits(self, num_prompt: int, max_tokens: int, advice: Callable[[int], str]) -> None:
+        """Raise PromptTooLongError if the request could not finish alone in an empty engine.
+
+        advice: how to make room for so many tokens, as text.
+        """
+        asked = num_prompt + max_tokens
         if self.holds(asked):
             return
-        tiers = f"{self.num_blocks} blocks x {self.block_size} tokens"
-        settings = "kv_cache_gib or num_gpu_blocks"
+        blocks = f"{self.num_blocks} blocks"
         if self.num_host_blocks:
-            tiers = (
+            blocks = (
                 f"({self.num_blocks} device + {self.num_host_blocks} host - {self.spare_blocks} "
-                f"reserve) blocks x {self.block_size} tokens"
+                "reserve) blocks"
             )
-            settings = "kv_offload_gib"
         raise PromptTooLongError(
-            f"the prompt has {num_prompt_tokens} tokens and may generate {max_tokens or 1}: "
-            f"{asked} in all, but the KV cache holds {self.num_tokens} ({tiers}); raise "
-            f"{settings}, or ask for less"
+            f"the prompt has {num_prompt} tokens and may generate {max_tokens}: {asked} in all, "
+            f"but the KV cache holds {self.num_tokens} ({blocks} x {self.block_size} tokens); "
+            f"{advice(asked)}, or ask for less"
         )
 
     def _blocks_of(self, num_tokens: int) -> int:

@@ -31,6 +31,14 @@ class Start:
         return sum(not block.ref_count for block in self.blocks[self.num_released :])
 
 
+@dataclass(slots=True)
+class PrefixHits:
+    """Tokens of the sequences admitted so far, and those of them that were found."""
+
+    num_tokens: int = 0
+    num_cached: int = 0
+
+
 class PrefixCache:
     """Looks blocks up, announces and publishes them; disabled, it does none of this."""
 
@@ -39,6 +47,7 @@ class PrefixCache:
         self._spec = spec
         self._size = spec.block_size
         self._is_enabled = is_enabled
+        self.hits = PrefixHits()
 
     def find_start(self, table: BlockTable, tables: Mapping[int, BlockTable]) -> Start | None:
         """What the sequence begins with; None: another one is computing what it needs next."""
@@ -65,6 +74,8 @@ class PrefixCache:
         table.commit(self._num_found(seq, hits))
         if seq.metrics.first_scheduled_time is None:
             seq.num_cached = seq.num_computed
+            self.hits.num_tokens += seq.num_tokens
+            self.hits.num_cached += seq.num_cached
             seq.num_cached_on_host = sum(
                 min(size, seq.num_computed - index * size)
                 for index, block in enumerate(hits)

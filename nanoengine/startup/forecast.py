@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,13 @@ import torch
 from nanoengine.config import GIB, EngineConfig, ModelConfig
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.models.architectures import weight_shapes
-from nanoengine.startup.memory_plan import MemoryPlan, ModelFacts, plan_memory
+from nanoengine.startup.memory_plan import (
+    GIB_STEPS,
+    MemoryPlan,
+    ModelFacts,
+    gib_up,
+    plan_memory,
+)
 
 # What CUDA's context and the kernels' code take on a GPU beside torch's tensors.
 CUDA_CONTEXT_BYTES = GIB // 2
@@ -26,14 +32,15 @@ READ_EFFICIENCY = 0.82
 INT4_GROUPS = {"int4": 128, "gguf": 32}
 # Tokens of a step, and of a layer in a buffer, on a GPU that is full without them.
 SMALL = {"max_num_batched_tokens": 512, "slot_tokens": 4096}
-GIB_STEPS = 100  # budgets are rounded up to a hundredth of a GiB
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A machine. gpu_bytes: all memory of its GPU (0: it has none). ram_bytes: RAM that the engine
     may take. read_gb_per_s: of the memory that weights lie in; link_gb_per_s: from RAM to GPU.
-    auto_dtype: what the setting dtype="auto" takes there.
+    auto_dtype: what the setting dtype="auto" takes there. read_efficiency: the share of
+    read_gb_per_s that a step reaches; kv_gb_per_s: at which it reads KV (0: as weights); layer_s:
+    seconds that each layer takes beside.
     """
 
     gpu_bytes: int
@@ -41,6 +48,9 @@ class Hardware:
     read_gb_per_s: float
     link_gb_per_s: float
     auto_dtype: torch.dtype = torch.bfloat16
+    read_efficiency: float = READ_EFFICIENCY
+    kv_gb_per_s: float = 0.0
+    layer_s: float = 0.0
 
     @property
     def name(self) -> str:
@@ -105,8 +115,8 @@ class _Fit:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that are not the default, as keywords of LLM."""
-        given = {field.name: field.default for field in fields(EngineConfig)}
-        found = {name: getattr(self.config, name) for name in given if name != "model"}
+        given = asdict(EngineConfig(self.config.model))
+        found = asdict(self.config)
         return {name: value for name, value in found.items() if value != given[name]}
 
 
@@ -194,13 +204,12 @@ class Forecaster:
         if plain is not None and plain.plan.max_model_len == context:
             return plain
         kv = longest.plan.kv
-        spare = max(1, self._config.decode_reserve_blocks)
-        num_blocks = -(-context // kv.block_size)
         if not self._hardware.gpu_bytes:
-            gib = min(_gib_up((num_blocks + spare) * kv.block_bytes), self._room_gib())
+            spare = max(1, self._config.decode_reserve_blocks)
+            num_bytes = (-(-context // kv.block_size) + spare) * kv.block_bytes
+            gib = min(gib_up(num_bytes), self._room_gib())
             return self._fit(max_model_len=asked, kv_cache_gib=gib)
-        needed = max(1, num_blocks + spare - kv.num_blocks)
-        gib = min(_gib_up(needed * kv.host_block_bytes), _gib_down(self._hardware.ram_bytes))
+        gib = min(gib_up(kv.host_bytes_for(context)), _gib_down(self._hardware.ram_bytes))
         return self._offloaded(max_model_len=asked, kv_offload_gib=gib)
 
     def _offloaded(self, **settings: Any) -> _Fit:
@@ -261,13 +270,15 @@ class Forecaster:
         per_layer = 2 * model.num_kv_heads * model.head_dim * itemsize
         windows = model.windows or (None,) * model.num_layers
         seen = sum(min(context, window or context) for window in windows)
-        read = self._weight_bytes - embedding * itemsize + seen * per_layer
+        hardware = self._hardware
+        read_s = (self._weight_bytes - embedding * itemsize) / hardware.read_gb_per_s
+        read_s += seen * per_layer / (hardware.kv_gb_per_s or hardware.read_gb_per_s)
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
         share = kv.num_streaming_layers / kv.num_layers
         copied = on_host * kv.host_block_bytes * share if kv.slot_blocks else 0.0
-        reading = read / (self._hardware.read_gb_per_s * 1e9 * READ_EFFICIENCY)
-        return reading, copied / (self._hardware.link_gb_per_s * 1e9)
+        reading = read_s / (1e9 * hardware.read_efficiency) + model.num_layers * hardware.layer_s
+        return reading, copied / (hardware.link_gb_per_s * 1e9)
 
     def _room_gib(self) -> float:
         """GiB of RAM that a CPU's KV may take beside weights and a step."""
@@ -310,10 +321,6 @@ def weight_bytes(model: ModelConfig, itemsize: int, quantization: str | None = N
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB"
-
-
-def _gib_up(num_bytes: int) -> float:
-    return math.ceil(num_bytes / GIB * GIB_STEPS) / GIB_STEPS
 
 
 def _gib_down(num_bytes: int) -> float:

@@ -7,6 +7,8 @@ with it the speed that the plan predicts.
 
 from __future__ import annotations
 
+import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +23,7 @@ from torch import Tensor
 from nanoengine.config import EngineConfig, ModelConfig
 from nanoengine.context import KVChunk, KVTarget
 from nanoengine.devices.device import Device
+from nanoengine.devices.waiting import WaitingShare
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.sampling_params import SamplingParams
@@ -39,8 +42,12 @@ MAX_BYTES = 3 << 28  # with one more block this fits the first segment of the ho
 NUM_ROUNDS = 3
 NUM_WARMUPS = 2
 NUM_STEPS = 8
+BUDGET_S = 1.0  # after that much time no more steps are measured
+# MiB a step beside resident decodes, where nothing is measured: 3 ms of a link of 12 GB/s.
+UNMEASURED_MIB_PER_STEP = 32.0
 PROBE_ID = -1
 GREEDY = SamplingParams(temperature=0)
+logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -73,9 +80,14 @@ class DecodeCosts:
 
 
 def measure_decode(
-    runner: Runner, kv: HybridKVCacheManager, device: Device, max_blocks: int
-) -> DecodeCosts:
-    """Time decode steps and free their KV. max_blocks: the most blocks of one request."""
+    runner: Runner, kv: HybridKVCacheManager, device: Device, max_blocks: int, waiting: WaitingShare
+) -> DecodeCosts | None:
+    """Time decode steps and free their KV. max_blocks: the most blocks of one request.
+
+    After BUDGET_S it measures no more rounds, and in the first one a single step of each size; if
+    other programs use the processor it gives up then, and returns None.
+    """
+    deadline = time.perf_counter() + BUDGET_S
     most = max(1, min(NUM_BLOCKS, MAX_BYTES // kv.spec.block_bytes, max_blocks - 1))
     resident = min(most, kv.spec.num_blocks - 1)
     streamed = max(1, min(most, kv.spec.num_host_blocks - 1))
@@ -83,8 +95,12 @@ def measure_decode(
     times: list[list[float]] = [[], [], []]
     for _ in range(NUM_ROUNDS):  # sizes alternate, so that a slow moment hits all of them
         for seconds, (num_blocks, on_host) in zip(times, sizes, strict=True):
+            if not seconds and time.perf_counter() > deadline and waiting.is_long():
+                return None
             lengths = [num_blocks * kv.spec.block_size]
-            seconds += time_steps(runner, kv, device, lengths, on_host)
+            seconds += time_steps(runner, kv, device, lengths, on_host, deadline)
+        if time.perf_counter() > deadline:
+            break
     step_s, resident_s, streamed_s = (statistics.fmean(each or [0.0]) for each in times)
     device_block_s = max(0.0, resident_s - step_s) / max(1, resident)
     if device.computes_later:
@@ -98,9 +114,11 @@ def time_steps(
     device: Device,
     lengths: Iterable[int],
     on_host: bool = False,
+    deadline: float = math.inf,
 ) -> list[float]:
     """Seconds of decode steps of one batch over random KV of `lengths` tokens, which is freed
-    afterwards. Empty if the KV does not fit.
+    afterwards. Empty if the KV does not fit. deadline: of time.perf_counter(); after it no further
+    step is begun, but one is timed.
     """
     seqs = [probe_sequence(PROBE_ID - i, num_tokens) for i, num_tokens in enumerate(lengths)]
     kv.reset_budget()
@@ -112,9 +130,10 @@ def time_steps(
         batch = ScheduledBatch(tuple(ScheduledSequence(seq, 1) for seq in seqs))
         # With one device slot free, host blocks stay where they are.
         with kv.blocks.device.all_taken_but(1) if on_host else nullcontext():
-            for _ in range(NUM_WARMUPS):
-                _step(runner, device, batch)
-            return [_step(runner, device, batch) for _ in range(NUM_STEPS)]
+            times = [_step(runner, device, batch)]
+            while len(times) < NUM_WARMUPS + NUM_STEPS and time.perf_counter() < deadline:
+                times.append(_step(runner, device, batch))
+            return times[min(NUM_WARMUPS, len(times) - 1) :]
     finally:
         for seq in seqs:
             kv.deallocate(seq)
@@ -271,37 +290,58 @@ def predict_speed(
     runner: Runner,
     kv: HybridKVCacheManager,
     device: Device,
-) -> tuple[MemoryPlan, DecodeCosts]:
-    """The plan with the measured costs, and the costs."""
-    spec = plan.kv
-    num_blocks = min(spec.max_held_blocks, -(-plan.max_model_len // spec.block_size))
-    costs = measure_decode(runner, kv, device, num_blocks)
-    copy_gb_per_s = measure_copy(device, kv)
+) -> tuple[MemoryPlan, DecodeCosts | None]:
+    """The plan with what was measured of decode steps, and their costs; None if nothing was."""
+    costs = None
+    if config.measure_speed:
+        logger.info(
+            "measuring decode steps for about %.0f s (measure_speed=False leaves it out)", BUDGET_S
+        )
+        plan, costs = _measured(plan, runner, kv, device)
     if kv.memory.offload is not None:  # any earlier, taking the rest would disturb the timing
         kv.memory.offload.host.allocate_rest()
     kv.memory.poison_all()
+    return replace(plan, stream_blocks_per_step=stream_budget(config, plan.kv, costs)), costs
+
+
+def _measured(
+    plan: MemoryPlan, runner: Runner, kv: HybridKVCacheManager, device: Device
+) -> tuple[MemoryPlan, DecodeCosts | None]:
+    """The plan with its speeds, and the costs of a decode step; without them if other programs use
+    the processor.
+    """
+    spec = plan.kv
+    num_blocks = min(spec.max_held_blocks, -(-plan.max_model_len // spec.block_size))
+    waiting = WaitingShare()
+    costs = measure_decode(runner, kv, device, num_blocks, waiting)
+    if costs is None:
+        return replace(plan, is_slowed=True), None
+    copy_gb_per_s = measure_copy(device, kv)
     predicted = replace(
         plan,
         copy_gb_per_s=copy_gb_per_s,
-        stream_blocks_per_step=stream_budget(config, spec, costs),
         decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
+        is_slowed=waiting.is_long(),
     )
     return predicted, costs
 
 
-def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts) -> int | None:
+def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts | None) -> int | None:
     """Blocks that may be streamed per step beside resident decodes; None if nothing streams.
 
     Default: the blocks that take 0.6 of the time of a step of one short request, so that short
     requests decode at half their speed at worst (a streamed step costs more than its blocks alone).
+    Without costs: UNMEASURED_MIB_PER_STEP.
     """
     if not spec.slot_blocks:
         return None
-    if config.stream_mib_per_step is not None:
-        return max(1, int(config.stream_mib_per_step * (1 << 20)) // spec.host_block_bytes)
-    if not costs.host_block_s:
-        return spec.num_host_blocks
-    return max(1, int(0.6 * costs.step_s / costs.host_block_s))
+    mib = config.stream_mib_per_step
+    if mib is None and costs is not None:
+        if not costs.host_block_s:
+            return spec.num_host_blocks
+        return max(1, int(0.6 * costs.step_s / costs.host_block_s))
+    num_bytes = (UNMEASURED_MIB_PER_STEP if mib is None else mib) * (1 << 20)
+    return max(1, int(num_bytes) // spec.host_block_bytes)
 
 
 def measure_copy(device: Device, kv: HybridKVCacheManager) -> float:

@@ -112,6 +112,17 @@ def test_a_value_of_another_engine_is_explained(settings: dict[str, Any], text: 
         make_config("m", settings)
 
 
+def test_what_only_host_kv_has_turns_offload_on() -> None:
+    assert make_config("m", {}).enable_cpu_offload is False
+    assert make_config("m", {"enable_cpu_offload": True}).kv_offload_gib is None
+    for settings in ({"kv_offload_gib": 2}, {"kv_offload_dtype": "int8"}):
+        assert make_config("m", settings).enable_cpu_offload is True
+        with pytest.raises(ConfigError, match=f"{next(iter(settings))} needs enable_cpu_offload"):
+            make_config("m", settings | {"enable_cpu_offload": False})
+    with pytest.raises(ConfigError, match="enable_cpu_offload must be True or False, got 1"):
+        make_config("m", {"enable_cpu_offload": 1})
+
+
 def test_dtype_has_its_usual_spellings() -> None:
     import torch
 

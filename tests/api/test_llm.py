@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ def test_one_parameter_set_each(llm: LLM) -> None:
         ({"prompt_token_ids": "ab"}, None, ""),
         ({"prompt_token_ids": [1.5]}, InvalidPromptError, "no token id"),
         (3, InvalidPromptError, "prompts must be"),
-        ([5] * 400, PromptTooLongError, "400 tokens .* 320 .*KV blocks x block size"),
+        ([5] * 400, PromptTooLongError, "400 tokens .* 320 .*enable_cpu_offload=True"),
     ],
 )
 def test_a_bad_prompt_raises_its_own_error(
@@ -107,7 +109,7 @@ def test_too_long_says_which_limit_and_which_setting(tiny: Callable[[str], Path]
     path = tiny("llama")
     cases = [
         ({"max_model_len": 20}, r"limit is 20 \(max_model_len\); raise max_model_len"),
-        ({"num_gpu_blocks": 2}, r"16 .*KV blocks x block size; raise kv_cache_gib"),
+        ({"num_gpu_blocks": 2}, r"16 \(what the KV cache holds\); the model itself has 512"),
         ({"num_gpu_blocks": 200}, r"512 \(the model's positions\)"),
     ]
     for settings, words in cases:
@@ -117,8 +119,25 @@ def test_too_long_says_which_limit_and_which_setting(tiny: Callable[[str], Path]
         ):
             llm.generate([[5] * 600, "ok"], GREEDY, use_tqdm=False)[1]
             llm.generate([5] * 600, GREEDY, use_tqdm=False)
+
+
+def test_what_does_not_fit_names_offload_and_its_gib(tiny: Callable[[str], Path]) -> None:
+    """And with these settings it fits."""
+    named = r"set enable_cpu_offload=True and kv_offload_gib=0.01: .* takes 0.01 GiB of RAM; or rai"
+    for prompt, params in (([5] * 300, GREEDY), ([5] * 4, replace(GREEDY, max_tokens=300))):
+        with LLM(tiny("llama"), **(SETTINGS | {"num_gpu_blocks": 2})) as llm:
+            assert re.search(f"longer +for all 512 positions of the model: {named}", str(llm.plan))
+            with pytest.raises(PromptTooLongError, match=named):
+                llm.generate(prompt, params, use_tqdm=False)
+    offload = SETTINGS | {"num_gpu_blocks": 2, "kv_offload_gib": 0.01}
+    with LLM(tiny("llama"), **offload) as llm:
+        assert "longer" not in str(llm.plan)
+        llm.generate([5] * 300, GREEDY, use_tqdm=False)
+
+
+def test_the_kv_cache_shows_its_arithmetic(tiny: Callable[[str], Path]) -> None:
     with (
-        LLM(path, **(SETTINGS | {"num_gpu_blocks": 2})) as llm,
+        LLM(tiny("llama"), **(SETTINGS | {"num_gpu_blocks": 2})) as llm,
         pytest.raises(
             PromptTooLongError, match=r"4 tokens and may generate 13: 17 in all.* holds 16"
         ),
@@ -293,7 +312,7 @@ def test_the_plan_says_what_was_allocated(llm: LLM) -> None:
     for part in (
         "40 blocks x 8 tokens = 320 tokens",
         "float32 (as asked)",
-        "320 tokens each",
+        "one may have 320 tokens (what the KV cache holds)",
         "attention",
         "near ties in any batch: products may",  # PyTorch's, in float32
     ):

@@ -91,6 +91,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal: Terminal) -> None:
     terminal.read_until(r" \[ended\]\r\n> ", 10)
     terminal.type(b"/stats\n")
     stats = terminal.read_until(r"all: .*> ")
+    assert "KV in RAM" in stats and "prompt tokens were found" in stats
     found = re.search(r"last: \d+ tokens in, (\d+) out", stats)
     assert found and 0 < int(found[1]) < 400
     terminal.type(b"half a line")

@@ -112,7 +112,10 @@ def test_a_bad_variable_is_named(name: str, value: str, text: str) -> None:
 def test_values_are_checked_by_the_dataclasses() -> None:
     parser, _ = make_parser()
     with pytest.raises(UsageError, match="kv_offload_gib needs enable_cpu_offload=True"):
-        engine_config(parser.parse_args(["chat", "m", "--kv-offload-gib", "1"]), {})
+        flags = ["--kv-offload-gib", "1", "--no-enable-cpu-offload"]
+        engine_config(parser.parse_args(["chat", "m", *flags]), {})
+    config = engine_config(parser.parse_args(["chat", "m", "--kv-offload-gib", "1"]), {})
+    assert config.enable_cpu_offload is True
     with pytest.raises(UsageError, match="temperature must be between"):
         sampling_settings(parser.parse_args(["chat", "m", "--temperature", "-1"]))
 

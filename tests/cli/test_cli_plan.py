@@ -5,14 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf_model import GGUFModel
 
 from nanoengine import LLM
-from nanoengine.cli.main import FAILED, main
+from nanoengine.cli import measure
+from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.cli.measure import machine_name
+from nanoengine.devices.cpu import default_threads, native_dtype
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.startup.machine_speed import MachineSpeed, remember_speed
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -133,3 +140,68 @@ def test_a_gguf_is_planned_from_its_metadata_and_not_converted(
     with LLM(path, dtype="bfloat16", num_threads=1) as llm:
         assert row["memory"]["RAM"]["weights"] == llm.plan.weight_bytes
         assert row["longest"] == llm.plan.max_model_len
+
+
+MEASURED = MachineSpeed("", "2026-11-22", 20.0, 10.0, 0.0, 100.0, False)
+HERE = ["--ram-gib", "1", "--context", "200"]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, fresh_cache: Path) -> MachineSpeed:
+    """This machine, without a GPU, as it was measured."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return replace(MEASURED, machine=machine_name("", default_threads()))
+
+
+def test_what_was_measured_here_takes_the_place_of_the_assumptions(
+    here: MachineSpeed, tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny("llama")
+    assumed = plan(capsys, folder, *HERE)
+    assert assumed["measured"] is None and assumed["read_gb_per_s"] == 20
+    remember_speed(here)
+    row = plan(capsys, folder, *HERE)
+    assert row["measured"] == asdict(here) and "--read-gbps" not in str(row["assumed"])
+    ram, shape = row["memory"]["RAM"], read_model_config(folder)
+    weights = ram["weights"] - shape.vocab_size * shape.hidden_size * 2
+    kv = 200 * shape.kv_bytes_per_token(2)
+    if native_dtype()[0] is torch.float32:
+        weights, kv = weights - shape.vocab_size * shape.hidden_size * 2, 2 * kv
+    step_s = weights / 20e9 + kv / 10e9 + shape.num_layers * 100e-6
+    assert row["tokens_per_s"] == pytest.approx(1 / step_s, rel=0.01)
+    assert main(["plan", str(folder), *HERE]) == 0
+    out = capsys.readouterr().out
+    assert "measured  on this machine on 2026-11-22: weights are read at 20 GB/s, KV at 10" in out
+    assert "other programs" not in out
+    remember_speed(replace(here, is_slowed=True))
+    assert main(["plan", str(folder), *HERE]) == 0
+    assert "so this machine may be faster" in capsys.readouterr().out
+    for other in (["--gpu-gib", "24"], ["--read-gbps", "30"], ["--num-threads", "77"]):
+        assert plan(capsys, folder, *HERE, *other)["measured"] is None
+
+
+def test_measure_runs_steps_and_remembers_them(
+    here: MachineSpeed,
+    tiny: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of smaller shapes than a user's."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1}
+    small |= {"num_key_value_heads": 1, "vocab_size": 128}
+    monkeypatch.setattr(measure, "THIN", measure.THIN | small | {"num_hidden_layers": 4})
+    monkeypatch.setattr(measure, "WIDE", measure.WIDE | small | {"intermediate_size": 1024})
+    assert main(["plan", str(tiny("llama")), *HERE, "--measure", "--json"]) == 0
+    out, err = capsys.readouterr()
+    row = json.loads(out)
+    assert err == "measuring decode steps on this machine ...\n"
+    assert row["measured"]["machine"] == here.machine and row["measured"]["read_gb_per_s"] > 0
+    assert plan(capsys, tiny("llama"), *HERE)["measured"] == row["measured"]
+
+
+@pytest.mark.parametrize("flags", [["--gpu-gib", "24"], ["--read-gbps", "3"]])
+def test_measure_is_of_this_machine_alone(
+    here: MachineSpeed, flags: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(folder), "--measure", *flags]) == MISUSED
+    assert "--measure measures this machine" in capsys.readouterr().err

@@ -240,7 +240,7 @@ class ShadowEngine:
 
     def add(self, prompt: list[int], num_tokens: int, salt: str = "") -> int:
         """Queue a request; raises PromptTooLongError as the engine does."""
-        self.kv.spec.check_fits(len(prompt), num_tokens)
+        self.kv.spec.check_fits(len(prompt), num_tokens, lambda asked: "")
         seq_id = next(self._ids)
         total = len(prompt) + num_tokens
         params = SamplingParams(max_tokens=num_tokens)

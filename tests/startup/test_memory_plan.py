@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,13 @@ def gpu(gib: float, host_gib: float) -> Machine:
     return Machine("cuda", int(gib * GIB), int(host_gib * GIB))
 
 
-def plan(machine: Machine, profiled: int | None = None, **settings: Any) -> MemoryPlan:
+def plan(
+    machine: Machine, model: ModelConfig = MODEL, profiled: int | None = None, **settings: Any
+) -> MemoryPlan:
     config = make_config("m", settings)
     return plan_memory(
         config,
-        MODEL,
+        model,
         machine,  # type: ignore[arg-type]
         ModelFacts("", torch.bfloat16, "", 0, "torch"),
         profiled,
@@ -91,7 +94,7 @@ def plan(machine: Machine, profiled: int | None = None, **settings: Any) -> Memo
 def test_what_fits_is_planned_in_full(
     machine: Machine, settings: dict[str, Any], blocks: tuple[int, int]
 ) -> None:
-    found = plan(machine, 900 * MIB if machine.name == "cuda" else None, **settings).kv
+    found = plan(machine, MODEL, 900 * MIB if machine.name == "cuda" else None, **settings).kv
     assert (found.num_blocks, found.num_host_blocks) == blocks and found.block_bytes == BLOCK
 
 
@@ -145,6 +148,65 @@ def test_more_than_there_is_is_refused_and_the_setting_named(
 ) -> None:
     with pytest.raises(OutOfMemoryError, match=words):
         plan(machine, **settings)
+
+
+LONG = replace(MODEL, max_position=1 << 20)
+
+
+@pytest.mark.parametrize("machine", [cpu(6), gpu(6, 64)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks": 9}, {"kv_offload_gib": 0.1}])
+def test_the_gib_that_are_named_are_enough_and_hardly_more(
+    machine: Machine, settings: dict[str, Any]
+) -> None:
+    """On a GPU the buffer that KV is copied through takes some of its blocks."""
+    made = plan(machine, LONG, **settings)
+    wanted = made.max_model_len + 200_000
+    advice = made.how_to_hold(wanted)
+    gib = re.search(r"kv_offload_gib=([\d.]+)", advice)
+    assert gib and ("enable_cpu_offload=True" in advice) == ("kv_offload_gib" not in settings)
+    offload = settings | {"kv_offload_gib": float(gib[1])}
+    assert plan(machine, LONG, **offload).max_model_len >= wanted
+    offload["kv_offload_gib"] -= 0.02
+    assert plan(machine, LONG, **offload).max_model_len < wanted
+
+
+def test_more_ram_than_there_is_is_not_advised() -> None:
+    made = plan(gpu(6, 2), LONG)
+    fits = r"set enable_cpu_offload=True and kv_offload_gib=0.\d+:"
+    assert re.match(fits, made.how_to_hold(500_000))
+    none = r"raise kv_cache_gib or num_gpu_blocks \(KV off.* 4.\d+ GiB of RAM, and 2.00 are free\)$"
+    assert re.match(none, made.how_to_hold(1 << 20)) and re.search(none, made.longer)
+    with pytest.raises(OutOfMemoryError, match=r"needs 2930 KV .*; set enable_cpu_offload=True"):
+        plan(gpu(6, 20), LONG, max_model_len=750_000)
+    no_room = plan(gpu(6, 2), LONG, ring_slots=1 << 16)
+    assert no_room.room is None
+    assert no_room.how_to_hold(500_000) == "raise kv_cache_gib or num_gpu_blocks"
+
+
+def test_the_plan_says_where_kv_lies() -> None:
+    texts = [
+        str(plan(machine, LONG, **settings))
+        for machine in (cpu(6), gpu(6, 64))
+        for settings in ({}, {"kv_offload_gib": 2})
+    ]
+    labels = [re.findall(r"^KV \S+(?: GPU| RAM)?", text, re.MULTILINE) for text in texts]
+    assert labels == [
+        ["KV in RAM"],
+        ["KV in RAM", "KV offload"],
+        ["KV on GPU"],
+        ["KV on GPU", "KV offload"],
+    ]
+    assert "in RAM; attention reads it where it lies" in texts[1]
+    assert "a step copies what it reads through a buffer of 0.031 GiB (4 parts of 16384" in texts[3]
+
+
+def test_a_notebook_draws_the_plan_and_runs_nothing_of_a_name() -> None:
+    made = replace(plan(gpu(6, 64), LONG, kv_offload_gib=2), model="<script>alert(1)</script>")
+    drawn = made._repr_html_()
+    assert "<script" not in drawn and "&lt;script&gt;alert(1)" in drawn
+    assert drawn.count("display:flex") == 2 and "KV offload 2.00 GiB" in drawn
+    assert repr(made) == str(made) and "\nrequests " in repr(made)
+    assert plan(cpu(6), LONG)._repr_html_().count("display:flex") == 1
 
 
 def test_on_a_gpu_the_tiers_do_not_share_their_memory() -> None:

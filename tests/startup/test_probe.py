@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.model_runner import ModelRunner
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.sequence import ScheduledBatch
+from nanoengine.startup import probe
 
 
 def test_the_largest_step_is_run_and_its_memory_planned_for(
@@ -59,11 +62,103 @@ def test_the_probe_reads_what_it_fills(
         reset(kv)
 
     monkeypatch.setattr(HybridKVCacheManager, "reset_counters", reset_counters)
+    monkeypatch.setattr(probe, "BUDGET_S", 60.0)
     settings = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 8, "num_gpu_blocks": 4}
     streams = {"enable_cpu_offload": True, "offload_mode": "stream", "kv_offload_gib": 0.01}
     made = LLMEngine(tiny("llama"), max_model_len=72, **settings, **streams)
     resident, *_, streamed = moved
     assert resident == 0 and 10 * 8 < streamed <= 10 * 8 + 1
+    made.close()
+
+
+TIERS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "kvcache_block_size": 8,
+    "num_gpu_blocks": 4,
+    "offload_mode": "stream",
+    "kv_offload_gib": 0.01,
+}
+
+
+@pytest.fixture
+def num_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Counts the steps of the probe; the list has a number for each engine that was started."""
+    found: list[int] = []
+    step, measure = probe._step, probe.measure_decode
+
+    def counted(*args: Any) -> float:
+        found[-1] += 1
+        return step(*args)
+
+    def measured(*args: Any) -> Any:
+        found.append(0)
+        return measure(*args)
+
+    monkeypatch.setattr(probe, "_step", counted)
+    monkeypatch.setattr(probe, "measure_decode", measured)
+    yield found
+
+
+def test_without_time_it_measures_each_size_once(
+    whole_probe: None,
+    tiny: Callable[[str], Path],
+    num_steps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.0)
+    for seconds in (60.0, 0.0):
+        monkeypatch.setattr(probe, "BUDGET_S", seconds)
+        made = LLMEngine(tiny("llama"), **TIERS)
+        assert made.plan.decode_tokens_per_s > 0 and made.plan.stream_blocks_per_step
+        made.close()
+    assert num_steps == [3 * 3 * 10, 3]
+
+
+def test_it_says_what_it_does_and_can_be_left_out(
+    whole_probe: None,
+    tiny: Callable[[str], Path],
+    num_steps: list[int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.0)
+    caplog.set_level(logging.INFO, "nanoengine")
+    made = LLMEngine(tiny("llama"), **TIERS)
+    assert "measuring decode steps for about 1 s (measure_speed=False leaves" in caplog.text
+    assert "tok/s" in str(made.plan) and len(num_steps) == 1
+    made.close()
+    caplog.clear()
+    made = LLMEngine(tiny("llama"), measure_speed=False, **TIERS)
+    plan = made.plan
+    assert not caplog.text and len(num_steps) == 1 and made.decode_costs is None
+    assert "tok/s" not in str(plan) and not plan.copy_gb_per_s
+    assert plan.stream_blocks_per_step == (32 << 20) // plan.kv.host_block_bytes
+    made.kv.memory.offload.host.fill(0.0)  # all of it is allocated
+    made.close()
+
+
+@pytest.mark.parametrize(("share", "is_slowed"), [(0.05, False), (0.3, True)])
+def test_on_a_busy_machine_a_speed_is_a_lower_bound(
+    tiny: Callable[[str], Path], share: float, is_slowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: share)
+    made = LLMEngine(tiny("llama"), **TIERS)
+    words = "tok/s or more" if is_slowed else "decodes at about"
+    assert words in str(made.plan) and made.plan.is_slowed == is_slowed
+    assert ("other programs used the processor" in str(made.plan)) == is_slowed
+    made.close()
+
+
+def test_on_a_busy_machine_it_gives_up_when_the_time_is_over(
+    tiny: Callable[[str], Path], num_steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.3)
+    monkeypatch.setattr(probe, "BUDGET_S", 0.0)
+    made = LLMEngine(tiny("llama"), **TIERS)
+    assert num_steps == [0] and made.decode_costs is None
+    assert "speed        not measured, as other programs use the processor" in str(made.plan)
+    assert made.plan.stream_blocks_per_step == (32 << 20) // made.plan.kv.host_block_bytes
     made.close()
 
 

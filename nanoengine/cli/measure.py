@@ -1,0 +1,85 @@
+"""`nanoengine plan --measure`: runs decode steps of two small models of random weights."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import nanoengine
+from nanoengine.devices.cpu import processor_name
+from nanoengine.errors import EngineError
+from nanoengine.startup.machine_speed import MachineSpeed, Sample, reading_and_layers
+
+_SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8192,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+}
+# Many small layers, as in SmolLM2-135M, and a few large ones, as in Llama-3.2-1B: 0.2 and 0.5 GB.
+THIN = _SHAPE | {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+}
+WIDE = _SHAPE | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+SETTINGS = {"load_format": "dummy", "num_gpu_blocks": 34, "kv_offload_gib": 0.25, "max_num_seqs": 1}
+
+
+def machine_name(gpu: str, num_threads: int) -> str:
+    """What a measured speed depends on. gpu: the name of the GPU, "" without one."""
+    import torch
+
+    place = gpu or f"{processor_name()}, {num_threads} threads"
+    return f"{place}; torch {torch.__version__}, nanoengine {nanoengine.__version__}"
+
+
+def measure_speed(machine: str, device: str, num_threads: int | None) -> MachineSpeed:
+    """Run the steps, which takes some seconds. device, num_threads: the engine's settings."""
+    settings = SETTINGS | {"device": device, "num_threads": num_threads}
+    thin = _measured(THIN, settings)
+    wide = _measured(WIDE, settings)
+    read_gb_per_s, layer_s = reading_and_layers(thin["sample"], wide["sample"])
+    return MachineSpeed(
+        machine=machine,
+        date=date.today().isoformat(),
+        read_gb_per_s=round(read_gb_per_s, 2),
+        kv_gb_per_s=round(thin["kv_gb_per_s"] or read_gb_per_s, 2),
+        link_gb_per_s=round(thin["link_gb_per_s"], 2),
+        layer_us=round(layer_s * 1e6, 2),
+        is_slowed=thin["is_slowed"] or wide["is_slowed"],
+    )
+
+
+def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """What the start-up of an engine measures of this shape."""
+    from nanoengine import LLM  # imports the engine, which takes seconds
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        with LLM(folder, **settings) as llm:
+            plan, costs = llm.plan, llm.llm_engine.decode_costs
+    if costs is None:
+        raise EngineError(
+            "decode steps could not be measured while other programs use the processor; measure "
+            "when it is idle"
+        )
+    block_s = costs.device_block_s
+    return {
+        "sample": Sample(plan.kv.num_layers, plan.weight_bytes, costs.step_s),
+        "kv_gb_per_s": plan.kv.block_bytes / block_s / 1e9 if block_s else 0.0,
+        "link_gb_per_s": plan.copy_gb_per_s,
+        "is_slowed": plan.is_slowed,
+    }

@@ -1,0 +1,110 @@
+"""llm.stats(): the blocks of both tiers add up, and what is counted is what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from driver import host_gib
+
+from nanoengine import LLM, AsyncLLM, EngineClosedError, SamplingParams
+from nanoengine.engine import progress
+from nanoengine.engine.stats import EngineStats
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+SETTINGS = {"dtype": "float32", "num_threads": 1, "kvcache_block_size": 8, "device": "cpu"}
+
+
+def offload(path: Path, mode: str) -> dict[str, object]:
+    gib = host_gib(path, 40, 8)
+    return SETTINGS | {"num_gpu_blocks": 6, "offload_mode": mode, "kv_offload_gib": gib}
+
+
+def check(stats: EngineStats) -> None:
+    for tier in (stats.device, *([stats.host] if stats.host else [])):
+        assert tier.num_used + tier.num_cached + tier.num_free == tier.num_blocks
+        assert min(tier.num_used, tier.num_cached, tier.num_free) >= 0
+
+
+@pytest.mark.parametrize("mode", ["stream", "in_place"])
+def test_both_tiers(tiny: Callable[[str], Path], mode: str) -> None:
+    path = tiny("llama")
+    with LLM(path, **offload(path, mode)) as llm:
+        new = llm.stats()
+        check(new)
+        assert (new.device.num_free, new.host.num_free) == (6, new.host.num_blocks)
+        assert new.num_prompt_tokens == new.h2d_bytes == new.d2h_bytes == new.hit_rate == 0
+        with llm.stream([5] * 80, GREEDY) as stream:
+            next(stream)
+            at_work = llm.stats()
+            check(at_work)
+            assert (at_work.num_running, at_work.num_waiting) == (1, 0)
+            assert at_work.device.num_used > 0 < at_work.host.num_used
+            assert at_work.d2h_bytes > 0 and bool(at_work.h2d_bytes) == (mode == "stream")
+        idle = llm.stats()
+        check(idle)
+        assert idle.num_running == idle.device.num_used == idle.host.num_used == 0
+        assert idle.host.num_cached > 0 == idle.num_cached_tokens
+        (output,) = llm.generate([5] * 80, GREEDY, use_tqdm=False)
+        hit = llm.stats()
+        assert hit.num_cached_tokens == output.num_cached_tokens > 0
+        assert hit.hit_rate == output.num_cached_tokens / 160
+        text = str(hit)
+        assert text.startswith("requests     0 running, 0 waiting\nKV in RAM    0 of 6 blocks in u")
+        assert f"KV offload   0 of {hit.host.num_blocks} blocks" in text
+        assert f"{hit.d2h_bytes / 1e6:.1f} MB back" in text
+        assert f"{hit.num_cached_tokens} of 160 prompt tokens were found" in text
+        llm.reset_prefix_cache()
+        assert llm.stats().device.num_free == 6
+
+
+def test_one_tier_and_a_closed_engine(tiny: Callable[[str], Path]) -> None:
+    with LLM(tiny("llama"), num_gpu_blocks=6, **SETTINGS) as llm:
+        llm.generate([5] * 20, GREEDY, use_tqdm=False)
+        stats = llm.stats()
+        assert stats.host is None and "KV offload" not in str(stats) and "copies" not in str(stats)
+        assert stats.num_prompt_tokens == 20
+        assert repr(llm) == f"<LLM {str(tiny('llama'))!r} on cpu, 1 threads, up to 48 tokens>"
+    with pytest.raises(EngineClosedError):
+        llm.stats()
+
+
+def test_of_an_async_engine(tiny: Callable[[str], Path]) -> None:
+    async def stats() -> EngineStats:
+        async with AsyncLLM(tiny("llama"), num_gpu_blocks=6, **SETTINGS) as llm:
+            assert repr(llm).startswith("<AsyncLLM ")
+            async for _ in llm.generate([5] * 20, GREEDY):
+                check(await llm.stats())
+            return await llm.stats()
+
+    assert asyncio.run(stats()).num_prompt_tokens == 20
+
+
+@pytest.fixture
+def notebook_without_widgets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules as a notebook's kernel sees them that has no ipywidgets."""
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    for name in ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    progress._bar_class.cache_clear()
+    yield
+    progress._bar_class.cache_clear()
+
+
+def test_a_bar_in_a_notebook_without_widgets_is_text_and_warns_of_nothing(
+    notebook_without_widgets: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as warned:  # tqdm would catch one that raises
+        warnings.simplefilter("always")
+        with progress.progress_bar("requests", 2, True) as bar:
+            bar.update(2)
+    assert warned == []
+    assert "requests: 100%" in capsys.readouterr().err
