@@ -182,7 +182,9 @@ def test_logits_are_bitwise_equal(
 ) -> None:
     """At the same schedule: mixed batches, chunks across blocks, a shared prefix."""
     if backend == "torch":
-        monkeypatch.setattr(parts, "make_attention", lambda *args: (TorchAttention(args[-1].config), ""))
+        monkeypatch.setattr(
+            parts, "make_attention", lambda *args: (TorchAttention(args[-1].config), "")
+        )
     path = tiny("qwen3")
     long = some_ids(1, 90)
     prompts = [long, some_ids(2, 33), [*long[:50], *some_ids(3, 5)]]
@@ -210,7 +212,9 @@ def test_logits_are_bitwise_equal(
 def test_the_plain_backend_equals_transformers(
     tiny: Tiny, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "make_attention", lambda *args: (TorchAttention(args[-1].config), ""))
+    monkeypatch.setattr(
+        parts, "make_attention", lambda *args: (TorchAttention(args[-1].config), "")
+    )
     path = tiny("llama")
     driver = make_driver(path, max_num_batched_tokens=30, max_num_seqs=4, **LAYOUTS[layout])
     assert driver.engine.plan.attention == "torch"
