@@ -405,21 +405,24 @@ def test_scores_are_means_of_cells_and_white_where_there_are_none() -> None:
 @pytest.mark.parametrize(
     ("host", "ring", "text"),
     [
-        (0, 0, "KV: 8 MiB on the device, no offload"),
-        (1 << 30, 1 << 24, "KV: 8 MiB on the device, up to 1,024 MiB in RAM, streamed"),
-        (1 << 30, 0, "KV: 8 MiB on the device, up to 1,024 MiB in RAM, read in place"),
+        (0, 0, "KV: 0.5 MiB on the device, no offload"),
+        (1 << 30, 1 << 24, "KV: 0.5 MiB on the device, up to 1,024 MiB in RAM, streamed"),
+        (1 << 30, 0, "KV: 0.5 MiB on the device, up to 1,024 MiB in RAM, read in place"),
     ],
 )
 def test_the_title_says_what_was_run(host: int, ring: int, text: str) -> None:
+    prompts = {"mode": "nvidia", "template": "base"}
     report = {
-        "settings": {"data_file": None, "task": "niah_single_1", "model": "models/smol"},
-        "kv": {"device_bytes": 8 << 20, "host_bytes": host, "ring_bytes": ring},
+        "settings": {"data_file": None, "task": "niah_single_1", "model": "models/smol"} | prompts,
+        "kv": {"device_bytes": 1 << 19, "host_bytes": host, "ring_bytes": ring},
         "num_correct": 19,
         "num_samples": 20,
         "date": "2026-11-22",
     }
     what = "19 of n = 20 right, 2026-11-22"
-    assert heat_map.title_lines(report) == ["niah_single_1, smol", text, what]
+    assert heat_map.title_lines(report) == [
+        *("niah_single_1 (nvidia, base), model smol", text, what)
+    ]
 
 
 def test_plot_is_a_png(induction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanoengine.bench.niah import INDUCTION
+
 NUM_BANDS = 10  # of depth
 MIB = 1 << 20
 
@@ -22,6 +24,9 @@ def draw_heat_map(report: Mapping[str, Any], path: Path) -> None:
     axes.set_title("\n".join(title_lines(report)), fontsize=9)
     image = axes.imshow(grid or [[]], cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
     axes.set_facecolor("white")
+    axes.set_xticks([i - 0.5 for i in range(1, len(lengths))], minor=True)
+    axes.set_yticks([band - 0.5 for band in range(1, NUM_BANDS)], minor=True)
+    axes.grid(which="minor", color="lightgrey", linewidth=0.5)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axes.set_yticks(
         range(NUM_BANDS), [f"{10 * band}-{10 * band + 10}" for band in range(NUM_BANDS)]
@@ -53,15 +58,22 @@ def scores(samples: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[list[f
 def title_lines(report: Mapping[str, Any]) -> list[str]:
     """Task and model; the KV budget and how KV is read; how many samples, and when."""
     settings, kv = report["settings"], report["kv"]
-    task = settings["data_file"] or settings["task"]
-    budget = f"KV: {kv['device_bytes'] / MIB:,.0f} MiB on the device"
+    task = Path(settings["data_file"] or settings["task"]).name
+    if settings["task"] != INDUCTION:
+        task += f" ({settings['mode']}, {settings['template']})"
+    budget = f"KV: {_mib(kv['device_bytes'])} on the device"
     if kv["host_bytes"]:
         how = "streamed" if kv["ring_bytes"] else "read in place"
-        budget += f", up to {kv['host_bytes'] / MIB:,.0f} MiB in RAM, {how}"
+        budget += f", up to {_mib(kv['host_bytes'])} in RAM, {how}"
     else:
         budget += ", no offload"
     return [
-        f"{Path(task).name}, {Path(settings['model']).name}",
+        f"{task}, model {Path(settings['model']).name}",
         budget,
         f"{report['num_correct']} of n = {report['num_samples']} right, {report['date']}",
     ]
+
+
+def _mib(num_bytes: int) -> str:
+    mib = num_bytes / MIB
+    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB"

@@ -80,7 +80,9 @@ def _converted() -> Iterator[StoredModel]:
         made = StoredModel(
             str(each.folder), CONVERTED, each.folder, each.num_bytes, each.description
         )
-        yield _with_config(made, each.folder)
+        # A package may hold a GGUF in parts, which are joined there.
+        ggufs = sorted(each.folder.glob("*.gguf"))
+        yield _with_config(made, ggufs[0] if ggufs else each.folder)
 
 
 def _in_hub_cache() -> Iterator[StoredModel]:

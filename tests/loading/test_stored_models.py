@@ -14,6 +14,7 @@ from huggingface_hub import constants
 from nanoengine.errors import ModelLoadError, ModelNotFoundError
 from nanoengine.loading import stored_models as stored
 from nanoengine.loading.find_model import resolve_model
+from nanoengine.loading.model_cache import cached_folder
 from nanoengine.loading.stored_models import StoredModel, remove_model, stored_models
 
 Tiny = Callable[[str], Path]
@@ -130,6 +131,17 @@ def test_a_conversion_is_listed_and_removed(tmp_path: Path, tiny: Tiny) -> None:
     assert found.config is not None and "GGUF" in found.origin
     remove_model(found)
     assert stored_models() == [] and not folder.exists() and source.exists()
+
+
+def test_a_joined_gguf_is_listed_with_its_shape(tiny: Tiny) -> None:
+    def join(folder: Path) -> str:
+        GGUFModel(tiny("llama")).write(folder / "whole.gguf")
+        return "parts of a package"
+
+    folder = cached_folder("joined", join)
+    (found,) = stored_models()
+    assert (found.path, found.origin) == (folder, "parts of a package")
+    assert found.config is not None and found.problem == ""
 
 
 def test_a_package_shows_its_models_and_is_not_removed(
