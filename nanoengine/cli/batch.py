@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,9 @@ class _Open:
     streams: tuple[Any, ...]
 
     @property
-    def unfinished(self) -> Any:
-        """A stream that goes on; None if all have ended."""
-        return next((each for each in self.streams if not each.request.has_ended), None)
+    def has_ended(self) -> bool:
+        """Whether all its texts have."""
+        return all(each.request.has_ended for each in self.streams)
 
 
 @dataclass(slots=True)
@@ -134,15 +133,11 @@ class Runner:
             params = self._seeded(line, request.params)
             variables = request.template_kwargs
             return (llm.stream_chat(request.messages, params, chat_template_kwargs=variables),)
-        streams: list[Any] = []
-        try:
-            for index, prompt in enumerate(request.prompts):
-                streams.append(llm.stream(prompt, self._seeded(line, request.params, index)))
-        except RequestError:
-            for stream in streams:
-                stream.close()
-            raise
-        return tuple(streams)
+        # If one is refused, those before it are dropped, and that aborts them.
+        return tuple(
+            llm.stream(prompt, self._seeded(line, request.params, index))
+            for index, prompt in enumerate(request.prompts)
+        )
 
     def _seeded(self, line: Line, params: SamplingParams, index: int = 0) -> SamplingParams:
         """A line without a seed gets one that it has in every run; index: of its prompt."""
@@ -152,13 +147,9 @@ class Runner:
         return replace(params, seed=xxhash.xxh3_64_intdigest(told.encode("utf-8", "replace")))
 
     def _step(self) -> None:
-        """Let the engine go on until a line has new tokens; write what has ended."""
-        going = [each.unfinished for each in self._open]
-        # One that has tokens gets more in nearly every step; a long prompt may take many steps.
-        begun = (each for each in going if each.request.seqs[0].num_output_tokens)
-        with suppress(RequestError):  # the output says it, too
-            next(next(begun, going[0]))
-        for each in [each for each in self._open if each.unfinished is None]:
+        """One step of the engine for all; write what has ended."""
+        self._model.llm.step()
+        for each in [each for each in self._open if each.has_ended]:
             self._open.remove(each)
             self._finish(each)
 

@@ -17,8 +17,12 @@ import pytest
 import xxhash
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.cli.batch_files import AnswerFile
 from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import OutputProcessor
+from nanoengine.errors import TransferError
+from nanoengine.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--num-threads", "1", "--dtype", "float32", "--kvcache-block-size", "16"]
@@ -186,6 +190,42 @@ def test_few_lines_are_open_at_once(
     target = tmp_path / "out.jsonl"
     run(write(tmp_path / "in.jsonl", rows), target, folder, "--max-num-seqs", "3")
     assert most == 6 and len(answers(target)) == 30
+
+
+def test_a_request_that_fails_while_it_runs_is_a_servers_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Tokenizer.decode
+
+    def fail(self: Tokenizer, ids: Any, *rest: Any) -> str:
+        if len(ids) == 7:
+            raise TransferError("its KV was lost")
+        return decode(self, ids, *rest)
+
+    monkeypatch.setattr(Tokenizer, "decode", fail)
+    rows = [ask(f"{n}", prompt="x", max_tokens=n, ignore_eos=True) for n in (7, 8)]
+    target = tmp_path / "out.jsonl"
+    run(write(tmp_path / "in.jsonl", rows), target, folder, status=FAILED)
+    found = answers(target)
+    assert found["7"]["response"]["status_code"] == 500 and found["8"]["error"] is None
+    assert found["7"]["error"] == {"code": "server_error", "message": "its KV was lost"}
+
+
+def test_short_answers_do_not_wait_for_a_long_prompt(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    step, add = LLMEngine.step, AnswerFile.add
+    monkeypatch.setattr(LLMEngine, "step", lambda self: (events.append("step"), step(self))[1])
+    monkeypatch.setattr(
+        AnswerFile, "add", lambda self, line, *rest: (events.append("add"), add(self, line, *rest))
+    )
+    long = ask("long", prompt="x" * 400, max_tokens=1)
+    short = [ask(f"{i}", prompt="x", max_tokens=2) for i in range(3)]
+    limits = ["--max-num-batched-tokens", "16", "--max-num-seqs", "4"]
+    source = write(tmp_path / "in.jsonl", [long, *short])
+    run(source, tmp_path / "out.jsonl", folder, *limits)
+    assert events.index("add") < 10 < events.count("step")
 
 
 # Children of one process that has imported torch: a start of Python for each would take seconds.
