@@ -395,8 +395,8 @@ class EngineConfig:
         self._set("enable_cpu_offload", bool(asked or needs))
         if self.kv_offload_dtype is not None and self.offload_mode == "in_place":
             raise ConfigError(
-                f'kv_offload_dtype={self.kv_offload_dtype!r} cannot be read in place; take offload_mode="stream", '
-                "or leave kv_offload_dtype out"
+                f"kv_offload_dtype={self.kv_offload_dtype!r} cannot be read in place; take "
+                'offload_mode="stream", or leave kv_offload_dtype out'
             )
 
     def _check_memory(self) -> None:

@@ -248,6 +248,11 @@ class LLM:
         request = self._chat_request(messages, add_generation_prompt, chat_template_kwargs, tools)
         return self._stream(request, sampling_params)
 
+    def step(self) -> None:
+        """Let all open streams go on by one step of the engine, without waiting for one of them."""
+        with Turn(self._turns) as turn:
+            turn.run(self.llm_engine.step)
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import pytest
 
 from benchmarks.induction import write_checkpoint
-from nanoengine.bench import niah
+from nanoengine.bench import heat_map, niah
 from nanoengine.bench.niah import NiahBuilder, PromptFormat, Sample, read_samples
 from nanoengine.bench.report import first_difference
 from nanoengine.bench.ruler import compare, main
@@ -362,11 +363,74 @@ def test_what_cannot_run_says_why(
     assert captured.err.startswith("error: ") and message in captured.err
 
 
-def test_plot_is_a_png(induction: Path, tmp_path: Path) -> None:
+def test_several_lengths_run_at_once(
+    induction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several, single = tmp_path / "several.json", tmp_path / "single.json"
+    run(induction, "--length", "300, 100,300", "--num-samples", "3", "--json", str(several))
+    out = capsys.readouterr().out
+    assert "induction, lengths 300, 100: score 100.00, 6 of 6 correct\n" in out
+    assert "  length 100: score 100.00, 3 of 3 correct\n" in out
+    assert f"wrote the report {several}" in out
+    report = json.loads(several.read_text())
+    assert [s["index"] for s in report["samples"]] == [*range(6)]
+    assert [s["length"] for s in report["samples"]] == [300] * 3 + [100] * 3
+    assert [row["length"] for row in report["by_length"]] == [100, 300]
+    run(induction, "--length", "300", "--num-samples", "3", "--quiet", "--json", str(single))
+    alone = json.loads(single.read_text())["samples"]
+    assert [s["text"] for s in report["samples"][:3]] == [s["text"] for s in alone]
+
+
+@pytest.mark.parametrize("text", ["", "0", "4k", "1,,2", "-5", "1.5"])
+def test_bad_lengths(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--length={text}"])
+    assert "must be like 4096 or 1024,2048" in capsys.readouterr().err
+
+
+def test_scores_are_means_of_cells_and_white_where_there_are_none() -> None:
+    samples = [
+        {"depth": depth, "length": length, "score": score}
+        for depth, length, score in (
+            *((0.0, 100, 1.0), (9.9, 100, 0.0), (10.0, 200, 0.5)),
+            *((100.0, 200, 1.0), (None, 300, 0.0)),
+        )
+    ]
+    lengths, grid = heat_map.scores(samples)
+    assert lengths == [100, 200] and len(grid) == 10
+    assert grid[0][0] == 50.0 and grid[1][1] == 50.0 and grid[9][1] == 100.0
+    assert sum(math.isnan(value) for row in grid for value in row) == 17
+
+
+@pytest.mark.parametrize(
+    ("host", "ring", "text"),
+    [
+        (0, 0, "KV: 0.5 MiB on the device, no offload"),
+        (1 << 30, 1 << 24, "KV: 0.5 MiB on the device, up to 1,024 MiB in RAM, streamed"),
+        (1 << 30, 0, "KV: 0.5 MiB on the device, up to 1,024 MiB in RAM, read in place"),
+    ],
+)
+def test_the_title_says_what_was_run(host: int, ring: int, text: str) -> None:
+    prompts = {"mode": "nvidia", "template": "base"}
+    report = {
+        "settings": {"data_file": None, "task": "niah_single_1", "model": "models/smol"} | prompts,
+        "kv": {"device_bytes": 1 << 19, "host_bytes": host, "ring_bytes": ring},
+        "num_correct": 19,
+        "num_samples": 20,
+        "date": "2026-11-22",
+    }
+    what = "19 of n = 20 right, 2026-11-22"
+    assert heat_map.title_lines(report) == [
+        *("niah_single_1 (nvidia, base), model smol", text, what)
+    ]
+
+
+def test_plot_is_a_png(induction: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "map.png"
-    run(induction, "--quiet", "--plot", str(path))
+    run(induction, "--plot", str(path), "--length", "300,100")
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"wrote the picture {path}" in capsys.readouterr().out
 
 
 def test_help_shows_defaults_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:

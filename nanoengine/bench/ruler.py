@@ -1,7 +1,7 @@
 """Runs the needle-in-a-haystack samples of niah.py in one engine and reports the scores.
 
-Owns the command line of tests/test_ruler_niah.py, the report, its comparison with another run's,
-and the heat map. Knows the engine only as LLM.
+Owns the command line of tests/test_ruler_niah.py, the report and its comparison with another run's.
+Knows the engine only as LLM.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nanoengine.bench.heat_map import draw_heat_map
 from nanoengine.bench.niah import (
     INDUCTION,
     NIAH_TASKS,
@@ -39,18 +41,26 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.tokenizer import Tokenizer
 
+MODES = {"nvidia": "prompts as in NVIDIA's RULER", "lm-eval": "prompts as in lm-eval"}
+TEMPLATES = {"base": "plain text", "chat": "the model's chat"}
+
 
 def make_samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
     """The samples of the command line. Raises ConfigError, InvalidPromptError or RequestError."""
     prompt_format = PromptFormat(tokenizer, args.mode, args.template)
     if args.data_file is not None:
         samples = read_samples(args.data_file, prompt_format)
-    elif args.task == INDUCTION:
-        samples = induction_samples(tokenizer, args.length, args.num_samples, args.seed)
     else:
-        builder = NiahBuilder(args.task, prompt_format, args.length, args.seed)
-        samples = builder.samples(args.num_samples)
+        drawn = [sample for length in args.length for sample in _draw(args, length, prompt_format)]
+        samples = [replace(sample, index=index) for index, sample in enumerate(drawn)]
     return [samples[index] for index in parse_indices(args.sample_indices, len(samples))]
+
+
+def _draw(args: argparse.Namespace, length: int, prompt_format: PromptFormat) -> list[Sample]:
+    """The samples of one length."""
+    if args.task == INDUCTION:
+        return induction_samples(prompt_format.tokenizer, length, args.num_samples, args.seed)
+    return NiahBuilder(args.task, prompt_format, length, args.seed).samples(args.num_samples)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -81,6 +91,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         report = _summary(records, elapsed) | _engine_figures(llm)
     report["settings"] = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     report["settings"]["max_new_tokens"] = max_tokens
+    report["date"] = date.today().isoformat()
     report["versions"] = versions("tokenizers", "wonderwords")
     if baseline is not None:
         report["baseline"] = compare(records, baseline)
@@ -180,6 +191,7 @@ def _summary(records: Sequence[dict[str, Any]], elapsed: float) -> dict[str, Any
         "score": round(100 * statistics.fmean(r["score"] for r in records), 2),
         "num_correct": sum(r["correct"] for r in records),
         "num_samples": len(records),
+        "by_length": _by_length(records),
         "elapsed_s": round(elapsed, 3),
         "median_ttft_s": median("first_token_s"),
         "median_prefill_s": median("first_token_s", since="first_scheduled_s"),
@@ -187,6 +199,22 @@ def _summary(records: Sequence[dict[str, Any]], elapsed: float) -> dict[str, Any
         "output_tokens_per_s": round(num_out / elapsed, 2),
         "tokens_per_pass": round(num_out / max(1, num_out - num_accepted), 3),
     }
+
+
+def _by_length(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Score and number of the samples of each length."""
+    rows = []
+    for length in sorted({r["length"] for r in records}):
+        own = [r for r in records if r["length"] == length]
+        rows.append(
+            {
+                "length": length,
+                "score": round(100 * statistics.fmean(r["score"] for r in own), 2),
+                "num_correct": sum(r["correct"] for r in own),
+                "num_samples": len(own),
+            }
+        )
+    return rows
 
 
 def _engine_figures(llm: LLM) -> dict[str, Any]:
@@ -205,34 +233,56 @@ def _engine_figures(llm: LLM) -> dict[str, Any]:
 
 def print_report(report: dict[str, Any], verbose: bool, quiet: bool) -> None:
     """The score, then a line per miss (or per sample), then the figures."""
-    settings = report["settings"]
-    what = settings["data_file"] or f"{settings['task']}, length {settings['length']}"
     print(
-        f"{what} ({settings['mode']}, {settings['template']}): score {report['score']:.2f}, "
+        f"{_what(report['settings'])}: score {report['score']:.2f}, "
         f"{report['num_correct']} of {report['num_samples']} correct"
     )
     if quiet:
         return
+    if len(report["by_length"]) > 1:
+        for row in report["by_length"]:
+            print(
+                f"  length {row['length']}: score {row['score']:.2f}, {row['num_correct']} of "
+                f"{row['num_samples']} correct"
+            )
     for record in report["samples"]:
         if verbose or not record["correct"]:
             print(_sample_line(record))
-    transfers, mib = report["transfers"], 1 << 20
-    print(
-        f"TTFT median {_figure(report['median_ttft_s'])} s, "
-        f"{_figure(report['median_prefill_s'])} s of it since it was first scheduled; decode "
-        f"median {_figure(report['median_decode_tokens_per_s'])} tok/s a request; in all "
-        f"{report['elapsed_s']:.1f} s, {report['output_tokens_per_s']:.1f} output tok/s, "
-        f"{report['tokens_per_pass']:.2f} tokens a pass\n"
-        f"moved {transfers['h2d_bytes'] / mib:.1f} MiB host to device, "
-        f"{transfers['d2h_bytes'] / mib:.1f} MiB back; {transfers['num_stalls']} stalls, "
-        f"{transfers['num_prefetch_hits']} prefetch hits; up to {transfers['peak_streamed']} "
-        "sequences streamed at once\n"
-        f"peak memory {report['peak_memory_mib']:.0f} MiB; KV on the device "
-        f"{report['kv']['device_bytes'] / mib:.1f} MiB, ring "
-        f"{report['kv']['ring_bytes'] / mib:.1f} MiB"
-    )
+    _print_figures(report)
     if "baseline" in report:
         _print_comparison(report["baseline"])
+
+
+def _what(settings: dict[str, Any]) -> str:
+    """The task in words."""
+    if settings["data_file"]:
+        made = [settings["data_file"]]
+    else:
+        plural = "s" if len(settings["length"]) > 1 else ""
+        made = [settings["task"], f"length{plural} {', '.join(map(str, settings['length']))}"]
+    if settings["task"] != INDUCTION:
+        made += [MODES[settings["mode"]], TEMPLATES[settings["template"]]]
+    return ", ".join(made)
+
+
+def _print_figures(report: dict[str, Any]) -> None:
+    """Times, copies and memory."""
+    transfers, kv, mib = report["transfers"], report["kv"], 1 << 20
+    print(
+        f"first token after {_figure(report['median_ttft_s'])} s, "
+        f"{_figure(report['median_prefill_s'])} s of it for reading the prompt, the rest for "
+        f"waiting; then {_figure(report['median_decode_tokens_per_s'])} tok/s for each request "
+        "(medians)\n"
+        f"all answers in {report['elapsed_s']:.1f} s: {report['output_tokens_per_s']:.1f} output "
+        f"tok/s, {report['tokens_per_pass']:.2f} tokens for each pass of the model\n"
+        f"copied {transfers['h2d_bytes'] / mib:.1f} MiB of KV to the device and "
+        f"{transfers['d2h_bytes'] / mib:.1f} MiB back; {transfers['num_prefetch_hits']} copies "
+        f"were there in time, for {transfers['num_stalls']} a step waited; at most "
+        f"{transfers['peak_streamed']} requests were streamed at once\n"
+        f"memory {report['peak_memory_mib']:.0f} MiB at most, of it KV on the device "
+        f"{kv['device_bytes'] / mib:.1f} MiB and buffers for streaming "
+        f"{kv['ring_bytes'] / mib:.1f} MiB"
+    )
 
 
 def _figure(value: float | None) -> str:
@@ -257,29 +307,6 @@ def _print_comparison(found: dict[str, Any]) -> None:
             f"  sample {entry['index']} differs{where}: {entry['text'][:100]!r} here, "
             f"{entry['baseline_text'][:100]!r} there"
         )
-
-
-def plot(records: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Heat map of the mean score, ten bands of depth by length, as a PNG."""
-    from matplotlib.figure import Figure  # optional, and slow to import
-
-    cells: dict[tuple[int, int], list[float]] = {}
-    for record in records:
-        if record["depth"] is not None:
-            cell = (min(9, int(record["depth"] // 10)), record["length"])
-            cells.setdefault(cell, []).append(100 * record["score"])
-    lengths = sorted({length for _, length in cells})
-    grid = [
-        [statistics.fmean(cells.get((band, length), [float("nan")])) for length in lengths]
-        for band in range(10)
-    ]
-    figure = Figure(figsize=(3 + 0.8 * max(1, len(lengths)), 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="length (tokens)", ylabel="depth (%)", title=title)
-    image = axes.imshow(grid or [[]], cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-    axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
-    axes.set_yticks(range(10), [f"{10 * band}-{10 * band + 10}" for band in range(10)])
-    figure.colorbar(image, label="score")
-    figure.savefig(path, format="png", dpi=120)
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -322,7 +349,11 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if args.plot is not None:
-        plot(report["samples"], str(args.data_file or args.task), args.plot)
+        draw_heat_map(report, args.plot)
+    if not args.quiet:
+        for what, path in (("report", args.json), ("picture", args.plot)):
+            if path is not None:
+                print(f"wrote the {what} {path}")
     return 0 if report["score"] >= args.min_score else 1
 
 
@@ -337,12 +368,13 @@ def _parser(prog: str | None) -> argparse.ArgumentParser:
     add("--model", str, "folder, .gguf file or smollm2-135m", "smollm2-135m")
     tasks = [*NIAH_TASKS, INDUCTION]
     add("--task", str, "induction: with benchmarks/induction.py's model", tasks[0], choices=tasks)
-    modes = ["nvidia", "lm-eval"]
+    modes = [*MODES]
     add("--mode", str, "whose haystack sizes and answer prefix", modes[0], choices=modes)
-    templates = ["base", "chat"]
+    templates = [*TEMPLATES]
     add("--template", str, "plain text, or the model's chat", templates[0], choices=templates)
-    add("--length", _positive, "tokens of prompt and answer", 4096)
-    add("--num-samples", _positive, "how many to draw", 20)
+    lengths = "tokens of prompt and answer; several as in 1024,2048,4096"
+    add("--length", _lengths, lengths, "4096", metavar="TOKENS")
+    add("--num-samples", _positive, "how many to draw of each length", 20)
     add("--seed", int, "of the draws", 42)
     add("--data-file", Path, "RULER jsonl to read instead", metavar="FILE.jsonl")
     add("--sample-indices", str, "run only these: 0-19, or 0,3,7 (default: all)")
@@ -375,6 +407,14 @@ def _adder(group: Any) -> Callable[..., None]:
         group.add_argument(flag, type=kind, help=shown, default=default, **options)
 
     return add
+
+
+def _lengths(text: str) -> list[int]:
+    """ "1024,2048" as [1024, 2048], each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"must be like 4096 or 1024,2048, got {text}")
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def _positive(text: str) -> int:

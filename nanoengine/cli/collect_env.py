@@ -42,7 +42,6 @@ def environment() -> dict[str, str]:
     """Names to values, in the order to print."""
     import torch
 
-    from nanoengine.devices.cache_folders import cache_folders
     from nanoengine.devices.cpu import available_memory
 
     found = {
@@ -53,12 +52,28 @@ def environment() -> dict[str, str]:
         "RAM": f"{available_memory() / GIB:.1f} GiB available",
         "GPU": _gpus(),
         "C compiler": shutil.which(os.environ.get("CC", "cc")) or "none",
-        "cache": str(next(cache_folders(), "none")),
+        "cache": _cache(),
     }
     found |= {name: _version(name) for name in PACKAGES}
     named = sorted(name for name in os.environ if name.startswith(PREFIX))
     variables = [name for name in (*VARIABLES, *named) if name in os.environ]
     return found | {f"${name}": os.environ[name] for name in variables}
+
+
+def _cache() -> str:
+    """The folder of converted models and compiled kernels, and how full it is."""
+    from nanoengine.devices.cache_folders import (
+        LIMIT_VARIABLE,
+        cache_folders,
+        cache_limit,
+        disk_bytes,
+    )
+
+    folder = next(cache_folders(), None)
+    if folder is None:
+        return "none"
+    limit = f"{cache_limit() / GIB:g} GiB (${LIMIT_VARIABLE})"
+    return f"{folder}: {disk_bytes(folder) / GIB:.2f} GiB of at most {limit}"
 
 
 def _gpus() -> str:

@@ -122,6 +122,18 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
             "what fits into which memory, and how fast; loads no weights",
             _fill_plan,
         ),
+        (
+            "batch",
+            "IN.jsonl OUT.jsonl --model MODEL",
+            "answer a file of requests in OpenAI's batch format; goes on after a kill",
+            _fill_batch,
+        ),
+        (
+            "models",
+            "[rm NAME]",
+            "the models on this machine, their sizes, and which run; rm removes one",
+            _fill_models,
+        ),
         ("collect-env", "", "versions and hardware, for a bug report", _fill_collect_env),
     ):
         made[name] = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -187,6 +199,30 @@ def _fill_plan(parser: Parser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_engine_flags(parser)
+
+
+def _fill_batch(parser: Parser) -> None:
+    from nanoengine.cli.batch import batch
+
+    parser.set_defaults(run=batch)
+    parser.add_argument("input", metavar="IN.jsonl", help="lines of custom_id, method, url, body")
+    parser.add_argument(
+        "output", metavar="OUT.jsonl", help="a line for each; may hold some already"
+    )
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--json", action="store_true", help="print a summary as one JSON object")
+    parser.add_argument("--quiet", action="store_true", help="nothing but errors on stderr")
+    add_engine_flags(parser)
+
+
+def _fill_models(parser: Parser) -> None:
+    from nanoengine.cli.models import models
+
+    parser.set_defaults(run=models)
+    parser.add_argument("action", nargs="?", choices=["rm"], help="rm: remove the model NAME")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="as the list shows it")
+    parser.add_argument("--yes", action="store_true", help="remove without a question")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _fill_collect_env(parser: Parser) -> None:

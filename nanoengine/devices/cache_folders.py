@@ -1,4 +1,5 @@
-"""Finds folders for this user's converted models and compiled kernels.
+"""Finds folders for this user's converted models and compiled kernels, and says how large they may
+get.
 
 We load machine code and weights from there. A temporary folder that another user may have filled is
 not used, and the working directory, which may come from anywhere, is never used.
@@ -9,8 +10,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+from nanoengine.config import GIB, MAX_GIB
+from nanoengine.errors import ConfigError, shown
+
+LIMIT_VARIABLE, DEFAULT_LIMIT_GIB = "NANOENGINE_CACHE_GIB", 64.0
 TEMPORARY_VARIABLES = ("TMPDIR", "TEMP", "TMP")
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp")
 
@@ -47,3 +53,29 @@ def is_private(folder: Path) -> bool:
 
 def _user() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def cache_limit() -> int:
+    """Bytes that converted models may take on disk: $NANOENGINE_CACHE_GIB, or 64 GiB. Raises
+    ConfigError.
+    """
+    given = os.environ.get(LIMIT_VARIABLE, "")
+    if not given:
+        return int(DEFAULT_LIMIT_GIB * GIB)
+    try:
+        gib = float(given)
+    except ValueError:
+        gib = -1.0
+    if not 0 <= gib < MAX_GIB:
+        raise ConfigError(f"{LIMIT_VARIABLE} must be from 0 to {MAX_GIB} GiB, got {shown(given)}")
+    return int(gib * GIB)
+
+
+def disk_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder and below; 0 if there is none."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # gone meanwhile
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total

@@ -24,6 +24,7 @@ from nanoengine.engine.scheduler import Scheduler
 from nanoengine.errors import EngineClosedError, EngineError
 from nanoengine.kernels.cuda_graph import graph_size
 from nanoengine.kv.kv_cache import HybridKVCacheManager
+from nanoengine.loading.model_cache import in_use
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
@@ -56,6 +57,7 @@ class LLMEngine:
         """Load the model, divide the memory, make the parts; `started` closes them."""
         config, device = self.config, self.device
         parts = load_parts(config, device)
+        started.enter_context(in_use(parts.folder))
         self.model_config: ModelConfig = parts.model.config
         profiled = profiled_bytes(
             lambda kv: make_runner(parts, kv, device),

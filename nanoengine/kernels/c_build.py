@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Generator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ CFLAGS = (
     "-fPIC",
 )
 _BUILD_TIMEOUT_S = 120
+# Libraries of older versions and other flags: this many stay, and all that were used today.
+_KEPT_LIBRARIES, _KEPT_SECONDS = 8, 24 * 3600
 _SEAL_BYTES = 16
 
 
@@ -90,9 +93,23 @@ def build_library(folder: Path, extra_cflags: tuple[str, ...] = (), source: Path
     compiler = find_compiler()
     command = [compiler, *CFLAGS, *extra_cflags]
     target = folder / f"{_build_key(compiler, command, source)}.so"
-    if not _is_whole(target):
+    if _is_whole(target):
+        with suppress(OSError):  # a folder that only others may write
+            os.utime(target)  # says when it was last used
+    else:
+        _remove_old(folder)
         _compile(command, source, target)
     return target
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove libraries that nobody used for long, and what killed compilers left."""
+    times = {path: path.stat().st_mtime for path in folder.iterdir() if path.is_file()}
+    libraries = sorted((path for path in times if path.suffix == ".so"), key=times.__getitem__)
+    recent = libraries[-_KEPT_LIBRARIES:]
+    for path, used in times.items():
+        if path not in recent and time.time() - used > _KEPT_SECONDS:
+            path.unlink(missing_ok=True)
 
 
 def _is_whole(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """The user's cache of converted models: a folder is either complete or absent.
 
-Owns folder names, hashes, the manifest and the lock between processes. Knows nothing of the files'
-content: callers pass a function that fills an empty folder.
+Owns folder names, hashes, the manifest, the locks between processes and what is removed when the
+disk's share is full. Knows nothing of the files' content: callers pass a function that fills an
+empty folder.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from nanoengine.devices.cache_folders import cache_folders
+from nanoengine.config import GIB
+from nanoengine.devices.cache_folders import (
+    LIMIT_VARIABLE,
+    cache_folders,
+    cache_limit,
+    disk_bytes,
+)
 from nanoengine.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +37,8 @@ MANIFEST = "nanoengine.json"
 MANIFEST_VERSION = 2
 STAGING_PREFIX = ".building-"
 STALE_SECONDS = 24 * 3600
+# A folder that was asked for is safe this long, until its engine has loaded it and holds it.
+GRACE_SECONDS = 3600
 READ_BYTES = 8 << 20
 NO_FOLDER = "there is neither a home nor a temporary folder"
 # A file changed within this time may change again without a new timestamp.
@@ -81,15 +91,22 @@ def cached_folder(name: str, build: Callable[[Path], str]) -> Path:
 
     `build` fills an empty folder and returns a one-line description of it (see `description`). Only
     one process builds at a time; a folder gets its name only when it is complete.
-    Raises ModelLoadError if no cache folder can be written, and the errors of `build`.
+    When the converted models take more than `cache_limit`, those that were not used for the
+    longest time are removed, but none that an engine has loaded.
+    Raises ModelLoadError if no cache folder can be written, ConfigError for a bad limit, and the
+    errors of `build`.
     """
     for root in _roots():
         if is_whole(root / name):
+            _mark_used(root / name)
             return root / name
-    root = _writable_root()
-    with _lock(root / f".{name}.lock"):
+    root, limit = _writable_root(), cache_limit()
+    with _lock(root / f".{name}.lock") as is_locked:
         if not is_whole(root / name):  # another process may have built it meanwhile
+            remove_leftovers(root, name if is_locked else None)
             _build(root, name, build)
+        _mark_used(root / name)
+    _make_room(root, limit)
     return root / name
 
 
@@ -122,6 +139,81 @@ def description(folder: Path) -> str | None:
     return None if manifest is None else str(manifest.get("description"))
 
 
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A folder of the cache. last_used: seconds since the epoch."""
+
+    folder: Path
+    description: str
+    num_bytes: int
+    last_used: float
+
+
+def conversions() -> list[Conversion]:
+    """All converted models, those that were not used for the longest time first."""
+    found = [each for root in _roots() for each in _conversions_in(root)]
+    return sorted(found, key=lambda each: each.last_used)
+
+
+def _conversions_in(root: Path) -> Iterator[Conversion]:
+    for path in root.glob("*"):
+        line = description(path)
+        if line is None or path.name.startswith("."):  # unfinished
+            continue
+        mark = _use_mark(path)
+        times = [each.stat().st_mtime for each in (path, mark) if each.exists()]
+        yield Conversion(path, line, disk_bytes(path), max(times, default=0.0))
+
+
+def remove_conversion(folder: Path) -> bool:
+    """Remove a folder of the cache; False, and nothing happens, while an engine has it loaded."""
+    with _lock(_use_mark(folder), waits=False) as is_free:
+        if is_free:
+            _remove_at_once(folder)
+        return is_free
+
+
+@contextmanager
+def in_use(folder: Path) -> Iterator[None]:
+    """Keep a folder of the cache from being removed; any other folder is left alone."""
+    if description(folder) is None:
+        yield
+        return
+    with _lock(_use_mark(folder), is_shared=True):
+        yield
+    _mark_used(folder)
+
+
+def _use_mark(folder: Path) -> Path:
+    """The file whose time says when the folder was last used, and whose lock says that it is."""
+    return folder.parent / f".{folder.name}.use.lock"
+
+
+def _mark_used(folder: Path) -> None:
+    with suppress(OSError):  # a cache that only others may write
+        _use_mark(folder).touch()
+
+
+def _make_room(root: Path, limit: int) -> None:
+    """Remove the least recently used folders until the others take at most `limit` bytes."""
+    found = sorted(_conversions_in(root), key=lambda each: each.last_used)
+    total = sum(each.num_bytes for each in found)
+    for each in found:
+        if total <= limit or time.time() - each.last_used < GRACE_SECONDS:
+            break
+        if remove_conversion(each.folder):
+            total -= each.num_bytes
+            logger.info("removed the converted model %s: the cache is full", each.folder.name)
+    if total > limit:
+        logger.warning(
+            "converted models in %s take %.1f GiB, more than the %.1f GiB of %s: they are in use",
+            root,
+            total / GIB,
+            limit / GIB,
+            LIMIT_VARIABLE,
+        )
+
+
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -132,8 +224,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _build(root: Path, name: str, build: Callable[[Path], str]) -> None:
-    _remove_leftovers(root)
-    staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=root))
+    staging = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{name}-", dir=root))
     try:
         _write_manifest(staging, build(staging))
         _install(staging, root / name)
@@ -171,9 +262,7 @@ def _install(staging: Path, final: Path) -> None:
     if is_whole(final):
         return
     if final.exists():
-        damaged = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=final.parent))
-        os.replace(final, damaged / final.name)
-        shutil.rmtree(damaged, ignore_errors=True)
+        _remove_at_once(final)
     try:
         os.rename(staging, final)
     except OSError:
@@ -181,15 +270,29 @@ def _install(staging: Path, final: Path) -> None:
             raise
 
 
-def _remove_leftovers(root: Path) -> None:
-    """Remove folders that killed processes left a day ago or earlier."""
+def _remove_at_once(folder: Path) -> None:
+    """Nobody sees half of it: it first goes to where unfinished folders are."""
+    aside = Path(tempfile.mkdtemp(prefix=f"{STAGING_PREFIX}{folder.name}-", dir=folder.parent))
+    os.replace(folder, aside / folder.name)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_leftovers(root: Path, own: str | None = None) -> None:
+    """Remove what killed processes left: unfinished folders whose build holds no lock any more, and
+    all that are a day old. own: the folder whose lock the caller holds.
+    """
     for path in root.glob(f"{STAGING_PREFIX}*"):
+        name = path.name.removeprefix(STAGING_PREFIX).rpartition("-")[0]
         try:
             is_stale = time.time() - path.stat().st_mtime > STALE_SECONDS
         except FileNotFoundError:
             continue
-        if is_stale:
+        if is_stale or (name and name == own):
             shutil.rmtree(path, ignore_errors=True)
+        elif name:
+            with _lock(root / f".{name}.lock", waits=False) as is_free:
+                if is_free:
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _roots() -> list[Path]:
@@ -217,16 +320,23 @@ def _writable_root() -> Path:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Lock `path` against other processes; the system unlocks it when a process dies."""
+def _lock(path: Path, waits: bool = True, is_shared: bool = False) -> Iterator[bool]:
+    """Lock `path` against other processes; the system unlocks it when a process dies. False if it
+    is not locked: without `waits` because another process has it, else where there are no locks.
+    """
     try:
         import fcntl  # Windows has none: two processes may both build, which is only slower
     except ImportError:
-        yield
+        yield False
         return
-    with path.open("w") as file:
+    how = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    with ExitStack() as opened:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            file = opened.enter_context(path.open("a"))
+            fcntl.flock(file, how if waits else how | fcntl.LOCK_NB)
         except OSError as error:  # some network file systems have no locks
-            logger.info("no lock on %s: %s", path, error)
-        yield
+            if waits:
+                logger.info("no lock on %s: %s", path, error)
+            yield False
+            return
+        yield True

@@ -34,7 +34,7 @@ def test_every_setting_has_a_group_and_a_text() -> None:
     assert set(PARAMS) <= {field.name for field in fields(SamplingParams)}
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "plan"])
+@pytest.mark.parametrize("command", ["run", "chat", "plan", "batch"])
 def test_help_shows_each_flag_with_its_default_and_variable(command: str) -> None:
     text = " ".join(make_parser()[1][command].format_help().split())
     for name, field in FIELDS.items():

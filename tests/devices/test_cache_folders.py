@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from marks import needs_compiler
 
 from nanoengine.devices import cache_folders
-from nanoengine.errors import ModelLoadError
+from nanoengine.errors import ConfigError, ModelLoadError
 from nanoengine.kernels import c_build
 from nanoengine.loading import model_cache
 
@@ -107,6 +108,44 @@ def test_without_any_folder_kernels_and_conversions_say_what_to_set(
         c_build.load_library(answer_source(tmp_path))
     with pytest.raises(ModelLoadError, match="neither a home nor a temporary folder"):
         model_cache.cached_folder("x", lambda _: "")
+
+
+def test_the_limit_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(cache_folders.LIMIT_VARIABLE, raising=False)
+    assert cache_folders.cache_limit() == 64 << 30
+    monkeypatch.setenv(cache_folders.LIMIT_VARIABLE, "0.5")
+    assert cache_folders.cache_limit() == 1 << 29
+    for wrong in ("-1", "much", "nan", "inf", "1e30"):
+        monkeypatch.setenv(cache_folders.LIMIT_VARIABLE, wrong)
+        with pytest.raises(ConfigError, match=f"NANOENGINE_CACHE_GIB must be .* got '{wrong}'"):
+            cache_folders.cache_limit()
+
+
+def test_the_size_of_a_folder_counts_links_as_links(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_bytes(b"x" * 1000)
+    (tmp_path / "link").symlink_to("a/file")
+    assert 1000 < cache_folders.disk_bytes(tmp_path) < 1100
+    assert cache_folders.disk_bytes(tmp_path / "none") == 0
+
+
+@needs_compiler
+def test_old_libraries_and_what_killed_compilers_left_go(tmp_path: Path) -> None:
+    """Eight libraries stay, and all that were used within a day."""
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    week_ago = time.time() - 7 * 24 * 3600
+    for age, name in enumerate(["young.tmp", *(f"{i}.so" for i in range(10)), "old.tmp", "cc1.s"]):
+        (folder / name).touch()
+        os.utime(folder / name, (week_ago - age, week_ago - age))
+    (folder / "young.tmp").touch()
+    source = answer_source(tmp_path)
+    made = c_build.build_library(folder, source=source)
+    kept = {made.name, "young.tmp", *(f"{i}.so" for i in range(8))}
+    assert {path.name for path in folder.iterdir()} == kept
+    os.utime(made, (0, 0))
+    assert c_build.build_library(folder, source=source) == made
+    assert made.stat().st_mtime > week_ago  # it was used now
 
 
 START = """

@@ -1,0 +1,213 @@
+"""`nanoengine batch`: answers a file of OpenAI's batch lines, and goes on after a kill.
+
+Answers are written as they come, not in the order of the input. A line that cannot be answered gets
+an error, and the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from nanoengine.cli.answers import Model, open_model
+from nanoengine.cli.batch_files import AnswerFile, Line, read_lines, survey
+from nanoengine.cli.flags import engine_config
+from nanoengine.errors import RequestError, shown
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
+from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, read_request
+
+OK = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A line whose texts are being generated; streams: one for each prompt (DeltaStreams)."""
+
+    line: Line
+    request: ChatRequest | CompletionRequest
+    streams: tuple[Any, ...]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its texts have."""
+        return all(each.request.has_ended for each in self.streams)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Tokens of the lines that were answered."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+def batch(args: argparse.Namespace) -> int:
+    """Answer the lines that have no answer yet; status 1 if any line has an error."""
+    config = engine_config(args)
+    source, target = Path(args.input), Path(args.output)
+    found = survey(source)
+    start, counts = time.perf_counter(), Counts()
+    with AnswerFile(target, found.ids) as answers:
+        resumed = len(answers.done)
+        if resumed < len(found.ids):
+            with open_model(config, {}, args.quiet) as model:
+                _say_other_models(model, args.model, found.models)
+                lines = (line for line in read_lines(source) if line.id not in answers.done)
+                room = 2 * config.max_num_seqs  # as many wait as run
+                runner = Runner(model, args.model, answers, counts, config.seed, room)
+                with _progress_bar(len(found.ids), resumed, args.quiet) as bar:
+                    runner.run(lines, bar)
+    row = {
+        "model": args.model,
+        "output": str(target),
+        "requests": len(found.ids),
+        "failed": answers.num_failed,
+        "resumed": resumed,
+        "prompt_tokens": counts.prompt_tokens,
+        "output_tokens": counts.output_tokens,
+        "elapsed_s": round(time.perf_counter() - start, 3),
+    }
+    if args.json:
+        print(json.dumps(row))
+    elif not args.quiet:
+        print(_sentence(row), file=sys.stderr)
+    return 1 if answers.num_failed else 0
+
+
+class Runner:
+    """Keeps a model busy with lines: begins new ones as others end, at most `room` texts at once,
+    and writes each answer when it is there.
+    """
+
+    def __init__(
+        self, model: Model, name: str, answers: AnswerFile, counts: Counts, seed: int, room: int
+    ) -> None:
+        self._model = model
+        self._name = name
+        self._answers = answers
+        self._counts = counts
+        self._seed = seed
+        self._room = room
+        self._open: list[_Open] = []
+
+    def run(self, lines: Iterator[Line], bar: Any) -> None:
+        """Answer all lines; bar: progress, a tqdm."""
+        before = len(self._answers.done)
+        while True:
+            while self._has_room() and (line := next(lines, None)) is not None:
+                self._begin(line)
+            if self._open:
+                self._step()
+            bar.update(len(self._answers.done) - before)
+            before = len(self._answers.done)
+            if not self._open:
+                return
+
+    def _has_room(self) -> bool:
+        return sum(each.request.num_completions for each in self._open) < self._room
+
+    def _begin(self, line: Line) -> None:
+        """Queue a line, or answer it with an error."""
+        if line.problem:
+            self._answers.add(line, None, {"code": "invalid_line", "message": line.problem})
+            return
+        try:
+            request = read_request(line.url, line.body, self._model.params)
+            self._open.append(_Open(line, request, self._streams(line, request)))
+        except RequestError as error:
+            self._refuse(line, error)
+
+    def _streams(self, line: Line, request: ChatRequest | CompletionRequest) -> tuple[Any, ...]:
+        """A stream for each prompt; none stays open if one is refused."""
+        llm = self._model.llm
+        if isinstance(request, ChatRequest):
+            params = self._seeded(line, request.params)
+            variables = request.template_kwargs
+            return (llm.stream_chat(request.messages, params, chat_template_kwargs=variables),)
+        # If one is refused, those before it are dropped, and that aborts them.
+        return tuple(
+            llm.stream(prompt, self._seeded(line, request.params, index))
+            for index, prompt in enumerate(request.prompts)
+        )
+
+    def _seeded(self, line: Line, params: SamplingParams, index: int = 0) -> SamplingParams:
+        """A line without a seed gets one that it has in every run; index: of its prompt."""
+        if params.seed is not None:
+            return params
+        told = f"{self._seed}:{line.custom_id}" + (f":{index}" if index else "")
+        return replace(params, seed=xxhash.xxh3_64_intdigest(told.encode("utf-8", "replace")))
+
+    def _step(self) -> None:
+        """One step of the engine for all; write what has ended."""
+        self._model.llm.step()
+        for each in [each for each in self._open if each.has_ended]:
+            self._open.remove(each)
+            self._finish(each)
+
+    def _finish(self, each: _Open) -> None:
+        outputs = [stream.request.output() for stream in each.streams]
+        for stream in each.streams:
+            stream.close()
+        error = next((output.error for output in outputs if output.error is not None), None)
+        if error is not None:
+            self._refuse(each.line, error)
+            return
+        if isinstance(each.request, ChatRequest):
+            body = chat_body(each.line.id, self._name, outputs[0])
+        else:
+            body = completion_body(each.line.id, self._name, outputs)
+        self._counts.prompt_tokens += body["usage"]["prompt_tokens"]
+        self._counts.output_tokens += body["usage"]["completion_tokens"]
+        self._answers.add(each.line, _response(each.line, OK, body), None)
+
+    def _refuse(self, line: Line, error: RequestError) -> None:
+        status, body = error_body(error)
+        told = {"code": body["error"]["code"], "message": body["error"]["message"]}
+        self._answers.add(line, _response(line, status, body), told)
+
+
+def _response(line: Line, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    return {"status_code": status, "request_id": line.id, "body": body}
+
+
+def _say_other_models(model: Model, name: str, named: frozenset[str]) -> None:
+    """Lines may name a model of another service."""
+    others = sorted(named - {name})
+    if others:
+        shortened = ", ".join(map(shown, others[:3])) + (", ..." if others[3:] else "")
+        model.say(f"lines that name another model ({shortened}) are answered by {name}")
+
+
+def _progress_bar(total: int, done: int, is_quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    # A file that collects stderr need not get a line every tenth of a second.
+    seconds = 0.1 if sys.stderr is not None and sys.stderr.isatty() else 10.0
+    return tqdm(
+        total=total,
+        initial=done,
+        unit="request",
+        mininterval=seconds,
+        disable=is_quiet or sys.stderr is None,
+    )
+
+
+def _sentence(row: dict[str, Any]) -> str:
+    text = f"{row['requests']} requests, {row['failed']} with an error"
+    if row["resumed"] == row["requests"]:
+        return f"{text}; all were answered before, in {row['output']}"
+    if row["resumed"]:
+        text += f"; {row['resumed']} were answered before"
+    return (
+        f"{text}; {row['prompt_tokens']} tokens in, {row['output_tokens']} out, "
+        f"{row['elapsed_s']:.1f} s; wrote {row['output']}"
+    )

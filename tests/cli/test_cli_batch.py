@@ -1,0 +1,293 @@
+"""nanoengine batch: answers equal the library's, bad lines are errors, a kill loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from nanoengine import LLM, SamplingParams
+from nanoengine.cli.batch_files import AnswerFile
+from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.engine.output_processor import OutputProcessor
+from nanoengine.errors import TransferError
+from nanoengine.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+FLAGS = ["--num-threads", "1", "--dtype", "float32", "--kvcache-block-size", "16"]
+SETTINGS = {"num_threads": 1, "dtype": "float32", "kvcache_block_size": 16}
+MESSAGES = [{"role": "user", "content": "Häuser am Meer"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Callable[[str], Path]) -> Path:
+    return tiny("qwen3")
+
+
+def ask(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return path
+
+
+def run(source: Path, target: Path, folder: Path, *flags: str, status: int = 0) -> None:
+    argv = ["batch", str(source), str(target), "--model", str(folder), *FLAGS, *flags]
+    assert main(argv) == status
+
+
+def answers(target: Path) -> dict[str, dict[str, Any]]:
+    """The lines by their custom_id; each is there once."""
+    rows = [json.loads(row) for row in target.read_text().splitlines()]
+    found = {row["custom_id"]: row for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def texts(row: dict[str, Any]) -> list[str]:
+    choices = row["response"]["body"]["choices"]
+    return [each["text"] if "text" in each else each["message"]["content"] for each in choices]
+
+
+def seed_of(custom_id: str, seed: int = 0) -> int:
+    return xxhash.xxh3_64_intdigest(f"{seed}:{custom_id}".encode())
+
+
+def test_answers_are_the_librarys(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        [
+            ask("chat", CHAT, messages=MESSAGES, max_tokens=6, temperature=0, model="other"),
+            ask("ids", prompt=[5, 6, 7], max_tokens=5, temperature=0),
+            ask("many", prompt=["The sea", "is"], n=2, max_tokens=5, seed=3),
+            ask("drawn", prompt="The sea", max_tokens=5),
+        ],
+    )
+    target = tmp_path / "out.jsonl"
+    run(source, target, folder, "--seed", "9", "--json")
+    out, err = capsys.readouterr()
+    found, summary = answers(target), json.loads(out)
+    assert "lines that name another model ('other') are answered by" in err
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    with LLM(folder, **SETTINGS) as llm:
+        (chat,) = llm.chat(MESSAGES, greedy, use_tqdm=False)
+        (ids,) = llm.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=5))
+        params = SamplingParams(n=2, max_tokens=5, seed=3)
+        many = llm.generate(["The sea", "is"], params, use_tqdm=False)
+        params = SamplingParams(max_tokens=5, seed=seed_of("drawn", 9))
+        (drawn,) = llm.generate(["The sea"], params, use_tqdm=False)
+    assert texts(found["chat"]) == [chat["text"]] and texts(found["ids"]) == [ids["text"]]
+    assert texts(found["many"]) == [made.text for each in many for made in each.outputs]
+    assert texts(found["drawn"]) == [drawn["text"]]
+    row = found["chat"]
+    assert row["error"] is None and row["response"]["status_code"] == 200
+    assert row["id"].startswith("batch_req_") and row["response"]["request_id"] == row["id"]
+    body = row["response"]["body"]
+    assert body["model"] == str(folder) and body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
+    assert (summary["requests"], summary["failed"], summary["resumed"]) == (4, 0, 0)
+    assert summary["output_tokens"] == 6 + 5 + 20 + 5
+
+
+def test_a_bad_line_is_an_error_and_the_others_go_on(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(
+        tmp_path / "in.jsonl",
+        [
+            "nonsense",
+            ask("long", prompt="x" * 2000),
+            ask("key", prompt="x", temprature=1),
+            ask("tools", CHAT, messages=MESSAGES, tools=[{"type": "function"}]),
+            ask("role", CHAT, messages=[{"content": "x"}]),
+            ask("second", prompt=[[5], [10**6]]),
+            ask("url", "/v1/embeddings", input="x"),
+            ask("good", prompt="x", max_tokens=2),
+        ],
+    )
+    target = tmp_path / "out.jsonl"
+    run(source, target, folder, status=FAILED)
+    found = answers(target)
+    assert found.pop("good")["error"] is None
+    codes = {name: row["error"]["code"] for name, row in found.items()}
+    assert codes == {
+        None: "invalid_line",
+        "long": "context_length_exceeded",
+        "key": "invalid_value",
+        "tools": "invalid_value",
+        "role": "invalid_prompt",
+        "second": "invalid_prompt",
+        "url": "invalid_request",
+    }
+    assert found[None]["response"] is None
+    response = found["key"]["response"]
+    assert response["status_code"] == 400
+    assert response["body"]["error"]["message"] == found["key"]["error"]["message"]
+    assert "did you mean 'temperature'?" in found["key"]["error"]["message"]
+    assert "8 requests, 7 with an error" in capsys.readouterr().err
+
+
+def test_ids_twice_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [ask("a", prompt="x"), ask("a", prompt="y")])
+    target = tmp_path / "out.jsonl"
+    run(source, target, Path("no-such-model"), status=FAILED)
+    assert "lines 1 and 2 have the same custom_id 'a'" in capsys.readouterr().err
+    assert not target.exists()
+    assert main(["batch", str(source), str(target)]) == MISUSED
+    assert "required: --model" in capsys.readouterr().err
+
+
+def test_what_is_answered_is_not_asked_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[Any] = [ask(f"{i}", prompt="The sea", max_tokens=4) for i in range(4)]
+    source, target = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    run(source, target, folder, "--quiet")
+    assert capsys.readouterr() == ("", "")
+    before = target.read_bytes()
+    run(source, target, Path("no-such-model"), "--json")  # nothing to load
+    assert json.loads(capsys.readouterr().out)["resumed"] == 4
+    write(source, [*rows, ask("new", prompt="x", max_tokens=2)])
+    run(source, target, folder)
+    assert target.read_bytes().startswith(before) and "new" in answers(target)
+    assert "4 were answered before" in capsys.readouterr().err
+
+
+def test_few_lines_are_open_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is kept full, and the rest of the file stays on disk."""
+    most = 0
+    expect = OutputProcessor.expect
+
+    def count(self: OutputProcessor, seqs: Any) -> Any:
+        nonlocal most
+        made = expect(self, seqs)
+        most = max(most, len(self._requests))
+        return made
+
+    monkeypatch.setattr(OutputProcessor, "expect", count)
+    rows = [ask(f"{i}", prompt="x", max_tokens=1 + i % 5, ignore_eos=True) for i in range(30)]
+    target = tmp_path / "out.jsonl"
+    run(write(tmp_path / "in.jsonl", rows), target, folder, "--max-num-seqs", "3")
+    assert most == 6 and len(answers(target)) == 30
+
+
+def test_a_request_that_fails_while_it_runs_is_a_servers_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Tokenizer.decode
+
+    def fail(self: Tokenizer, ids: Any, *rest: Any) -> str:
+        if len(ids) == 7:
+            raise TransferError("its KV was lost")
+        return decode(self, ids, *rest)
+
+    monkeypatch.setattr(Tokenizer, "decode", fail)
+    rows = [ask(f"{n}", prompt="x", max_tokens=n, ignore_eos=True) for n in (7, 8)]
+    target = tmp_path / "out.jsonl"
+    run(write(tmp_path / "in.jsonl", rows), target, folder, status=FAILED)
+    found = answers(target)
+    assert found["7"]["response"]["status_code"] == 500 and found["8"]["error"] is None
+    assert found["7"]["error"] == {"code": "server_error", "message": "its KV was lost"}
+
+
+def test_short_answers_do_not_wait_for_a_long_prompt(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    step, add = LLMEngine.step, AnswerFile.add
+    monkeypatch.setattr(LLMEngine, "step", lambda self: (events.append("step"), step(self))[1])
+    monkeypatch.setattr(
+        AnswerFile, "add", lambda self, line, *rest: (events.append("add"), add(self, line, *rest))
+    )
+    long = ask("long", prompt="x" * 400, max_tokens=1)
+    short = [ask(f"{i}", prompt="x", max_tokens=2) for i in range(3)]
+    limits = ["--max-num-batched-tokens", "16", "--max-num-seqs", "4"]
+    source = write(tmp_path / "in.jsonl", [long, *short])
+    run(source, tmp_path / "out.jsonl", folder, *limits)
+    assert events.index("add") < 10 < events.count("step")
+
+
+# Children of one process that has imported torch: a start of Python for each would take seconds.
+CHILD = """
+import os, sys
+import torch
+from nanoengine.cli.main import main
+import nanoengine.llm, nanoengine.engine.llm_engine
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        os._exit(main(line.split("\\t")[:-1]))
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_killed_batch_goes_on_with_the_same_texts(
+    num_kills: int, folder: Path, tmp_path: Path
+) -> None:
+    """Killed by SIGKILL when the output has reached random sizes."""
+    rows = [
+        ask(f"line {i}", prompt=f"The sea {i}", max_tokens=4 + i % 9, ignore_eos=True)
+        for i in range(24)
+    ]
+    source = write(tmp_path / "in.jsonl", rows)
+    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    flags = [*FLAGS, "--max-num-seqs", "4", "--quiet"]
+    draw = random.Random(num_kills)
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as parent:
+        assert parent.stdin is not None and parent.stdout is not None
+
+        def begin(target: Path) -> int:
+            argv = ["batch", str(source), str(target), "--model", str(folder), *flags, ""]
+            print("\t".join(argv), file=parent.stdin, flush=True)
+            return int(parent.stdout.readline())
+
+        def end() -> int:
+            return int(parent.stdout.readline())
+
+        begin(whole)
+        assert end() == 0
+        size = whole.stat().st_size
+        sizes = sorted(draw.randrange(size * 9 // 10) for _ in range(num_kills))
+        for wanted in sizes:
+            child = begin(killed)
+            while not killed.exists() or killed.stat().st_size < wanted:
+                time.sleep(0.001)
+            os.kill(child, signal.SIGKILL)
+            assert end() == -signal.SIGKILL
+        begin(killed)
+        assert end() == 0
+        parent.stdin.close()
+    found, expected = answers(killed), answers(whole)
+    assert found.keys() == {row["custom_id"] for row in rows} == expected.keys()
+    assert {name: texts(row) for name, row in found.items()} == {
+        name: texts(row) for name, row in expected.items()
+    }
