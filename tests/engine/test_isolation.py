@@ -436,7 +436,7 @@ def step_alone(engine: ShadowEngine, seq: EngineSequence) -> int | None:
     return granted
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(10, 20))
 def test_the_oldest_always_goes_on(seed: int) -> None:
     """Under any pressure the request at the head is computed at least every other step."""
     rng = random.Random(1000 + seed)
