@@ -21,6 +21,7 @@ from checkpoints import TINY
 from marks import use_our_products
 from quick_interpreter import speed_up
 
+from nanoengine.devices.cache_folders import cache_folders, is_private
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.startup import probe
 
@@ -58,14 +59,13 @@ def whole_probe() -> None:
 
 @pytest.fixture(scope="session")
 def build_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where tests compile C kernels; the same source and flags are compiled once, for all of the
-    processes that share this run.
+    """Where tests compile C kernels: with those of engines, so that the same source and flags are
+    compiled once for all processes and all runs.
     """
-    folder = tmp_path_factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        folder = folder.parent
-    (folder / "kernels").mkdir(exist_ok=True)
-    return folder / "kernels"
+    for cache in cache_folders():
+        if is_private(cache / "kernels"):
+            return cache / "kernels"
+    return tmp_path_factory.mktemp("kernels")
 
 
 @pytest.fixture(scope="session")

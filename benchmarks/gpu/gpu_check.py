@@ -40,6 +40,7 @@ from benchmarks.gpu.gpu_measure import (
     ON_GPU,
     QWEN_600M,
     REHEARSAL,
+    Scale,
     lightly_streamed,
     long_context,
     many_streamed,
@@ -49,15 +50,11 @@ from benchmarks.gpu.gpu_measure import (
     workload,
 )
 from benchmarks.induction import write_checkpoint
-from nanoengine import SamplingParams
 from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry
 from nanoengine.engine.llm_engine import LLMEngine
 
-NUM_OUT = 24
-PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
 BLOCK = 8
-PAGE = 256  # what flash kernels ask of a block
 # A fixed share of the link: measured, it would cut up the work differently from run to run.
 STREAM: dict[str, Any] = {
     "stream_mib_per_step": 1024.0,
@@ -83,9 +80,9 @@ def engine(folder: Path, device: str, **settings: Any) -> LLMEngine:
     return LLMEngine(folder, device=device, **(defaults | settings))
 
 
-def logits_of(driver: Driver, work: list[list[int]]) -> list[torch.Tensor]:
+def logits_of(driver: Driver, work: list[list[int]], scale: Scale) -> list[torch.Tensor]:
     """The logits that each token of each request was chosen from."""
-    outputs = driver.run(work, PARAMS)
+    outputs = driver.run(work, scale.greedy)
     return [torch.stack(driver.logits[output.request_id]).cpu() for output in outputs]
 
 
@@ -95,22 +92,27 @@ def queued(made: LLMEngine) -> dict[str, dict[str, int]]:
     return {s.name: dict(s.counts) for s in streams if isinstance(s, CheckedStream)}
 
 
+def are_greedy(folder: Path, answers: list[list[int]], num_out: int) -> bool:
+    """Whether the answers to prompts() are those of transformers on the CPU."""
+    model = reference(folder)
+    each = zip(prompts(), answers, strict=True)
+    return all(ids == reference_greedy(model, prompt, num_out, ids) for prompt, ids in each)
+
+
 def parity(
-    folder: Path, device: str, backend: str = "auto", rings: Sequence[int] = (2, 3, 4)
+    folder: Path, scale: Scale, backend: str = "auto", rings: Sequence[int] = (2, 3, 4)
 ) -> dict[str, Any]:
     """fp32 greedy ids against transformers on the CPU: resident, and streamed with these rings,
     delays before copies.
     """
-    model = reference(folder)
-    expected = [reference_greedy(model, prompt, NUM_OUT) for prompt in prompts()]
     result: dict[str, Any] = {}
     for ring in (0, *rings):
         streamed = STREAM | {"ring_slots": ring, "debug_copy_delay_ms": 0.2}
         settings = streamed if ring else {"num_gpu_blocks": 200}
-        made = engine(folder, device, dtype="float32", attention_backend=backend, **settings)
+        made = engine(folder, scale.device, dtype="float32", attention_backend=backend, **settings)
         driver = Driver(made)
-        outputs = driver.run(prompts(), PARAMS)
-        equal = [o.outputs[0].token_ids for o in outputs] == expected
+        outputs = driver.run(prompts(), scale.greedy)
+        equal = are_greedy(folder, [o.outputs[0].token_ids for o in outputs], scale.num_out)
         result[f"ring_{ring}" if ring else "resident"] = {
             "ids_equal": equal,
             "attention": made.plan.attention,
@@ -123,7 +125,7 @@ def parity(
     return result
 
 
-def bitwise(folder: Path, device: str, block: int) -> dict[str, Any]:
+def bitwise(folder: Path, scale: Scale, block: int) -> dict[str, Any]:
     """bf16 logits, equal bit for bit over ring sizes, delays and poison at the same schedule.
 
     The chunks stay the same: a flash kernel rounds each, so their borders show in its bits.
@@ -144,9 +146,9 @@ def bitwise(folder: Path, device: str, block: int) -> dict[str, Any]:
         "ring 2, delays": {"ring_slots": 2, "debug_copy_delay_ms": 0.2},
     }
     for name, extra in layouts.items():
-        made = engine(folder, device, **(settings | extra))
+        made = engine(folder, scale.device, **(settings | extra))
         driver = Driver(made)
-        runs[name] = logits_of(driver, prompts(block))
+        runs[name] = logits_of(driver, prompts(block), scale)
         schedules[name] = driver.audit.schedule
         attention = made.plan.attention
         streamed = made.kv.counters.h2d_bytes
@@ -166,13 +168,13 @@ def bitwise(folder: Path, device: str, block: int) -> dict[str, Any]:
     }
 
 
-def trace(folder: Path, device: str) -> dict[str, Any]:
+def trace(folder: Path, scale: Scale) -> dict[str, Any]:
     """What one streamed decode step queues, stream by stream, in order."""
     settings = STREAM | {"ring_slots": 2, "slot_tokens": 4 * BLOCK}
-    made = engine(folder, device, dtype="float32", **settings)
+    made = engine(folder, scale.device, dtype="float32", **settings)
     checked = made.device
     assert isinstance(checked, CheckedDevice)
-    made.add_request(prompts()[-2], PARAMS)
+    made.add_request(prompts()[-2], scale.greedy)
     while not made.scheduler.running or made.scheduler.running[0].num_output_tokens < 2:
         made.step()
     before = queued(made)
@@ -213,20 +215,20 @@ def slots(keys: Sequence[Key]) -> str:
     return " ".join([keys[0][0], *(f"{layer}/{slot}" for _, layer, slot in keys)])
 
 
-def isolation(folder: Path, device: str, dtype: str) -> dict[str, Any]:
-    """Request 50 of a long-lived streaming engine against the same request in a fresh one."""
+def isolation(folder: Path, scale: Scale, dtype: str) -> dict[str, Any]:
+    """A request of a long-lived streaming engine against the same request in a fresh one."""
     settings = STREAM | {"dtype": dtype, "enable_prefix_caching": False}
-    old = engine(folder, device, **settings)
+    old = engine(folder, scale.device, **settings)
     driver = Driver(old)
-    for i in range(49):
-        request = old.add_request([(i * 7 + j) % 256 for j in range(5 + 2 * i)], PARAMS)
+    for i in range(scale.num_neighbours):
+        request = old.add_request([(i * 7 + j) % 256 for j in range(5 + 2 * i)], scale.greedy)
         for _ in range(i % 4):
             driver.step()
         if i % 3 == 0:
             old.abort(request)
     driver.drain()
-    fresh = engine(folder, device, **settings)
-    ours, theirs = (logits_of(d, [prompts()[-2]])[0] for d in (driver, Driver(fresh)))
+    fresh = engine(folder, scale.device, **settings)
+    ours, theirs = (logits_of(d, [prompts()[-2]], scale)[0] for d in (driver, Driver(fresh)))
     old.close()
     fresh.close()
     return {"request_50_bitwise_equal": torch.equal(ours, theirs), "ok": torch.equal(ours, theirs)}
@@ -269,13 +271,14 @@ def link(device_name: str) -> dict[str, Any]:
     return {name: round(value, 2) for name, value in best.items()} | {"ok": True}
 
 
-def teacher_forced(folder: Path, device: str) -> dict[str, Any]:
+def teacher_forced(folder: Path, scale: Scale) -> dict[str, Any]:
     """bf16 logits against transformers in fp32, over tokens that we chose; transformers' own bf16
     run with SDPA beside them. Ours may be off by twice as much.
     """
+    device = scale.device
     made = engine(folder, device, dtype="bfloat16", num_gpu_blocks=200)
     driver = Driver(made)
-    outputs = driver.run(prompts(), PARAMS)
+    outputs = driver.run(prompts(), scale.greedy)
     load: Callable[..., Any] = transformers.AutoModelForCausalLM.from_pretrained
     exact = load(folder, dtype=torch.float32).to(device)
     rounded = load(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
@@ -296,12 +299,10 @@ def teacher_forced(folder: Path, device: str) -> dict[str, Any]:
     }
 
 
-def graphs(folder: Path, device: str) -> dict[str, Any]:
+def graphs(folder: Path, scale: Scale) -> dict[str, Any]:
     """fp32 greedy ids against transformers with decode steps replayed as CUDA graphs, and not; with
     offload both kinds of steps mix.
     """
-    model = reference(folder)
-    expected = [reference_greedy(model, prompt, NUM_OUT) for prompt in prompts()]
     result: dict[str, Any] = {}
     for name, settings in {
         "graphs": {"num_gpu_blocks": 200},
@@ -309,12 +310,12 @@ def graphs(folder: Path, device: str) -> dict[str, Any]:
         "graphs, offload": STREAM | {"debug_kv": False, "num_gpu_blocks": 40},
         "graphs, chunks of 16": {"num_gpu_blocks": 200, "max_num_batched_tokens": 16},
     }.items():
-        made = engine(folder, device, dtype="float32", **settings)
-        ids = [made.add_request(prompt, PARAMS) for prompt in prompts()]
+        made = engine(folder, scale.device, dtype="float32", **settings)
+        ids = [made.add_request(prompt, scale.greedy) for prompt in prompts()]
         found: dict[int | str, list[int]] = {}
         while made.has_unfinished_requests:
             found |= {o.request_id: o.outputs[0].token_ids for o in made.step()}
-        equal = [found[i] for i in ids] == expected
+        equal = are_greedy(folder, [found[i] for i in ids], scale.num_out)
         result[name] = {"ids_equal": equal, "ok": equal}
         made.close()
     return result
@@ -376,18 +377,18 @@ def main() -> int:
 
         checks: dict[str, Callable[[], Any]] = {
             "link": lambda: link(args.device),
-            "parity_llama": lambda: parity(llama, args.device),
-            "parity_llama_sdpa": lambda: parity(llama, args.device, "sdpa", (2,)),
-            "parity_qwen3": lambda: parity(qwen, args.device),
-            "parity_smollm3": lambda: parity(smollm3, args.device),
-            "parity_gemma3": lambda: parity(gemma3, args.device),
-            "graphs": lambda: graphs(qwen, args.device),
-            "teacher_forced": lambda: teacher_forced(llama, args.device),
-            "bitwise_bf16": lambda: bitwise(llama, args.device, BLOCK),
-            "bitwise_bf16_pages": lambda: bitwise(long, args.device, PAGE),
-            "trace": lambda: trace(llama, args.device),
-            "isolation": lambda: isolation(llama, args.device, "float32"),
-            "isolation_bf16": lambda: isolation(llama, args.device, "bfloat16"),
+            "parity_llama": lambda: parity(llama, scale),
+            "parity_llama_sdpa": lambda: parity(llama, scale, "sdpa", (2,)),
+            "parity_qwen3": lambda: parity(qwen, scale),
+            "parity_smollm3": lambda: parity(smollm3, scale),
+            "parity_gemma3": lambda: parity(gemma3, scale),
+            "graphs": lambda: graphs(qwen, scale),
+            "teacher_forced": lambda: teacher_forced(llama, scale),
+            "bitwise_bf16": lambda: bitwise(llama, scale, BLOCK),
+            "bitwise_bf16_pages": lambda: bitwise(long, scale, scale.page),
+            "trace": lambda: trace(llama, scale),
+            "isolation": lambda: isolation(llama, scale, "float32"),
+            "isolation_bf16": lambda: isolation(llama, scale, "bfloat16"),
             "needles": lambda: needles(induction, scale),
             "resident_decode": lambda: resident_decode(
                 large, scale, gb_per_s("device_read_gb_per_s")

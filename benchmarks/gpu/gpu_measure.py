@@ -83,6 +83,14 @@ class Scale:
     resident_batches: tuple[tuple[int, int], ...]
     workload: tuple[int, int, int]  # requests, requests beside transformers, longest
     needles: tuple[tuple[int, int], ...]  # samples, length
+    num_out: int  # tokens of an answer whose bits or ids are compared
+    page: int  # tokens of a block in the comparison with large blocks
+    num_neighbours: int  # requests before the one that must be as alone
+
+    @property
+    def greedy(self) -> SamplingParams:
+        """Of the answers that are compared."""
+        return SamplingParams(temperature=0, max_tokens=self.num_out, ignore_eos=True)
 
     @property
     def is_rehearsal(self) -> bool:
@@ -107,17 +115,23 @@ ON_GPU = Scale(
     resident_batches=((1, 1024), (8, 1024), (64, 1024), (256, 512)),
     workload=(256, 64, 1024),
     needles=((100, 32_768), (10, 131_072), (3, (1 << 20) - 16)),
+    num_out=24,
+    page=256,  # what flash kernels ask of a block
+    num_neighbours=49,
 )
 REHEARSAL = Scale(
     device="cpu",
-    decode_contexts=(2048,),
-    prefill_lengths=(2048,),
-    chunk=512,
-    device_gib=0.002,
-    batch=(2, 2048),
+    decode_contexts=(1024,),
+    prefill_lengths=(1024,),
+    chunk=256,
+    device_gib=0.001,
+    batch=(2, 1024),
     resident_batches=((1, 256), (4, 256)),
     workload=(4, 2, 32),
     needles=((2, 2048),),
+    num_out=5,
+    page=32,
+    num_neighbours=9,
 )
 
 

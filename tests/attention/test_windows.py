@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, assert_logits_are_transformers, expected, host_gib, token_ids
+from driver import Driver, assert_greedy, assert_logits_are_transformers, host_gib
 from marks import BUILDS, needs_compiler
 from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
@@ -296,7 +296,7 @@ def test_a_request_longer_than_the_kv(tiny: Callable[[str], Path], tier: str) ->
     assert driver.engine.plan.max_model_len == 512 > 130 > 2 * driver.engine.kv.spec.num_tokens
     prompts = [some_ids(1, 130), some_ids(2, 5), some_ids(3, 30)]
     outputs = driver.run(prompts, greedy(5))
-    assert token_ids(outputs) == [expected(path, prompt, 5) for prompt in prompts]
+    assert_greedy(path, prompts, outputs, 5)
     assert_logits_are_transformers(driver, path, outputs)
     driver.engine.close()
 
@@ -316,7 +316,7 @@ def test_preempted_beyond_the_window(
         driver = make_driver(path, num_gpu_blocks=7, enable_prefix_caching=prefix_cache)
         prompts = [some_ids(seed, length) for seed, length in enumerate((5, 6, 40))]
         outputs = driver.run(prompts, greedy(24))
-        assert token_ids(outputs) == [expected(path, prompt, 24) for prompt in prompts]
+        assert_greedy(path, prompts, outputs, 24)
         driver.engine.close()
     assert any(left)
 
@@ -335,7 +335,7 @@ def test_prefixes_are_found_and_only_their_end_is_held(tiny: Callable[[str], Pat
     follow_ups = [[*prompt, i, 2 * i] for i in range(2)]
     outputs = driver.run([*follow_ups, prompt], greedy(4))
     assert [output.num_cached_tokens for output in outputs] == [96] * 2 + [95]
-    assert token_ids(outputs) == [expected(path, p, 4) for p in [*follow_ups, prompt]]
+    assert_greedy(path, [*follow_ups, prompt], outputs, 4)
     driver.engine.close()
 
 
@@ -360,7 +360,7 @@ def test_windowed_layers_do_not_stream(tiny: Callable[[str], Path]) -> None:
             settings["kv_offload_gib"] = host_gib(path, 30, 8)
         driver = make_driver(path, **settings)
         outputs = driver.run(prompts, greedy(6))
-        assert token_ids(outputs) == [expected(path, prompt, 6) for prompt in prompts]
+        assert_greedy(path, prompts, outputs, 6)
         found.append([torch.stack(driver.logits[output.request_id]) for output in outputs])
         moved, audit = driver.engine.kv.counters.h2d_bytes, driver.audit
         if tier == "stream":
@@ -394,7 +394,7 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
 
     driver.engine.kv.memory.offload.start = recorded
     outputs = driver.run(prompts, greedy(12))
-    assert token_ids(outputs) == [expected(path, prompt, 12) for prompt in prompts]
+    assert_greedy(path, prompts, outputs, 12)
     assert fills == {(layer, None) for layer, window in enumerate(windows) if window is None}
     driver.engine.close()
 

@@ -246,14 +246,23 @@ def reference_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor
     return model(torch.tensor([list(ids)]), use_cache=False).logits[0]
 
 
-def reference_greedy(model: PreTrainedModel, ids: Sequence[int], n: int) -> list[int]:
+def reference_greedy(
+    model: PreTrainedModel, ids: Sequence[int], n: int, guess: Sequence[int] = ()
+) -> list[int]:
     """The `n` tokens greedy decoding adds to `ids`; no token ends it.
 
-    Every token is a forward pass over everything before it: there is no cache that could be wrong.
+    Every token is chosen by a forward pass over everything before it: there is no cache that could
+    be wrong. guess: what the tokens may be. Those that are right share one pass; the answer is the
+    same with any guess.
     """
     tokens = list(ids)
-    for _ in range(n):
-        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
+    while (done := len(tokens) - len(ids)) < n:
+        ahead = list(guess[done : n - 1])
+        logits = reference_logits(model, tokens + ahead)[len(tokens) - 1 :]
+        for choice in logits.argmax(-1).tolist():
+            tokens.append(choice)
+            if not ahead or ahead.pop(0) != choice:
+                break
     return tokens[len(ids) :]
 
 

@@ -201,14 +201,31 @@ def token_ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def expected(path: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """transformers' greedy continuation; each is computed once in a test session."""
-    return list(_expected(path, tuple(prompt), num_tokens))
+def expected(
+    path: Path, prompt: Sequence[int], num_tokens: int, guess: Sequence[int] = ()
+) -> list[int]:
+    """transformers' greedy continuation; each is computed once in a test session. guess: see
+    reference_greedy.
+    """
+    return list(_expected(path, tuple(prompt), num_tokens, tuple(guess)))
 
 
 @functools.cache
-def _expected(path: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    return tuple(reference_greedy(reference(path), prompt, num_tokens))
+def _expected(
+    path: Path, prompt: tuple[int, ...], num_tokens: int, guess: tuple[int, ...]
+) -> tuple[int, ...]:
+    return tuple(reference_greedy(reference(path), prompt, num_tokens, guess))
+
+
+def assert_greedy(
+    path: Path,
+    prompts: Sequence[list[int]],
+    outputs: Sequence[RequestOutput],
+    num_tokens: int,
+) -> None:
+    """Every answer is transformers' greedy continuation of its prompt, `num_tokens` long."""
+    for prompt, tokens in zip(prompts, token_ids(outputs), strict=True):
+        assert tokens == expected(path, prompt, num_tokens, tokens)
 
 
 def host_gib(path: Path, num_blocks: int, block_size: int) -> float:

@@ -48,7 +48,7 @@ from nanoengine.kv import block_manager, host_pool
 from nanoengine.sequence import Admission, Sequence
 
 MODES = ("resident", "in_place", "stream")
-NUM_ROUNDS = {"resident": 5, "in_place": 8, "stream": 14}
+NUM_ROUNDS = {"resident": 3, "in_place": 4, "stream": 7}
 ANY = st.integers(0, 1 << 16)  # taken modulo whatever there is to choose from
 
 

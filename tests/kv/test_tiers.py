@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import Driver, assert_all_free, expected, fail_copies, host_gib, token_ids
+from driver import Driver, assert_all_free, assert_greedy, fail_copies, host_gib
 
 from nanoengine import InvalidPromptError, SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
@@ -66,7 +66,7 @@ def test_hits_are_told_apart_by_tier_and_nothing_is_computed_twice(tiny: Tiny, m
     driver.run([prompt], greedy(2))
     before = computed(driver)
     (again,) = driver.run([prompt], greedy(2))
-    assert token_ids([again])[0] == expected(path, prompt, 2)
+    assert_greedy(path, [prompt], [again], 2)
     assert computed(driver) - before == 2  # the last prompt token and one that was generated
     assert again.num_cached_tokens == 10 * BLOCK - 1
     # 6 device blocks held the last ones and are all that can be hit there.
@@ -90,7 +90,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for(tiny: Tiny, mode: str, ch
     prompts = [shared + some_ids(10 + i, 3) for i in range(5)] + [shared]
     driver = make_driver(path, mode, device=16, max_num_batched_tokens=chunk, max_num_seqs=7)
     outputs = driver.run(prompts, greedy(5))
-    assert token_ids(outputs) == [expected(path, prompt, 5) for prompt in prompts]
+    assert_greedy(path, prompts, outputs, 5)
     assert outputs[0].num_cached_tokens == 0
     assert all(output.num_cached_tokens >= 8 * BLOCK - 1 for output in outputs[1:])
     assert computed(driver) == len(shared) + 5 * 3 + 1 + 6 * 4
@@ -107,7 +107,7 @@ def test_an_aborted_owner_leaves_its_followers_to_themselves(tiny: Tiny) -> None
     assert {request for step in driver.audit.schedule for request, _ in step} == {first}
     driver.engine.abort(first)
     outputs = driver.drain()
-    assert token_ids([outputs[second]])[0] == expected(path, prompt, 3)
+    assert_greedy(path, [prompt], [outputs[second]], 3)
     assert 0 < outputs[second].num_cached_tokens < 10 * BLOCK  # what the first had computed
     assert_all_free(driver.engine)
     driver.engine.close()
@@ -171,11 +171,11 @@ def test_a_failed_copy_fails_its_request_only(tiny: Tiny, stream: str, number: i
     assert failed[0].outputs[0].finish_reason == "error"
     for prompt, output in zip(prompts, outputs, strict=True):
         if not output.error:
-            assert token_ids([output])[0] == expected(path, prompt, 10)
+            assert_greedy(path, [prompt], [output], 10)
     # Nothing of the broken content can be found: the failed prompt is right when it comes again.
     index = outputs.index(failed[0])
     (again,) = driver.run([prompts[index]], greedy(10))
-    assert token_ids([again])[0] == expected(path, prompts[index], 10)
+    assert_greedy(path, [prompts[index]], [again], 10)
     assert_all_free(driver.engine)
     driver.engine.close()
 
@@ -193,7 +193,7 @@ def test_a_failed_store_of_a_cached_block_is_a_miss_later(tiny: Tiny) -> None:
     (again,) = driver.run([prompt], greedy(3))
     assert again.error is None or "broadcast" in str(again.error)
     (again,) = driver.run([prompt], greedy(3))
-    assert token_ids([again])[0] == expected(path, prompt, 3)
+    assert_greedy(path, [prompt], [again], 3)
     assert_all_free(driver.engine)
     driver.engine.close()
 
@@ -210,7 +210,7 @@ def test_a_shared_block_that_is_lost_fails_all_who_hold_it(tiny: Tiny) -> None:
     outputs = driver.drain()
     reasons = [outputs[i].outputs[0].finish_reason for i in range(4)]
     assert reasons == ["error"] * 3 + ["length"]
-    assert token_ids([outputs[3]])[0] == expected(path, prompts[3], 30)
+    assert_greedy(path, [prompts[3]], [outputs[3]], 30)
     assert_all_free(driver.engine)
     driver.engine.close()
 
@@ -265,7 +265,7 @@ def test_streamed_requests_rest_beside_resident_ones_and_nobody_starves(
     assert num_steps * budget * 0.4 <= moved <= num_steps * budget + 90  # a turn may be under way
     outputs |= driver.drain()
     for request, prompt, n in zip(ids, prompts, numbers, strict=True):
-        assert token_ids([outputs[request]])[0] == expected(path, prompt, n)
+        assert_greedy(path, [prompt], [outputs[request]], n)
     driver.engine.close()
 
 
@@ -297,7 +297,7 @@ def test_closing_in_the_middle_of_transfers_frees_everything(
     assert not kv.memory.pool.numel() and not offload.ring.numel()
     driver.engine.close()
     again = make_driver(path)
-    assert token_ids(again.run([some_ids(0, 9)], greedy(3)))[0] == expected(path, some_ids(0, 9), 3)
+    assert_greedy(path, [some_ids(0, 9)], again.run([some_ids(0, 9)], greedy(3)), 3)
     again.engine.close()
 
 
@@ -316,6 +316,6 @@ def test_the_token_of_a_failed_request_goes_to_nobody(tiny: Tiny) -> None:
     fail_copies(driver.engine.device.h2d, {0})
     outputs = driver.drain()
     assert outputs[long].outputs[0].finish_reason == "error"
-    assert token_ids([outputs[short]])[0] == expected(path, prompts[1], 12)
+    assert_greedy(path, [prompts[1]], [outputs[short]], 12)
     assert driver.audit.schedule[begin] == ((long, 1), (short, 1))
     driver.engine.close()

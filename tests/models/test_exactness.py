@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import TINY, reference, reference_greedy, reference_logits
-from driver import GREEDY, Driver, token_ids
+from driver import GREEDY, Driver, assert_greedy, token_ids
 
 from nanoengine.engine.llm_engine import LLMEngine
 
@@ -67,8 +67,9 @@ def test_ids_and_logits_equal_transformers(
     for _ in range(2):
         outputs = driver.run(prompts)
         for prompt, output in zip(prompts, outputs, strict=True):
-            expected = reference_greedy(model, prompt, NUM_OUT)
-            assert output.outputs[0].token_ids == expected
+            tokens = output.outputs[0].token_ids
+            expected = reference_greedy(model, prompt, NUM_OUT, tokens)
+            assert tokens == expected
             logits = reference_logits(model, prompt + expected)[len(prompt) - 1 : -1]
             ours = torch.stack(driver.logits[output.request_id])
             torch.testing.assert_close(ours[:, : logits.shape[1]], logits, atol=1e-4, rtol=0)
@@ -86,8 +87,9 @@ def test_every_architecture(tiny: Callable[[str], Path], name: str) -> None:
     prompts = [*some_prompts()[2:6], [i * 7 % VOCAB for i in range(150)]]
     driver = Driver(make_engine(path, num_gpu_blocks=64, max_num_batched_tokens=50, max_num_seqs=8))
     for prompt, output in zip(prompts, driver.run(prompts), strict=True):
-        expected = reference_greedy(model, prompt, NUM_OUT)
-        assert output.outputs[0].token_ids == expected
+        tokens = output.outputs[0].token_ids
+        expected = reference_greedy(model, prompt, NUM_OUT, tokens)
+        assert tokens == expected
         logits = reference_logits(model, prompt + expected)[len(prompt) - 1 : -1]
         ours = torch.stack(driver.logits[output.request_id])
         torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
@@ -132,7 +134,7 @@ def test_the_smallest_pool_serves_what_fits(tiny: Callable[[str], Path]) -> None
     params = [GREEDY] * 6
     driver = Driver(make_engine(path, num_gpu_blocks=3, kvcache_block_size=8))
     outputs = driver.run(prompts, params)
-    assert token_ids(outputs) == [reference_greedy(reference(path), p, NUM_OUT) for p in prompts]
+    assert_greedy(path, prompts, outputs, NUM_OUT)
 
 
 def test_request_fifty_equals_a_fresh_engine(tiny: Callable[[str], Path]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from checkpoints import reference_logits
@@ -25,16 +27,20 @@ PROMPTS = (
     "The three primary colours are",
     "Q: Who wrote Romeo and Juliet?\nA:",
 )
-NUM_OUT = 64
+NUM_OUT = 32
 
 
 @pytest.fixture(scope="module")
 def reference_model() -> Iterator[PreTrainedModel]:
     """transformers' own reading of the GGUF, its weights rounded to bf16 as ours are."""
-    gguf: Path = packaged_gguf("smollm2-135m")
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
+    path: Path = packaged_gguf("smollm2-135m")
+    with pytest.MonkeyPatch.context() as patch:
+        # It reads the file twice, and makes the table of names anew for each of its modules.
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())
@@ -56,7 +62,7 @@ def test_it_knows_the_capital_of_japan(dtype: str) -> None:
 
 
 def test_fp32_equals_transformers(reference_model: PreTrainedModel) -> None:
-    """8 prompts x 64 greedy tokens in one batch: logits within 3e-3 and the same choices."""
+    """8 prompts x 32 greedy tokens in one batch: logits within 3e-3 and the same choices."""
     settings = {"dtype": "float32", "kv_cache_gib": 0.2, "max_num_seqs": 8}
     with LLM(MODEL, max_num_batched_tokens=32, **settings) as llm:
         driver = Driver(llm.llm_engine)
