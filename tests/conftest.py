@@ -26,6 +26,7 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.startup import probe
 
 speed_up()
+pytest.register_assert_rewrite("driver")  # its assertions show both sides, too
 
 
 @pytest.fixture(scope="session")
