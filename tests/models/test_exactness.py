@@ -53,6 +53,13 @@ def some_prompts() -> list[list[int]]:
     return [*prompts, shared[:24], [*shared, 5], shared[:27], list(shared)]
 
 
+def test_the_reference_is_the_same_with_any_guess(tiny: Callable[[str], Path]) -> None:
+    model, prompt = reference(tiny("llama")), some_prompts()[3]
+    right = reference_greedy(model, prompt, 6)
+    for guess in (right, right[:3], [*right[:2], right[2] ^ 1, *right[3:]], [0] * 9):
+        assert reference_greedy(model, prompt, 6, guess) == right
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_ids_and_logits_equal_transformers(
