@@ -48,7 +48,7 @@ def test_the_list_says_what_runs_and_what_does_not(
     lines = capsys.readouterr().out.splitlines()
     shown = {lines[i].partition(" ")[0]: lines[i + 1].strip() for i in (0, 2, 4)}
     assert shown["org/tiny"] == "runs: LlamaForCausalLM, up to 512 tokens in one request"
-    assert shown["org/moe"].startswith("does not run: architecture Moe is not supported")
+    assert shown["org/moe"].startswith("does not run: the architecture Moe is a mixture of experts")
     assert shown["org/huge"].startswith("does not run: the weights take ")
     assert f" in {hub}" in lines[-2] and "of at most 64.00 GiB ($NANOENGINE_CACHE_GIB)" in lines[-1]
 
