@@ -15,7 +15,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures docs bench clean gpu-check
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures docs doc-commands wheels bench clean gpu-check
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -60,6 +60,12 @@ pictures: .venv/.docs ## draw the pictures of README from benchmarks/results/
 
 docs: .venv/.docs ## the documentation as a site, in build/docs/
 	$(PY) -m mkdocs build --quiet
+
+doc-commands: .venv/.model ## run what the pages tell users to run
+	$(PY) benchmarks/proofs/doc_commands.py
+
+wheels: .venv/.test ## install the wheel with each Python that is here, in new environments, and let it answer
+	$(PY) benchmarks/proofs/wheels.py
 
 bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
 	$(PY) bench.py $(BENCH_ARGS)
