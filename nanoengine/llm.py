@@ -438,7 +438,8 @@ def _params_for(params: Params, count: int) -> list[SamplingParams | None]:
         return [_one_params(params)] * count
     if len(params) != count:
         raise InvalidParamsError(
-            f"{count} prompts, but {len(params)} sampling parameters; give one for all, or one each"
+            f"{count} prompt{'s' * (count != 1)}, but {len(params)} sampling parameters; give one "
+            "for all, or one each"
         )
     return [_one_params(each) for each in params]
 

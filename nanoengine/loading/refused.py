@@ -42,20 +42,20 @@ ARCHITECTURES_REFUSED = (
         "take google/gemma-3-1b-it or google/gemma-3-270m-it, which are for text only",
     ),
     Refusal(
-        r"ForConditionalGeneration|VL|Vision|Llava|Omni|Audio|^Gemma3n|^Gemma4|^clip",
+        r"ForConditionalGeneration|VL|Vision|Llava|Omni|Audio|Multimodal|Phi4MM|^clip",
         "a model for images, audio or video beside text, and only text models are supported",
         "take a text model such as Qwen/Qwen3-4B or google/gemma-3-1b-it, or run this one with "
         "vLLM",
     ),
     Refusal(
         r"Next|Qwen3_?5|Mamba|Jamba|Bamba|Zamba|NemotronH|nemotron_h|Falcon-?H1|Lfm2|Hybrid|Rwkv|"
-        r"RecurrentGemma|KimiLinear|MiniMax|Plamo2",
+        r"RecurrentGemma|KimiLinear|MiniMax(?!-?M2)|Plamo2",
         "a model with recurrent or linear attention layers, which are not supported yet",
         "take a model with attention in all layers such as Qwen/Qwen3-4B, or run this one with "
         "vLLM or llama.cpp",
     ),
     Refusal(
-        r"MoE|Mixtral|Gpt-?Oss|Deepseek_?[V23]|Llama4|Dbrx|Grok|Arctic|KimiK2|Glm4Moe|HunYuanV1Moe",
+        r"MoE|Mixtral|Gpt-?Oss|Deepseek|Llama4|Dbrx|Grok|Arctic|MiniMax",
         "a mixture of experts, and experts are not supported yet",
         DENSE,
     ),
@@ -66,7 +66,7 @@ ARCHITECTURES_REFUSED = (
     ),
     Refusal(
         r"^Gemma",
-        "an older Gemma",
+        "another Gemma than the third",
         "take google/gemma-3-1b-it, or run this one with vLLM or llama.cpp",
     ),
     Refusal(
@@ -77,24 +77,17 @@ ARCHITECTURES_REFUSED = (
     Refusal(r"", "not supported", "run it with vLLM, transformers or llama.cpp"),
 )
 
-ORIGINAL = "take the model's 16-bit original"
 # `quant_method` of a quantization_config; one without a method, as of MLX, is "".
+QUANTISED = "weights that were quantised in this way are not read"
+ORIGINAL = "take the model's 16-bit original"
 QUANTIZATIONS_REFUSED = (
     Refusal(
         r"^awq$|^gptq$|^auto-?round|^mxfp4$|^nvfp4$|^hqq$|^aqlm$|^exl[23]$|^vptq$|^$",
-        "4-bit weights of this kind are not read",
+        QUANTISED,
         f'{ORIGINAL} with quantization="int4", or a Q4_0 GGUF of it with quantization="gguf"',
     ),
-    Refusal(
-        r"fp8",
-        "8-bit weights of this kind are not read",
-        f'{ORIGINAL}, with quantization="int8" for weights of 8 bits',
-    ),
-    Refusal(
-        r"",
-        "weights of this kind are not read",
-        f'{ORIGINAL} with quantization="int8" or "int4"',
-    ),
+    Refusal(r"fp8", QUANTISED, f'{ORIGINAL}, with quantization="int8" for weights of 8 bits'),
+    Refusal(r"", QUANTISED, f'{ORIGINAL} with quantization="int8" or "int4"'),
 )
 
 # Names of models as other programs and web pages write them.

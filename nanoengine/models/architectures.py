@@ -98,7 +98,7 @@ ARCHITECTURES = {
         "Mistral 7B and Nemo", windows="every layer", defaults={"sliding_window": 4096}
     ),
     "Phi3ForCausalLM": Architecture(
-        "Phi-3, Phi-3.5 and Phi-4 (dense, text)",
+        "Phi-3 and Phi-3.5 (mini, medium), Phi-4 (text)",
         is_fused=True,
         windows="every layer",
         reads=("partial_rotary_factor",),

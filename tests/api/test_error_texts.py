@@ -86,7 +86,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "12 too many parameters": (
         lambda b: b.llm.generate("a", [{"temperature": 0}, {"temperature": 1}]),
-        ("1 prompts, but 2 sampling parameters", "one for all"),
+        ("1 prompt, but 2 sampling parameters", "one for all"),
     ),
     "12 no parameters": (
         lambda b: b.llm.generate("a", "greedy"),  # type: ignore[arg-type]
