@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from nanoengine.errors import MAX_COUNT, SEEDS, InvalidParamsError, integer, number, shown
+from nanoengine.errors import (
+    MAX_COUNT,
+    SEEDS,
+    InvalidParamsError,
+    ends_at_the_user,
+    integer,
+    number,
+    shown,
+)
 from nanoengine.text.known_names import PARAMETER, explains_unknown
 
 Params = TypeVar("Params")
@@ -27,7 +35,8 @@ MIN_TEMPERATURE = 0.01
 def _explained(kind: type[Params]) -> type[Params]:
     """Decorate a class: a field that it does not have is an InvalidParamsError in words."""
     init = explains_unknown(PARAMETER, f" of {kind.__name__}")(kind.__init__)
-    kind.__init__ = init  # type: ignore[method-assign]  # the same, with words for an error
+    # The same, with words for an error.
+    kind.__init__ = ends_at_the_user(init)  # type: ignore[method-assign]
     return kind
 
 

@@ -82,7 +82,19 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "9 longer than the KV": (
         lambda b: b.asked([5] * 400),
-        ("400 tokens", "limit is 320", "num_gpu_blocks"),
+        ("400 tokens", "limit is 320", "set enable_cpu_offload=True and kv_offload_gib="),
+    ),
+    "10 max_new_tokens": (
+        lambda b: SamplingParams(max_new_tokens=5),  # type: ignore[call-arg]
+        ("'max_new_tokens'", "here it is max_tokens"),
+    ),
+    "10 do_sample in a dict": (
+        lambda b: b.llm.generate("a", {"do_sample": True}),
+        ("'do_sample'", "temperature=0 takes the likeliest token"),
+    ),
+    "11 guided_json": (
+        lambda b: SamplingParams(guided_json={}),  # type: ignore[call-arg]
+        ("'guided_json'", "grammars are not supported yet"),
     ),
     "12 too many parameters": (
         lambda b: b.llm.generate("a", [{"temperature": 0}, {"temperature": 1}]),
@@ -92,6 +104,11 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         lambda b: b.llm.generate("a", "greedy"),  # type: ignore[arg-type]
         ("a SamplingParams, a dict of its fields", "'greedy'"),
     ),
+    "13 max_tokens in generate": (
+        lambda b: b.llm.generate("a", max_tokens=5),  # type: ignore[call-arg]
+        ("'max_tokens' of generate()", "SamplingParams(max_tokens="),
+    ),
+    "13 a call": (lambda b: b.llm("a"), ("llm.generate(prompt, SamplingParams(", "llm.chat")),
     "14 tools of another form": (
         lambda b: b.said("a", tools={"name": "f"}),
         ("tools must be a list of dicts", '"function"'),
@@ -111,6 +128,21 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "16 unknown role": (
         lambda b: b.said("a", role="bot"),
         ("the role 'bot'", "system, user, assistant, tool", "may not know it"),
+    ),
+    "17 enable_lora": (
+        lambda b: b.loaded(enable_lora=True),
+        ("LoRA is not supported yet", "merge_and_unload"),
+    ),
+    "18 use_tqdm": (
+        lambda b: b.loaded(use_tqdm=False),
+        ("belongs to generate() and chat()", "use_tqdm=False"),
+    ),
+    "19 hf_token": (lambda b: b.loaded(hf_token="x"), ("HF_TOKEN", "hf auth login")),
+    "19 download_dir": (lambda b: b.loaded(download_dir="x"), ("HF_HUB_CACHE",)),
+    "20 n_ctx": (lambda b: b.loaded(n_ctx=4096), ("here it is max_model_len",)),
+    "20 n_gpu_layers": (
+        lambda b: b.loaded(n_gpu_layers=-1),
+        ("layers do not split", "enable_cpu_offload=True"),
     ),
     "21 two GPUs": (
         lambda b: b.loaded(tensor_parallel_size=2),
@@ -187,6 +219,10 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     "33 bad prompt in a list": (
         lambda b: b.llm.generate(["a", [10**7]], use_tqdm=False),
         ("1 of 2 requests failed", "outputs[1].error: token id 10000000 is outside the vocabulary"),
+    ),
+    "34 revision": (
+        lambda b: b.loaded(revision="main"),
+        ("main revision", "hf download MODEL --revision REVISION"),
     ),
 }
 AWQ = {"quant_method": "awq", "bits": 4}
