@@ -52,6 +52,7 @@ def quick_probe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(probe, "NUM_WARMUPS", 1)
         monkeypatch.setattr(probe, "NUM_STEPS", 1)
         monkeypatch.setattr(probe, "BUDGET_S", 60.0)
+        monkeypatch.setattr(probe, "is_taken", lambda waiting: False)
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ def test_the_probe_reads_what_it_fills(
 
     monkeypatch.setattr(HybridKVCacheManager, "reset_counters", reset_counters)
     monkeypatch.setattr(probe, "BUDGET_S", 60.0)
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.0)
     settings = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 8, "num_gpu_blocks": 4}
     streams = {"enable_cpu_offload": True, "offload_mode": "stream", "kv_offload_gib": 0.01}
     made = LLMEngine(tiny("llama"), max_model_len=72, **settings, **streams)
@@ -159,6 +160,18 @@ def test_on_a_busy_machine_it_gives_up_when_the_time_is_over(
     assert num_steps == [0] and made.decode_costs is None
     assert "speed        not measured, as other programs use the processor" in str(made.plan)
     assert made.plan.stream_blocks_per_step == (32 << 20) // made.plan.kv.host_block_bytes
+    made.close()
+
+
+def test_where_others_take_the_processor_no_step_is_begun(
+    whole_probe: None,
+    tiny: Callable[[str], Path],
+    num_steps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.4)
+    made = LLMEngine(tiny("llama"), **TIERS)
+    assert num_steps == [] and "speed        not measured" in str(made.plan)
     made.close()
 
 
