@@ -15,7 +15,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check bench clean gpu-check
+.PHONY: help demo test mutants fuzz storms sanitize check pictures docs bench clean gpu-check
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -55,6 +55,12 @@ gpu-check: .venv/.test
 	$(PY) benchmarks/gpu/gpu_check.py --device $(DEVICE) $(GPU_ARGS)
 endif
 
+pictures: .venv/.docs ## draw the pictures of README from benchmarks/results/
+	$(PY) -m benchmarks.pictures
+
+docs: .venv/.docs ## the documentation as a site, in build/docs/
+	$(PY) -m mkdocs build --quiet
+
 bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
 	$(PY) bench.py $(BENCH_ARGS)
 
@@ -87,6 +93,10 @@ clean: ## remove .venv and everything that was built
 .venv/.test: .venv/.runtime
 	$(INSTALL) --no-build-isolation --editable '.[test]'
 	@$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) --no-deps triton==3.9.0 || true
+	@touch $@
+
+.venv/.docs: .venv/.runtime
+	$(INSTALL) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 .venv/.dev: .venv/.runtime

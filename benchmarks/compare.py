@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.util
 import json
 import os
 import random
@@ -31,8 +30,9 @@ import torch
 from benchmarks.limits import Model, measure_limits, rounded, share_of_limits
 from benchmarks.peers import Work
 from nanoengine.errors import ConfigError, EngineError
-from nanoengine.loading.find_model import BUNDLED_MODEL, BUNDLED_PACKAGE, resolve_model
+from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.packaged import DEMO_MODEL, packaged_gguf
 
 Row = dict[str, Any]
 MakeWorkload = Callable[[argparse.Namespace, int], tuple[list[list[int]], list[Any]]]
@@ -520,16 +520,12 @@ def _write_as(source: Path, out: Path, kind: str) -> None:
 
 def _source_gguf(source: str | None) -> Path:
     """The given file, or the demo model's."""
-    if source is not None:
-        found = [Path(source)]
-    else:
-        spec = importlib.util.find_spec(BUNDLED_PACKAGE)
-        folders = (spec.submodule_search_locations if spec else None) or []
-        found = [path for folder in folders for path in sorted(Path(folder).glob("*.gguf"))]
-    if not found or not found[0].is_file():
-        what = f"file {source!r}" if source else f"package {BUNDLED_PACKAGE}"
-        raise ConfigError(f"there is no {what} to take the weights from; give a GGUF with --source")
-    return found[0]
+    found = Path(source) if source is not None else packaged_gguf(DEMO_MODEL)
+    if not found.is_file():
+        raise ConfigError(
+            f"there is no file {source!r} to take the weights from; give a GGUF with --source"
+        )
+    return found
 
 
 def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[[], Row]) -> None:
@@ -545,7 +541,7 @@ def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[
     )
     sub.add_argument("--rounds", type=int, default=5, help="times each engine runs")
     sub.add_argument("--rehearsal", action="store_true", help="tiny sizes, to test that all run")
-    sub.add_argument("--model", default=BUNDLED_MODEL, help="folder, .gguf file or smollm2-135m")
+    sub.add_argument("--model", default=DEMO_MODEL, help="folder, .gguf file or smollm2-135m")
     sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
     cores = len(os.sched_getaffinity(0))
     sub.add_argument("--num-threads", type=int, default=cores, help="CPU threads of every engine")

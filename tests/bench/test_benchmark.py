@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.main import main
 from benchmarks.quantization import TEXT, perplexity
 from nanoengine import LLM, PromptTooLongError
-from nanoengine.loading.find_model import BUNDLED_MODEL as MODEL
-from nanoengine.loading.find_model import bundled_gguf, resolve_model
+from nanoengine.loading.find_model import resolve_model
+from nanoengine.loading.packaged import DEMO_MODEL as MODEL
+from nanoengine.loading.packaged import packaged_gguf
 from nanoengine.text.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]
@@ -138,7 +139,7 @@ def test_perplexity_is_transformers(tiny: Tiny) -> None:
 @pytest.fixture(scope="module")
 def real_perplexity() -> float:
     """transformers' in fp32, its weights rounded to bfloat16 as ours are."""
-    path = bundled_gguf()
+    path = packaged_gguf(MODEL)
     model = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import pictures
 from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.config import EngineConfig
 
@@ -19,7 +20,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 # Files that are named by their folder, and Python files wherever they are named.
-FILE = re.compile(r"(?<![\w/])((?:benchmarks|docs|tests)/[\w./]*\w|[\w/]*\w\.py)\b")
+FILE = re.compile(r"(?<![\w/])((?:benchmarks|docs|tests)/[\w./-]*\w|[\w/]*\w\.py)\b")
 TARGET = re.compile(r"\bmake ([a-z-]+)(?=[ `]|$)", re.MULTILINE)
 SETTING = re.compile(r"`([a-z_]+)=[^`]+`")
 SETTINGS = {field.name for field in fields(EngineConfig)}
@@ -132,6 +133,16 @@ def test_settings_in_the_text_are_real(page: Path) -> None:
 def test_the_features_page_names_every_setting() -> None:
     prose = FENCED.sub("", text_of(ROOT / "docs/features.md"))
     assert SETTINGS - set(re.findall(r"`(\w+)(?:=[^`]*)?`", prose)) == set()
+
+
+@pytest.mark.parametrize("scheme", pictures.SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("picture", pictures.ALL, ids=lambda picture: picture.name)
+def test_pictures_show_the_results_of_today(
+    picture: pictures.Picture, scheme: pictures.Scheme
+) -> None:
+    path = pictures.PICTURES / f"{picture.name}-{scheme.name}.svg"
+    assert pictures.digest(picture.files) in text_of(path), "run `make pictures`"
+    assert path.relative_to(ROOT).as_posix() in text_of(ROOT / "README.md")
 
 
 def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:

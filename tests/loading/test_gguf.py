@@ -34,6 +34,7 @@ from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.packaged import packaged_gguf
 from nanoengine.models.rope import rotary_pairs
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -62,7 +63,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def real_source() -> gguf.GGUFReader:
-    return gguf.GGUFReader(find_model.bundled_gguf())
+    return gguf.GGUFReader(packaged_gguf("smollm2-135m"))
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:
@@ -276,7 +277,7 @@ def test_the_bundled_model_equals_transformers_reading(real: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(real))
     expected = load_gguf_checkpoint(
-        str(find_model.bundled_gguf()),
+        str(packaged_gguf("smollm2-135m")),
         return_tensors=True,
         model_to_load=model,
         torch_dtype=torch.bfloat16,

