@@ -46,7 +46,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _row(model: Any) -> dict[str, Any]:
-    """For a program to read. runs: on this machine; max_tokens: of a request."""
+    """For a program. runs: on this machine, None if nobody knows; max_tokens: of a request."""
     tokens, problem = _fit(model)
     return {
         "name": model.name,
@@ -55,7 +55,7 @@ def _row(model: Any) -> dict[str, Any]:
         "path": str(model.path),
         "bytes": model.num_bytes,
         "architecture": model.config.architecture if model.config else None,
-        "runs": not problem,
+        "runs": None if tokens is None and not problem else not problem,
         "max_tokens": tokens,
         "problem": problem or None,
     }
@@ -113,6 +113,8 @@ def _origin(row: dict[str, Any]) -> str:
 
 
 def _verdict(row: dict[str, Any]) -> str:
+    if row["runs"] is None:
+        return "its shape is known after its first use, which joins the parts of the file"
     if row["runs"]:
         return f"runs: {row['architecture']}, up to {row['max_tokens']:,} tokens in one request"
     return f"does not run: {row['problem']}"

@@ -44,10 +44,8 @@ def packaged_gguf(name: str) -> Path:
     Raises ModelNotFoundError with the command that installs what is missing, CorruptModelError for
     parts of another file.
     """
-    model = PACKAGED[name]
-    found = [_file_in(package) for package in model.packages]
-    files = [file for file in found if file is not None]
-    if len(files) < len(found):
+    model, files = PACKAGED[name], installed_files(name)
+    if not files:
         wanted = " ".join([*model.needs, *model.packages])
         raise ModelNotFoundError(
             f"the model {name!r} comes in a package that is not installed; "
@@ -60,7 +58,19 @@ def packaged_gguf(name: str) -> Path:
         _join(files, target / f"{name}.gguf", model.sha256)
         return f"parts of {name}"
 
-    return model_cache.cached_folder(f"{name}-{model.sha256[:16]}", join) / f"{name}.gguf"
+    return model_cache.cached_folder(joined_name(name), join) / f"{name}.gguf"
+
+
+def installed_files(name: str) -> list[Path]:
+    """The GGUF of a name in PACKAGED, or its parts; nothing unless all are installed."""
+    found = [_file_in(package) for package in PACKAGED[name].packages]
+    files = [file for file in found if file is not None]
+    return files if len(files) == len(found) else []
+
+
+def joined_name(name: str) -> str:
+    """What the folder of its joined parts is called in the cache."""
+    return f"{name}-{PACKAGED[name].sha256[:16]}"
 
 
 def _file_in(package: str) -> Path | None:

@@ -16,7 +16,7 @@ from nanoengine.errors import ModelLoadError, ModelNotFoundError
 from nanoengine.loading import model_cache
 from nanoengine.loading.find_model import read_config_of
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.loading.packaged import PACKAGED
+from nanoengine.loading.packaged import PACKAGED, installed_files, joined_name
 
 HUB, PACKAGE, CONVERTED = "hub", "package", "converted"
 
@@ -24,7 +24,8 @@ HUB, PACKAGE, CONVERTED = "hub", "package", "converted"
 @dataclass(frozen=True, slots=True)
 class StoredModel:
     """name: what LLM takes. kind: HUB, PACKAGE or CONVERTED. origin: the package, or what was
-    converted. config: None if the model cannot run, and then `problem` says why.
+    converted. config: None if the model cannot run, and then `problem` says why, or if its shape
+    is known only after its first use.
     """
 
     name: str
@@ -60,26 +61,38 @@ def remove_model(model: StoredModel) -> None:
 
 
 def _packaged() -> Iterator[StoredModel]:
-    """The GGUF files of installed packages."""
-    names = {package: name for name, model in PACKAGED.items() for package in model.packages}
+    """Models that have a name, and other GGUF files of installed packages."""
+    named: set[Path] = set()
+    joined = {each.folder.name: each.folder for each in model_cache.conversions()}
+    for name, model in PACKAGED.items():
+        files = [path.resolve() for path in installed_files(name)]
+        if not files:
+            continue
+        named |= set(files)
+        size = sum(path.stat().st_size for path in files)
+        made = StoredModel(name, PACKAGE, files[0], size, " ".join(model.packages))
+        if not model.sha256:
+            yield _with_config(made, files[0])
+        elif joined_name(name) in joined:
+            yield _with_config(made, joined[joined_name(name)] / f"{name}.gguf")
+        else:  # nobody can read a part, and a list joins none
+            yield made
     for package in metadata.distributions():
         for file in package.files or ():
-            if file.suffix.lower() != ".gguf":
-                continue
             path = Path(str(package.locate_file(file))).resolve()
-            if path.is_file():
-                name = names.get(package.name, str(path))
-                made = StoredModel(name, PACKAGE, path, path.stat().st_size, package.name)
+            if path.suffix.lower() == ".gguf" and path not in named and path.is_file():
+                made = StoredModel(str(path), PACKAGE, path, path.stat().st_size, package.name)
                 yield _with_config(made, path)
 
 
 def _converted() -> Iterator[StoredModel]:
     for each in model_cache.conversions():
-        # A model that comes in parts is joined there.
-        joined = next(each.folder.glob("*.gguf"), None)
-        name = joined.stem if joined and joined.stem in PACKAGED else str(each.folder)
-        made = StoredModel(name, CONVERTED, each.folder, each.num_bytes, each.description)
-        yield _with_config(made, joined or each.folder)
+        made = StoredModel(
+            str(each.folder), CONVERTED, each.folder, each.num_bytes, each.description
+        )
+        # The joined parts of a package are a GGUF.
+        ggufs = sorted(each.folder.glob("*.gguf"))
+        yield _with_config(made, ggufs[0] if ggufs else each.folder)
 
 
 def _in_hub_cache() -> Iterator[StoredModel]:

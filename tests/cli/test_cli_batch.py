@@ -248,9 +248,12 @@ def test_a_killed_batch_goes_on_with_the_same_texts(
     num_kills: int, folder: Path, tmp_path: Path
 ) -> None:
     """Killed by SIGKILL when the output has reached random sizes."""
+    limits = [{"max_tokens": 4 + i % 9, "ignore_eos": True} for i in range(24)]
     rows = [
-        ask(f"line {i}", prompt=f"The sea {i}", max_tokens=4 + i % 9, ignore_eos=True)
-        for i in range(24)
+        ask(f"line {i}", CHAT, messages=MESSAGES, **limit)
+        if i % 2
+        else ask(f"line {i}", prompt=f"The sea {i}", **limit)
+        for i, limit in enumerate(limits)
     ]
     source = write(tmp_path / "in.jsonl", rows)
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"

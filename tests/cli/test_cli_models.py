@@ -14,6 +14,7 @@ import pytest
 from huggingface_hub import constants
 
 from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.loading import stored_models
 
 NAME = "org/tiny"
 
@@ -28,6 +29,7 @@ def hub(
     """A cache of the hub with a model that runs, one that does not and one that is too large."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(metadata, "distributions", lambda: [])
+    monkeypatch.setattr(stored_models, "PACKAGED", {})
     config = json.loads((tiny("llama") / "config.json").read_text())
     huge = {"hidden_size": 1 << 20, "num_hidden_layers": 100}
     for name, changes in (("tiny", {}), ("moe", {"architectures": ["Moe"]}), ("huge", huge)):
@@ -72,6 +74,7 @@ def test_nothing_is_said_kindly(
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(metadata, "distributions", lambda: [])
+    monkeypatch.setattr(stored_models, "PACKAGED", {})
     assert main(["models"]) == 0
     assert capsys.readouterr().out.startswith("no models yet")
 

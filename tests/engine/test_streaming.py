@@ -77,6 +77,18 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop(text: str, stops: 
     assert num_held_back(text, stops) == held_by_definition(text, stops)
 
 
+def test_a_step_lets_all_streams_go_on(llm: LLM) -> None:
+    streams = [llm.stream([5, 6, last], GREEDY) for last in (7, 8)]
+    num_steps = 0
+    while not all(stream.request.has_ended for stream in streams):
+        llm.step()
+        num_steps += 1
+    assert num_steps <= GREEDY.max_tokens + 2  # both in the same steps
+    for last, stream in zip((7, 8), streams, strict=True):
+        assert joined(list(stream)) == generated(llm, [5, 6, last], GREEDY)
+    llm.step()  # with nothing to do
+
+
 def sequence(tokenizer: Tokenizer, num_tokens: int, **params: Any) -> Sequence:
     sampling = SamplingParams(**params)
     return Sequence(

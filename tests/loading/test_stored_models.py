@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from importlib import metadata
@@ -12,9 +13,11 @@ from gguf_model import GGUFModel
 from huggingface_hub import constants
 
 from nanoengine.errors import ModelLoadError, ModelNotFoundError
+from nanoengine.loading import packaged
 from nanoengine.loading import stored_models as stored
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.model_cache import cached_folder
+from nanoengine.loading.packaged import Packaged
 from nanoengine.loading.stored_models import StoredModel, remove_model, stored_models
 
 Tiny = Callable[[str], Path]
@@ -26,6 +29,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_cache: Path) -> P
     """An empty cache of the hub, no packages with models, no conversions."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(metadata, "distributions", lambda: [])
+    monkeypatch.setattr(stored, "PACKAGED", {})
     return tmp_path / "hub"
 
 
@@ -159,3 +163,33 @@ def test_a_package_shows_its_models_and_is_not_removed(
     assert found.kind == stored.PACKAGE and found.config is not None
     with pytest.raises(ModelLoadError, match="pip uninstall some-model"):
         remove_model(found)
+
+
+def test_a_model_with_a_name_is_listed_once_and_its_parts_are_not_joined(
+    tmp_path: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts are known when a first use has joined them."""
+    content = GGUFModel(tiny("llama")).write(tmp_path / "tiny.gguf").read_bytes()
+    files = {"whole": content, "part_1": content[:1000], "part_2": content[1000:]}
+    for package, piece in files.items():
+        (tmp_path / "site" / package).mkdir(parents=True)
+        (tmp_path / "site" / package / "a.gguf").write_bytes(piece)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    known = {
+        "one": Packaged(("whole",)),
+        "two": Packaged(("part-1", "part-2"), hashlib.sha256(content).hexdigest()),
+        "three": Packaged(("whole", "not-installed"), "0"),
+    }
+    monkeypatch.setattr(packaged, "PACKAGED", known)
+    monkeypatch.setattr(stored, "PACKAGED", known)
+    info = tmp_path / "site" / "whole-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: whole\nVersion: 1.0\n")
+    (info / "RECORD").write_text("whole/a.gguf,,\n")
+    monkeypatch.setattr(metadata, "distributions", lambda: [metadata.PathDistribution(info)])
+    found = by_name()
+    assert found.keys() == {"one", "two"} and found["one"].config is not None
+    assert (found["two"].config, found["two"].problem) == (None, "")
+    assert found["two"].num_bytes == len(content) and found["two"].origin == "part-1 part-2"
+    packaged.packaged_gguf("two")
+    assert by_name()["two"].config == found["one"].config
