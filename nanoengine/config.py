@@ -195,6 +195,12 @@ CHOICES = {
     "kv_offload_dtype": ("int8",),
     "generation_config": ("auto", "vllm"),
 }
+# Choices whose names do not say what they are.
+MEANINGS = {
+    "quantization": 'None, "int8" or "int4" (weights are quantised as they are loaded), or "gguf" '
+    "(the 4-bit weights of a GGUF are kept)",
+    "generation_config": '"auto" (the model\'s), "vllm" or None (SamplingParams\' own defaults)',
+}
 # Lower and upper bound of every count.
 COUNTS = {
     "max_model_len": (1, MAX_COUNT),
@@ -496,12 +502,7 @@ def _bad_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     near = near_name(value.lower(), allowed) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
     either = "None or one of" if name in OPTIONAL else "one of"
-    listed = f"{either} {', '.join(allowed)}"
-    if name == "quantization":
-        listed = (
-            'None, "int8" or "int4" (weights are quantised as they are loaded), or "gguf" (the '
-            "4-bit weights of a GGUF are kept)"
-        )
+    listed = MEANINGS.get(name, f"{either} {', '.join(allowed)}")
     return f"{name} must be {listed}, got {shown(value)}{hint}"
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import nanoengine
 from nanoengine.devices.cpu import processor_name
+from nanoengine.devices.waiting import WaitingShare
 from nanoengine.errors import EngineError
 from nanoengine.startup.machine_speed import MachineSpeed, Sample, reading_and_layers
 
@@ -35,7 +38,27 @@ WIDE = _SHAPE | {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-SETTINGS = {"load_format": "dummy", "num_gpu_blocks": 34, "kv_offload_gib": 0.25, "max_num_seqs": 1}
+SETTINGS = {
+    "load_format": "dummy",
+    "num_gpu_blocks": 34,
+    "kv_offload_gib": 0.25,
+    "max_num_seqs": 1,
+    "measure_speed": False,
+}
+NUM_BLOCKS = 33  # of a request's KV
+NUM_TRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A decode step of a shape, GB/s at which it reads KV (0: hidden by noise) and at which KV is
+    copied (0: it is not), and whether other programs used the processor.
+    """
+
+    sample: Sample
+    kv_gb_per_s: float
+    link_gb_per_s: float
+    is_slowed: bool
 
 
 def machine_name(gpu: str, num_threads: int) -> str:
@@ -47,39 +70,50 @@ def machine_name(gpu: str, num_threads: int) -> str:
 
 
 def measure_speed(machine: str, device: str, num_threads: int | None) -> MachineSpeed:
-    """Run the steps, which takes some seconds. device, num_threads: the engine's settings."""
+    """Run the steps, which takes some seconds. device, num_threads: the engine's settings.
+
+    Raises EngineError if other programs leave too little of the processor.
+    """
     settings = SETTINGS | {"device": device, "num_threads": num_threads}
-    thin = _measured(THIN, settings)
-    wide = _measured(WIDE, settings)
-    read_gb_per_s, layer_s = reading_and_layers(thin["sample"], wide["sample"])
+    thin, wide = (_measured(shape, settings) for shape in (THIN, WIDE))
+    read_gb_per_s, layer_s = reading_and_layers(thin.sample, wide.sample)
     return MachineSpeed(
         machine=machine,
         date=date.today().isoformat(),
         read_gb_per_s=round(read_gb_per_s, 2),
-        kv_gb_per_s=round(thin["kv_gb_per_s"] or read_gb_per_s, 2),
-        link_gb_per_s=round(thin["link_gb_per_s"], 2),
+        kv_gb_per_s=round(thin.kv_gb_per_s or read_gb_per_s, 2),
+        link_gb_per_s=round(thin.link_gb_per_s, 2),
         layer_us=round(layer_s * 1e6, 2),
-        is_slowed=thin["is_slowed"] or wide["is_slowed"],
+        is_slowed=thin.is_slowed or wide.is_slowed,
     )
 
 
-def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """What the start-up of an engine measures of this shape."""
+def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> _Measured:
+    """Decode steps of this shape, medians of NUM_TRIES."""
     from nanoengine import LLM  # imports the engine, which takes seconds
+    from nanoengine.startup import probe
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
         with LLM(folder, **settings) as llm:
-            plan, costs = llm.plan, llm.llm_engine.decode_costs
-    if costs is None:
+            engine, waiting = llm.llm_engine, WaitingShare()
+            runner, kv, on = engine.runner, engine.kv, engine.device
+            found: list[Any] = [None]
+            if not probe.is_taken(waiting):
+                tries = range(NUM_TRIES)
+                found = [probe.measure_decode(runner, kv, on, NUM_BLOCKS, waiting) for _ in tries]
+            link_gb_per_s = probe.measure_copy(on, kv)
+            num_bytes = llm.plan.weight_bytes
+    if None in found:
         raise EngineError(
             "decode steps could not be measured while other programs use the processor; measure "
             "when it is idle"
         )
-    block_s = costs.device_block_s
-    return {
-        "sample": Sample(plan.kv.num_layers, plan.weight_bytes, costs.step_s),
-        "kv_gb_per_s": plan.kv.block_bytes / block_s / 1e9 if block_s else 0.0,
-        "link_gb_per_s": plan.copy_gb_per_s,
-        "is_slowed": plan.is_slowed,
-    }
+    step_s = statistics.median(costs.step_s for costs in found)
+    block_s = statistics.median(costs.device_block_s for costs in found)
+    return _Measured(
+        sample=Sample(kv.spec.num_layers, num_bytes, step_s),
+        kv_gb_per_s=kv.spec.block_bytes / block_s / 1e9 if block_s else 0.0,
+        link_gb_per_s=link_gb_per_s,
+        is_slowed=waiting.is_long(),
+    )

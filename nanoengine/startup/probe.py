@@ -44,7 +44,7 @@ NUM_WARMUPS = 2
 NUM_STEPS = 8
 BUDGET_S = 1.0  # after that much time no more steps are measured
 # Where a thread waits so long for a processor, a step may take seconds: none is begun.
-TRY_S, MAX_WAITING = 0.1, 0.3
+TRY_S, MAX_WAITING = 0.1, 0.5
 # MiB a step beside resident decodes, where nothing is measured: 3 ms of a link of 12 GB/s.
 UNMEASURED_MIB_PER_STEP = 32.0
 PROBE_ID = -1

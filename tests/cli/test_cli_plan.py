@@ -19,8 +19,8 @@ from nanoengine.cli.main import FAILED, MISUSED, main
 from nanoengine.cli.measure import machine_name
 from nanoengine.devices.cpu import default_threads, native_dtype
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.startup import parts
-from nanoengine.startup.machine_speed import MachineSpeed, remember_speed
+from nanoengine.startup import parts, probe
+from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -208,3 +208,17 @@ def test_measure_is_of_this_machine_alone(
 ) -> None:
     assert main(["plan", str(folder), "--measure", *flags]) == MISUSED
     assert "--measure measures this machine" in capsys.readouterr().err
+
+
+def test_a_busy_machine_is_not_measured(
+    here: MachineSpeed,
+    tiny: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    monkeypatch.setattr(measure, "THIN", measure.THIN | small)
+    monkeypatch.setattr(probe, "is_taken", lambda waiting: True)
+    assert main(["plan", str(tiny("llama")), *HERE, "--measure"]) == FAILED
+    assert "measured while other programs use the processor" in capsys.readouterr().err
+    assert remembered_speed(here.machine) is None

@@ -364,10 +364,12 @@ def test_torn_library_is_rebuilt(tmp_path):
     assert path.stat().st_size > len(whole) - 2000
 
 
-def test_cache_is_reused(build_folder, kernels):
-    path = c_build.build_library(build_folder)
+def test_cache_is_reused(tmp_path):
+    source = tmp_path / "answer.c"
+    source.write_text("int answer(void) { return 42; }\n")
+    path = c_build.build_library(tmp_path, source=source)
     before = path.stat().st_mtime_ns
-    CpuKernels.load(build_folder)
+    assert c_build.load_library(source, tmp_path).answer() == 42
     assert path.stat().st_mtime_ns == before
 
 

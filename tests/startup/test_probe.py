@@ -169,7 +169,7 @@ def test_where_others_take_the_processor_no_step_is_begun(
     num_steps: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.4)
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.6)
     made = LLMEngine(tiny("llama"), **TIERS)
     assert num_steps == [] and "speed        not measured" in str(made.plan)
     made.close()
