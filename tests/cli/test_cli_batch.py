@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +231,12 @@ def test_short_answers_do_not_wait_for_a_long_prompt(
 
 # Children of one process that has imported torch: a start of Python for each would take seconds.
 CHILD = """
-import os, sys
-import torch
+import os, sys, time
+import torch._dynamo  # which every child would import at its first step
 from nanoengine.cli.main import main
-import nanoengine.llm, nanoengine.engine.llm_engine
+from nanoengine.engine.llm_engine import LLMEngine
+step = LLMEngine.step
+LLMEngine.step = lambda self: (time.sleep(0.005), step(self))[1]  # time for a kill
 for line in sys.stdin:
     child = os.fork()
     if not child:
@@ -279,13 +282,16 @@ def test_a_killed_batch_goes_on_with_the_same_texts(
         begin(whole)
         assert end() == 0
         size = whole.stat().st_size
-        sizes = sorted(draw.randrange(size * 9 // 10) for _ in range(num_kills))
-        for wanted in sizes:
+        statuses = []
+        for wanted in sorted(draw.randrange(size * 4 // 5) for _ in range(num_kills)):
             child = begin(killed)
-            while not killed.exists() or killed.stat().st_size < wanted:
-                time.sleep(0.001)
-            os.kill(child, signal.SIGKILL)
-            assert end() == -signal.SIGKILL
+            with suppress(ProcessLookupError):  # on a busy machine it may have ended
+                while not killed.exists() or killed.stat().st_size < wanted:
+                    os.kill(child, 0)
+                    time.sleep(0.001)
+                os.kill(child, signal.SIGKILL)
+            statuses.append(end())
+        assert statuses.count(-signal.SIGKILL) >= num_kills / 2
         begin(killed)
         assert end() == 0
         parent.stdin.close()
