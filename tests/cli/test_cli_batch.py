@@ -19,7 +19,7 @@ import xxhash
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.batch_files import AnswerFile
-from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.cli.main import FAILED, INTERRUPTED, MISUSED, main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import OutputProcessor
 from nanoengine.errors import TransferError
@@ -191,6 +191,29 @@ def test_few_lines_are_open_at_once(
     target = tmp_path / "out.jsonl"
     run(write(tmp_path / "in.jsonl", rows), target, folder, "--max-num-seqs", "3")
     assert most == 6 and len(answers(target)) == 30
+
+
+def test_ctrl_c_says_how_to_go_on(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = LLMEngine.step
+
+    def interrupt(self: LLMEngine) -> Any:
+        if target.read_bytes():
+            raise KeyboardInterrupt
+        return step(self)
+
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, [ask(f"{n}", prompt="x", max_tokens=n, ignore_eos=True) for n in (2, 9)])
+    with monkeypatch.context() as patch:
+        patch.setattr(LLMEngine, "step", interrupt)
+        run(source, target, folder, status=INTERRUPTED)
+    assert "stopped with 1 of 2 answered; the same command goes on" in capsys.readouterr().err
+    run(source, target, folder)
+    assert answers(target).keys() == {"2", "9"}
 
 
 def test_a_request_that_fails_while_it_runs_is_a_servers_error(
