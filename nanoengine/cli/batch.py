@@ -64,8 +64,15 @@ def batch(args: argparse.Namespace) -> int:
                 lines = (line for line in read_lines(source) if line.id not in answers.done)
                 room = 2 * config.max_num_seqs  # as many wait as run
                 runner = Runner(model, args.model, answers, counts, config.seed, room)
-                with _progress_bar(len(found.ids), resumed, args.quiet) as bar:
-                    runner.run(lines, bar)
+                try:
+                    with _progress_bar(len(found.ids), resumed, args.quiet) as bar:
+                        runner.run(lines, bar)
+                except KeyboardInterrupt:
+                    model.say(
+                        f"stopped with {len(answers.done)} of {len(found.ids)} answered; the same "
+                        "command goes on"
+                    )
+                    raise
     row = {
         "model": args.model,
         "output": str(target),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import xxhash
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.batch_files import AnswerFile
-from nanoengine.cli.main import FAILED, MISUSED, main
+from nanoengine.cli.main import FAILED, INTERRUPTED, MISUSED, main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import OutputProcessor
 from nanoengine.errors import TransferError
@@ -192,6 +193,29 @@ def test_few_lines_are_open_at_once(
     assert most == 6 and len(answers(target)) == 30
 
 
+def test_ctrl_c_says_how_to_go_on(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = LLMEngine.step
+
+    def interrupt(self: LLMEngine) -> Any:
+        if target.read_bytes():
+            raise KeyboardInterrupt
+        return step(self)
+
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write(source, [ask(f"{n}", prompt="x", max_tokens=n, ignore_eos=True) for n in (2, 9)])
+    with monkeypatch.context() as patch:
+        patch.setattr(LLMEngine, "step", interrupt)
+        run(source, target, folder, status=INTERRUPTED)
+    assert "stopped with 1 of 2 answered; the same command goes on" in capsys.readouterr().err
+    run(source, target, folder)
+    assert answers(target).keys() == {"2", "9"}
+
+
 def test_a_request_that_fails_while_it_runs_is_a_servers_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,10 +254,12 @@ def test_short_answers_do_not_wait_for_a_long_prompt(
 
 # Children of one process that has imported torch: a start of Python for each would take seconds.
 CHILD = """
-import os, sys
-import torch
+import os, sys, time
+import torch._dynamo  # which every child would import at its first step
 from nanoengine.cli.main import main
-import nanoengine.llm, nanoengine.engine.llm_engine
+from nanoengine.engine.llm_engine import LLMEngine
+step = LLMEngine.step
+LLMEngine.step = lambda self: (time.sleep(0.005), step(self))[1]  # time for a kill
 for line in sys.stdin:
     child = os.fork()
     if not child:
@@ -279,13 +305,16 @@ def test_a_killed_batch_goes_on_with_the_same_texts(
         begin(whole)
         assert end() == 0
         size = whole.stat().st_size
-        sizes = sorted(draw.randrange(size * 9 // 10) for _ in range(num_kills))
-        for wanted in sizes:
+        statuses = []
+        for wanted in sorted(draw.randrange(size * 4 // 5) for _ in range(num_kills)):
             child = begin(killed)
-            while not killed.exists() or killed.stat().st_size < wanted:
-                time.sleep(0.001)
-            os.kill(child, signal.SIGKILL)
-            assert end() == -signal.SIGKILL
+            with suppress(ProcessLookupError):  # on a busy machine it may have ended
+                while not killed.exists() or killed.stat().st_size < wanted:
+                    os.kill(child, 0)
+                    time.sleep(0.001)
+                os.kill(child, signal.SIGKILL)
+            statuses.append(end())
+        assert statuses.count(-signal.SIGKILL) >= num_kills / 2
         begin(killed)
         assert end() == 0
         parent.stdin.close()
