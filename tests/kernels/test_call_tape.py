@@ -110,7 +110,7 @@ def test_steps_that_move_kv_are_not_replayed(
     if mode == "stream":
         options["ring_slots"] = 2  # fewer than there are layers: the last fill waits for a reader
     taped = logits_of(tiny(name), **options)
-    assert len(replays) > 10
+    assert len(replays) > 5
     monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
     for mine, plain in zip(taped, logits_of(tiny(name), **options), strict=True):
         assert torch.equal(mine, plain)
