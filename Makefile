@@ -15,7 +15,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures docs doc-commands wheels bench clean gpu-check
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -57,6 +57,9 @@ endif
 
 pictures: .venv/.docs ## draw the pictures of README from benchmarks/results/
 	$(PY) -m benchmarks.pictures
+
+notebook: .venv/.docs .venv/.model ## run the cells of docs/notebook.ipynb and write it
+	$(PY) -m benchmarks.notebook
 
 docs: .venv/.docs ## the documentation as a site, in build/docs/
 	$(PY) -m mkdocs build --quiet

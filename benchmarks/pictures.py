@@ -206,7 +206,7 @@ def paint(picture: Picture, scheme: Scheme, folder: Path) -> Path:
     import matplotlib
     from matplotlib.figure import Figure
 
-    settings = {
+    settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": picture.name,
         "font.family": "sans-serif",

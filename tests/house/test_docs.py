@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import pictures
+from benchmarks import notebook, pictures
 from nanoengine import LLM, AsyncLLM, SamplingParams
 from nanoengine.config import EngineConfig
 
@@ -92,7 +93,8 @@ lines](README.md#here--there) [b](#here--there) [c](https://example.org/none) [d
 
 def test_every_page_is_in_the_list_of_pages() -> None:
     listed = set(LINK.findall(text_of(ROOT / "docs/README.md")))
-    there = {path.name for path in (ROOT / "docs").iterdir() if path.suffix in (".md", ".py")}
+    kinds = (".md", ".py", ".ipynb")
+    there = {path.name for path in (ROOT / "docs").iterdir() if path.suffix in kinds}
     assert listed == there - {"README.md"}
 
 
@@ -143,6 +145,14 @@ def test_pictures_show_the_results_of_today(
     path = pictures.PICTURES / f"{picture.name}-{scheme.name}.svg"
     assert pictures.digest(picture.files) in text_of(path), "run `make pictures`"
     assert path.relative_to(ROOT).as_posix() in text_of(ROOT / "README.md")
+
+
+def test_the_notebook_shows_what_its_cells_did() -> None:
+    cells = json.loads(text_of(notebook.NOTEBOOK))["cells"]
+    made = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    assert made == list(notebook.CELLS), "run `make notebook`"
+    outputs = [out for cell in cells for out in cell.get("outputs", ())]
+    assert outputs and not [out for out in outputs if out["output_type"] == "error"]
 
 
 def test_the_readme_is_short_and_begins_with_the_two_commands() -> None:
