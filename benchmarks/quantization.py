@@ -49,9 +49,7 @@ def quantization(args: argparse.Namespace, make_llm: Callable[..., LLM]) -> Row:
 def perplexity(llm: LLM, token_ids: list[int]) -> float:
     """Perplexity of a text that fits the context, each token given those before it."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    (output,) = llm.generate([token_ids], params, use_tqdm=False)
-    if output.error is not None:
-        raise output.error
+    (output,) = llm.generate(token_ids, params, use_tqdm=False)
     scored = zip(token_ids[1:], (output.prompt_logprobs or [])[1:], strict=True)
     logprobs = [entry[token_id].logprob for token_id, entry in scored if entry]
     return math.exp(-statistics.fmean(logprobs))

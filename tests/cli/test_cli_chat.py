@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ class Terminal:
         shown, self._unread = self._unread[: found.end()], self._unread[found.end() :]
         return shown
 
+    def interrupt_until(self, pattern: str, tries: int = 10) -> None:
+        """Type Ctrl-C until the pattern is shown: one that comes just before Python waits for a key
+        is noticed with the next key only.
+        """
+        for _ in range(tries):
+            self.type(CTRL_C)
+            with suppress(AssertionError):
+                self.read_until(pattern, 3)
+                return
+        raise AssertionError(f"no {pattern!r} after {tries} times Ctrl-C")
+
     def close(self) -> None:
         self.child.kill()
         self.child.wait()
@@ -95,9 +107,8 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(terminal: Terminal) -> None:
     found = re.search(r"last: \d+ tokens in, (\d+) out", stats)
     assert found and 0 < int(found[1]) < 400
     terminal.type(b"half a line")
-    terminal.read_until("half a line")  # Python reads keys: before, it would notice Ctrl-C late
-    terminal.type(CTRL_C)
-    terminal.read_until(r"\(Ctrl-D ends the chat\)\r\n> ")
+    terminal.read_until("half a line")
+    terminal.interrupt_until(r"\(Ctrl-D ends the chat\)\r\n> ")
     terminal.type(b'"""a\n')
     terminal.read_until(r"\. ")
     terminal.type(b'b"""\n')
