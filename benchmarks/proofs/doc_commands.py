@@ -29,11 +29,10 @@ PAGES = (
     "docs/features.md",
     "docs/command_line.md",
     "docs/settings.md",
-    "docs/troubleshooting.md",
 )
 FENCED = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DEMO = "smollm2-135m"
-HUB_ID = re.compile(r"[\"' ][\w.-]+/[\w.-]+[\"' ,)]")
+HUB_ID = re.compile(r"[\"' ][\w.-]+/[\w.-]+(?=[\"' ,)]|$)")
 SHORTER = {"--num-samples 10": "--num-samples 1", "1024,2048,4096": "512,1024"}
 TIMEOUT_S = 600
 ASYNC = "import asyncio\nasync def main():\n{}\nasyncio.run(main())\n"

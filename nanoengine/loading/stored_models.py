@@ -79,8 +79,10 @@ def _packaged() -> Iterator[StoredModel]:
             yield made
     for package in metadata.distributions():
         for file in package.files or ():
+            if file.suffix.lower() != ".gguf":
+                continue
             path = Path(str(package.locate_file(file))).resolve()
-            if path.suffix.lower() == ".gguf" and path not in named and path.is_file():
+            if path not in named and path.is_file():
                 made = StoredModel(str(path), PACKAGE, path, path.stat().st_size, package.name)
                 yield _with_config(made, path)
 
