@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
 from nanoengine.startup.forecast import Forecast, Forecaster, Hardware
-from nanoengine.startup.memory_plan import gib_up
+from nanoengine.startup.plan import gib_up
 
 # Name -> GiB of memory, GB/s at which it is read.
 CARDS = {"16 GB": (16, 500.0), "24 GB": (24, 900.0)}

@@ -18,8 +18,8 @@ from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooL
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutput, TokenHistory
-from nanoengine.startup.memory_plan import MemoryPlan
 from nanoengine.startup.parts import Parts
+from nanoengine.startup.plan import MemoryPlan
 from nanoengine.text.detokenizer import IncrementalDetokenizer
 from nanoengine.text.tokenizer import Tokenizer
 

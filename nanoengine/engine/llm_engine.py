@@ -28,8 +28,9 @@ from nanoengine.loading.model_cache import in_use
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
-from nanoengine.startup.memory_plan import MemoryPlan, plan_memory
+from nanoengine.startup.memory_plan import plan_memory
 from nanoengine.startup.parts import load_parts, make_engine_device
+from nanoengine.startup.plan import MemoryPlan
 from nanoengine.startup.probe import DecodeCosts, predict_speed, profiled_bytes
 
 

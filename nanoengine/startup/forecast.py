@@ -16,13 +16,8 @@ import torch
 from nanoengine.config import GIB, EngineConfig, ModelConfig
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.models.architectures import weight_shapes
-from nanoengine.startup.memory_plan import (
-    GIB_STEPS,
-    MemoryPlan,
-    ModelFacts,
-    gib_up,
-    plan_memory,
-)
+from nanoengine.startup.memory_plan import ModelFacts, plan_memory
+from nanoengine.startup.plan import GIB_STEPS, MemoryPlan, gib_up
 
 # What CUDA's context and the kernels' code take on a GPU beside torch's tensors.
 CUDA_CONTEXT_BYTES = GIB // 2

@@ -35,7 +35,8 @@ from nanoengine.sequence import (
     ScheduledSequence,
     Sequence,
 )
-from nanoengine.startup.memory_plan import MemoryPlan, activation_bytes, check_step_fits
+from nanoengine.startup.memory_plan import activation_bytes, check_step_fits
+from nanoengine.startup.plan import MemoryPlan
 
 NUM_BLOCKS = 32
 MAX_BYTES = 3 << 28  # with one more block this fits the first segment of the host pool

@@ -15,7 +15,8 @@ from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
 from nanoengine.devices.cpu import available_memory
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, OutOfMemoryError
-from nanoengine.startup.memory_plan import MemoryPlan, ModelFacts, describe_invariance, plan_memory
+from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, plan_memory
+from nanoengine.startup.plan import MemoryPlan
 
 MIB = 1 << 20
 BLOCK = 2 * 16 * 2 * 64 * 2 * 256  # bytes: K and V of 16 layers, 2 heads of 64, bf16, 256 tokens

@@ -1,0 +1,187 @@
+"""MemoryPlan: what start-up decided, as a record that prints and draws itself.
+
+It holds every figure that limits a request, with the setting that raises it. Decides nothing:
+memory_plan.py makes it, probe.py adds the speeds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from nanoengine.config import GIB
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.startup.bars import Bar, Part, bars_html
+
+GIB_STEPS = 100  # budgets are rounded up to a hundredth of a GiB
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadRoom:
+    """What KV offload makes of the memory. kv: the KV cache with it; host_bytes: RAM for its KV."""
+
+    kv: KVSpec
+    host_bytes: int
+
+    def gib_for(self, num_tokens: int) -> float:
+        """The kv_offload_gib with which a request of `num_tokens` tokens fits."""
+        return gib_up(self.kv.host_bytes_for(num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What start-up decided, and what was allocated.
+
+    longer: how a request gets all of the model's positions; "" if it has them. room: None: KV
+    offload cannot be had. is_slowed: other programs used the processor while the speed was
+    measured, or kept it from being measured. device_bytes, ram_bytes: all of a GPU's memory, and
+    the RAM that is there for KV; of a CPU the memory that weights and KV share, and 0.
+    reserved_bytes: of the GPU, taken by others.
+    """
+
+    model: str
+    source: str
+    device: str
+    dtype: str
+    attention: str
+    weight_bytes: int
+    activation_bytes: int
+    kv: KVSpec
+    offload: str
+    max_model_len: int
+    max_model_len_bound: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    copy_gb_per_s: float = 0.0
+    stream_blocks_per_step: int | None = None
+    decode_tokens_per_s: float = 0.0
+    is_slowed: bool = False
+    quantization: str = ""
+    invariance: str = ""
+    longer: str = ""
+    room: OffloadRoom | None = None
+    device_bytes: int = 0
+    ram_bytes: int = 0
+    reserved_bytes: int = 0
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether the device has memory of its own."""
+        return not self.device.startswith("cpu")
+
+    @property
+    def tiers(self) -> tuple[str, str]:
+        """Where KV lies, in words: the KV of the device, and what is offloaded."""
+        return "KV on GPU" if self.has_gpu else "KV in RAM", "KV offload"
+
+    def how_to_hold(self, num_tokens: int) -> str:
+        """Settings that make room for a request of `num_tokens` tokens, as text."""
+        return how_to_hold(self.kv, self.room, num_tokens)
+
+    def bars(self) -> list[Bar]:
+        """What takes which memory."""
+        kv = self.kv
+        host = Part("K", "kv", self.tiers[1], kv.num_host_blocks * kv.host_block_bytes)
+        parts = [
+            Part("W", "weights", "weights", self.weight_bytes),
+            Part("S", "step", "a step", self.activation_bytes),
+            Part("K", "kv", self.tiers[0], kv.num_blocks * kv.block_bytes),
+            Part("R", "ring", "buffer", kv.ring_bytes),
+            Part("x", "reserved", "CUDA and other programs", self.reserved_bytes),
+        ]
+        if not self.has_gpu:
+            return [Bar("RAM", self.device_bytes, (*parts, host))]
+        return [Bar("GPU", self.device_bytes, tuple(parts)), Bar("RAM", self.ram_bytes, (host,))]
+
+    def _repr_html_(self) -> str:
+        """Shown by notebooks."""
+        return bars_html(self.bars(), str(self))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        kv = self.kv
+        on_device, offloaded = self.tiers
+        lines = [
+            f"model        {self.model} ({self.source})",
+            f"device       {self.device}, {self.dtype}; attention: {self.attention}",
+            f"weights      {_gib(self.weight_bytes)}; a step takes up to "
+            f"{_gib(self.activation_bytes)} more",
+            *([f"quantised    {self.quantization}"] if self.quantization else []),
+            f"invariance   {self.invariance}",
+            f"{on_device:12} {_tier(kv.num_blocks, kv.block_size, kv.block_bytes)}",
+        ]
+        if kv.num_host_blocks:
+            lossy = " in int8 (lossy)" if kv.host_codec is not None else ""
+            tier = _tier(kv.num_host_blocks, kv.block_size, kv.host_block_bytes)
+            lines.append(f"{offloaded:12} {tier}{lossy}, in RAM; {self.offload}")
+        if self.decode_tokens_per_s or self.is_slowed:
+            lines.append(f"speed        {self._speed()}")
+        if self.stream_blocks_per_step is not None:
+            mib = self.stream_blocks_per_step * kv.host_block_bytes / (1 << 20)
+            lines.append(
+                f"sharing      beside requests whose KV is all on the device, {mib:.0f} MiB "
+                f"({self.stream_blocks_per_step} blocks) of offloaded KV are copied per step"
+            )
+        lines.append(
+            f"requests     up to {self.max_num_seqs} at once, {self.max_num_batched_tokens} "
+            f"tokens a step; one may have {self.max_model_len} tokens ({self.max_model_len_bound})"
+        )
+        return "\n".join([*lines, *([f"longer       {self.longer}"] if self.longer else [])])
+
+    def _speed(self) -> str:
+        """The predicted speed, and what is known of it."""
+        if not self.decode_tokens_per_s:
+            return "not measured, as other programs use the processor"
+        copies = f"; copies at {self.copy_gb_per_s:.1f} GB/s" if self.copy_gb_per_s else ""
+        what = f"one request of {self.max_model_len} tokens decodes at"
+        if not self.is_slowed:
+            return f"{what} about {self.decode_tokens_per_s:.1f} tok/s{copies}"
+        return (
+            f"{what} {self.decode_tokens_per_s:.1f} tok/s or more{copies}; measured while other "
+            "programs used the processor"
+        )
+
+
+def how_to_hold(spec: KVSpec, room: OffloadRoom | None, num_tokens: int) -> str:
+    """Settings that make room for a request of `num_tokens` tokens in the KV cache, as text."""
+    more = "raise kv_cache_gib or num_gpu_blocks"
+    if room is None:
+        return more
+    gib = room.gib_for(num_tokens)
+    if gib * GIB > room.host_bytes:
+        free = f"of RAM, and {room.host_bytes / GIB:.2f} are free"
+        return f"{more} (KV offload would take {gib} GiB {free})"
+    if spec.num_host_blocks:
+        return f"set kv_offload_gib={gib}"
+    return (
+        f"set enable_cpu_offload=True and kv_offload_gib={gib}: what does not fit then takes "
+        f"{gib} GiB of RAM; or {more}"
+    )
+
+
+def describe_offload(spec: KVSpec) -> str:
+    """How attention reads KV of the host tier, as text."""
+    if not spec.slot_blocks:
+        return "attention reads it where it lies"
+    return (
+        f"a step copies what it reads through a buffer of {_gib(spec.ring_bytes)} "
+        f"({spec.ring_slots} parts of {spec.slot_blocks * spec.block_size} tokens of a layer)"
+    )
+
+
+def _tier(num_blocks: int, block_size: int, block_bytes: int) -> str:
+    return (
+        f"{_gib(num_blocks * block_bytes)} = {num_blocks} blocks x {block_size} tokens = "
+        f"{num_blocks * block_size} tokens at {block_bytes // block_size} bytes"
+    )
+
+
+def gib_up(num_bytes: int) -> float:
+    """Bytes in GiB as a setting that is enough."""
+    return math.ceil(num_bytes / GIB * GIB_STEPS) / GIB_STEPS
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3f} GiB"
