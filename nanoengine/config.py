@@ -271,8 +271,10 @@ class EngineConfig:
     decode from the device (None: the amount that takes 0.6 of a short step, measured at start-up).
     measure_speed: measure decode steps at start-up with KV offload, about a second; False: no speed
     is predicted, and stream_mib_per_step is 32 where it is not given.
-    speculative: "ngram:K" guesses up to K tokens per step and request by prompt lookup, and checks
-    them in one forward pass; the output does not change (None: one token a step).
+    speculative: guesses tokens and checks them in one forward pass; the output does not change
+    (None: one token a step). "ngram:K": up to K tokens per step and request, by prompt lookup.
+    "resident:K": up to K for requests whose KV is streamed, by decode steps over the KV on the
+    device alone; fewer where they do not pay. "ngram:K+resident:K": lookup first.
     generation_config: default sampling parameters of requests. "auto": those of the model's
     generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
@@ -328,18 +330,32 @@ class EngineConfig:
         self._check_counts()
         self._check_memory()
         self._check_offload()
-        if self.speculative is not None and not self.num_guesses:
+        if self.speculative is not None and not self._guessers:
             raise ConfigError(
-                f'speculative must be "ngram:K" with K from 1 to {MAX_GUESSES}, '
-                f"got {shown(self.speculative)}"
+                'speculative must be "ngram:K", "resident:K" or "ngram:K+resident:K" with K from 1 '
+                f"to {MAX_GUESSES}, got {shown(self.speculative)}"
             )
 
     @property
     def num_guesses(self) -> int:
-        """Most tokens guessed per step and request; 0 without speculation."""
+        """Most tokens guessed by prompt lookup per step and request; 0: none."""
+        return self._guessers.get("ngram", 0)
+
+    @property
+    def num_drafts(self) -> int:
+        """Most tokens drafted with the KV on the device per step and request; 0: none."""
+        return self._guessers.get("resident", 0)
+
+    @property
+    def _guessers(self) -> dict[str, int]:
+        """The K of each part of `speculative`; empty if it is misspelled."""
         spelled = self.speculative if isinstance(self.speculative, str) else ""
-        found = re.fullmatch(r"ngram:([0-9]{1,3})", spelled)
-        return int(found[1]) if found and 1 <= int(found[1]) <= MAX_GUESSES else 0
+        found = re.fullmatch(
+            r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident):(\d{1,3}))?", spelled
+        )
+        parts = found.groups() if found else ()
+        counts = {name: int(k) for name, k in zip(parts[::2], parts[1::2], strict=True) if name}
+        return counts if all(1 <= k <= MAX_GUESSES for k in counts.values()) else {}
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -6,7 +6,7 @@ All state of a request that outlives a step is here, or in the KV manager's tabl
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
@@ -74,6 +74,13 @@ class Guesser(Protocol):
     """Guesses how a sequence goes on (speculative.PromptLookup)."""
 
     def guess(self, token_ids: list[int], most: int) -> tuple[int, ...]: ...
+
+
+class DraftLength(Protocol):
+    """How many tokens are drafted for a sequence (draft_length.PayingDrafts)."""
+
+    def choose(self) -> int: ...
+    def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None: ...
 
 
 class TextStream(Protocol):
@@ -174,8 +181,8 @@ class Sequence:
     token_ids grows from the prompt by every sampled token. `num_computed` tokens have KV; the step
     computes the next ones. At the first admission `num_cached` of them were found in the prefix
     cache, `num_cached_on_host` of these on the host only. prompt_owner: the sequence whose prompt
-    this one shares: completion 0 of its request, or the beam that it was forked from. guesser: for
-    speculation; history: for penalties.
+    this one shares: completion 0 of its request, or the beam that it was forked from. guesser,
+    draft_length: for speculation; history: for penalties.
     """
 
     seq_id: int
@@ -189,6 +196,7 @@ class Sequence:
     num_cached_on_host: int = 0
     prompt_owner: Sequence | None = None
     guesser: Guesser | None = None
+    draft_length: DraftLength | None = None
     history: TokenHistory | None = None
     output: SequenceOutput = field(default_factory=SequenceOutput)
 
@@ -288,7 +296,7 @@ class Sequence:
 class ScheduledSequence:
     """`num_tokens` tokens of `seq`, from its first uncomputed one on; `num_ahead` further on where
     the step before this one is still computing so many. The last ones may be `guesses`, to be
-    checked.
+    checked; or `num_drafts` of them that the step itself is to make.
 
     start: position of the first of them. samples: this step computes the newest token, so the next
     one can be sampled. Both as of now: they hold when the sequence has gone on or ended.
@@ -298,6 +306,7 @@ class ScheduledSequence:
     num_tokens: int
     num_ahead: int = 0
     guesses: tuple[int, ...] = ()
+    num_drafts: int = 0
     start: int = field(init=False)
     samples: bool = field(init=False)
 
@@ -309,7 +318,11 @@ class ScheduledSequence:
     @property
     def num_samples(self) -> int:
         """Tokens that the step samples: the next one, and what would follow each guess."""
-        return 1 + len(self.guesses) if self.samples else 0
+        return 1 + len(self.guesses) + self.num_drafts if self.samples else 0
+
+    def with_drafts(self, drafts: tuple[int, ...]) -> ScheduledSequence:
+        """The same with the drafts that were made."""
+        return replace(self, guesses=drafts, num_drafts=0) if drafts else self
 
     def accepted(self, sampled: list[int]) -> list[int]:
         """The sampled tokens up to and including the one in place of the first wrong guess. As each
@@ -333,6 +346,11 @@ class ScheduledBatch:
         return sum(item.num_tokens for item in self.items)
 
     @property
+    def num_drafts(self) -> int:
+        """Tokens of these that the step is to draft itself."""
+        return sum(item.num_drafts for item in self.items)
+
+    @property
     def is_decode(self) -> bool:
         """Whether each sequence computes one token, and its guesses if it has any."""
-        return all(item.num_tokens == 1 + len(item.guesses) for item in self.items)
+        return all(i.num_tokens == 1 + len(i.guesses) + i.num_drafts for i in self.items)

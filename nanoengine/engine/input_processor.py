@@ -13,6 +13,7 @@ from itertools import count
 import xxhash
 
 from nanoengine.config import EngineConfig
+from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
 from nanoengine.loading.generation_config import read_sampling_params
@@ -107,7 +108,9 @@ class InputProcessor:
         prompt_owner: Sequence | None = None,
     ) -> Sequence:
         seq_id = self.next_id()
-        guesses = self._config.num_guesses and not (params.follows_history or prompt.num_candidates)
+        guesses = self._config.num_guesses, self._config.num_drafts
+        if params.follows_history or prompt.num_candidates:
+            guesses = 0, 0
         eos = () if params.ignore_eos else self._model_config.eos_token_ids
         request = Request(
             params=params,
@@ -128,7 +131,8 @@ class InputProcessor:
             request=request,
             metrics=RequestMetrics(time.perf_counter()),
             prompt_owner=prompt_owner,
-            guesser=PromptLookup() if guesses else None,
+            guesser=PromptLookup() if guesses[0] else None,
+            draft_length=PayingDrafts(guesses[1]) if guesses[1] else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
             output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),
         )

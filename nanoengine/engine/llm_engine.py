@@ -160,9 +160,10 @@ class LLMEngine:
         ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
         self._under_way = runner.launch(ahead, step) if ahead else None
         token_ids = step.numbers.tolist()
-        step.scores.append_to_sequences(step.batch, token_ids)
-        failed = self.kv.take_failures(step.batch)
-        ended = scheduler.postprocess(step.batch, token_ids, failed)
+        batch = step.drafts.fill(step.batch)
+        step.scores.append_to_sequences(batch, token_ids)
+        failed = self.kv.take_failures(batch)
+        ended = scheduler.postprocess(batch, token_ids, failed)
         if not scheduler.running:
             self._under_way = None  # no sequence is left that wants its tokens
         return self.outputs.finish(ended)

@@ -5,7 +5,9 @@ Knows the model, the sampler and the KV manager's attention face; decides nothin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -13,10 +15,12 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device, Readable
+from nanoengine.engine.drafter import Drafter, Drafts, DraftStep
 from nanoengine.engine.logprobs import StepScores, TokenScorer
 from nanoengine.engine.sampler import Sampler
+from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.models.decoder import Decoder
-from nanoengine.sequence import ScheduledBatch
+from nanoengine.sequence import ScheduledBatch, ScheduledSequence
 from nanoengine.startup.parts import Parts
 
 
@@ -27,6 +31,7 @@ class OpenStep(Protocol):
 
     @property
     def kv(self) -> KVCache: ...
+    def draft_steps(self) -> Iterable[DraftStep]: ...
     def mark_written(self) -> None: ...
     def close(self) -> None: ...
 
@@ -43,13 +48,24 @@ class StepTokens:
     after its guesses.
 
     tokens: int64 [n], on the device; numbers: the same on their way to the host, as are the scores
-    that requests ask for.
+    that requests ask for. drafts: the guesses that the step made itself.
     """
 
     batch: ScheduledBatch
     tokens: Tensor
     numbers: Readable
     scores: StepScores
+    drafts: Drafts
+
+    def places(self, batch: ScheduledBatch, starts: list[int]) -> list[tuple[int, int]]:
+        """Rows of a batch, which begin at `starts`, whose tokens this step samples, and where."""
+        sampled = [item.seq.seq_id for item in self.batch.items if item.samples]
+        places = {seq_id: place for place, seq_id in enumerate(sampled)}
+        return [
+            (row, places[item.seq.seq_id])
+            for row, item in zip(starts, batch.items, strict=False)
+            if item.start == item.seq.num_tokens
+        ]
 
 
 class ModelRunner:
@@ -68,6 +84,7 @@ class ModelRunner:
         self._kv = kv
         self.sampler = sampler
         self._scorer = TokenScorer(model.logits, device)
+        self.drafter = Drafter(model, attention, sampler, device)
         self._device = device
 
     def run(self, batch: ScheduledBatch) -> list[int]:
@@ -79,7 +96,8 @@ class ModelRunner:
         """Begin the step. before: the one that computes the tokens which `batch` is ahead of."""
         step = self._kv.open_step(batch)
         try:
-            ctx = self.context(batch, step, before)
+            drafts = self.drafter.draft(batch, step.draft_steps())
+            ctx = self._context(batch, step, before, drafts)
             hidden = self.model.forward(ctx)
             step.mark_written()
         finally:
@@ -92,73 +110,50 @@ class ModelRunner:
         ]
         if not drawn:
             nothing = torch.empty(0, dtype=torch.int64)
-            return StepTokens(batch, nothing, nothing, scores)
+            return StepTokens(batch, nothing, nothing, scores, drafts)
         logits = self.model.logits(hidden[ctx.logit_rows])
         seqs, positions = zip(*drawn, strict=True)
         tokens = self.sampler.sample(logits, seqs, positions)
         numbers = self._device.read_back(tokens)
         scores = self._scorer.score_sampled(scores, seqs, logits, tokens)
-        return StepTokens(batch, tokens, numbers, scores)
+        return StepTokens(batch, tokens, numbers, scores, drafts)
 
-    def context(
-        self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None
+    def _context(
+        self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None, drafts: Drafts
     ) -> ForwardContext:
-        """The forward context of a batch, over the KV cache of its step. Rows of it past the real
-        sequences have a token, and no keys.
+        """The forward context of a batch, over the KV cache of its step.
 
         before: the step that samples the tokens which some of these sequences begin with.
         """
-        token_ids: list[int] = []
-        positions: list[int] = []
-        starts, kv_lens = [0], []
-        logit_rows: list[int] = []
-        for item in batch.items:
-            begin = item.start
-            end = begin + item.num_tokens
-            token_ids += item.seq.token_ids[begin:end] or [0]  # 0: `before` knows it
-            token_ids += item.guesses
-            positions += range(begin, end)
-            starts.append(len(token_ids))
-            kv_lens.append(end)
-            logit_rows += range(len(token_ids) - item.num_samples, len(token_ids))
-        lengths = [*zip((item.num_tokens for item in batch.items), kv_lens, strict=True)]
-        for _ in range(len(lengths), step.num_rows):
-            lengths.append((1, 0))
-            token_ids.append(0)
-            positions.append(0)
-            starts.append(len(token_ids))
-            kv_lens.append(0)
-        make = self._device.tensor
-        tokens, at, rows = packed(make, (token_ids, positions, logit_rows), torch.int64)
-        query_start, lens = packed(make, (starts, kv_lens), torch.int32)
-        if before is not None:
-            tokens = self._with_sampled(tokens, batch, starts, before)
-        return ForwardContext(
-            token_ids=tokens,
-            positions=at,
-            query_start=query_start,
-            kv_lens=lens,
-            lengths=tuple(lengths),
-            logit_rows=rows,
-            kv=step.kv,
-            attention=self.attention,
-        )
-
-    def _with_sampled(
-        self, tokens: Tensor, batch: ScheduledBatch, starts: list[int], before: StepTokens
-    ) -> Tensor:
-        """The tokens of a batch, with those that the step before it samples."""
-        sampled = [item.seq.seq_id for item in before.batch.items if item.samples]
-        places = {seq_id: place for place, seq_id in enumerate(sampled)}
         rows = [
-            (row, places[item.seq.seq_id])
-            for row, item in zip(starts, batch.items, strict=False)
-            if item.start == item.seq.num_tokens
+            SequenceRows(
+                _known_tokens(item), item.start, item.start + item.num_tokens, item.num_samples
+            )
+            for item in batch.items
         ]
-        if rows:
-            to, at = packed(self._device.tensor, [*zip(*rows, strict=True)], torch.int64)
-            tokens[to] = before.tokens[at].clamp(min=0)  # NO_TOKEN: of a request that fails
-        return tokens
+        ctx = forward_context(rows, step.num_rows, step.kv, self.attention, self._device)
+        starts = [0, *accumulate(item.num_tokens for item in batch.items)]
+        if before is not None:
+            self._fill(ctx.token_ids, before.places(batch, starts), before.tokens)
+        places = (
+            (starts[i] + 1 + n, at) for i, ats in drafts.places.items() for n, at in enumerate(ats)
+        )
+        self._fill(ctx.token_ids, [*places], drafts.tokens)
+        return ctx
+
+    def _fill(self, tokens: Tensor, places: list[tuple[int, int]], computed: Tensor) -> None:
+        """Set tokens that the device knows and the host does not yet; places: (row, where in
+        `computed`) of each.
+        """
+        if places:
+            to, at = packed(self._device.tensor, [*zip(*places, strict=True)], torch.int64)
+            tokens[to] = computed[at].clamp(min=0)  # NO_TOKEN: of a request that fails
+
+
+def _known_tokens(item: ScheduledSequence) -> list[int]:
+    """The tokens of an item, with 0 where the device computes them."""
+    known = [*item.seq.token_ids[item.start : item.start + item.num_tokens], *item.guesses]
+    return known + [0] * (item.num_tokens - len(known))
 
 
 def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:

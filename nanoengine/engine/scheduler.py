@@ -17,6 +17,7 @@ from typing import Protocol
 
 from nanoengine.config import EngineConfig
 from nanoengine.engine.link_pacer import LinkPacer
+from nanoengine.engine.speculative import guesses_for, record_guesses
 from nanoengine.errors import LogitsError, RequestError, TransferError
 from nanoengine.sequence import (
     NO_TOKEN,
@@ -34,6 +35,7 @@ class KVAdmission(Protocol):
     def reset_budget(self) -> None: ...
     def admit(self, seq: Sequence) -> Admission: ...
     def stream_cost(self, seq: Sequence) -> int: ...
+    def is_streamed(self, seq: Sequence) -> bool: ...
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None: ...
     def free_tokens(self, seq: Sequence) -> int: ...
     def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None: ...
@@ -142,6 +144,8 @@ class Scheduler:
         asked = [item.seq.request for item in batch.items]
         if any(request.params.follows_history or request.pauses for request in asked):
             return None
+        if self._config.num_drafts and any(self._kv.is_streamed(i.seq) for i in batch.items):
+            return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
         self._kv.reset_budget()
@@ -176,7 +180,7 @@ class Scheduler:
         for item, drawn in zip(batch.items, tokens, strict=True):
             if item.seq.is_finished:
                 continue
-            self._append_tokens(item, item.accepted(drawn))
+            self._append_tokens(item, item.accepted(drawn), batch.is_decode)
             if drawn and item.seq.metrics.first_token_time is None:
                 item.seq.metrics.first_token_time = now
             if item.seq.is_finished:
@@ -187,7 +191,7 @@ class Scheduler:
         self._drop_finished()
         return ended
 
-    def _append_tokens(self, item: ScheduledSequence, accepted: list[int]) -> None:
+    def _append_tokens(self, item: ScheduledSequence, accepted: list[int], is_decode: bool) -> None:
         """Append tokens until one ends the sequence, and commit the KV behind them. A sequence
         that has no token to take fails, and its KV is not published.
         """
@@ -206,8 +210,7 @@ class Scheduler:
                 break
         num_right = max(0, num_taken - 1)
         num_rejected = len(item.guesses) - num_right
-        seq.metrics.num_guessed += len(item.guesses)
-        seq.metrics.num_accepted += num_right
+        record_guesses(item, num_right, is_decode)
         self._kv.commit(seq, item.num_tokens - num_rejected, num_rejected)
 
     def _in_order(self) -> list[Sequence]:
@@ -243,7 +246,8 @@ class Scheduler:
         if cost and not self._pacer.allows(cost):
             return
         wanted = self._chunk(seq, step.tokens)
-        guesses = self._guesses(seq, min(step.tokens - wanted, step.guess_tokens))
+        most = min(step.tokens - wanted, step.guess_tokens, self._kv.free_tokens(seq) - 1)
+        guesses = guesses_for(seq, most, self._config.num_guesses, self._kv.is_streamed)
         wanted += len(guesses)
         while (granted := self._kv.reserve(seq, wanted)) is None:
             victim = self.running[-1]
@@ -252,20 +256,14 @@ class Scheduler:
             if victim is seq:
                 return
         if granted:
-            guesses = guesses[: max(0, granted - seq.num_remaining)]
-            step.items[seq.seq_id] = ScheduledSequence(seq, granted, guesses=guesses)
+            guesses = guesses.first(max(0, granted - seq.num_remaining))
+            step.items[seq.seq_id] = ScheduledSequence(
+                seq, granted, guesses=guesses.tokens, num_drafts=guesses.num_drafts
+            )
             step.tokens -= granted
             step.guess_tokens -= len(guesses)
             if cost:
                 self._pacer.spend(seq, cost)
-
-    def _guesses(self, seq: Sequence, most: int) -> tuple[int, ...]:
-        """Guesses at what follows a decoding sequence, as far as it may go on and has room."""
-        if seq.guesser is None or seq.is_prefill:
-            return ()
-        most = min(most, self._config.num_guesses, self._kv.free_tokens(seq) - 1)
-        most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
-        return seq.guesser.guess(seq.token_ids, most)
 
     def _admit_waiting(self, step: _Step) -> None:
         skipped: list[Sequence] = []

@@ -1,18 +1,64 @@
-"""Guesses the next tokens of a sequence; one forward pass then checks them.
+"""Which tokens of a sequence are guessed for a step; the same forward pass checks them.
 
 Prompt lookup (Saxena 2023): texts repeat themselves, so the tokens that followed an earlier
 occurrence of the last tokens are likely to follow again. A guess needs no draft model; a wrong one
-costs its rows in the forward pass.
+costs its rows in the forward pass. Where it finds nothing, the step may draft (drafter.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from nanoengine.sequence import ScheduledSequence, Sequence
+
 LONGEST, SHORTEST = 4, 2  # tokens that must repeat
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Guesses for a sequence: tokens, or how many are to be drafted."""
+
+    tokens: tuple[int, ...] = ()
+    num_drafts: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens) + self.num_drafts
+
+    def first(self, most: int) -> Guesses:
+        """At most so many of them."""
+        return Guesses(self.tokens[:most], min(self.num_drafts, most))
+
+
+def guesses_for(
+    seq: Sequence, most: int, num_looked_up: int, is_streamed: Callable[[Sequence], bool]
+) -> Guesses:
+    """Guesses at what follows a decoding sequence: up to `num_looked_up` by lookup; if it finds
+    none, drafts for one whose KV is streamed. most: of either.
+    """
+    most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
+    if most < 1 or seq.is_prefill:
+        return Guesses()
+    if seq.guesser is not None:
+        found = seq.guesser.guess(seq.token_ids, min(most, num_looked_up))
+        if found:
+            return Guesses(found)
+    if seq.draft_length is None or not is_streamed(seq):
+        return Guesses()
+    return Guesses(num_drafts=min(most, seq.draft_length.choose()))
+
+
+def record_guesses(item: ScheduledSequence, num_right: int, is_decode: bool) -> None:
+    """Count the guesses of a step that has ended. is_decode: whether the step only decoded."""
+    seq, num_guesses = item.seq, len(item.guesses)
+    seq.metrics.num_guessed += num_guesses
+    seq.metrics.num_accepted += num_right
+    if seq.draft_length is not None:
+        seq.draft_length.record(num_guesses, num_right, is_decode)
 
 
 class PromptLookup:
@@ -22,7 +68,7 @@ class PromptLookup:
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._num_tokens = 0
 
-    def guess(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+    def guess(self, token_ids: Seq[int], most: int) -> tuple[int, ...]:
         """Up to `most` tokens that followed the last occurrence of the longest repeated suffix;
         none if no two tokens repeat. token_ids must only grow from call to call.
         """
@@ -41,7 +87,7 @@ class PromptLookup:
             return ()
         return tuple(tokens[found + 1 : found + 1 + most].tolist())
 
-    def _grown(self, token_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    def _grown(self, token_ids: Seq[int]) -> npt.NDArray[np.int32]:
         """All tokens as an array; copies new ones into a buffer that doubles when it is full."""
         num = len(token_ids)
         if num > len(self._tokens):

@@ -103,6 +103,10 @@ class HybridKVCacheManager:
         blocks = self._streamed(self.tables[seq.seq_id]) - self._budget.streamed
         return -(-len(blocks) * self.spec.num_streaming_layers // self.spec.num_layers)
 
+    def is_streamed(self, seq: Sequence) -> bool:
+        """Whether KV of this sequence crosses the link in each of its steps."""
+        return bool(self.spec.slot_blocks and self._streamed(self.tables[seq.seq_id]))
+
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
         """How many of the next `num_tokens` tokens can be computed in this step.
 
@@ -193,7 +197,7 @@ class HybridKVCacheManager:
         """Place the blocks that the step writes, plan what it reads, and start its transfers."""
         planned = self._planner.plan(batch, self.tables)
         self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
-        return OpenStep(planned, len(batch.items), self.memory)
+        return OpenStep(planned, len(batch.items), self.memory, self._planner)
 
     # -- for the engine and its user ---------------------------------------------------------------
 

@@ -105,6 +105,15 @@ class OffloadEngine:
         self.host.close()
         self.ring = self._pool = torch.empty(0)
 
+    def are_stored(
+        self, device_slots: Iterable[int], on_host: Iterable[tuple[int, Sequence[int]]]
+    ) -> bool:
+        """Whether no store is under way that reads these device slots, or that writes these
+        (segment, places) of the host pool.
+        """
+        slots = (slot for segment, places in on_host for slot in self.host.slots(segment, places))
+        return self.stored.are_done(device_slots, slots)
+
     def fetch(self, dst: Tensor, src: Tensor, owner: object = None) -> None:
         """Queue a copy of host blocks of a layer to device memory."""
         self.device.h2d.copy(dst, src, owner, self._decode)
@@ -259,19 +268,6 @@ class TransferRun:
         """Let compute wait until the blocks of this layer that were loaded are in."""
         if self._transfers.loads:
             self._engine.await_event(self._loaded[layer])
-
-    def moves_nothing(
-        self, write_slots: Iterable[int], on_host: Iterable[tuple[int, Sequence[int]]]
-    ) -> bool:
-        """Whether the step has no transfers, and those before it are done that touched what it
-        writes (device slots) or reads: on_host, (segment, places) of the host pool.
-        """
-        engine, transfers = self._engine, self._transfers
-        if transfers.stores or transfers.loads or transfers.fills:
-            return False
-        host = engine.host
-        slots = (slot for segment, places in on_host for slot in host.slots(segment, places))
-        return engine.stored.are_done(write_slots, slots)
 
     def read_host(self, layer: int, segment: int, places: Sequence[int]) -> Tensor:
         """One layer of a segment of the host pool; compute is about to read these places of it."""

@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
 
+from nanoengine.kv.draft_plan import DraftReads
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.step_kv import StepKV
-from nanoengine.kv.step_planner import PlannedStep
+from nanoengine.kv.step_planner import PlannedStep, StepPlanner
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStep:
+    """A decode step of some items of a batch over the KV on the device: what it writes will be
+    overwritten. num_rows: as in OpenStep; items, positions, num_keys: of each row.
+    """
+
+    kv: StepKV
+    num_rows: int
+    items: tuple[int, ...]
+    positions: tuple[int, ...]
+    num_keys: tuple[int, ...]
 
 
 class OpenStep:
     """kv: what the forward pass writes and reads; num_rows: the sequences that it is laid out
-    for.
+    for; drafts: what is drafted before.
     """
 
-    def __init__(self, planned: PlannedStep, num_seqs: int, memory: KVMemory) -> None:
+    def __init__(
+        self, planned: PlannedStep, num_seqs: int, memory: KVMemory, planner: StepPlanner
+    ) -> None:
         """num_seqs: sequences of the batch."""
         self._planned = planned
+        self._memory = memory
+        self._planner = planner
         self._counters = memory.counters
         self._before = replace(memory.counters)
         self.num_rows = planned.plan.num_rows or num_seqs
-        self.kv = StepKV.open(planned.plan, memory)
+        run = memory.offload.start(planned.plan.transfers) if memory.offload else None
+        self.kv = StepKV.open(planned.plan, memory, run)
+
+    def draft_steps(self) -> Iterator[DraftStep]:
+        """The steps that draft, one after the other; each is to run before the next is taken."""
+        for number in count():
+            drafts = [each for each in self._planned.drafts if each.num_drafts > number]
+            if not drafts:
+                return
+            yield self._draft_step(drafts, number)
+
+    def _draft_step(self, drafts: list[DraftReads], number: int) -> DraftStep:
+        plan = self._planner.plan_draft(drafts, number)
+        return DraftStep(
+            StepKV.open(plan, self._memory),
+            plan.num_rows or len(drafts),
+            tuple(each.index for each in drafts),
+            tuple(each.start + number for each in drafts),
+            tuple(each.num_keys(number, self._memory.block_size) for each in drafts),
+        )
 
     def mark_written(self) -> None:
         """Every layer has stored its keys and values. From here on they may go to the host, and a

@@ -82,7 +82,7 @@ class StepKV:
     """One step's view of the KV cache (context.KVCache).
 
     k_slots, v_slots, stored: as in KVTarget, for the `rows` of a layer's pool. reads: in the order
-    of plan.reads. run: the step's transfers under way; None without a host tier.
+    of plan.reads. run: the step's transfers under way; None if it can have none.
     """
 
     plan: StepPlan
@@ -94,8 +94,8 @@ class StepKV:
     run: TransferRun | None
 
     @classmethod
-    def open(cls, plan: StepPlan, memory: KVMemory) -> StepKV:
-        """Lay out what the step writes and reads, and start its transfers."""
+    def open(cls, plan: StepPlan, memory: KVMemory, run: TransferRun | None = None) -> StepKV:
+        """Lay out what the step writes and reads. run: its transfers, which were started."""
         tensor = memory.device.tensor
         slots = _token_slots(plan, memory.block_size)
         num_stored = sum(write.num_tokens for write in plan.writes)
@@ -112,7 +112,7 @@ class StepKV:
                 ChunkTable.make(part, next(fills) if part.fill else -1, tensor, plan.num_rows)
                 for part in plan.reads
             ],
-            memory.offload.start(plan.transfers) if memory.offload else None,
+            run,
         )
 
     def target(self, layer: int) -> KVTarget:
@@ -127,10 +127,11 @@ class StepKV:
 
         Never on a checking device, which wants to be told of every access.
         """
-        if self.stored is not None or self.memory.device.is_checked:
+        memory, plan = self.memory, self.plan
+        if self.stored is not None or memory.device.is_checked or not plan.transfers.is_none:
             return None
         on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
-        if self.run and not self.run.moves_nothing(self.plan.write_slots, on_host):
+        if memory.offload and not memory.offload.are_stored(plan.write_slots, on_host):
             return None
         return ReplayKey(
             (self.k_slots, self.v_slots, *(tensor for t in self.reads for tensor in t.tensors)),

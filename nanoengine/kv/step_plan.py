@@ -88,6 +88,11 @@ class StepTransfers:
     block_ids: Mapping[int, int] = field(default_factory=dict)
     is_decode: bool = False
 
+    @property
+    def is_none(self) -> bool:
+        """Whether nothing moves."""
+        return not (self.stores or self.loads or self.fills)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -6,11 +6,12 @@ plan_reads cuts what the step reads into calls of the attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable, Write
+from nanoengine.kv.draft_plan import DraftReads, kept_blocks, plan_draft
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.placement import Placement, StepTables, device_slot
 from nanoengine.kv.step_plan import (
@@ -28,6 +29,7 @@ from nanoengine.kv.step_plan import (
 )
 from nanoengine.sequence import RequestMetrics, ScheduledBatch
 
+MAX_DRAFT_TOKENS = 16384  # where much lies on the device, drafts would take long to read it all
 PadDecode = Callable[[int], int]
 Locate = Callable[[int], tuple[int, int]]
 
@@ -35,13 +37,14 @@ Locate = Callable[[int], tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """A plan, and the blocks behind it: those it writes, those it moves (placement), and the
-    metrics of the sequences that read host KV (streamed).
+    metrics of the sequences that read host KV (streamed). drafts: of those that make some first.
     """
 
     plan: StepPlan
     writes: tuple[Write, ...]
     placement: Placement
     streamed: tuple[RequestMetrics, ...]
+    drafts: tuple[DraftReads, ...] = ()
 
 
 class StepPlanner:
@@ -94,7 +97,31 @@ class StepPlanner:
             unseen=unseen,
             transfers=self._transfers(batch, placement, parts, unseen, seen),
         )
-        return PlannedStep(plan, writes, placement, tuple(metrics[index] for index in streamed))
+        counted = tuple(metrics[index] for index in streamed)
+        drafts = tuple(self._drafts(batch, step, placement))
+        return PlannedStep(plan, writes, placement, counted, drafts)
+
+    def plan_draft(self, drafts: Sequence[DraftReads], number: int) -> StepPlan:
+        """The step in which each of these sequences makes draft `number`."""
+        pad = self._pad_decode or (lambda num_rows: 0)
+        return plan_draft(drafts, number, self._spec.block_size, pad(len(drafts)))
+
+    def _drafts(
+        self, batch: ScheduledBatch, step: list[BlockTable], placement: Placement
+    ) -> Iterable[DraftReads]:
+        """What the drafts of the batch read: no block that is still on its way to the device."""
+        size = self._spec.block_size
+        for index, (item, table) in enumerate(zip(batch.items, step, strict=True)):
+            first, stop = item.start // size, -(-(item.start + item.num_tokens) // size)
+            tail = table.blocks[first:stop]
+            if not item.num_drafts or any(block in placement.loads for block in tail):
+                continue
+            before = table.blocks[:first]
+            there = [b.device_slot is not None and b not in placement.loads for b in before]
+            kept = kept_blocks(there, MAX_DRAFT_TOKENS // size)
+            slots = tuple(device_slot(before[i]) for i in kept)
+            tail_slots = tuple(map(device_slot, tail))
+            yield DraftReads(index, item.start, item.num_drafts, slots, tail_slots)
 
     def _writes(self, batch: ScheduledBatch, step: list[BlockTable]) -> Iterable[Write]:
         """Where the KV of the batch's tokens is stored, block by block."""

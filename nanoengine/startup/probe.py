@@ -233,6 +233,10 @@ class ScratchKV:
     def read(self, layer: int) -> Iterator[KVChunk]:
         yield self._chunk
 
+    def draft_steps(self) -> tuple[()]:
+        """None."""
+        return ()
+
     @property
     def kv(self) -> ScratchKV:
         """The forward pass writes and reads it directly."""

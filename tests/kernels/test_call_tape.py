@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from nanoengine.kv.offload import OffloadEngine
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_plan import (
     DEVICE,
+    Load,
     Part,
     SequenceSpan,
     SlotWrite,
@@ -170,15 +173,30 @@ def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
     device = HeldDevice()
     engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), 6, 2, 2)
     engine.start(StepTransfers(stores=(Store(0, 5, 0, 4),))).finish()
-    run = engine.start(StepTransfers())
-    assert not run.moves_nothing((0,), [])
-    assert not run.moves_nothing((1,), [(0, (4, 5))])
-    assert run.moves_nothing((1,), [(0, (4,))])
+    assert not engine.are_stored((0,), [])
+    assert not engine.are_stored((1,), [(0, (4, 5))])
+    assert engine.are_stored((1,), [(0, (4,))])
     device.synchronize()
-    assert run.moves_nothing((0,), [(0, (4, 5))])
-    filling = engine.start(StepTransfers(fills=((5,),)))
-    assert not filling.moves_nothing((1,), [])
+    assert engine.are_stored((0,), [(0, (4, 5))])
     engine.close()
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        {"stores": (Store(0, 5, 0, 4),)},
+        {"loads": (Load(5, 0, 4),)},
+        {"fills": ((5,),)},
+    ],
+)
+def test_a_step_that_moves_kv_is_not_replayed(moved: dict[str, Any]) -> None:
+    device = CpuDevice(1)
+    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2), device)
+    plain = StepPlan(1, 0, (SlotWrite(0, 1, 0, 1),), (1,), ())
+    assert StepKV.open(plain, memory).replay_key() is not None
+    moving = replace(plain, transfers=StepTransfers(**moved))
+    assert StepKV.open(moving, memory).replay_key() is None
+    memory.close()
 
 
 def test_a_checking_device_is_told_of_every_access() -> None:

@@ -1,0 +1,80 @@
+"""PayingDrafts: how many tokens to draft for one request, from what drafts cost and how many were
+right.
+
+A step with k drafts takes plain_s + k * draft_s seconds and gives 1 + p1 + p1 p2 + ... tokens,
+where p_i is how often draft i is right if those before it are. The k with most tokens a second is
+taken, or none where that is hardly more than without.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from itertools import accumulate
+from operator import mul
+
+HOPE = 0.8  # of each draft, before any was checked
+WEIGHT = 0.15  # of what is new in each average
+NUM_PLAIN = 3  # steps without drafts, at first: the time of the fastest counts
+FIRST = 4  # drafts of the first step that has some
+LEAST_GAIN = 1.05
+# Drafts that do not pay are tried again, but may not cost more than that share of the time.
+TRIAL_COST = 0.01
+LEAST_WAIT = 16  # steps from one trial to the next
+
+
+class PayingDrafts:
+    """Chooses for each step of one request (sequence.DraftLength)."""
+
+    def __init__(self, most: int) -> None:
+        """most: drafts a step."""
+        self._right = [HOPE] * most
+        self._plain_s = math.inf
+        self._draft_s: float | None = None
+        self._num_plain = 0
+        self._wait = 0
+        self._began: float | None = None  # when the step under way was planned
+
+    def choose(self) -> int:
+        """How many tokens the step drafts that begins now."""
+        self._began = time.perf_counter()
+        if self._num_plain < NUM_PLAIN:
+            return 0
+        if self._draft_s is None:
+            return min(FIRST, len(self._right))
+        best = self._best(self._draft_s)
+        if best or self._wait > 0:
+            return best
+        self._wait = max(LEAST_WAIT, int(self._draft_s / (self._plain_s * TRIAL_COST)))
+        return 1
+
+    def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
+        """What became of the step, if its guesses are drafts. is_decode: if not, its time says
+        nothing.
+        """
+        if self._began is None:
+            return
+        seconds, self._began = time.perf_counter() - self._began, None
+        self._wait -= 1
+        for depth in range(min(num_right + 1, num_drafts)):
+            self._right[depth] = _moved(self._right[depth], float(depth < num_right))
+        if not is_decode:
+            return
+        if num_drafts:
+            cost = max(0.0, seconds - self._plain_s) / num_drafts
+            self._draft_s = cost if self._draft_s is None else _moved(self._draft_s, cost)
+            return
+        self._num_plain += 1
+        is_early = self._num_plain <= NUM_PLAIN
+        self._plain_s = min(self._plain_s, seconds) if is_early else _moved(self._plain_s, seconds)
+
+    def _best(self, draft_s: float) -> int:
+        """The number with most tokens a second; 0 if none gives LEAST_GAIN."""
+        num_tokens = accumulate(accumulate(self._right, mul), initial=1.0)
+        rates = [tokens / (self._plain_s + k * draft_s) for k, tokens in enumerate(num_tokens)]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        return best if rates[best] >= LEAST_GAIN * rates[0] else 0
+
+
+def _moved(average: float, new: float) -> float:
+    return average + WEIGHT * (new - average)

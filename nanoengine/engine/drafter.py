@@ -1,0 +1,119 @@
+"""Drafter: guesses by decode steps of the model itself over the part of the KV on the device.
+
+No byte crosses the link for a draft, and the host waits for nothing: tokens go from step to step on
+the device. What a draft writes is overwritten by the step that checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from nanoengine.context import AttentionBackend, KVCache
+from nanoengine.devices.device import Device, Readable
+from nanoengine.engine.sampler import Sampler
+from nanoengine.engine.step_inputs import SequenceRows, forward_context
+from nanoengine.models.decoder import Decoder
+from nanoengine.sequence import ScheduledBatch
+
+NOT_DRAFTED = 0  # stands where no draft was made; it is checked as all guesses are
+
+
+class DraftStep(Protocol):
+    """A decode step that drafts (kv.open_step.DraftStep): the batch's items that have a row in it,
+    their positions, and the keys that they see.
+    """
+
+    @property
+    def kv(self) -> KVCache: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def items(self) -> tuple[int, ...]: ...
+    @property
+    def positions(self) -> tuple[int, ...]: ...
+    @property
+    def num_keys(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of a step.
+
+    tokens: int64 [n], on the device; numbers: the same on their way to the host. places: for each
+    item that drafted, where in `tokens` its drafts are, in order.
+    """
+
+    tokens: Tensor
+    numbers: Readable
+    places: dict[int, list[int]]
+
+    def fill(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """The batch with these drafts as guesses. Waits for them."""
+        if not batch.num_drafts:
+            return batch
+        numbers, items = self.numbers.tolist(), []
+        for index, item in enumerate(batch.items):
+            made = [numbers[place] for place in self.places.get(index, ())]
+            missing = [NOT_DRAFTED] * (item.num_drafts - len(made))
+            items.append(item.with_drafts((*made, *missing)))
+        return ScheduledBatch(tuple(items))
+
+
+class Drafter:
+    """Runs the draft steps of a batch."""
+
+    def __init__(
+        self, model: Decoder, attention: AttentionBackend, sampler: Sampler, device: Device
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._sampler = sampler
+        self._device = device
+
+    def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        """Run the steps one after the other; each begins with what the one before it drew."""
+        made: list[Tensor] = []
+        places: dict[int, list[int]] = {}
+        num_made = 0
+        for step in steps:
+            newest = {item: at[-1] for item, at in places.items()}
+            made.append(self._next(batch, step, newest, made))
+            for place, item in enumerate(step.items, num_made):
+                places.setdefault(item, []).append(place)
+            num_made += len(step.items)
+        tokens = torch.cat(made) if made else torch.empty(0, dtype=torch.int64)
+        return Drafts(tokens, self._device.read_back(tokens) if made else tokens, places)
+
+    def _next(
+        self,
+        batch: ScheduledBatch,
+        step: DraftStep,
+        newest: dict[int, int],
+        made: list[Tensor],
+    ) -> Tensor:
+        """What each row of a step draws, int64 [rows]. newest: where among all that was made the
+        newest draft of each item is.
+        """
+        seqs = [batch.items[item].seq for item in step.items]
+        rows = [
+            SequenceRows(seq.token_ids[position : position + 1] or [0], position, num_keys, 1)
+            for seq, position, num_keys in zip(seqs, step.positions, step.num_keys, strict=True)
+        ]
+        ctx = forward_context(rows, step.num_rows, step.kv, self._attention, self._device)
+        if made:
+            num_before = sum(map(len, made[:-1]))
+            at = [newest[item] - num_before for item in step.items]
+            last = made[-1]
+            is_same = at == [*range(len(last))]
+            ctx.token_ids[: len(rows)] = (
+                last if is_same else last[self._device.tensor(at, torch.int64)]
+            )
+        hidden = self._model.forward(ctx)
+        logits = self._model.logits(hidden[: len(rows)])
+        positions = [position + 1 for position in step.positions]
+        return self._sampler.sample(logits, seqs, positions).clamp_(min=0)

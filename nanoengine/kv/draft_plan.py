@@ -1,0 +1,74 @@
+"""Plans of draft steps: decode steps that read only the KV on the device. Integers, no torch.
+
+A streamed sequence drafts some tokens over a part of its context, and one step over all of it
+checks them (self-speculation as in TriForce, Sun et al. 2024). Drafts write their keys and values
+where that step, layer by layer, writes its own before it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoengine.kv.step_plan import DEVICE, Part, SequenceSpan, SlotWrite, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReads:
+    """What the drafts of one sequence read and write, as device slots.
+
+    index: of its item in the batch. start: position of its newest token. kept: full blocks before
+    the one that holds this token, in logical order, others left out. tail: that block and those
+    after it.
+    """
+
+    index: int
+    start: int
+    num_drafts: int
+    kept: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    def num_keys(self, number: int, block_size: int) -> int:
+        """Keys that draft `number` sees."""
+        return len(self.kept) * block_size + self.start % block_size + number + 1
+
+    def write(self, row: int, number: int, block_size: int) -> SlotWrite:
+        """Where draft `number` writes; it is row `row` of its step."""
+        block, offset = divmod(self.start % block_size + number, block_size)
+        return SlotWrite(row, self.tail[block], offset, 1)
+
+    def span(self, row: int, number: int, block_size: int) -> SequenceSpan:
+        """What draft `number` reads. Blocks are counted from 0: keys carry their position, and a
+        window holds as many keys.
+        """
+        num_blocks = -(-self.num_keys(number, block_size) // block_size)
+        return SequenceSpan(row, 0, (*self.kept, *self.tail)[:num_blocks])
+
+
+def plan_draft(
+    reads: Sequence[DraftReads], number: int, block_size: int, num_rows: int
+) -> StepPlan:
+    """The step in which each of these sequences makes draft `number`; a row each, no transfers.
+
+    num_rows: as in StepPlan.
+    """
+    writes = tuple(each.write(row, number, block_size) for row, each in enumerate(reads))
+    return StepPlan(
+        num_tokens=len(reads),
+        num_rows=num_rows,
+        writes=writes,
+        write_slots=tuple(write.slot for write in writes),
+        reads=(
+            Part(DEVICE, tuple(r.span(row, number, block_size) for row, r in enumerate(reads))),
+        ),
+    )
+
+
+def kept_blocks(is_there: Sequence[bool], most: int) -> list[int]:
+    """Which blocks before the tail drafts read: of those on the device, the first and the most
+    recent ones, `most` in all.
+    """
+    there = [index for index, is_here in enumerate(is_there) if is_here]
+    if len(there) <= most:
+        return there
+    return there[:1] + there[len(there) - most + 1 :]
