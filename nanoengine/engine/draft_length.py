@@ -28,7 +28,8 @@ class PayingDrafts:
 
     def __init__(self, most: int) -> None:
         """most: drafts a step."""
-        self._right = [HOPE] * most
+        self._most = most
+        self._right: list[float] = []  # of each draft that was ever checked
         self._plain_s = math.inf
         self._draft_s: float | None = None
         self._num_plain = 0
@@ -41,7 +42,7 @@ class PayingDrafts:
         if self._num_plain < NUM_PLAIN:
             return 0
         if self._draft_s is None:
-            return min(FIRST, len(self._right))
+            return min(FIRST, self._most)
         best = self._best(self._draft_s)
         if best or self._wait > 0:
             return best
@@ -57,6 +58,8 @@ class PayingDrafts:
         seconds, self._began = time.perf_counter() - self._began, None
         self._wait -= 1
         for depth in range(min(num_right + 1, num_drafts)):
+            if depth == len(self._right):
+                self._right.append(self._right[-1] if self._right else HOPE)
             self._right[depth] = _moved(self._right[depth], float(depth < num_right))
         if not is_decode:
             return
@@ -70,7 +73,9 @@ class PayingDrafts:
 
     def _best(self, draft_s: float) -> int:
         """The number with most tokens a second; 0 if none gives LEAST_GAIN."""
-        num_tokens = accumulate(accumulate(self._right, mul), initial=1.0)
+        deepest = self._right[-1] if self._right else HOPE
+        right = self._right + [deepest] * (self._most - len(self._right))
+        num_tokens = accumulate(accumulate(right, mul), initial=1.0)
         rates = [tokens / (self._plain_s + k * draft_s) for k, tokens in enumerate(num_tokens)]
         best = max(range(len(rates)), key=rates.__getitem__)
         return best if rates[best] >= LEAST_GAIN * rates[0] else 0

@@ -23,7 +23,7 @@ class Block:
 
     The device copy, where there is a device slot, holds all of them. `block_id` is never used
     again. `key` is set while the block, full and computed, is published: it can be found under
-    `parent`.
+    `parent`. heat: its share of the attention of a sequence that drafts; see BlockHeat.
     """
 
     block_id: int = -1
@@ -34,6 +34,7 @@ class Block:
     host_len: int = 0
     key: BlockKey | None = None
     parent: Block | None = None
+    heat: float = 0.0
 
     @property
     def is_on_host(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nanoengine.devices.device import Device
+from nanoengine.kv.block_heat import BlockHeat
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable, StepBudget
 from nanoengine.kv.kv_memory import KVMemory
@@ -50,6 +51,7 @@ class HybridKVCacheManager:
         self._prefix_cache = PrefixCache(self.blocks, spec, enable_prefix_caching)
         locate = self.memory.offload.host.locate if self.memory.offload else None
         self._planner = StepPlanner(spec, self.blocks, locate, pad_decode)
+        self._heat = BlockHeat(device)
         self._budget = StepBudget(0)
 
     # -- for the scheduler -------------------------------------------------------------------------
@@ -195,9 +197,12 @@ class HybridKVCacheManager:
 
     def open_step(self, batch: ScheduledBatch) -> OpenStep:
         """Place the blocks that the step writes, plan what it reads, and start its transfers."""
+        self._heat.fold()
         planned = self._planner.plan(batch, self.tables)
         self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
-        return OpenStep(planned, len(batch.items), self.memory, self._planner)
+        if planned.streamed:
+            self._heat.begin(batch, self.tables)
+        return OpenStep(planned, len(batch.items), self.memory, self._planner, self._heat)
 
     # -- for the engine and its user ---------------------------------------------------------------
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
+from torch import Tensor
+
+from nanoengine.kv.block_heat import BlockHeat
 from nanoengine.kv.draft_plan import DraftReads
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.step_kv import StepKV
@@ -31,17 +34,28 @@ class OpenStep:
     """
 
     def __init__(
-        self, planned: PlannedStep, num_seqs: int, memory: KVMemory, planner: StepPlanner
+        self,
+        planned: PlannedStep,
+        num_seqs: int,
+        memory: KVMemory,
+        planner: StepPlanner,
+        heat: BlockHeat,
     ) -> None:
-        """num_seqs: sequences of the batch."""
+        """num_seqs: sequences of the batch. heat: has begun the step, if anyone drafts in it."""
         self._planned = planned
         self._memory = memory
         self._planner = planner
+        self._heat = heat
         self._counters = memory.counters
         self._before = replace(memory.counters)
         self.num_rows = planned.plan.num_rows or num_seqs
         run = memory.offload.start(planned.plan.transfers) if memory.offload else None
         self.kv = StepKV.open(planned.plan, memory, run)
+
+    @property
+    def block_mass(self) -> Tensor | None:
+        """See ForwardContext."""
+        return self._heat.mass
 
     def draft_steps(self) -> Iterator[DraftStep]:
         """The steps that draft, one after the other; each is to run before the next is taken."""
@@ -67,6 +81,7 @@ class OpenStep:
         """
         for write in self._planned.writes:
             write.block.num_tokens = max(write.block.num_tokens, write.offset + write.num_tokens)
+        self._heat.end()
 
     def close(self) -> None:
         """Wait for what is still under way; to be called whether the step succeeded or not."""

@@ -49,21 +49,24 @@ class Rank:
     length_rank: int
     is_shared: bool
     is_first: bool
+    heat: float
     index: int
 
 
 PREEMPTED, RUNNING, IN_STEP = range(3)
+HOTTER = 1.5  # times as hot: or blocks would go back and forth
+SWAPPED_SHARE = 8  # one in so many blocks of the device may be swapped in a step
 ANY_LENGTH = 1  # a length_rank above that of every sequence
 
 
 def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
     """The order in which blocks lose their device copy when the device is full.
 
-    Preempted sequences lose blocks before running ones, and these before those in the step. Then
-    long sequences (by powers of two) before short ones, so that a short one stays resident beside a
-    long one; blocks of one sequence before shared ones; middle blocks, oldest first, before the
-    first block; kept blocks last. Among equals any choice streams the same bytes: a step reads
-    every block once.
+    Preempted sequences first, then running ones outside the step, then those in the step; within
+    each, blocks of long sequences before those of short ones, so that a short one stays resident
+    beside a long one; blocks of one sequence before shared ones; middle blocks, those that get
+    least attention and then the oldest first, before the first block; kept blocks last. Among
+    equals any choice streams the same bytes: a step reads every block once.
     """
     ranks: dict[Block, Rank] = {}
     for priority, group in enumerate((tables.preempted, tables.running, tables.in_step)):
@@ -76,10 +79,15 @@ def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
                         length_rank=_length_rank(blocks),
                         is_shared=block.ref_count > 1,
                         is_first=index == 0,
+                        heat=block.heat,
                         index=index,
                     )
                     ranks[block] = max(rank, ranks.get(block, rank))
     return ranks
+
+
+def _heat(block: Block) -> float:
+    return block.heat
 
 
 def _length_rank(blocks: list[Block]) -> int:
@@ -127,6 +135,19 @@ class Placement:
                     if slot is None:
                         return
                     self._move_in(block, slot)
+
+    def swap_hot(self, blocks: list[Block]) -> None:
+        """Bring the blocks of a sequence that attention looks at most to the device, in place of
+        those that it looks at least. A few at a time: each swap is one more block on the link.
+        """
+        middle = [b for b in blocks[1:-1] if b not in self._pinned and b not in self._tables.kept]
+        there = sorted((b for b in middle if b.device_slot is not None), key=_heat)
+        away = (b for b in middle if b.device_slot is None and b.num_tokens)
+        hottest = sorted(away, key=_heat, reverse=True)[: max(1, len(there) // SWAPPED_SHARE)]
+        for cold, hot in zip(there, hottest, strict=False):
+            if hot.heat <= HOTTER * cold.heat or not self._save(cold):
+                return
+            self._move_in(hot, self._blocks.drop_device(cold))
 
     def moved_tokens(self, blocks: list[Block]) -> tuple[int, int]:
         """How many tokens of these blocks are loaded, and how many are stored."""

@@ -137,6 +137,9 @@ class StepPlanner:
         placement.place(list(dict.fromkeys(write.block for write in writes)))
         if self._spec.slot_blocks:
             placement.promote()
+            for item in batch.items:
+                if item.seq.draft_length is not None and not item.seq.is_prefill:
+                    placement.swap_hot(tables[item.seq.seq_id].held)
         return placement
 
     def _step_tables(self, batch: ScheduledBatch, tables: Mapping[int, BlockTable]) -> StepTables:

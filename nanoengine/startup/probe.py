@@ -204,6 +204,7 @@ class ScratchKV:
     ) -> None:
         """size: tokens of a block. lengths: tokens of the sequences, none of which has KV yet."""
         self.num_rows = len(lengths)
+        self.block_mass = None
         counts = [-(-length // size) for length in lengths]
         firsts = [*accumulate(counts, initial=0)]
         shape = (firsts[-1], 2, size, model.num_kv_heads, model.head_dim)

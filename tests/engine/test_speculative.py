@@ -203,5 +203,5 @@ def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
 
 def test_what_is_no_speculation_is_refused(tiny: Callable[[str], Path]) -> None:
     for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", 4):
-        with pytest.raises(ConfigError, match='"ngram:K\+resident:K" with K from 1 to 64'):
+        with pytest.raises(ConfigError, match=r'"ngram:K\+resident:K" with K from 1 to 64'):
             small_engine(tiny("llama"), speculative=wrong)

@@ -1,0 +1,97 @@
+"""PayingDrafts against simulated requests: it never costs much, and comes near the best number."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nanoengine.engine import draft_length
+from nanoengine.engine.draft_length import FIRST, NUM_PLAIN, PayingDrafts
+
+MOST = 12
+
+
+class Clock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(draft_length, "time", clock)
+    return clock
+
+
+def run(clock: Clock, draft_s: float, right: float, num_tokens: int, noise: float = 0.0) -> float:
+    """Tokens a second of a request whose steps take 1 s and `draft_s` more a draft."""
+    drafts, dice = PayingDrafts(MOST), random.Random(3)
+    done, began = 0, clock.now
+    while done < num_tokens:
+        num_drafts = drafts.choose()
+        clock.now += (1 + num_drafts * draft_s) * (1 + noise * dice.random())
+        num_right = 0
+        while num_right < num_drafts and dice.random() < right:
+            num_right += 1
+        drafts.record(num_drafts, num_right, is_decode=True)
+        done += 1 + num_right
+    return done / (clock.now - began)
+
+
+def best(draft_s: float, right: float) -> float:
+    """Tokens a second of the best constant number."""
+    return max(sum(right**i for i in range(k + 1)) / (1 + k * draft_s) for k in range(MOST + 1))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+@pytest.mark.parametrize("draft_s", [0.0, 0.02, 0.1, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("right", [0.0, 0.3, 0.7, 0.95, 1.0])
+def test_it_comes_near_the_best_number(
+    clock: Clock, draft_s: float, right: float, noise: float
+) -> None:
+    got = run(clock, draft_s, right, 2000, noise) * (1 + noise / 2)
+    assert got >= 0.88 * best(draft_s, right)
+    assert got >= 0.97
+
+
+def test_the_first_steps_tell_the_cost(clock: Clock) -> None:
+    drafts = PayingDrafts(MOST)
+    for _ in range(NUM_PLAIN):
+        assert drafts.choose() == 0
+        clock.now += 1
+        drafts.record(0, 0, is_decode=True)
+    assert drafts.choose() == FIRST
+
+
+def test_a_step_with_other_work_says_nothing_of_the_time(clock: Clock) -> None:
+    drafts = PayingDrafts(MOST)
+    for seconds in (1.0, 1.0, 1.0, 1.2):
+        num_drafts = drafts.choose()
+        clock.now += seconds
+        drafts.record(num_drafts, num_drafts, is_decode=True)
+    for _ in range(20):
+        num_drafts = drafts.choose()
+        clock.now += 50.0
+        drafts.record(num_drafts, num_drafts, is_decode=False)
+    assert drafts.choose() == MOST
+
+
+def test_guesses_of_others_are_not_counted(clock: Clock) -> None:
+    """What prompt lookup guessed says nothing of drafts."""
+    drafts = PayingDrafts(MOST)
+    for _ in range(50):
+        drafts.record(4, 0, is_decode=True)
+    for _ in range(NUM_PLAIN):
+        drafts.choose()
+        clock.now += 1
+        drafts.record(0, 0, is_decode=True)
+    assert drafts.choose() == FIRST
+    clock.now += 1.04
+    drafts.record(FIRST, FIRST, is_decode=True)
+    assert drafts.choose() > FIRST
