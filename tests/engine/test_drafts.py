@@ -1,0 +1,239 @@
+"""Drafts over the KV on the device: the output depends neither on who drafts nor on where KV lies,
+drafts move nothing, and nothing of them stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import STREAMED, Driver, small_engine
+from marks import needs_compiler, use_our_products
+from torch import Tensor
+
+from nanoengine import SamplingParams
+from nanoengine.engine.draft_length import PayingDrafts
+from nanoengine.engine.drafter import Drafts, DraftStep
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kv.step_plan import DEVICE
+from nanoengine.outputs import RequestOutput
+from nanoengine.sequence import ScheduledBatch
+
+MOST = 5
+PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for i in range(n)] for j, n in enumerate((150, 70, 9))]
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "logprobs": 2}
+PARAMS = [
+    SamplingParams(max_tokens=40, **GREEDY),
+    SamplingParams(max_tokens=33, **GREEDY | {"temperature": 0.9, "seed": 5}),
+    SamplingParams(max_tokens=60, **GREEDY),
+]
+SETTINGS = STREAMED | {"debug_kv": True, "measure_speed": False}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "few blocks": {},
+    "many blocks": {"num_gpu_blocks": 20, "ring_slots": 2},
+    "blocks of two": {"num_gpu_blocks": 24, "kvcache_block_size": 2, "slot_tokens": 2},
+    "one at a time": {"max_num_seqs": 1},
+    "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 3},
+    "no prefix cache": {"enable_prefix_caching": False},
+}
+
+
+class FixedDrafter:
+    """Makes the drafts of a function of (sequence id, position), without a model."""
+
+    def __init__(self, token: Callable[[int, int], int]) -> None:
+        self._token = token
+
+    def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        made: list[int] = []
+        places: dict[int, list[int]] = {}
+        for step in steps:
+            for item, position in zip(step.items, step.positions, strict=True):
+                places.setdefault(item, []).append(len(made))
+                made.append(self._token(batch.items[item].seq.seq_id, position + 1))
+        tokens = torch.tensor(made, dtype=torch.int64)
+        return Drafts(tokens, tokens, places)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every streamed step drafts, whether it pays or not."""
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: MOST)
+
+
+def run(engine: LLMEngine) -> list[RequestOutput]:
+    return Driver(engine).run(PROMPTS, PARAMS)
+
+
+def scored(outputs: list[RequestOutput]) -> list[tuple[list[int], Tensor]]:
+    """Ids and log probabilities."""
+    made = [output.outputs[0] for output in outputs]
+    return [
+        (
+            m.token_ids,
+            torch.tensor([e[t].logprob for e, t in zip(m.logprobs, m.token_ids, strict=True)]),
+        )
+        for m in made
+    ]
+
+
+def without_drafts(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]]:
+    engine = small_engine(path, **SETTINGS | settings)
+    outputs = run(engine)
+    engine.close()
+    return scored(outputs)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_tokens_are_those_without_drafts(
+    tiny: Callable[[str], Path], name: str, layout: dict[str, Any]
+) -> None:
+    """Twice: what the first run published must hold nothing of what was drafted wrong."""
+    expected = without_drafts(tiny(name))
+    engine = small_engine(tiny(name), speculative=f"resident:{MOST}", **SETTINGS | layout)
+    for _ in range(2):
+        outputs = run(engine)
+        for (ids, logprobs), (right, as_before) in zip(scored(outputs), expected, strict=True):
+            assert ids == right and torch.allclose(logprobs, as_before, atol=1e-4)
+    assert sum(output.metrics.num_guessed for output in outputs) > 10
+    engine.close()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("drafter", ["resident", "random", "oracle", "none"])
+def test_bits_depend_on_no_drafter(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """With products of our own, whose rows do not depend on the batch: log probabilities too."""
+    use_our_products(monkeypatch)
+    expected = without_drafts(tiny("llama"), dtype="bfloat16")
+    engine = small_engine(
+        tiny("llama"), speculative=f"resident:{MOST}", dtype="bfloat16", **SETTINGS
+    )
+    whole = [prompt + ids for prompt, (ids, _) in zip(PROMPTS, expected, strict=True)]
+    if drafter == "random":
+        engine.runner.drafter = FixedDrafter(lambda seq, at: (seq * 37 + at * 101) % 256)
+    elif drafter == "oracle":
+        engine.runner.drafter = FixedDrafter(lambda seq, at: whole[seq][at])
+    elif drafter == "none":
+        engine.runner.drafter = FixedDrafter(lambda seq, at: 0)
+    outputs = run(engine)
+    for (ids, logprobs), (right, as_before) in zip(scored(outputs), expected, strict=True):
+        assert ids == right and torch.equal(logprobs, as_before)
+    guessed = sum(output.metrics.num_guessed for output in outputs)
+    accepted = sum(output.metrics.num_accepted for output in outputs)
+    assert guessed > 50
+    if drafter == "oracle":
+        assert accepted == guessed
+    if drafter == "none":
+        assert accepted < guessed / 10
+    engine.close()
+
+
+@pytest.mark.usefixtures("always")
+def test_drafts_read_the_device_alone_and_leave_nothing(tiny: Callable[[str], Path]) -> None:
+    """What no draft may read is NaN: freed KV, and what is left of wrong drafts after each step."""
+    engine = small_engine(tiny("llama"), speculative=f"resident:{MOST}", **SETTINGS)
+    driver, kv = Driver(engine), engine.kv
+    drafted, moved = [], []
+
+    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        before = kv.counters.h2d_bytes
+        computed = [item.seq.num_computed for item in batch.items]
+        made = draft(batch, steps)
+        moved.append(kv.counters.h2d_bytes - before)
+        assert computed == [item.seq.num_computed for item in batch.items]
+        return made
+
+    def opened(batch: ScheduledBatch) -> Any:
+        step = open_step(batch)
+        steps = step.draft_steps
+
+        def each() -> Iterable[DraftStep]:
+            for one in steps():
+                drafted.append(one)
+                plan = one.kv.plan
+                assert plan.transfers.is_none and one.kv.run is None
+                assert {part.tier for part in plan.reads} == {DEVICE}
+                yield one
+
+        step.draft_steps = each
+        return step
+
+    draft, engine.runner.drafter.draft = engine.runner.drafter.draft, watched
+    open_step, kv.open_step = kv.open_step, opened
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        engine.add_request(prompt, params)
+    while engine.has_unfinished_requests:
+        driver.step()
+        for table in kv.tables.values():
+            held = sum(block.num_tokens for block in table.blocks)
+            assert held == max(table.seq.num_computed, table.num_shared_tokens)
+            poison_after(engine, table)
+    assert len(drafted) > 50 and not any(moved)
+    for rows in driver.logits.values():
+        assert all(row.isfinite().all() for row in rows)
+    engine.close()
+
+
+def poison_after(engine: LLMEngine, table: Any) -> None:
+    """NaN in the slots after a sequence's computed tokens."""
+    size, pool = engine.kv.spec.block_size, engine.kv.memory.pool
+    for index, block in enumerate(table.blocks):
+        first = max(0, table.seq.num_computed - index * size)
+        if block.device_slot is not None and first < size:
+            pool[:, block.device_slot, :, first:] = torch.nan
+
+
+@pytest.mark.usefixtures("always")
+def test_a_right_draft_saves_a_pass_over_the_link(tiny: Callable[[str], Path]) -> None:
+    expected = without_drafts(tiny("llama"))
+    whole = [prompt + ids for prompt, (ids, _) in zip(PROMPTS, expected, strict=True)]
+    moved = []
+    for settings in ({}, {"speculative": f"resident:{MOST}"}):
+        engine = small_engine(tiny("llama"), **SETTINGS, **settings)
+        engine.runner.drafter = FixedDrafter(lambda seq, at: whole[seq][at])
+        (output,) = Driver(engine).run(PROMPTS[:1], PARAMS[:1])
+        moved.append(output.metrics.h2d_bytes)
+        engine.close()
+    assert moved[1] < 1.6 * moved[0] / (1 + MOST)
+
+
+@pytest.mark.usefixtures("always")
+def test_who_does_not_stream_does_not_draft(tiny: Callable[[str], Path]) -> None:
+    engine = small_engine(tiny("llama"), speculative=f"resident:{MOST}")
+    assert all(output.metrics.num_guessed == 0 for output in run(engine))
+    engine.close()
+
+
+@pytest.mark.usefixtures("always")
+def test_what_follows_history_and_beams_do_not_draft(tiny: Callable[[str], Path]) -> None:
+    engine = small_engine(tiny("llama"), speculative=f"resident:{MOST}", **SETTINGS)
+    params = [SamplingParams(max_tokens=9, repetition_penalty=1.2), SamplingParams(max_tokens=9)]
+    penalized, plain = Driver(engine).run(PROMPTS[:1] * 2, params)
+    assert penalized.metrics.num_guessed == 0 < plain.metrics.num_guessed
+    engine.close()
+
+
+@pytest.mark.usefixtures("always")
+def test_lookup_comes_first(tiny: Callable[[str], Path]) -> None:
+    """Where it finds nothing, the step drafts."""
+    engine = small_engine(tiny("llama"), speculative="ngram:3+resident:5", **SETTINGS)
+    seen = set()
+    launch = engine.runner.launch
+
+    def watched(batch: ScheduledBatch, *rest: Any) -> Any:
+        seen.update((len(item.guesses), item.num_drafts) for item in batch.items)
+        return launch(batch, *rest)
+
+    engine.runner.launch = watched
+    prompt = [5, 16, 27] * 40
+    Driver(engine).run([prompt, PROMPTS[0]], [PARAMS[0], PARAMS[0]])
+    assert {(3, 0), (0, 5)} <= seen and not any(a and b for a, b in seen)
+    engine.close()
