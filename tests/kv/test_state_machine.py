@@ -3,8 +3,9 @@
 hypothesis draws pools, chunks and limits, then adds requests that share beginnings of every length,
 steps, aborts, preempts, evicts, resets, fails steps and copies, and lets copies come as early or as
 late as events allow. shadow.py is the engine: the real scheduler and KV manager over hashes for
-keys; shadow_drafts.py drafts for it, rightly and wrongly. After every call all that docs/kv_offload.md promises must hold (ShadowEngine.check), and at
-the end every answer must be right and everything must be free.
+keys; shadow_drafts.py drafts for it, rightly and wrongly. After every call all that
+docs/kv_offload.md promises must hold (ShadowEngine.check), and at the end every answer must be
+right and everything must be free.
 
     python tests/kv/test_state_machine.py --minutes 20 [--json FILE]    new seeds for so long
     python tests/kv/test_state_machine.py --seed 3 --mode stream        one, with a minimal program
