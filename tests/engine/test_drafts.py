@@ -55,7 +55,7 @@ class FixedDrafter:
                 places.setdefault(item, []).append(len(made))
                 made.append(self._token(batch.items[item].seq.seq_id, position + 1))
         tokens = torch.tensor(made, dtype=torch.int64)
-        return Drafts(tokens, tokens, places)
+        return Drafts(tokens, places)
 
 
 @pytest.fixture
