@@ -145,11 +145,13 @@ class AttentionBackend(Protocol):
 
     can_replay: what it does depends on the tensors of a context alone, not on its `lengths`.
     is_batch_invariant: the bits of a row depend on its own tokens and positions alone.
+    reports_mass: adds to ForwardContext.block_mass; a backend that does not leaves it as it is.
     """
 
     name: str
     can_replay: bool
     is_batch_invariant: bool
+    reports_mass: bool
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         """q is [tokens, heads, head_dim]; so is the result, in the same dtype.
@@ -169,6 +171,13 @@ class ForwardContext:
     kv_lens       int32 [n]: keys of sequence i once this step's are written
     lengths       (query tokens, kv_lens) of each sequence, for backends driven from Python
     logit_rows    int64 [m]: the tokens whose logits are wanted
+    block_mass    None, or float32 [n, blocks] with a place for every block that has keys: for
+                  sequence i and its logical block b, attention adds the probability that the
+                  queries of sequence i give to the keys of b, summed over these queries, all heads
+                  and all layers without a window. While a layer runs, this takes 8 bytes of memory
+                  for each query, head and block (in Triton, tile of keys).
+
+    A decode step asks for no mass: it may be replayed, and a replay would report none.
     """
 
     token_ids: Tensor
@@ -179,3 +188,7 @@ class ForwardContext:
     logit_rows: Tensor
     kv: KVCache
     attention: AttentionBackend
+    block_mass: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.block_mass is None or len(self.token_ids) != len(self.lengths)

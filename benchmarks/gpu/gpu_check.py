@@ -22,6 +22,7 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -35,6 +36,7 @@ from driver import Driver
 from tqdm import tqdm
 
 import nanoengine
+from benchmarks.gpu.gpu_drafts import drafts, sharing
 from benchmarks.gpu.gpu_measure import (
     LLAMA_8B,
     ON_GPU,
@@ -52,6 +54,7 @@ from benchmarks.gpu.gpu_measure import (
 from benchmarks.induction import write_checkpoint
 from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry
+from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 
 BLOCK = 8
@@ -100,22 +103,23 @@ def are_greedy(folder: Path, answers: list[list[int]], num_out: int) -> bool:
 
 
 def parity(
-    folder: Path, scale: Scale, backend: str = "auto", rings: Sequence[int] = (2, 3, 4)
+    folder: Path, scale: Scale, rings: Sequence[int] = (2, 3, 4), **others: Any
 ) -> dict[str, Any]:
     """fp32 greedy ids against transformers on the CPU: resident, and streamed with these rings,
-    delays before copies.
+    delays before copies. others: settings.
     """
     result: dict[str, Any] = {}
     for ring in (0, *rings):
         streamed = STREAM | {"ring_slots": ring, "debug_copy_delay_ms": 0.2}
         settings = streamed if ring else {"num_gpu_blocks": 200}
-        made = engine(folder, scale.device, dtype="float32", attention_backend=backend, **settings)
+        made = engine(folder, scale.device, dtype="float32", **settings, **others)
         driver = Driver(made)
         outputs = driver.run(prompts(), scale.greedy)
         equal = are_greedy(folder, [o.outputs[0].token_ids for o in outputs], scale.num_out)
         result[f"ring_{ring}" if ring else "resident"] = {
             "ids_equal": equal,
             "attention": made.plan.attention,
+            "guessed": sum(o.metrics.num_guessed for o in outputs if o.metrics is not None),
             "h2d_bytes": made.kv.counters.h2d_bytes,
             "checked_accesses": getattr(made.device, "num_checked", 0),
             "queued": queued(made),
@@ -123,6 +127,15 @@ def parity(
         }
         made.close()
     return result
+
+
+def parity_with_drafts(folder: Path, scale: Scale) -> dict[str, Any]:
+    """The same with drafts in each streamed step."""
+    with mock.patch.object(PayingDrafts, "choose", lambda self: 3):
+        found = parity(folder, scale, (2, 3), speculative="resident:3")
+    for ring, row in found.items():
+        row["ok"] &= (row["guessed"] > 0) == (ring != "resident")
+    return found
 
 
 def bitwise(folder: Path, scale: Scale, block: int) -> dict[str, Any]:
@@ -378,7 +391,8 @@ def main() -> int:
         checks: dict[str, Callable[[], Any]] = {
             "link": lambda: link(args.device),
             "parity_llama": lambda: parity(llama, scale),
-            "parity_llama_sdpa": lambda: parity(llama, scale, "sdpa", (2,)),
+            "parity_llama_sdpa": lambda: parity(llama, scale, (2,), attention_backend="sdpa"),
+            "parity_with_drafts": lambda: parity_with_drafts(llama, scale),
             "parity_qwen3": lambda: parity(qwen, scale),
             "parity_smollm3": lambda: parity(smollm3, scale),
             "parity_gemma3": lambda: parity(gemma3, scale),
@@ -396,6 +410,8 @@ def main() -> int:
             "workload": lambda: workload(small, scale, gb_per_s("device_read_gb_per_s"), args.vllm),
             "lightly_streamed": lambda: lightly_streamed(large, scale, gb_per_s("h2d_gb_per_s")),
             "many_streamed": lambda: many_streamed(large, scale, gb_per_s("h2d_gb_per_s")),
+            "sharing": lambda: sharing(large, scale),
+            "drafts": lambda: drafts(large, scale),
             "long_context": lambda: long_context(large, scale, gb_per_s("h2d_gb_per_s")),
         }
         if args.only:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, SoftmaxState
-from nanoengine.kernels.cpu_kernels import CpuKernels, Workspace
+from nanoengine.kernels.cpu_kernels import CpuKernels, MassBuffers, Workspace
 
 
 class CpuAttention:
@@ -15,6 +15,7 @@ class CpuAttention:
 
     can_replay = True
     is_batch_invariant = True
+    reports_mass = True
 
     def __init__(self, config: AttentionConfig, kernels: CpuKernels) -> None:
         self.name = f"C kernel ({kernels.isa})"
@@ -30,6 +31,8 @@ class CpuAttention:
             self._workspace.buffer("row_sum", (tokens, heads), torch.float32),
             self._workspace.buffer("acc", (tokens, heads, head_dim), torch.float32),
         )
+        window = self._config.window(layer)
+        mass = None if window is not None else self._mass_buffers(q, ctx)
         for number, chunk in enumerate(ctx.kv.read(layer)):
             self._kernels.attend(
                 q,
@@ -40,7 +43,15 @@ class CpuAttention:
                 self._config.score_scale,
                 number == 0,
                 out if chunk.is_last else None,
-                self._config.window(layer),
+                window,
                 self._config.softcap,
+                mass,
             )
         return out
+
+    def _mass_buffers(self, q: Tensor, ctx: ForwardContext) -> MassBuffers | None:
+        if ctx.block_mass is None:
+            return None
+        shape = (2, *q.shape[:2], ctx.block_mass.shape[1])
+        kept = self._workspace.buffer("block_states", shape, torch.float32)
+        return MassBuffers(ctx.block_mass, kept)

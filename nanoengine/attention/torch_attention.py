@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import accumulate, count
 
 import torch
@@ -11,11 +13,23 @@ from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, SoftmaxState
 
 
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What some rows gave to a block, as softmax states [rows, heads]."""
+
+    sequence: int
+    block: int
+    rows: slice
+    row_max: Tensor
+    row_sum: Tensor
+
+
 class TorchAttention:
     """Plain PyTorch, one block of one sequence at a time: the reference for other backends."""
 
     can_replay = False
     is_batch_invariant = False
+    reports_mass = True
 
     def __init__(self, config: AttentionConfig) -> None:
         self.name = "torch"
@@ -29,8 +43,12 @@ class TorchAttention:
         state = self._state
         state.start(q)
         window = self._config.window(layer)
+        mass = ctx.block_mass if window is None else None
+        shares: list[_Share] | None = None if mass is None else []
         for chunk in ctx.kv.read(layer):
-            self._attend(q, chunk, ctx.lengths, state, window)
+            self._attend(q, chunk, ctx.lengths, state, window, shares)
+        if mass is not None and shares:
+            _add_mass(mass, shares, state)
         return (state.acc / state.row_sum.unsqueeze(-1)).to(q.dtype)
 
     def _attend(
@@ -40,6 +58,7 @@ class TorchAttention:
         lengths: tuple[tuple[int, int], ...],
         state: SoftmaxState,
         window: int | None,
+        shares: list[_Share] | None,
     ) -> None:
         block_size = chunk.k.shape[1]
         stops = list(accumulate(num_queries for num_queries, _ in lengths))
@@ -55,7 +74,11 @@ class TorchAttention:
                 if num_keys > 0 and first < last:
                     rows = slice(stop - kv_len + first, stop - kv_len + last)
                     k, v = chunk.k[block, :num_keys], chunk.v[block, :num_keys]
-                    self._fold(q[rows], k, v, last - position, rows, state, window)
+                    row_sum = self._fold(q[rows], k, v, last - position, rows, state, window)
+                    if shares is not None:
+                        row_max = state.row_max[rows].clone()
+                        share = _Share(index, position // block_size, rows, row_max, row_sum)
+                        shares.append(share)
 
     def _fold(
         self,
@@ -66,9 +89,9 @@ class TorchAttention:
         rows: slice,
         state: SoftmaxState,
         window: int | None,
-    ) -> None:
+    ) -> Tensor:
         """Fold one block into `rows`. The last row is `visible` - 1 keys after the block's first
-        key; each row sees the last `window` keys up to itself.
+        key; each row sees the last `window` keys up to itself. Returns the sum of the block alone.
         """
         num_rows, heads, head_dim = q.shape
         num_keys, kv_heads = k.shape[:2]
@@ -92,6 +115,15 @@ class TorchAttention:
         values = v.float().permute(1, 0, 2).unsqueeze(1)
         out = weights.view(kv_heads, -1, num_rows, num_keys) @ values
         state.row_max[rows] = new_max
-        state.row_sum[rows] = state.row_sum[rows] * decay + weights.sum(-1).T
+        row_sum = weights.sum(-1).T
+        state.row_sum[rows] = state.row_sum[rows] * decay + row_sum
         out = out.reshape(heads, num_rows, head_dim).transpose(0, 1)
         state.acc[rows] = state.acc[rows] * decay.unsqueeze(-1) + out
+        return row_sum
+
+
+def _add_mass(mass: Tensor, shares: Iterable[_Share], state: SoftmaxState) -> None:
+    """Add them to the mass [sequences, blocks], now that the rows' states are whole."""
+    for share in shares:
+        weight = (share.row_max - state.row_max[share.rows]).exp_() / state.row_sum[share.rows]
+        mass[share.sequence, share.block] += (share.row_sum * weight).sum()

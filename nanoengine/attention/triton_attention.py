@@ -9,6 +9,8 @@ of rows or on other sequences.
 Two paths run different things in parallel. Many queries: a program for each tile of queries folds
 all partitions. Few queries: a program for each partition, and a second kernel that merges (the
 split of Flash-Decoding, Dao et al. 2023).
+
+The mass of a block is exact: each tile, which lies in one block, leaves its maximum and its sum.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ import torch
 import triton
 from torch import Tensor
 
-from nanoengine.attention.triton_attention_kernels import LOG2E, decode, merge, prefill
+from nanoengine.attention.triton_attention_kernels import (
+    LOG2E,
+    add_mass,
+    decode,
+    merge,
+    prefill,
+)
 from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, SoftmaxState, Spans
 from nanoengine.devices.device import to_device
@@ -31,10 +39,14 @@ FEW_QUERIES, FEW_ROWS = 17, 128  # the most of a sequence whose partitions run i
 PREFILL_ROWS, PREFILL_WARPS = 128, 8
 DECODE_PROGRAMS = 1024  # per launch: several for each multiprocessor
 MAX_TILE = 128
+MASS_ROWS = 256  # of the states that add_mass loads together
 TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
 MIN_DOT = 16  # the smallest side of a matrix product
 
 Lengths = tuple[tuple[int, int], ...]
+# What add_mass needs of a layer: fp32 [1 + tiles, tokens, heads], the maxima and the sums of each
+# row over all its keys and over each tile; without mass nothing.
+Kept = tuple[Tensor, Tensor] | tuple[None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +69,7 @@ class TritonAttention:
     """Runs the kernels of triton_attention_kernels.py over the chunks of a layer."""
 
     can_replay = True
+    reports_mass = True
     is_batch_invariant = False  # tiles have a fixed order; the compiler orders sums inside a tile
 
     def __init__(self, config: AttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -67,10 +80,11 @@ class TritonAttention:
         self._dim = max(MIN_DOT, triton.next_power_of_2(config.head_dim))
         key_bytes = 2 * self._dim * dtype.itemsize
         room = _shared_memory(device) // (TILES_IN_SHARED_MEMORY * key_bytes)
-        self._most_keys = min(MAX_TILE, 1 << (room.bit_length() - 1))
+        self._most_keys: int = min(MAX_TILE, 1 << (room.bit_length() - 1))
         self._tiles: dict[int, tuple[Spans, Tensor | None]] = {}
         self._parts: _Partitions | None = None
         self._states: SoftmaxState | None = None
+        self._kept: Kept = (None, None)
 
     def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -78,18 +92,22 @@ class TritonAttention:
         for number, chunk in enumerate(ctx.kv.read(layer)):
             if not layer and not number:
                 self._begin(q, chunk, ctx)
+            kept = (None, None) if window else self._kept
             tiles = self._tiles_of(chunk, ctx.lengths, q)
             if tiles is not None:
-                self._run_prefill(q, chunk, ctx, tiles, out, window)
+                self._run_prefill(q, chunk, ctx, tiles, out, window, kept)
             if self._parts is not None:
-                self._run_decode(q, chunk, ctx, self._parts, window)
+                self._run_decode(q, chunk, ctx, self._parts, window, kept)
         if self._parts is not None:
-            self._run_merge(ctx, self._parts, out, window)
+            self._run_merge(ctx, self._parts, out, window, kept)
+        if ctx.block_mass is not None and not window:
+            self._add_mass(ctx, ctx.block_mass, chunk.k.shape[1], kept)
         return out
 
     def _begin(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> None:
         """Allocate the states of a step. Each step does, so that its graph holds the allocation."""
         self._tiles, self._parts, self._states = {}, None, None
+        self._kept = self._make_kept(q, chunk.k.shape[1], ctx)
         few = few_queries(q.shape[1] // chunk.k.shape[2])
         counts = [num_queries for num_queries, _ in ctx.lengths if num_queries <= few]
         if counts:
@@ -98,6 +116,19 @@ class TritonAttention:
             self._parts = _Partitions(start, states, few, max(counts), self._at_once(chunk))
         if len(counts) < len(ctx.lengths):
             self._states = _states(q, 0 if chunk.is_last else 2 * len(q))
+
+    def _make_kept(self, q: Tensor, block_size: int, ctx: ForwardContext) -> Kept:
+        if ctx.block_mass is None:
+            return None, None
+        num_keys = ctx.block_mass.shape[1] * block_size
+        assert num_keys >= max(kv_len for _, kv_len in ctx.lengths)
+        shape = 1 + num_keys // self._tile(block_size), *q.shape[:2]
+        row_max = torch.empty(shape, dtype=torch.float32, device=q.device)
+        return row_max, torch.empty_like(row_max)
+
+    def _tile(self, block_size: int) -> int:
+        """Keys of a tile, which lies in one block, at the same place whatever chunk that is in."""
+        return min(self._most_keys, block_size & -block_size)
 
     def _at_once(self, chunk: KVChunk) -> int:
         """Partitions merged together: those of a full block table, the same in all replays."""
@@ -146,6 +177,7 @@ class TritonAttention:
         tiles: Tensor,
         out: Tensor,
         window: int,
+        kept: Kept,
     ) -> None:
         states = self._states
         assert states is not None
@@ -157,13 +189,19 @@ class TritonAttention:
             q, chunk.k, chunk.v, tiles,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
-            states.row_max, states.row_sum, states.acc, out,
+            states.row_max, states.row_sum, states.acc, *kept, out,
             self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=window,
             num_warps=PREFILL_WARPS, num_stages=_stages(q),
         )  # fmt: skip
 
     def _run_decode(
-        self, q: Tensor, chunk: KVChunk, ctx: ForwardContext, parts: _Partitions, window: int
+        self,
+        q: Tensor,
+        chunk: KVChunk,
+        ctx: ForwardContext,
+        parts: _Partitions,
+        window: int,
+        kept: Kept,
     ) -> None:
         num_spans, kv_heads = len(chunk.seq_index), chunk.k.shape[2]
         width = triton.cdiv(chunk.block_table.shape[1] * chunk.k.shape[1], PARTITION) + 1
@@ -175,27 +213,37 @@ class TritonAttention:
             q, chunk.k, chunk.v,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
-            parts.start, states.row_max, states.row_sum, states.acc,
-            self._scale, *_strides(q, chunk), **shape, WINDOW=window,
+            parts.start, states.row_max, states.row_sum, states.acc, *kept,
+            self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=window,
             LONGEST=self._config.longest_window or 0, num_warps=4 if rows == MIN_DOT else 8,
             num_stages=_stages(q),
         )  # fmt: skip
 
-    def _run_merge(self, ctx: ForwardContext, parts: _Partitions, out: Tensor, window: int) -> None:
+    def _run_merge(
+        self, ctx: ForwardContext, parts: _Partitions, out: Tensor, window: int, kept: Kept
+    ) -> None:
         _, heads, head_dim = out.shape
         states = parts.states
         merge[(len(ctx.lengths), heads, parts.queries)](
             ctx.query_start, ctx.kv_lens,
-            parts.start, states.row_max, states.row_sum, states.acc, out,
+            parts.start, states.row_max, states.row_sum, states.acc, *kept, out,
             heads, head_dim, self._dim, PARTITION, parts.few, parts.at_once, window,
             self._config.longest_window or 0, num_warps=2,
+        )  # fmt: skip
+
+    def _add_mass(self, ctx: ForwardContext, mass: Tensor, block_size: int, kept: Kept) -> None:
+        row_max, _ = kept
+        assert row_max is not None
+        _, num_tokens, heads = row_max.shape
+        add_mass[tuple(mass.shape)](
+            ctx.query_start, ctx.kv_lens, *kept, mass, num_tokens, mass.stride(0),
+            heads, block_size, self._tile(block_size), MASS_ROWS, num_warps=4,
         )  # fmt: skip
 
     def _shape(self, q: Tensor, chunk: KVChunk, rows: int) -> dict[str, Any]:
         _, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = chunk.k.shape
-        # A tile lies in one block, and at the same place whatever chunk the block is in.
-        tile = min(self._most_keys, block_size & -block_size)
+        tile = self._tile(block_size)
         return {
             "HEADS": heads,
             "GROUP": heads // kv_heads,

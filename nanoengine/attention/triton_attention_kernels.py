@@ -47,6 +47,18 @@ def _span(
 
 
 @triton.jit
+def _keep(kept, number, row_max, row_sum, is_row):
+    """Keep the state of rows over all their keys (number 0) or over tile number - 1, for add_mass.
+    `at`: each row's place among num_rows. Does nothing where nobody asks for mass.
+    """
+    kept_max, kept_sum, at, num_rows = kept
+    if kept_max is not None:
+        to = tl.cast(number, tl.int64) * num_rows + at
+        tl.store(kept_max + to, row_max, mask=is_row)
+        tl.store(kept_sum + to, row_sum, mask=is_row)
+
+
+@triton.jit
 def _fold(
     q,
     keys,
@@ -62,6 +74,7 @@ def _fold(
     row_max,
     row_sum,
     acc,
+    kept,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     TILE: tl.constexpr,
@@ -72,7 +85,7 @@ def _fold(
 ):
     """Fold one tile of keys, rows [first_row, first_row + TILE) of a page. `position` is the last
     key that each row sees here, `start` the position of the tile's first key; with a window,
-    `hidden` is the last key before each row's window.
+    `hidden` is the last key before each row's window. `kept`: as in _keep.
     """
     n, d = tl.arange(0, TILE_PAD), tl.arange(0, DIM)
     at = page.to(tl.int64) * kv_block + (first_row + n) * kv_row
@@ -95,7 +108,9 @@ def _fold(
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
     decay = tl.exp2(row_max - new_max)
-    row_sum = tl.fma(row_sum, decay, tl.sum(weights, 1))
+    tile_sum = tl.sum(weights, 1)
+    row_sum = tl.fma(row_sum, decay, tile_sum)
+    _keep(kept, start // TILE + 1, new_max, tile_sum, start <= position)
     acc = acc * decay[:, None]
     acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return new_max, row_sum, acc
@@ -119,6 +134,7 @@ def _fold_tiles(
     row_max,
     row_sum,
     acc,
+    kept,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,7 +152,7 @@ def _fold_tiles(
             page = tl.load(pages + (start - first_key) // BLOCK)
             row_max, row_sum, acc = _fold(
                 q, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position,
-                start, row_max, row_sum, acc,
+                start, row_max, row_sum, acc, kept,
                 HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, False,
             )  # fmt: skip
         begin = tl.maximum(begin, all_see)
@@ -144,7 +160,8 @@ def _fold_tiles(
         page = tl.load(pages + (start - first_key) // BLOCK)
         row_max, row_sum, acc = _fold(
             q, keys, values, page, kv_block, kv_row, start % BLOCK, scale, hidden, position, start,
-            row_max, row_sum, acc, HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
+            row_max, row_sum, acc, kept,
+            HEAD_DIM, DIM, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
         )  # fmt: skip
     return row_max, row_sum, acc
 
@@ -198,6 +215,8 @@ def prefill(
     state_max,
     state_sum,
     state_acc,
+    kept_max,
+    kept_sum,
     out,
     scale,
     num_tokens,
@@ -242,14 +261,14 @@ def prefill(
     first_position = kv_len - num_queries + first_query
     first_seen = _first_seen(kv_len - num_queries, WINDOW) // BLOCK * BLOCK
     at = token * HEADS + head
+    kept = kept_max, kept_sum, at, num_tokens * HEADS
     part_at = at + num_tokens * HEADS
     is_carried = is_row & (r < tl.where(first_key > first_seen, ROWS, 0))
     state = state_max, state_sum, state_acc
     whole_max, whole_sum, whole_acc = _load_state(state, at, is_carried, d, HEAD_DIM)
     row_max, row_sum, acc = _load_state(state, part_at, is_carried, d, HEAD_DIM)
 
-    keys, values = k + kv_head * HEAD_DIM, v + kv_head * HEAD_DIM
-    pages = table + span * table_row
+    keys, values, pages = k + kv_head * HEAD_DIM, v + kv_head * HEAD_DIM, table + span * table_row
     begin = tl.maximum(first_key, _first_seen(first_position, WINDOW) // TILE * TILE)
     all_see = tl.minimum(end_key, first_position + 1) // TILE * TILE  # where there is no window
     end = tl.minimum(end_key, tl.max(position) + 1)
@@ -259,7 +278,7 @@ def prefill(
         row_max, row_sum, acc = _fold_tiles(
             queries, keys, values, pages, first_key, kv_block, kv_row, scale, position - WINDOW,
             position, part_begin, tl.minimum(part_end, all_see), part_end, row_max, row_sum, acc,
-            HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
+            kept, HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, WINDOW > 0,
         )  # fmt: skip
         if part_end == (part + 1) * PARTITION:
             whole_max, whole_sum, whole_acc = _merged(
@@ -270,18 +289,18 @@ def prefill(
             acc = tl.zeros([ROWS, DIM], tl.float32)
 
     if end_key == kv_len:
-        _, whole_sum, whole_acc = _merged(
+        whole_max, whole_sum, whole_acc = _merged(
             whole_max, whole_sum, whole_acc, row_max, row_sum, acc
-        )  # fmt: skip
-        result = whole_acc / tl.where(is_row, whole_sum, 1.0)[:, None]
-        at_value = at[:, None] * HEAD_DIM + d[None, :]
-        tl.store(out + at_value, result.to(out.dtype.element_ty), mask=is_value)
+        )
+        _keep(kept, 0, whole_max, whole_sum, is_row)
+        result = (whole_acc / tl.where(is_row, whole_sum, 1.0)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at[:, None] * HEAD_DIM + d[None, :], result, mask=is_value)
     else:
         _store_state(state, at, is_row, d, whole_max, whole_sum, whole_acc, HEAD_DIM)
         _store_state(state, part_at, is_row, d, row_max, row_sum, acc, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["table_row"])
+@triton.jit(do_not_specialize=["table_row", "num_tokens"])
 def decode(
     q,
     k,
@@ -296,7 +315,10 @@ def decode(
     part_max,
     part_sum,
     part_acc,
+    kept_max,
+    kept_sum,
     scale,
+    num_tokens,
     table_row,
     q_token,
     q_head,
@@ -333,6 +355,7 @@ def decode(
     queries = tl.load(q + at[:, None] + d[None, :], mask=is_value, other=0.0)
     keys, values = k + kv_head * HEAD_DIM, v + kv_head * HEAD_DIM
     pages = table + span * table_row
+    kept = kept_max, kept_sum, (start_token + query) * HEADS + head, num_tokens * HEADS
 
     parts = part_max, part_sum, part_acc
     first_position = kv_len - num_queries
@@ -349,7 +372,7 @@ def decode(
         row_max, row_sum, acc = _load_state(parts, at, is_carried, d, HEAD_DIM)
         row_max, row_sum, acc = _fold_tiles(
             queries, keys, values, pages, first_key, kv_block, kv_row, scale, hidden, position,
-            begin, begin, end, row_max, row_sum, acc,
+            begin, begin, end, row_max, row_sum, acc, kept,
             HEAD_DIM, DIM, BLOCK, TILE, TILE_PAD, WINDOW, SOFTCAP, True,
         )  # fmt: skip
         _store_state(parts, at, is_row, d, row_max, row_sum, acc, HEAD_DIM)
@@ -363,6 +386,8 @@ def merge(
     part_max,
     part_sum,
     part_acc,
+    kept_max,
+    kept_sum,
     out,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -399,6 +424,43 @@ def merge(
                 whole_max, whole_sum, whole_acc, row_max, row_sum, acc
             )
     whole_sum = tl.where(num_parts > 0, whole_sum, 1.0)
-    at = ((start_token + query).to(tl.int64) * HEADS + head + one) * HEAD_DIM
+    at = (start_token + query).to(tl.int64) * HEADS + head + one
+    _keep((kept_max, kept_sum, at, 0), 0, whole_max, whole_sum, one == 0)
     result = (whole_acc / whole_sum[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] + d[None, :], result, mask=is_dim[None, :])
+    tl.store(out + at[:, None] * HEAD_DIM + d[None, :], result, mask=is_dim[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "mass_row"])
+def add_mass(
+    query_start,
+    kv_lens,
+    kept_max,
+    kept_sum,
+    mass,
+    num_tokens,
+    mass_row,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Add to the mass of one block of a sequence what the sequence's rows gave to its tiles."""
+    seq, block = tl.program_id(0), tl.program_id(1)
+    start_token = tl.load(query_start + seq)
+    num_queries = tl.load(query_start + seq + 1) - start_token
+    kv_len = tl.load(kv_lens + seq)
+    first_row = start_token.to(tl.int64) * HEADS
+    total = tl.zeros([ROWS], tl.float32)
+    for start in range(block * BLOCK, tl.minimum((block + 1) * BLOCK, kv_len), TILE):
+        tile = tl.cast(start // TILE + 1, tl.int64) * num_tokens * HEADS
+        for first in range(0, num_queries * HEADS, ROWS):
+            r = first + tl.arange(0, ROWS)
+            sees = (r < num_queries * HEADS) & (kv_len - num_queries + r // HEADS >= start)
+            at = first_row + r
+            row_max = tl.load(kept_max + at, mask=sees, other=0.0)
+            row_sum = tl.load(kept_sum + at, mask=sees, other=1.0)
+            tile_max = tl.load(kept_max + tile + at, mask=sees, other=NOTHING)
+            tile_sum = tl.load(kept_sum + tile + at, mask=sees, other=0.0)
+            total += tl.exp2(tile_max - row_max) * tile_sum / row_sum
+    at = mass + seq * mass_row + block
+    tl.store(at, tl.load(at) + tl.sum(total, 0))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import AttentionBackend, KVCache
-from nanoengine.devices.device import Device, Readable
+from nanoengine.devices.device import Device
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.models.decoder import Decoder
@@ -42,23 +42,20 @@ class DraftStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of a step.
-
-    tokens: int64 [n], on the device; numbers: the same on their way to the host. places: for each
-    item that drafted, where in `tokens` its drafts are, in order.
+    """The drafts of a step: int64 [n] on the device. places: for each item that drafted, where its
+    drafts are, in order.
     """
 
     tokens: Tensor
-    numbers: Readable
     places: dict[int, list[int]]
 
-    def fill(self, batch: ScheduledBatch) -> ScheduledBatch:
-        """The batch with these drafts as guesses. Waits for them."""
+    def fill(self, batch: ScheduledBatch, token_ids: list[int]) -> ScheduledBatch:
+        """The batch with these drafts as guesses. token_ids: `tokens` on the host."""
         if not batch.num_drafts:
             return batch
-        numbers, items = self.numbers.tolist(), []
+        items = []
         for index, item in enumerate(batch.items):
-            made = [numbers[place] for place in self.places.get(index, ())]
+            made = [token_ids[place] for place in self.places.get(index, ())]
             missing = [NOT_DRAFTED] * (item.num_drafts - len(made))
             items.append(item.with_drafts((*made, *missing)))
         return ScheduledBatch(tuple(items))
@@ -87,7 +84,7 @@ class Drafter:
                 places.setdefault(item, []).append(place)
             num_made += len(step.items)
         tokens = torch.cat(made) if made else torch.empty(0, dtype=torch.int64)
-        return Drafts(tokens, self._device.read_back(tokens) if made else tokens, places)
+        return Drafts(tokens, places)
 
     def _next(
         self,

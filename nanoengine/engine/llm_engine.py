@@ -1,7 +1,7 @@
 """LLMEngine: the list of parts, and the loop over them.
 
     step:  batch  = scheduler.schedule()
-           tokens = runner.launch(batch).numbers
+           batch, tokens = runner.launch(batch).read()
            done   = scheduler.postprocess(batch, tokens)
 
 Not thread-safe: one thread at a time may call an engine.
@@ -159,8 +159,7 @@ class LLMEngine:
             self._under_way = step
         ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
         self._under_way = runner.launch(ahead, step) if ahead else None
-        token_ids = step.numbers.tolist()
-        batch = step.drafts.fill(step.batch)
+        batch, token_ids = step.read()
         step.scores.append_to_sequences(batch, token_ids)
         failed = self.kv.take_failures(batch)
         ended = scheduler.postprocess(batch, token_ids, failed)

@@ -49,8 +49,8 @@ class StepTokens:
     """What a step samples: the next token of each item of its batch that does, in order, and those
     after its guesses.
 
-    tokens: int64 [n], on the device; numbers: the same on their way to the host, as are the scores
-    that requests ask for. drafts: the guesses that the step made itself.
+    tokens: int64 [n], on the device. drafts: the guesses that the step made itself. numbers: both
+    on their way to the host, as are the scores that requests ask for.
     """
 
     batch: ScheduledBatch
@@ -58,6 +58,14 @@ class StepTokens:
     numbers: Readable
     scores: StepScores
     drafts: Drafts
+
+    def read(self) -> tuple[ScheduledBatch, list[int]]:
+        """Wait for the step: its batch with the drafts as guesses, and the tokens that its items
+        sample.
+        """
+        numbers = self.numbers.tolist()
+        num_tokens = len(self.tokens)
+        return self.drafts.fill(self.batch, numbers[num_tokens:]), numbers[:num_tokens]
 
     def places(self, batch: ScheduledBatch, starts: list[int]) -> list[tuple[int, int]]:
         """Rows of a batch, which begin at `starts`, whose tokens this step samples, and where."""
@@ -91,7 +99,7 @@ class ModelRunner:
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         """The tokens that the items of the batch sample, in order."""
-        return self.launch(batch).numbers.tolist()
+        return self.launch(batch).read()[1]
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: StepTokens | None = None) -> StepTokens:
@@ -116,7 +124,8 @@ class ModelRunner:
         logits = self.model.logits(hidden[ctx.logit_rows])
         seqs, positions = zip(*drawn, strict=True)
         tokens = self.sampler.sample(logits, seqs, positions)
-        numbers = self._device.read_back(tokens)
+        both = torch.cat((tokens, drafts.tokens)) if drafts.places else tokens
+        numbers = self._device.read_back(both)
         scores = self._scorer.score_sampled(scores, seqs, logits, tokens)
         return StepTokens(batch, tokens, numbers, scores, drafts)
 

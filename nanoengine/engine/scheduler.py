@@ -247,7 +247,9 @@ class Scheduler:
             return
         wanted = self._chunk(seq, step.tokens)
         most = min(step.tokens - wanted, step.guess_tokens, self._kv.free_tokens(seq) - 1)
-        guesses = guesses_for(seq, most, self._config.num_guesses, self._kv.is_streamed)
+        # Drafts would keep resident decodes waiting.
+        drafts = not self._pacer.is_limited and self._kv.is_streamed(seq)
+        guesses = guesses_for(seq, most, self._config.num_guesses, drafts)
         wanted += len(guesses)
         while (granted := self._kv.reserve(seq, wanted)) is None:
             victim = self.running[-1]

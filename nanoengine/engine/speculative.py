@@ -7,7 +7,6 @@ costs its rows in the forward pass. Where it finds nothing, the step may draft (
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -34,11 +33,9 @@ class Guesses:
         return Guesses(self.tokens[:most], min(self.num_drafts, most))
 
 
-def guesses_for(
-    seq: Sequence, most: int, num_looked_up: int, is_streamed: Callable[[Sequence], bool]
-) -> Guesses:
+def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> Guesses:
     """Guesses at what follows a decoding sequence: up to `num_looked_up` by lookup; if it finds
-    none, drafts for one whose KV is streamed. most: of either.
+    none, drafts, where they are allowed. most: of either.
     """
     most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
     if most < 1 or seq.is_prefill:
@@ -47,7 +44,7 @@ def guesses_for(
         found = seq.guesser.guess(seq.token_ids, min(most, num_looked_up))
         if found:
             return Guesses(found)
-    if seq.draft_length is None or not is_streamed(seq):
+    if seq.draft_length is None or not drafts:
         return Guesses()
     return Guesses(num_drafts=min(most, seq.draft_length.choose()))
 

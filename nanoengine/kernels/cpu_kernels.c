@@ -65,6 +65,10 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     int64_t tokens, heads, kv_heads, head_dim, block_size, is_bf16, is_first, threads;
     int64_t has_tiles; /* allow_tiles succeeded */
     int64_t window; /* keys that a query sees, its own the last of them; INT32_MAX: all */
+    /* NULL, or [sequences, blocks]: attention mass, added to by the call that writes `out`. Until then the
+     * maximum and the sum of each row over each block are kept, [2, tokens, heads, blocks]. */
+    float *mass, *kept;
+    int64_t sequences, blocks, mass_stride;
     double scale, softcap; /* softcap 0: none */
 } attend_args;
 
@@ -432,6 +436,37 @@ static void merge_partial(float *row_max, float *row_sum, float *acc, const floa
     *row_sum = merged(&m, splat(*row_sum), splat(tail[1]))[0];
     for (int64_t d = 0; d < dim; d += LANES)
         STORE(acc, d, merged(&m, LOAD(acc, d, F32), load(partial + d)), F32);
+}
+
+/* Keep (top, sum) of a row and a segment for add_mass, merged with those before it in its block. */
+INLINE void keep_state(const attend_args *a, int64_t row, int64_t block, int is_first, float top,
+                       float sum) {
+    float *max = a->kept + row * a->blocks + block, *all = max + a->tokens * a->heads * a->blocks;
+    if (is_first) {
+        *max = top, *all = sum;
+        return;
+    }
+    const merge_t m = merge_of(splat(*max), splat(top));
+    *max = m.top[0], *all = merged(&m, splat(*all), splat(sum))[0];
+}
+
+/* Add to the mass of a sequence's blocks, LANES of them from `first` on, what its rows gave them. */
+static void add_mass(const attend_args *a, int64_t seq, int64_t first) {
+    const int64_t start = a->query_start[seq], q_len = a->query_start[seq + 1] - start;
+    const int64_t first_pos = a->kv_lens[seq] - q_len;
+    vf total = {0};
+    for (int64_t i = 0; i < q_len * a->heads; i++) {
+        const int64_t row = start * a->heads + i;
+        const float *max = a->kept + row * a->blocks + first;
+        const int64_t n = min64(ceil_div(first_pos + i / a->heads + 1, a->block_size) - first, LANES);
+        if (n <= 0) continue; /* the row sees none of them */
+        const vf top = load_f32(max, n, F32);
+        const vf sum = load_f32(max + a->tokens * a->heads * a->blocks, n, F32);
+        const vf p = exp2v(base_of(top) - base_of(splat(a->row_max[row]))) * sum / a->row_sum[row];
+        total += pick(IOTA < (int32_t)n, p, splat(0));
+    }
+    float *mass = a->mass + seq * a->mass_stride + first;
+    for (int64_t i = 0; i < min64(a->blocks - first, LANES); i++) mass[i] += total[i];
 }
 
 /* ---- prefill: lanes along rows ---------------------------------------------------------------- */
@@ -807,6 +842,15 @@ static void merge_groups(const workspace *w, group_t *groups, int count, int64_t
     }
 }
 
+/* keep_state of the rows of an item that saw a tile of a segment. */
+static void keep_states(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w,
+                        const group_t *groups, int count, int64_t block, int is_first) {
+    for (const group_t *g = groups; g < groups + count; g++)
+        for (int64_t r = g->row, end = min64(r + g->vecs * LANES, it->rows); r < end && !g->is_fresh; r++)
+            keep_state(a, token_of(a, e, it, r) * a->heads + head_of(a, it, r), block, is_first,
+                       w->top[r], w->sum[r]);
+}
+
 /* Keys [from, end) of a segment that begins at `pos`, k and v, a tile at a time. */
 static void prefill_segment(const attend_args *a, const workspace *w, const char *k, const char *v,
                             int64_t pos, int64_t from, int64_t end, group_t *groups, int count) {
@@ -821,7 +865,6 @@ static void prefill_segment(const attend_args *a, const workspace *w, const char
              : mode == BF16_WIDE  ? tile_in_wide
                                   : tile_in_floats)(&tile, w, &groups[g], dim);
     }
-    merge_groups(w, groups, count, dim);
 }
 
 static void prefill_item(const attend_args *a, const item_t *it, float *scratch) {
@@ -840,10 +883,14 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
         const char *k = a->k + size * (e.blocks[b] * a->k_block_stride + it->kv_head * dim);
         const char *v = a->v + size * (e.blocks[b] * a->v_block_stride + it->kv_head * dim);
         const int64_t block_end = min64(a->block_size, end - start), skipped = max64(0, begin - start);
-        for (int64_t off = skipped / SEG * SEG; off < block_end; off += SEG)
+        for (int64_t off = skipped / SEG * SEG; off < block_end; off += SEG) {
             prefill_segment(a, &w, k + off * stride, v + off * stride, start + off,
                             max64(0, skipped - off) / TILE * TILE, min64(SEG, block_end - off), groups,
                             count);
+            if (a->mass)
+                keep_states(a, &e, it, &w, groups, count, a->first_block[it->entry] + b, off == 0);
+            merge_groups(&w, groups, count, dim);
+        }
     }
     store_rows(a, &e, it, &w, groups, count);
 }
@@ -1150,9 +1197,14 @@ static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t 
     if (row >= e.q_len * a->heads) return;
     int64_t s = p->first_segment[i];
     while (s >= 0 && s < begin) s = p->segments[s].next;
-    for (; s >= 0 && s < end; s = p->segments[s].next)
-        merge_partial(a->row_max + at, a->row_sum + at, a->acc + at * a->head_dim,
-                      partials + ((s - begin) * p->max_rows + row) * stride, a->head_dim);
+    for (; s >= 0 && s < end; s = p->segments[s].next) {
+        const float *partial = partials + ((s - begin) * p->max_rows + row) * stride;
+        merge_partial(a->row_max + at, a->row_sum + at, a->acc + at * a->head_dim, partial, a->head_dim);
+        if (!a->mass) continue;
+        const int64_t index = p->segments[s].index, per_block = ceil_div(a->block_size, SEG);
+        keep_state(a, at, a->first_block[i] + index / per_block, index % per_block == 0,
+                   partial[stride - 16], partial[stride - 15]);
+    }
 }
 
 /* Rows that have seen no key. */
@@ -1226,6 +1278,12 @@ int attend(const attend_args *a) {
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
+        if (a->mass && a->out) {
+            const int64_t places = ceil_div(a->blocks, LANES);
+#pragma omp for schedule(static) nowait
+            for (int64_t i = 0; i < a->sequences * places; i++)
+                add_mass(a, i / places, i % places * LANES);
+        }
         if (tiled) release_tiles();
         restore_denormals(saved);
         if (a->out) {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
-_ATTEND_ARGS = struct.Struct("=13Q16q2d")
+_ATTEND_ARGS = struct.Struct("=13Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q9qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
@@ -44,6 +45,26 @@ class Workspace:
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
         return buffer[:size].view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class MassBuffers:
+    """Where `attend` adds attention mass, and what it keeps of a layer for that.
+
+    total  float32 [n, blocks] with the last dimension contiguous: block_mass of a ForwardContext;
+           no sequence may have keys past the last block
+    kept   float32 [2, tokens, heads, blocks], contiguous: the maximum and the sum of each row over
+           each block, from the first chunk of a layer to the last; undefined before
+    """
+
+    total: Tensor
+    kept: Tensor
+
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """As attend_args has them: pointers and sizes."""
+        total = self.total
+        return total.data_ptr(), self.kept.data_ptr(), *total.shape, total.stride(0)
 
 
 class CpuKernels:
@@ -82,6 +103,7 @@ class CpuKernels:
         out: Tensor | None = None,
         window: int | None = None,
         softcap: float | None = None,
+        mass: MassBuffers | None = None,
     ) -> None:
         """Fold one chunk into the softmax state of the batch, in place. Raises EngineError.
 
@@ -93,12 +115,16 @@ class CpuKernels:
         out               if given, it becomes acc / row_sum afterwards: of q's shape and dtype,
                           contiguous; rows without keys give 0
         window, softcap   as in config.AttentionConfig, of this layer
+        mass              if given, and the same for all chunks of a layer, the one with `out` adds
+                          to its total what the blocks of all chunks got; only without a window
         """
         k, v = chunk.k, chunk.v
         tokens, heads, head_dim = q.shape
         _, block_size, kv_heads, _ = k.shape
         token_stride, head_stride, _ = q.stride()
         is_bf16 = _checked_is_bf16(q, k, v)
+        if mass is not None:
+            assert window is None and max(kv_lens.tolist()) <= mass.total.shape[1] * block_size
         pointed_to = (
             *(q, k, v, chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table),
             *(query_start, kv_lens, state.row_max, state.row_sum, state.acc),
@@ -115,10 +141,11 @@ class CpuKernels:
             torch.get_num_threads(),
             self._has_tiles,
             min(window or _ALL_KEYS, _ALL_KEYS),
+            *((0,) * 5 if mass is None else mass.packed),
             scale,
             softcap or 0.0,
         )
-        self.tape.call(self._attend, (packed,), pointed_to, out)
+        self.tape.call(self._attend, (packed,), pointed_to, out, mass)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm.

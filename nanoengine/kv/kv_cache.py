@@ -107,7 +107,7 @@ class HybridKVCacheManager:
 
     def is_streamed(self, seq: Sequence) -> bool:
         """Whether KV of this sequence crosses the link in each of its steps."""
-        return bool(self.spec.slot_blocks and self._streamed(self.tables[seq.seq_id]))
+        return self.spec.slot_blocks > 0 and bool(self._streamed(self.tables[seq.seq_id]))
 
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
         """How many of the next `num_tokens` tokens can be computed in this step.

@@ -286,25 +286,35 @@ T = "*bf16"
 INDEX = dict.fromkeys(
     "tiles seq_index first_block num_blocks table query_start kv_lens part_start".split(), "*i32"
 )
-STATE = dict.fromkeys(
-    "state_max state_sum state_acc part_max part_sum part_acc cos sin".split(), "*fp32"
-)
+STATE = "state_max state_sum state_acc part_max part_sum part_acc kept_max kept_sum mass cos sin"
+STATE = dict.fromkeys(STATE.split(), "*fp32")
 VALUES = dict.fromkeys("q k v out x residual weight pool gate_up".split(), T)
 SLOTS = {"k_slots": "*i64", "v_slots": "*i64"}
 NUMBERS = {"scale": "fp32", "eps": "fp32"}
 TYPES = INDEX | STATE | VALUES | SLOTS | NUMBERS
 SHAPE = dict(HEADS=32, GROUP=4, HEAD_DIM=128, DIM=128, BLOCK=256, TILE=128, TILE_PAD=128)
 SHAPE |= dict(WINDOW=0, SOFTCAP=0.0, PARTITION=512, FEW=17)
-CAPPED = SHAPE | dict(WINDOW=1000, SOFTCAP=50.0)
+NO_MASS = dict(kept_max=None, kept_sum=None)
+CAPPED = SHAPE | NO_MASS | dict(WINDOW=1000, SOFTCAP=50.0)
 MERGE = dict(HEADS=32, HEAD_DIM=128, DIM=128, PARTITION=512, FEW=17, AT_ONCE=8)
 MERGE |= dict(WINDOW=0, LONGEST=0)
 for function, constants, options in (
+    (
+        triton_attention_kernels.prefill,
+        SHAPE | NO_MASS | {"ROWS": 128},
+        {"num_warps": 8, "num_stages": 2},
+    ),
     (triton_attention_kernels.prefill, SHAPE | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
     (triton_attention_kernels.prefill, CAPPED | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
     (
         triton_attention_kernels.decode,
-        SHAPE | {"ROWS": 16, "LONGEST": 0},
+        SHAPE | NO_MASS | {"ROWS": 16, "LONGEST": 0},
         {"num_warps": 4, "num_stages": 2},
+    ),
+    (
+        triton_attention_kernels.decode,
+        SHAPE | {"ROWS": 64, "LONGEST": 0},
+        {"num_warps": 8, "num_stages": 2},
     ),
     (
         triton_attention_kernels.decode,
@@ -312,7 +322,16 @@ for function, constants, options in (
         {"num_warps": 8, "num_stages": 2},
     ),
     (triton_attention_kernels.merge, MERGE, {"num_warps": 2}),
-    (triton_attention_kernels.merge, MERGE | {"WINDOW": 1000, "LONGEST": 2000}, {"num_warps": 2}),
+    (
+        triton_attention_kernels.merge,
+        MERGE | NO_MASS | {"WINDOW": 1000, "LONGEST": 2000},
+        {"num_warps": 2},
+    ),
+    (
+        triton_attention_kernels.add_mass,
+        dict(HEADS=32, BLOCK=256, TILE=128, ROWS=256),
+        {"num_warps": 4},
+    ),
     (triton_kernels._rms_norm, dict(HEADS=1, SIZE=4096, SIZE_PAD=4096, ADDS=True), {}),
     (
         triton_kernels._rope_store,
@@ -344,5 +363,5 @@ def test_all_compile_for_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 9
+    assert len(found) == 12
     assert all(shared <= 227 << 10 and has_code for _, shared, has_code in found), found

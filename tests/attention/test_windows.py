@@ -5,7 +5,7 @@ what lies before the window move a bit; which layers have one; and KV that every
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ import pytest
 import torch
 from driver import Driver, assert_greedy, assert_logits_are_transformers, host_gib
 from marks import BUILDS, needs_compiler
-from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
+from paged_batches import Batch, context_of, make_batch, relative_error, split, whole
 from torch import Tensor
 
 from nanoengine import PromptTooLongError, SamplingParams
 from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
-from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
+from nanoengine.context import AttentionBackend, KVChunk
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.kernels.cpu_kernels import CpuKernels
@@ -42,51 +42,11 @@ WINDOWS = [1, 5, 16, 65, 257, 1000]
 ISAS = {**BUILDS, "avx2": ("-mno-avx512f",), "generic": ("-march=x86-64",)}
 
 
-class Cache:
-    """The chunks of every layer."""
-
-    def __init__(self, chunks: list[KVChunk]) -> None:
-        self._chunks = [*chunks[:-1], replace(chunks[-1], is_last=True)]
-
-    def read(self, layer: int) -> Iterator[KVChunk]:
-        yield from self._chunks
-
-
 def run(backend: AttentionBackend, batch: Batch, chunks: list[KVChunk], layer: int = 0) -> Tensor:
-    nothing = torch.empty(0)
-    ctx = ForwardContext(
-        token_ids=nothing,
-        positions=nothing,
-        query_start=batch.query_start(),
-        kv_lens=int32(batch.kv_lens),
-        lengths=tuple(zip(batch.q_lens, batch.kv_lens, strict=True)),
-        logit_rows=nothing,
-        kv=Cache(chunks),
-        attention=backend,
-    )
+    ctx = context_of(batch, chunks)
     for before in range(layer):
         backend.run(before, batch.q, ctx)
     return backend.run(layer, batch.q, ctx)
-
-
-def whole(batch: Batch) -> list[KVChunk]:
-    return [chunk_of(batch, {s: (0, len(t)) for s, t in enumerate(batch.tables)})]
-
-
-def split(batch: Batch, seed: int, begins: list[int] | None = None) -> list[KVChunk]:
-    """Some blocks of some sequences at a time, each chunk from a pool of its own. begins: the
-    first block of each sequence."""
-    rng, lengths = random.Random(seed), [len(table) for table in batch.tables]
-    at, chunks = [*(begins or [0] * len(lengths))], []
-    while any(begin < end for begin, end in zip(at, lengths, strict=True)):
-        spans = {}
-        for seq, (begin, end) in enumerate(zip(at, lengths, strict=True)):
-            if begin < end and rng.random() < 0.7:
-                at[seq] = min(end, begin + rng.randint(1, max(1, end // 2)))
-                spans[seq] = begin, at[seq]
-        if spans:
-            chunks.append(chunk_of(batch, spans, scatter=True))
-    return chunks
 
 
 def first_blocks(batch: Batch, window: int) -> list[int]:

@@ -5,6 +5,7 @@ drafts move nothing, and nothing of them stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class FixedDrafter:
                 places.setdefault(item, []).append(len(made))
                 made.append(self._token(batch.items[item].seq.seq_id, position + 1))
         tokens = torch.tensor(made, dtype=torch.int64)
-        return Drafts(tokens, tokens, places)
+        return Drafts(tokens, places)
 
 
 @pytest.fixture
@@ -236,4 +237,25 @@ def test_lookup_comes_first(tiny: Callable[[str], Path]) -> None:
     prompt = [5, 16, 27] * 40
     Driver(engine).run([prompt, PROMPTS[0]], [PARAMS[0], PARAMS[0]])
     assert {(3, 0), (0, 5)} <= seen and not any(a and b for a, b in seen)
+    engine.close()
+
+
+@pytest.mark.usefixtures("always")
+def test_nobody_drafts_beside_a_resident_decode(tiny: Callable[[str], Path]) -> None:
+    """The drafts would be part of its steps."""
+    settings = SETTINGS | {"num_gpu_blocks": 14, "stream_mib_per_step": 0.1}
+    engine = small_engine(tiny("llama"), speculative=f"resident:{MOST}", **settings)
+    seen = []
+    launch = engine.runner.launch
+
+    def watched(batch: ScheduledBatch, *rest: Any) -> Any:
+        costs = {s.seq_id: engine.kv.is_streamed(s) for s in engine.scheduler.running}
+        decoding = [s for s in engine.scheduler.running if not s.is_prefill]
+        beside = any(not costs[s.seq_id] for s in decoding)
+        seen.append((beside, batch.num_drafts > 0))
+        return launch(batch, *rest)
+
+    engine.runner.launch = watched
+    Driver(engine).run([PROMPTS[0], PROMPTS[2]], [PARAMS[0], replace(PARAMS[2], max_tokens=20)])
+    assert (True, False) in seen and (False, True) in seen and (True, True) not in seen
     engine.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanoengine.context import KVChunk
+from nanoengine.context import ForwardContext, KVChunk
 
 
 def int32(values) -> Tensor:
@@ -39,10 +39,24 @@ class Batch:
 
     def reference(self, window: int | None = None, softcap: float | None = None) -> Tensor:
         """Causal attention in float64 over the same inputs."""
-        outs = []
-        for q, k, v in zip(self.q.split(self.q_lens), self.keys, self.values, strict=True):
-            group = q.shape[1] // k.shape[1]
-            k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+        each = zip(self.weights(window, softcap), self.values, strict=True)
+        return torch.cat([torch.einsum("hqk,khd->qhd", p, self._of_heads(v)) for p, v in each])
+
+    def mass(self, softcap: float | None = None) -> Tensor:
+        """The weights that each block gets, float64 [sequences, most blocks]."""
+        total = torch.zeros(len(self.tables), max(map(len, self.tables)), dtype=torch.float64)
+        for row, weights in zip(total, self.weights(softcap=softcap), strict=True):
+            for block, part in zip(row, weights.split(self.block_size, -1), strict=False):
+                block += part.sum()
+        return total
+
+    def _of_heads(self, x: Tensor) -> Tensor:
+        return x.double().repeat_interleave(self.q.shape[1] // x.shape[1], 1)
+
+    def weights(self, window: int | None = None, softcap: float | None = None) -> Iterator[Tensor]:
+        """Of each sequence, what each query gives to each key: float64 [heads, queries, keys]."""
+        for q, keys in zip(self.q.split(self.q_lens), self.keys, strict=True):
+            k = self._of_heads(keys)
             scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.scale
             limit = torch.arange(len(k) - len(q), len(k))[:, None]
             if softcap is not None:
@@ -50,8 +64,7 @@ class Batch:
             scores.masked_fill_(torch.arange(len(k)) > limit, -torch.inf)
             if window is not None:
                 scores.masked_fill_(torch.arange(len(k)) <= limit - window, -torch.inf)
-            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-        return torch.cat(outs)
+            yield scores.softmax(-1)
 
 
 def make_batch(
@@ -98,6 +111,54 @@ def chunk_of(batch: Batch, spans: dict[int, tuple[int, int]], scatter: bool = Fa
     each = zip(spans.items(), rows, strict=True)
     seen = tuple((s, first, tuple(row)) for (s, (first, _)), row in each)
     return KVChunk(k, v, int32(spans), firsts, counts, table, seen)
+
+
+class Cache:
+    """The chunks of every layer."""
+
+    def __init__(self, chunks: list[KVChunk]) -> None:
+        self._chunks = [*chunks[:-1], replace(chunks[-1], is_last=True)]
+
+    def read(self, layer: int) -> Iterator[KVChunk]:
+        yield from self._chunks
+
+
+def whole(batch: Batch) -> list[KVChunk]:
+    return [chunk_of(batch, {s: (0, len(t)) for s, t in enumerate(batch.tables)})]
+
+
+def split(batch: Batch, seed: int, begins: list[int] | None = None) -> list[KVChunk]:
+    """Some blocks of some sequences at a time, each chunk from a pool of its own. begins: the
+    first block of each sequence."""
+    rng, lengths = random.Random(seed), [len(table) for table in batch.tables]
+    at, chunks = [*(begins or [0] * len(lengths))], []
+    while any(begin < end for begin, end in zip(at, lengths, strict=True)):
+        spans = {}
+        for seq, (begin, end) in enumerate(zip(at, lengths, strict=True)):
+            if begin < end and rng.random() < 0.7:
+                at[seq] = min(end, begin + rng.randint(1, max(1, end // 2)))
+                spans[seq] = begin, at[seq]
+        if spans:
+            chunks.append(chunk_of(batch, spans, scatter=True))
+    return chunks
+
+
+def context_of(
+    batch: Batch, chunks: list[KVChunk], block_mass: Tensor | None = None
+) -> ForwardContext:
+    """A step over these chunks, with what attention needs of it."""
+    nothing = torch.empty(0)
+    return ForwardContext(
+        token_ids=nothing,
+        positions=nothing,
+        query_start=batch.query_start(),
+        kv_lens=int32(batch.kv_lens),
+        lengths=tuple(zip(batch.q_lens, batch.kv_lens, strict=True)),
+        logit_rows=nothing,
+        kv=Cache(chunks),
+        attention=None,
+        block_mass=block_mass,
+    )
 
 
 def cut(batch: Batch, firsts: Sequence[int], lasts: Sequence[int]) -> Batch:

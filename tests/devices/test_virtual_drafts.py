@@ -1,0 +1,126 @@
+"""Drafts on a GPU made of the CPU (virtual_gpu.py): where the host waits, what is replayed, and how
+long a round takes in the proportions of an 8B model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver, host_gib, small_engine
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from virtual_gpu import Costs, VirtualGpu
+
+from nanoengine import SamplingParams
+from nanoengine.engine.draft_length import PayingDrafts
+from nanoengine.engine.drafter import Drafts, DraftStep
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.sequence import ScheduledBatch
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"
+)
+BLOCK, MOST = 8, 3
+PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+PROMPTS = [[(n * 31 + i) % 256 for i in range(n)] for n in (60, 47)]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: MOST)
+    with VirtualGpu() as made:
+        yield made
+
+
+def engine(folder: Path, **settings: Any) -> LLMEngine:
+    defaults = {
+        "num_gpu_blocks": 7,
+        "enable_cpu_offload": True,
+        "offload_mode": "stream",
+        "kv_offload_gib": host_gib(folder, 24, BLOCK),
+        "slot_tokens": 2 * BLOCK,
+        "ring_slots": 2,
+        "stream_mib_per_step": 1000.0,
+        "measure_speed": False,
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 4,
+        "max_model_len": 192,
+        "device": "cuda",
+    }
+    return small_engine(folder, True, **defaults | settings)
+
+
+def test_no_draft_is_waited_for(gpu: VirtualGpu, tiny: Callable[[str], Path]) -> None:
+    """A step waits for its tokens, and the next one reads what attention looked at, which has long
+    been there. The tokens are those of a CPU without drafts.
+    """
+    plain = engine(tiny("llama"), device="cpu")
+    with gpu.left():
+        wanted = [o.outputs[0].token_ids for o in Driver(plain).run(PROMPTS, PARAMS)]
+    plain.close()
+    made = engine(tiny("llama"), speculative=f"resident:{MOST}")
+    drafted: list[ScheduledBatch] = []
+    draft = made.runner.drafter.draft
+
+    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        drafted.append(batch)
+        return draft(batch, steps)
+
+    made.runner.drafter.draft = watched
+    gpu.strict, before = True, gpu.num_waits
+    driver = Driver(made)
+    outputs = driver.run(PROMPTS, PARAMS)
+    waits = gpu.num_waits - before
+    gpu.strict = False
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    num_rounds = sum(batch.num_drafts > 0 for batch in drafted)
+    assert waits <= driver.num_steps + num_rounds
+    assert all(output.metrics.num_guessed > MOST for output in outputs)
+    made.close()
+
+
+def test_drafts_are_replayed_and_a_round_is_the_link_and_the_drafts(
+    gpu: VirtualGpu, tiny: Callable[[str], Path]
+) -> None:
+    """Virtual time in the proportions of an 8B model at 128K on an H200: a draft takes 1/55 of the
+    copies; the ring takes copies while the step drafts.
+    """
+    made = engine(tiny("llama"), speculative=f"resident:{MOST}")
+    layers = made.plan.kv.num_layers
+    slot_bytes = 2 * made.plan.kv.block_bytes / layers
+    compute, h2d = gpu.streams[:2]
+    spent: list[float] = []
+    draft = made.runner.drafter.draft
+
+    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        before = compute.busy
+        drafts = draft(batch, steps)
+        spent.append(compute.busy - before)
+        return drafts
+
+    made.runner.drafter.draft = watched
+    made.add_request([i % 256 for i in range(14 * BLOCK)], replace(PARAMS, max_tokens=60))
+    while len(spent) < 8:
+        made.step()
+    replays = sum(graph.num_replays for graph in gpu.graphs)
+    made.step()
+    # Each draft is one graph; the checking step has one more between two attentions.
+    assert sum(graph.num_replays for graph in gpu.graphs) - replays == MOST + layers
+    gpu.costs = Costs(operation_s=0.004, block_s=0.004, link_bytes_per_s=slot_bytes)
+    rounds: list[tuple[float, float, float]] = []
+    for _ in range(4):
+        before = gpu.host_time, h2d.busy
+        made.step()
+        rounds.append((gpu.host_time - before[0], h2d.busy - before[1], spent[-1]))
+    for seconds, copies_s, drafts_s in rounds[1:]:
+        ahead_s = min(drafts_s, made.plan.kv.ring_slots)
+        wanted = copies_s + drafts_s - ahead_s
+        assert copies_s > 4 * layers / 2 and drafts_s > 0.1
+        assert abs(seconds / wanted - 1) < 0.05
+    made.close()
