@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shadow import VOCAB
+from shadow import VOCAB, HeldDevice
 from shadow_drafts import Adversary, DraftingEngine
 
 from nanoengine.kv import step_planner
 from nanoengine.kv.draft_plan import DraftReads, kept_blocks, plan_draft
-from nanoengine.kv.step_plan import DEVICE, StepTransfers
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.step_kv import StepKV
+from nanoengine.kv.step_plan import DEVICE, StepTransfers, Store
 
 
 @dataclass(frozen=True)
@@ -128,3 +132,17 @@ def test_a_draft_writes_to_no_shared_block() -> None:
     assert item.start < engine.kv.tables[late].num_shared_tokens
     engine.drain()
     engine.close()
+
+
+def test_a_draft_is_not_replayed_over_a_store_under_way() -> None:
+    """Its tape would not wait: the store may still read the slot that the draft writes."""
+    device = HeldDevice()
+    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2), device)
+    assert memory.offload is not None
+    memory.offload.start(StepTransfers(stores=(Store(1, 5, 0, 2),))).finish()
+    draft = DraftReads(0, start=6, num_drafts=2, kept=(0,), tail=(1,))
+    plan = plan_draft([draft], 0, block_size=4, num_rows=0)
+    assert StepKV.open(plan, memory).replay_key() is None
+    device.synchronize()
+    assert StepKV.open(plan, memory).replay_key() is not None
+    memory.close()
