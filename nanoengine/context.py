@@ -176,8 +176,6 @@ class ForwardContext:
                   queries of sequence i give to the keys of b, summed over these queries, all heads
                   and all layers without a window. While a layer runs, this takes 8 bytes of memory
                   for each query, head and block (in Triton, tile of keys).
-
-    A decode step asks for no mass: it may be replayed, and a replay would report none.
     """
 
     token_ids: Tensor
@@ -189,6 +187,3 @@ class ForwardContext:
     kv: KVCache
     attention: AttentionBackend
     block_mass: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        assert self.block_mass is None or len(self.token_ids) != len(self.lengths)

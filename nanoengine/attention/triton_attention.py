@@ -100,8 +100,8 @@ class TritonAttention:
                 self._run_decode(q, chunk, ctx, self._parts, window, kept)
         if self._parts is not None:
             self._run_merge(ctx, self._parts, out, window, kept)
-        if ctx.block_mass is not None and not window:
-            self._add_mass(ctx, ctx.block_mass, chunk.k.shape[1], kept)
+        if kept[0] is not None:
+            self._add_mass(ctx, chunk.k.shape[1], kept)
         return out
 
     def _begin(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> None:
@@ -231,10 +231,10 @@ class TritonAttention:
             self._config.longest_window or 0, num_warps=2,
         )  # fmt: skip
 
-    def _add_mass(self, ctx: ForwardContext, mass: Tensor, block_size: int, kept: Kept) -> None:
-        row_max, _ = kept
-        assert row_max is not None
-        _, num_tokens, heads = row_max.shape
+    def _add_mass(self, ctx: ForwardContext, block_size: int, kept: tuple[Tensor, Tensor]) -> None:
+        mass = ctx.block_mass
+        assert mass is not None
+        _, num_tokens, heads = kept[0].shape
         add_mass[tuple(mass.shape)](
             ctx.query_start, ctx.kv_lens, *kept, mass, num_tokens, mass.stride(0),
             heads, block_size, self._tile(block_size), MASS_ROWS, num_warps=4,

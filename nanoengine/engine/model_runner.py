@@ -142,7 +142,9 @@ class ModelRunner:
             )
             for item in batch.items
         ]
-        ctx = forward_context(rows, step.num_rows, step.kv, self.attention, self._device)
+        ctx = forward_context(
+            rows, step.num_rows, step.kv, self.attention, self._device, step.block_mass
+        )
         starts = [0, *accumulate(item.num_tokens for item in batch.items)]
         if before is not None:
             self._fill(ctx.token_ids, before.places(batch, starts), before.tokens)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device
@@ -29,9 +30,10 @@ def forward_context(
     kv: KVCache,
     attention: AttentionBackend,
     device: Device,
+    block_mass: Tensor | None = None,
 ) -> ForwardContext:
     """The forward context of these sequences. Those past them, up to `num_rows`, have a token and
-    no keys.
+    no keys. block_mass: see ForwardContext.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -60,4 +62,5 @@ def forward_context(
         logit_rows=wanted,
         kv=kv,
         attention=attention,
+        block_mass=block_mass,
     )

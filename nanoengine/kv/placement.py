@@ -55,7 +55,7 @@ class Rank:
 
 PREEMPTED, RUNNING, IN_STEP = range(3)
 HOTTER = 1.5  # times as hot: or blocks would go back and forth
-SWAPPED_SHARE = 8  # one in so many blocks of the device may be swapped in a step
+SWAPPED_SHARE = 4  # one in so many blocks of the device may be swapped in a step
 ANY_LENGTH = 1  # a length_rank above that of every sequence
 
 
@@ -140,9 +140,9 @@ class Placement:
         """Bring the blocks of a sequence that attention looks at most to the device, in place of
         those that it looks at least. A few at a time: each swap is one more block on the link.
         """
-        middle = [b for b in blocks[1:-1] if b not in self._pinned and b not in self._tables.kept]
-        there = sorted((b for b in middle if b.device_slot is not None), key=_heat)
-        away = (b for b in middle if b.device_slot is None and b.num_tokens)
+        loose = [b for b in blocks[:-1] if b not in self._pinned and b not in self._tables.kept]
+        there = sorted((b for b in loose if b.device_slot is not None), key=_heat)
+        away = (b for b in loose if b.device_slot is None and b.num_tokens)
         hottest = sorted(away, key=_heat, reverse=True)[: max(1, len(there) // SWAPPED_SHARE)]
         for cold, hot in zip(there, hottest, strict=False):
             if hot.heat <= HOTTER * cold.heat or not self._save(cold):

@@ -61,8 +61,9 @@ class Decoder:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
         x = self._embed(ctx.token_ids)
         cos, sin = self._rotary.angles(ctx.positions)
-        is_decode = len(x) == len(ctx.lengths)  # other steps are hardly ever alike
-        key = ctx.kv.replay_key() if is_decode and ctx.attention.can_replay else None
+        # Steps other than decodes are hardly ever alike; a replay would report no mass.
+        may_replay = len(x) == len(ctx.lengths) and ctx.block_mass is None
+        key = ctx.kv.replay_key() if may_replay and ctx.attention.can_replay else None
         if key is None:
             return self._run_layers(self._ops.to_static_buffer(x), cos, sin, ctx)
         tensors = x, cos, sin, ctx.query_start, ctx.kv_lens, *key.tensors

@@ -17,7 +17,7 @@ from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.flash_attention import FlashAttention
 from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config import AttentionConfig
-from nanoengine.context import AttentionBackend, ForwardContext, KVChunk
+from nanoengine.context import AttentionBackend, KVChunk
 from nanoengine.kernels.cpu_kernels import CpuKernels
 
 CPU = torch.device("cpu")
@@ -173,20 +173,6 @@ def test_every_block_that_has_keys_needs_a_place(make: Make) -> None:
     mass = no_mass(batch)[:, :-1]
     with pytest.raises((AssertionError, IndexError)):
         run(make(config_of(batch)), batch, whole(batch), mass)
-
-
-def test_a_decode_step_does_not_ask() -> None:
-    """It may be replayed, and a replay would add to the mass of an earlier step, or to none."""
-
-    def step(num_tokens: int, mass: Tensor | None) -> ForwardContext:
-        ids = torch.zeros(num_tokens, dtype=torch.int64)
-        lengths = ((num_tokens - 1, 5), (1, 5))
-        return ForwardContext(ids, ids, ids, ids, lengths, ids, None, None, mass)
-
-    with pytest.raises(AssertionError):
-        step(2, torch.zeros(2, 1))
-    assert step(2, None).block_mass is None
-    assert step(3, torch.zeros(2, 1)).block_mass is not None
 
 
 def test_flash_kernels_do_not_report() -> None:

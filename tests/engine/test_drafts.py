@@ -34,7 +34,7 @@ PARAMS = [
 SETTINGS = STREAMED | {"debug_kv": True, "measure_speed": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "few blocks": {},
-    "many blocks": {"num_gpu_blocks": 20, "ring_slots": 2},
+    "many blocks": {"num_gpu_blocks": 20, "ring_slots": 2, "max_num_seqs": 1},
     "blocks of two": {"num_gpu_blocks": 24, "kvcache_block_size": 2, "slot_tokens": 2},
     "one at a time": {"max_num_seqs": 1},
     "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 3},
@@ -258,4 +258,24 @@ def test_nobody_drafts_beside_a_resident_decode(tiny: Callable[[str], Path]) -> 
     engine.runner.launch = watched
     Driver(engine).run([PROMPTS[0], PROMPTS[2]], [PARAMS[0], replace(PARAMS[2], max_tokens=20)])
     assert (True, False) in seen and (False, True) in seen and (True, True) not in seen
+    engine.close()
+
+
+def test_blocks_learn_their_share_of_attention(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first streamed step on, with drafts or without; and the hottest come to the device,
+    the first block among them.
+    """
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 0)
+    engine = small_engine(tiny("llama"), speculative=f"resident:{MOST}", **SETTINGS)
+    engine.add_request(PROMPTS[0], PARAMS[0])
+    while engine.has_unfinished_requests:
+        engine.step()
+        if engine.kv.tables:
+            (table,) = engine.kv.tables.values()
+            blocks = list(table.blocks)
+    heats = sorted((block.heat for block in blocks), reverse=True)
+    assert 0.99 < sum(heats) < 1.01 and heats[0] > 2 * heats[-2]
+    assert not any(block.heat > 1.5 * 1.01 for block in blocks)
     engine.close()

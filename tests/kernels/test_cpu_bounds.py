@@ -22,7 +22,7 @@ from torch import Tensor
 from nanoengine.context import SoftmaxState
 from nanoengine.kernels import cpu_linear
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.kernels.cpu_kernels import CpuKernels, MassBuffers
 from nanoengine.kernels.cpu_linear import ADD, CpuLinear
 
 # Without AVX512-BF16 its instructions are done in C: the reads are the same.
@@ -74,8 +74,12 @@ def attention(folder: Path, flags: tuple[str, ...]) -> None:
         state = SoftmaxState(*(guarded(torch.zeros(q.shape[:n])) for n in (2, 2, 3)))
         lengths = batch.query_start(), int32(batch.kv_lens)
         whole = chunk_of(batch, {0: (0, len(table))})
-        kernels.attend(q, whole, *lengths, state, batch.scale, True, out)
+        mass = MassBuffers(
+            guarded(torch.zeros(1, len(table))), guarded(torch.zeros(2, *q.shape[:2], len(table)))
+        )
+        kernels.attend(q, whole, *lengths, state, batch.scale, True, out, mass=mass)
         assert (out.double() - batch.reference()).abs().max() < 0.05
+        assert (mass.total.double() - batch.mass()).abs().max() < 0.05 * q_len
 
 
 @needs_compiler

@@ -23,7 +23,7 @@ static const batch_t BATCHES[] = {
     {"more partials than a window holds", 0, 1, 8, 8, 128, 2, 0, 0, 0, {4, 1}, {150, 9}},
 };
 
-typedef struct { float *row_max, *row_sum, *acc; char *out; } state_t;
+typedef struct { float *row_max, *row_sum, *acc; char *out; float *mass; } state_t;
 
 /* The rows of a batch and its whole KV in one call. */
 static state_t attend_on(const batch_t *b, int threads) {
@@ -45,8 +45,10 @@ static state_t attend_on(const batch_t *b, int threads) {
     void *q = some_numbers(rows * b->head_dim, b->is_bf16);
     void *k = some_numbers(blocks * block_stride, b->is_bf16);
     void *v = some_numbers(blocks * block_stride, b->is_bf16);
-    state_t s = {malloc(4 * rows), malloc(4 * rows), malloc(4 * rows * b->head_dim), NULL};
+    state_t s = {malloc(4 * rows), malloc(4 * rows), malloc(4 * rows * b->head_dim), NULL, NULL};
     s.out = malloc(4 * rows * b->head_dim);
+    s.mass = calloc((size_t)(b->seqs * width), 4);
+    float *kept = malloc(8 * rows * width);
     const attend_args args = {
         .q = q, .k = k, .v = v, .seq_index = seq_index, .first_block = first_block,
         .num_blocks = num_blocks, .block_table = table, .query_start = query_start,
@@ -56,10 +58,11 @@ static state_t attend_on(const batch_t *b, int threads) {
         .tokens = tokens, .heads = heads, .kv_heads = b->kv_heads, .head_dim = b->head_dim,
         .block_size = b->block_size, .is_bf16 = b->is_bf16, .is_first = 1, .threads = threads,
         .has_tiles = allow_tiles() == 0, .window = b->window ? b->window : INT32_MAX,
-        .scale = 1 / sqrt(b->head_dim), .softcap = b->softcap,
+        .scale = 1 / sqrt(b->head_dim), .softcap = b->softcap, .mass = b->window ? NULL : s.mass,
+        .kept = kept, .sequences = b->seqs, .blocks = width, .mass_stride = width,
     };
     if (attend(&args)) abort();
-    free(q), free(k), free(v), free(table);
+    free(q), free(k), free(v), free(table), free(kept);
     return s;
 }
 
@@ -70,9 +73,13 @@ static void check_attend(const batch_t *b) {
     expect_same(b->name, one.out, two.out, rows * b->head_dim * (b->is_bf16 ? 2 : 4));
     expect_same("  its sums", one.row_sum, two.row_sum, 4 * rows);
     expect_same("  its state", one.acc, two.acc, 4 * rows * b->head_dim);
+    int64_t width = 0;
+    for (int s = 0; s < b->seqs; s++) width = max64(width, ceil_div(b->kv_lens[s], b->block_size));
+    expect_same("  its mass", one.mass, two.mass, 4 * b->seqs * width);
     const state_t states[] = {one, two};
     for (int i = 0; i < 2; i++)
-        free(states[i].row_max), free(states[i].row_sum), free(states[i].acc), free(states[i].out);
+        free(states[i].row_max), free(states[i].row_sum), free(states[i].acc), free(states[i].out),
+            free(states[i].mass);
 }
 
 /* Each operator over so many rows. */
