@@ -12,7 +12,7 @@ STORM_ARGS ?=
 
 # Called as a module: pip's own script cannot be trusted in a path with a space in it.
 PY := .venv/bin/python
-INSTALL := $(PY) -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
+INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check
