@@ -142,6 +142,12 @@ def test_a_role_that_the_template_names_is_no_surprise(
     assert len(warned) == 1
 
 
+def test_an_output_at_the_end_of_a_cell_is_short(llm: LLM) -> None:
+    (output,) = llm.generate("a", GREEDY, use_tqdm=False)
+    assert output.metrics is not None and "first_token_time" not in repr(output)
+    assert "finish_reason='length'" in repr(output)
+
+
 def test_failures_in_a_list_warn_once(llm: LLM) -> None:
     prompts: list[Any] = ["a", [999], ""]
     with pytest.warns(
