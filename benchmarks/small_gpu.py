@@ -80,14 +80,9 @@ def forecast(
     gib, read_gb_per_s = CARDS[card]
     hardware = Hardware(gib * GIB, RAM_GIB * GIB, read_gb_per_s, LINK_GB_PER_S)
     settings = {"quantization": quantization, "kv_offload_dtype": kv_offload_dtype}
-    made = Forecaster(make_config(name_of(model), settings), model, hardware).forecast(context)
+    made = Forecaster(make_config("shapes", settings), model, hardware).forecast(context)
     assert not made.refusal, made.refusal
     return made
-
-
-def name_of(model: ModelConfig) -> str:
-    """What the plan calls a shape."""
-    return f"{model.num_layers} layers"
 
 
 if __name__ == "__main__":

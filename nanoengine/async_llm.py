@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar, Unpack
 from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.completion import merge_deltas, outputs_of
+from nanoengine.engine.request_forms import Messages, OneParams, Prompt, TemplateKwargs, Tools
 from nanoengine.engine.stats import EngineStats
 from nanoengine.engine.streaming import DeltaStream
 from nanoengine.errors import (
@@ -30,7 +31,7 @@ from nanoengine.errors import (
     ends_at_the_user,
     without_our_lines,
 )
-from nanoengine.llm import LLM, Messages, OneParams, Prompt, TemplateKwargs, Tools
+from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
@@ -137,12 +138,7 @@ class AsyncLLM:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def _call(self, function: Callable[[LLM], Answer]) -> Answer:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack, cast
 
 from nanoengine.config import NAMES, Settings, shows_settings
@@ -21,15 +19,28 @@ from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
 from nanoengine.engine.progress import progress_bar
+from nanoengine.engine.request_forms import (
+    GivenPrompt,
+    Messages,
+    OneParams,
+    Params,
+    Prompt,
+    TemplateKwargs,
+    Tools,
+    given_prompt,
+    is_conversation,
+    is_single,
+    one_params,
+    params_for,
+    template_variables,
+)
 from nanoengine.engine.stats import EngineStats, engine_stats
 from nanoengine.engine.streaming import DeltaStream
 from nanoengine.engine.turns import Turn, Turns
 from nanoengine.errors import (
-    InvalidParamsError,
     InvalidPromptError,
     RequestError,
     ends_at_the_user,
-    shown,
     warn_user,
 )
 from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
@@ -38,30 +49,6 @@ from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A prompt before it is queued: text or ids, the original text, or the error against it."""
-
-    prompt: Any
-    text: str | None = None
-    cache_salt: Any = None
-    error: RequestError | None = None
-
-    def checked(self) -> tuple[Any, str | None, Any]:
-        """Prompt, text and cache salt. Raises `error`."""
-        if self.error is not None:
-            raise self.error
-        return self.prompt, self.text, self.cache_salt
-
-
-Prompt = str | list[int] | dict[str, Any]
-OneParams = SamplingParams | Mapping[str, Any] | None
-Params = OneParams | Sequence[OneParams]
-Messages = list[dict[str, Any]]
-TemplateKwargs = Mapping[str, Any] | None
-Tools = Sequence[Mapping[str, Any]] | None
 
 
 class LLM:
@@ -138,8 +125,8 @@ class LLM:
         finish_reason is "error", the others are answered, and a UserWarning names the first error.
         Ctrl-C aborts all requests and raises KeyboardInterrupt as usual.
         """
-        single = _is_single(prompts)
-        requests = [_request(p) for p in ([prompts] if single else prompts)]
+        single = is_single(prompts)
+        requests = [given_prompt(p) for p in ([prompts] if single else prompts)]
         return self._answer(requests, sampling_params, single, use_tqdm)
 
     @ends_at_the_user
@@ -192,8 +179,8 @@ class LLM:
         that a refused prompt in a list has no sequences.
         """
         params = beam_params(params, settings)
-        single = _is_single(prompts)
-        requests = [_request(p) for p in ([prompts] if single else prompts)]
+        single = is_single(prompts)
+        requests = [given_prompt(p) for p in ([prompts] if single else prompts)]
         searches: list[BeamSearch | BeamSearchOutput] = []
         with (
             Turn(self._turns) as turn,
@@ -227,13 +214,13 @@ class LLM:
         early aborts its request.
         Raises at once what generate() raises for the prompt.
         """
-        if _is_conversation(prompt):
+        if is_conversation(prompt):
             return self.stream_chat(cast(Messages, prompt), sampling_params)
-        if not isinstance(prompt, dict) and not _is_single(prompt):
+        if not isinstance(prompt, dict) and not is_single(prompt):
             raise InvalidPromptError(
                 f"a stream takes one prompt, got a list of {len(prompt)}; open a stream for each"
             )
-        return self._stream(_request(prompt), sampling_params)
+        return self._stream(given_prompt(prompt), sampling_params)
 
     @ends_at_the_user
     @explains_unknown(ARGUMENT, " of stream_chat()")
@@ -287,34 +274,29 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _chat_request(
         self, messages: Any, add_generation_prompt: bool, kwargs: TemplateKwargs, tools: Tools
-    ) -> _Request:
+    ) -> GivenPrompt:
         try:
-            variables = _template_variables(add_generation_prompt, kwargs, tools)
+            variables = template_variables(add_generation_prompt, kwargs, tools)
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, **variables)
         except RequestError as error:
-            return _Request(None, error=error)
+            return GivenPrompt(None, error=error)
         # The template has already written the special tokens, also the beginning-of-sequence token.
-        return _Request(self.tokenizer.encode(text, add_special_tokens=False), text)
+        return GivenPrompt(self.tokenizer.encode(text, add_special_tokens=False), text)
 
     def _answer(
-        self, requests: list[_Request], params: Params, single: bool, use_tqdm: bool
+        self, requests: list[GivenPrompt], params: Params, single: bool, use_tqdm: bool
     ) -> list[RequestOutput]:
         outputs: dict[int, RequestOutput] = {}
         positions: dict[int | str, int] = {}
         with Turn(self._turns) as turn:
             try:
                 for index, (request, param) in enumerate(
-                    zip(requests, _params_for(params, len(requests)), strict=True)
+                    zip(requests, params_for(params, len(requests)), strict=True)
                 ):
                     try:
                         positions[self._add(request, param)] = index
@@ -331,14 +313,14 @@ class LLM:
         _warn_of_failures(answers)
         return answers
 
-    def _add(self, request: _Request, params: SamplingParams | None) -> int:
+    def _add(self, request: GivenPrompt, params: SamplingParams | None) -> int:
         prompt, text, salt = request.checked()
         return self.llm_engine.add_request(prompt, params, text, salt)
 
-    def _stream(self, request: _Request, params: OneParams) -> DeltaStream:
+    def _stream(self, request: GivenPrompt, params: OneParams) -> DeltaStream:
         prompt, text, salt = request.checked()
         with Turn(self._turns):
-            stream = self.llm_engine.add_stream(prompt, _one_params(params), text, salt)
+            stream = self.llm_engine.add_stream(prompt, one_params(params), text, salt)
         return DeltaStream(stream, self._advance, self._turns.abandon)
 
     def _advance(self, stream: RequestState) -> list[StreamDelta]:
@@ -369,40 +351,6 @@ class LLM:
                     yield output
 
 
-def _is_single(prompts: object) -> bool:
-    if isinstance(prompts, str | dict):
-        return True
-    if not isinstance(prompts, list | tuple):
-        raise InvalidPromptError(
-            "prompts must be text, token ids, a dict or a list of these, got "
-            + type(prompts).__name__
-            + ("; call its tolist()" if hasattr(prompts, "tolist") else "")
-        )
-    return bool(prompts) and all(hasattr(p, "__index__") for p in prompts)
-
-
-def _request(prompt: Any) -> _Request:
-    """The _Request of a prompt in any form; a dict without a prompt becomes one with an error."""
-    if not isinstance(prompt, dict):
-        return _Request(prompt)
-    salt = prompt.get("cache_salt")
-    if prompt.get("prompt_token_ids") is not None:
-        return _Request(prompt["prompt_token_ids"], prompt.get("prompt"), salt)
-    if prompt.get("prompt") is not None:
-        return _Request(prompt["prompt"], cache_salt=salt)
-    keys = sorted(map(str, prompt))
-    error = f'a prompt dict needs "prompt" or "prompt_token_ids", got the keys {keys}'
-    if "role" in prompt:
-        error += "; a list of messages is a conversation: use chat() or stream_chat()"
-    return _Request(None, error=InvalidPromptError(error))
-
-
-def _is_conversation(prompt: object) -> bool:
-    """Whether this is a list of messages; a prompt has no role."""
-    is_list = isinstance(prompt, list | tuple) and bool(prompt)
-    return is_list and all(isinstance(m, Mapping) and "role" in m for m in cast(Messages, prompt))
-
-
 def _warn_of_failures(outputs: Sequence[RequestOutput | BeamSearchOutput]) -> None:
     """Warn once about outputs with an error, at which a caller may not look."""
     failed = [index for index, output in enumerate(outputs) if output.error is not None]
@@ -411,48 +359,3 @@ def _warn_of_failures(outputs: Sequence[RequestOutput | BeamSearchOutput]) -> No
             f"{len(failed)} of {len(outputs)} requests failed; outputs[{failed[0]}].error: "
             f"{outputs[failed[0]].error}"
         )
-
-
-def _template_variables(
-    add_generation_prompt: bool, kwargs: TemplateKwargs, tools: Tools
-) -> dict[str, Any]:
-    """Template variables; those in chat_template_kwargs override arguments, as in vLLM."""
-    given = {} if kwargs is None else kwargs
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise InvalidParamsError(
-            f"chat_template_kwargs must be a dict of the template's variables, got {kwargs!r}"
-        )
-    if taken := {"messages", "self", "tokenize"} & given.keys():
-        raise InvalidParamsError(f"chat_template_kwargs may not hold {min(taken)!r}")
-    made = {"add_generation_prompt": add_generation_prompt}
-    if tools is None:
-        return {**made, **given}
-    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
-        raise InvalidParamsError(
-            'tools must be a list of dicts such as {"type": "function", "function": {"name": ..., '
-            f'"parameters": ...}}}}, got {shown(tools)}'
-        )
-    return {**made, "tools": tools, **given}
-
-
-def _params_for(params: Params, count: int) -> list[SamplingParams | None]:
-    if not isinstance(params, list | tuple):
-        return [_one_params(params)] * count
-    if len(params) != count:
-        raise InvalidParamsError(
-            f"{count} prompt{'s' * (count != 1)}, but {len(params)} sampling parameters; give one "
-            "for all, or one each"
-        )
-    return [_one_params(each) for each in params]
-
-
-def _one_params(params: object) -> SamplingParams | None:
-    """SamplingParams as they are, or made of a dict of their fields."""
-    if params is None or isinstance(params, SamplingParams):
-        return params
-    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
-        raise InvalidParamsError(
-            "sampling_params must be a SamplingParams, a dict of its fields, or a list with one "
-            f"for each prompt, got {shown(params)}"
-        )
-    return SamplingParams(**params)

@@ -144,22 +144,18 @@ def _describe(speed: MachineSpeed) -> str:
 def _bars(made: Any, hardware: Any) -> list[Bar]:
     """What takes which memory, with what is kept back of a GPU."""
     memory, kv = made.plan, made.plan.kv
-    parts = (
-        Part("W", "weights", "weights", memory.weight_bytes),
-        Part("S", "step", "a step", memory.activation_bytes),
-        _kv_part(kv.num_blocks, kv.block_size, kv.block_bytes),
-        Part("R", "ring", "buffer", kv.ring_bytes),
-    )
+    parts = memory.device_parts(_kv_label(kv.num_blocks * kv.block_size))
     if not hardware.gpu_bytes:
         return [Bar("RAM", hardware.ram_bytes, parts)]
     kept = Part("x", "reserved", "kept back", made.reserved_bytes)
-    host = _kv_part(kv.num_host_blocks, kv.block_size, kv.host_block_bytes)
+    label = _kv_label(kv.num_host_blocks * kv.block_size)
+    host = Part("K", "kv", label, kv.num_host_blocks * kv.host_block_bytes)
     gpu = Bar("GPU", hardware.gpu_bytes, (*parts, kept))
     return [gpu, Bar("RAM", hardware.ram_bytes, (host,))]
 
 
-def _kv_part(num_blocks: int, block_size: int, block_bytes: int) -> Part:
-    return Part("K", "kv", f"KV of {num_blocks * block_size:,} tokens", num_blocks * block_bytes)
+def _kv_label(num_tokens: int) -> str:
+    return f"KV of {num_tokens:,} tokens"
 
 
 def _row(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from heapq import nlargest
-from types import TracebackType
 from typing import Any, Self
 
 from nanoengine.engine.llm_engine import LLMEngine
@@ -225,12 +224,7 @@ class BeamSearches:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for search in self._open:
             search.close()
 

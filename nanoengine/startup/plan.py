@@ -82,16 +82,21 @@ class MemoryPlan:
         """What takes which memory."""
         kv = self.kv
         host = Part("K", "kv", self.tiers[1], kv.num_host_blocks * kv.host_block_bytes)
-        parts = [
-            Part("W", "weights", "weights", self.weight_bytes),
-            Part("S", "step", "a step", self.activation_bytes),
-            Part("K", "kv", self.tiers[0], kv.num_blocks * kv.block_bytes),
-            Part("R", "ring", "buffer", kv.ring_bytes),
-            Part("x", "reserved", "CUDA and other programs", self.reserved_bytes),
-        ]
+        reserved = Part("x", "reserved", "CUDA and other programs", self.reserved_bytes)
+        parts = (*self.device_parts(self.tiers[0]), reserved)
         if not self.has_gpu:
             return [Bar("RAM", self.device_bytes, (*parts, host))]
-        return [Bar("GPU", self.device_bytes, tuple(parts)), Bar("RAM", self.ram_bytes, (host,))]
+        return [Bar("GPU", self.device_bytes, parts), Bar("RAM", self.ram_bytes, (host,))]
+
+    def device_parts(self, kv_label: str) -> tuple[Part, ...]:
+        """What the engine takes of the device. kv_label: what the bar calls the KV there."""
+        kv = self.kv
+        return (
+            Part("W", "weights", "weights", self.weight_bytes),
+            Part("S", "step", "a step", self.activation_bytes),
+            Part("K", "kv", kv_label, kv.num_blocks * kv.block_bytes),
+            Part("R", "ring", "buffer", kv.ring_bytes),
+        )
 
     def _repr_html_(self) -> str:
         """Shown by notebooks."""

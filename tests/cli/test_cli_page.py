@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from checkpoints import LLAMA_8B
 from huggingface_hub import constants
 
 from nanoengine.cli.main import DOORS, main, make_parser
@@ -17,16 +18,6 @@ PAGE = ROOT / "docs" / "command_line.md"
 EXAMPLES = re.findall(
     r"^```console\n\$ nanoengine (.*?)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
 )
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-}
 
 
 @pytest.fixture

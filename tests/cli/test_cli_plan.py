@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import LLAMA_8B
 from gguf_model import GGUFModel
 
 from nanoengine import LLM
@@ -22,17 +23,6 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.startup import parts, probe
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-}
 GPU_24 = ["--gpu-gib", "24", "--ram-gib", "32"]
 
 

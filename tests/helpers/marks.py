@@ -21,9 +21,6 @@ def _has_compiler() -> bool:
 needs_compiler = pytest.mark.skipif(
     not _has_compiler(), reason="no C compiler: PyTorch takes the place of our kernels"
 )
-needs_bf16_cpu = pytest.mark.skipif(
-    not cpu_linear.is_supported(), reason="no AVX512-BF16 here: oneDNN multiplies instead"
-)
 
 HAS_TILES = b"amx_bf16" in cpu_flags().split()
 # Compiler flags by what they build: where there are matrix tiles, also what others run.

@@ -15,15 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import BUILDS, needs_bf16_cpu, needs_compiler
+from marks import BUILDS, EMULATED, needs_compiler
 from paged_batches import chunk_of, int32, make_batch
 from torch import Tensor
 
 from nanoengine.context import SoftmaxState
+from nanoengine.kernels import cpu_linear
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import ADD, CpuLinear
 
+# Without AVX512-BF16 its instructions are done in C: the reads are the same.
+MACHINES = BUILDS if cpu_linear.is_supported() else EMULATED
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
 
@@ -76,10 +79,9 @@ def attention(folder: Path, flags: tuple[str, ...]) -> None:
 
 
 @needs_compiler
-@needs_bf16_cpu
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", MACHINES)
 def test_nothing_past_the_end_is_touched(build_folder: Path, build: str) -> None:
-    command = [sys.executable, __file__, str(build_folder), *BUILDS[build]]
+    command = [sys.executable, __file__, str(build_folder), *MACHINES[build]]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # with our helpers
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -88,5 +90,6 @@ def test_nothing_past_the_end_is_touched(build_folder: Path, build: str) -> None
 
 
 if __name__ == "__main__":
+    cpu_linear.is_supported = lambda: True
     products(Path(sys.argv[1]), tuple(sys.argv[2:]))
     attention(Path(sys.argv[1]), tuple(sys.argv[2:]))

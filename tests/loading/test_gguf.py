@@ -33,6 +33,7 @@ from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf import convert as gguf_convert
 from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
 from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.settings import phi3_settings
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import packaged_gguf
@@ -200,7 +201,7 @@ def test_every_part_of_a_head_survives_as_a_quotient(head_dim: int) -> None:
     fields = {"general.architecture": GGUFValue("phi3"), "phi3.context_length": GGUFValue(512)}
     metadata = Metadata(Path("m.gguf"), fields)
     for turned in range(2, head_dim + 1, 2):
-        settings = gguf_convert._phi3_settings(metadata, turned, head_dim)
+        settings = phi3_settings(metadata, turned, head_dim)
         part = settings["partial_rotary_factor"]
         assert rotary_pairs(RopeConfig(1e4, partial_rotary_factor=part), head_dim) == turned // 2
 

@@ -10,25 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from nanoengine.config import GIB, EngineConfig, ModelConfig, RopeConfig, make_config
+from benchmarks import small_gpu
+from nanoengine.config import GIB, EngineConfig, ModelConfig, make_config
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.startup.forecast import Forecaster, Hardware
 
 ROOT = Path(__file__).parents[2]
-LLAMA_8B = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-5,
-    max_position=1 << 20,
-    tie_word_embeddings=False,
-    rope=RopeConfig(500000.0),
-)
+LLAMA_8B = replace(small_gpu.LLAMA_8B, max_position=1 << 20)
 GEMMA_LIKE = replace(
     LLAMA_8B,
     architecture="Gemma3ForCausalLM",

@@ -1,3 +1,3 @@
 """GGUF files: is it whole (structure), what does it say (metadata), and as a Hugging Face folder
-(tokenizer, convert).
+(settings, tokenizer, convert).
 """

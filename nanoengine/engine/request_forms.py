@@ -1,0 +1,120 @@
+"""The forms in which users give prompts, conversations and sampling parameters; one form of each.
+
+Knows no engine: what it returns or raises is checked further by InputProcessor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError, shown
+from nanoengine.sampling_params import SamplingParams
+
+Prompt = str | list[int] | dict[str, Any]
+OneParams = SamplingParams | Mapping[str, Any] | None
+Params = OneParams | Sequence[OneParams]
+Messages = list[dict[str, Any]]
+TemplateKwargs = Mapping[str, Any] | None
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    """A prompt before it is queued: text or ids, the original text, or the error against it."""
+
+    prompt: Any
+    text: str | None = None
+    cache_salt: Any = None
+    error: RequestError | None = None
+
+    def checked(self) -> tuple[Any, str | None, Any]:
+        """Prompt, text and cache salt. Raises `error`."""
+        if self.error is not None:
+            raise self.error
+        return self.prompt, self.text, self.cache_salt
+
+
+def is_single(prompts: object) -> bool:
+    """Whether this is one prompt and no list of them. Raises InvalidPromptError for neither."""
+    if isinstance(prompts, str | dict):
+        return True
+    if not isinstance(prompts, list | tuple):
+        raise InvalidPromptError(
+            "prompts must be text, token ids, a dict or a list of these, got "
+            + type(prompts).__name__
+            + ("; call its tolist()" if hasattr(prompts, "tolist") else "")
+        )
+    return bool(prompts) and all(hasattr(p, "__index__") for p in prompts)
+
+
+def given_prompt(prompt: Any) -> GivenPrompt:
+    """The GivenPrompt of a prompt in any form; a dict without a prompt gives one with an error."""
+    if not isinstance(prompt, dict):
+        return GivenPrompt(prompt)
+    salt = prompt.get("cache_salt")
+    if prompt.get("prompt_token_ids") is not None:
+        return GivenPrompt(prompt["prompt_token_ids"], prompt.get("prompt"), salt)
+    if prompt.get("prompt") is not None:
+        return GivenPrompt(prompt["prompt"], cache_salt=salt)
+    keys = sorted(map(str, prompt))
+    error = f'a prompt dict needs "prompt" or "prompt_token_ids", got the keys {keys}'
+    if "role" in prompt:
+        error += "; a list of messages is a conversation: use chat() or stream_chat()"
+    return GivenPrompt(None, error=InvalidPromptError(error))
+
+
+def is_conversation(prompt: object) -> bool:
+    """Whether this is a list of messages; a prompt has no role."""
+    is_list = isinstance(prompt, list | tuple) and bool(prompt)
+    return is_list and all(isinstance(m, Mapping) and "role" in m for m in cast(Messages, prompt))
+
+
+def template_variables(
+    add_generation_prompt: bool, kwargs: TemplateKwargs, tools: Tools
+) -> dict[str, Any]:
+    """Template variables; those in chat_template_kwargs override arguments, as in vLLM.
+
+    Raises InvalidParamsError.
+    """
+    given = {} if kwargs is None else kwargs
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidParamsError(
+            f"chat_template_kwargs must be a dict of the template's variables, got {kwargs!r}"
+        )
+    if taken := {"messages", "self", "tokenize"} & given.keys():
+        raise InvalidParamsError(f"chat_template_kwargs may not hold {min(taken)!r}")
+    made = {"add_generation_prompt": add_generation_prompt}
+    if tools is None:
+        return {**made, **given}
+    if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
+        raise InvalidParamsError(
+            'tools must be a list of dicts such as {"type": "function", "function": {"name": ..., '
+            f'"parameters": ...}}}}, got {shown(tools)}'
+        )
+    return {**made, "tools": tools, **given}
+
+
+def params_for(params: Params, count: int) -> list[SamplingParams | None]:
+    """The parameters of each of `count` prompts. Raises InvalidParamsError."""
+    if not isinstance(params, list | tuple):
+        return [one_params(params)] * count
+    if len(params) != count:
+        raise InvalidParamsError(
+            f"{count} prompt{'s' * (count != 1)}, but {len(params)} sampling parameters; give one "
+            "for all, or one each"
+        )
+    return [one_params(each) for each in params]
+
+
+def one_params(params: object) -> SamplingParams | None:
+    """SamplingParams as they are, or made of a dict of their fields. Raises InvalidParamsError."""
+    if params is None or isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+        raise InvalidParamsError(
+            "sampling_params must be a SamplingParams, a dict of its fields, or a list with one "
+            f"for each prompt, got {shown(params)}"
+        )
+    return SamplingParams(**params)
