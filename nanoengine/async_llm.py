@@ -56,6 +56,7 @@ class AsyncLLM:
         self._close = weakref.finalize(self, self._engine.stop)
 
     @classmethod
+    @ends_at_the_user
     def from_engine_args(cls, engine_args: object) -> Self:
         """An AsyncLLM from other engines' arguments; see LLM.from_engine_args."""
         return cls(**translated(engine_args, NAMES))
@@ -149,16 +150,15 @@ class AsyncLLM:
         mailbox = _Mailbox()
         try:
             begin = partial(self._engine.begin, mailbox, open_stream, request_id)
-            try:
-                output = await self._call(begin)
-            except RequestError as error:
-                raise without_our_lines(error) from error.__cause__
+            output = await self._call(begin)
             so_far: list[StreamDelta] = []  # one for each completion
             while not output.finished:
                 deltas, end = await mailbox.take()
                 so_far = merge_deltas([*so_far, *deltas])
                 output = end or replace(output, outputs=outputs_of(so_far))
                 yield output
+        except RequestError as error:
+            raise without_our_lines(error) from error.__cause__
         finally:
             if not mailbox.is_done:
                 self._engine.leave(mailbox)

@@ -119,6 +119,10 @@ class ForkedProcessError(EngineError, RuntimeError):
     """The engine, or threads that it needs, belong to the parent process of this fork."""
 
 
+# What a user can mend: errors that end at the user's line.
+USERS = (ConfigError, ModelLoadError, RequestError, EngineClosedError, ForkedProcessError)
+
+
 def integer(value: object) -> int | None:
     """An integer of any type as an int; None for anything else, also for True and False."""
     if type(value) is int:  # the common case; the other checks take ten times as long
@@ -164,15 +168,16 @@ def shown(value: object) -> str:
 
 
 def ends_at_the_user(call: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Decorates what users call: errors about their settings, models and requests show the user's
-    line and no lines of this package (see `without_our_lines`).
+    """Decorates what users call: errors about their settings, models and requests, and about an
+    engine that was closed, show the user's line and no lines of this package (see
+    `without_our_lines`).
     """
 
     @functools.wraps(call)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         try:
             return call(*args, **kwargs)
-        except (ConfigError, ModelLoadError, RequestError) as error:
+        except USERS as error:
             raise without_our_lines(error) from error.__cause__
 
     return called

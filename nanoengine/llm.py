@@ -74,6 +74,7 @@ class LLM:
         weakref.finalize(self, self._turns.close)
 
     @classmethod
+    @ends_at_the_user
     def from_engine_args(cls, engine_args: object) -> Self:
         """An LLM from other engines' arguments: a mapping, or an object such as vLLM's EngineArgs.
 
@@ -249,6 +250,7 @@ class LLM:
         """The model's tokenizer (vLLM's name)."""
         return self.tokenizer
 
+    @ends_at_the_user
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the values of the model's generation_config.json (temperature, top_k,
         top_p, min_p, repetition_penalty); change others with `dataclasses.replace`. With the

@@ -120,7 +120,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics | None = field(default=None, repr=False)
     num_cached_tokens: int = 0
     num_host_cached_tokens: int = 0
     error: RequestError | None = None

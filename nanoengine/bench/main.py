@@ -29,9 +29,15 @@ GPU_WORKLOAD = (256, 100, 1024, 100, 1024)  # nano-vllm's
 WORKLOAD = ("num_seqs", "min_input", "max_input", "min_output", "max_output")
 
 
-def main(argv: list[str] | None = None, prog: str = "bench.py") -> None:
-    """Run the benchmark named on the command line. prog: the command's name in its help."""
-    parser, commands = make_parser(f"{__doc__}", prog)
+def main(
+    argv: list[str] | None = None,
+    prog: str = "bench.py",
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> None:
+    """Run the benchmark named on the command line. prog: the command's name in its help. kind: of
+    parser.
+    """
+    parser, commands = make_parser(f"{__doc__}", prog, kind)
     add_commands(commands)
     run(parser.parse_args(argv))
 
@@ -231,12 +237,16 @@ def _default_workload(llm: LLM) -> tuple[int, int, int, int, int]:
     return CPU_WORKLOAD if llm.llm_engine.device.name == "cpu" else GPU_WORKLOAD
 
 
-def make_parser(description: str, prog: str = "bench.py") -> tuple[argparse.ArgumentParser, Any]:
-    """The parser, and the object that takes subcommands."""
-    parser = argparse.ArgumentParser(
+def make_parser(
+    description: str,
+    prog: str = "bench.py",
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> tuple[argparse.ArgumentParser, Any]:
+    """The parser, of this kind, and the object that takes subcommands."""
+    parser = kind(
         prog=prog,
         description=description,
-        epilog="example: python bench.py offline --num-seqs 8 --max-output 128 --json result.json",
+        epilog="example: %(prog)s offline --num-seqs 8 --max-output 128 --json result.json",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return parser, parser.add_subparsers(required=True, metavar="WORK")

@@ -255,11 +255,15 @@ def _engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return settings | {"enable_cpu_offload": args.enable_offload}
 
 
-def main(argv: list[str] | None = None, prog: str | None = None) -> int:
+def main(
+    argv: list[str] | None = None,
+    prog: str | None = None,
+    kind: type[argparse.ArgumentParser] = argparse.ArgumentParser,
+) -> int:
     """Run the command line; returns 0 if the score reaches --min-score, 1 if not, 2 on an error.
-    prog: the command's name in its help (None: the file's).
+    prog: the command's name in its help (None: the file's). kind: of parser.
     """
-    args = _parser(prog).parse_args(argv)
+    args = _parser(prog, kind).parse_args(argv)
     try:
         report = run(args)
     except EngineError as error:
@@ -277,12 +281,13 @@ def main(argv: list[str] | None = None, prog: str | None = None) -> int:
     return 0 if report["score"] >= args.min_score else 1
 
 
-def _parser(prog: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser(prog: str | None, kind: type[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    parser = kind(
         prog=prog,
         description="RULER needle in a haystack, built offline, all samples in one engine.",
-        epilog="example: python tests/test_ruler_niah.py --length 8192 --num-samples 5 "
-        "--enable-offload --offload-mode stream --num-gpu-blocks 8 --max-num-seqs 1",
+        epilog=f"example: {prog or 'python tests/test_ruler_niah.py'} --length 8192 "
+        "--num-samples 5 --enable-offload --offload-mode stream --num-gpu-blocks 8 "
+        "--max-num-seqs 1",
     )
     add = _adder(parser.add_argument_group("samples"))
     add("--model", str, "folder, .gguf file or smollm2-135m", "smollm2-135m")

@@ -164,17 +164,29 @@ class Runner:
         outputs = [stream.request.output() for stream in each.streams]
         for stream in each.streams:
             stream.close()
-        error = next((output.error for output in outputs if output.error is not None), None)
-        if error is not None:
+        try:
+            body = self._body(each, outputs)
+        except RequestError as error:
             self._refuse(each.line, error)
             return
-        if isinstance(each.request, ChatRequest):
-            body = chat_body(each.line.id, self._name, outputs[0])
-        else:
-            body = completion_body(each.line.id, self._name, outputs)
         self._counts.prompt_tokens += body["usage"]["prompt_tokens"]
         self._counts.output_tokens += body["usage"]["completion_tokens"]
         self._answers.add(each.line, _response(each.line, OK, body), None)
+
+    def _body(self, each: _Open, outputs: list[Any]) -> dict[str, Any]:
+        """The answer to a line. Raises the error of an output that failed."""
+        from nanoengine.text.detokenizer import token_bytes  # imports tokenizers
+
+        if failed := [output.error for output in outputs if output.error is not None]:
+            raise failed[0]
+
+        def bytes_of(token_id: int) -> bytes:
+            return token_bytes(self._model.llm.tokenizer, token_id)
+
+        head = each.line.id, self._name
+        if isinstance(each.request, ChatRequest):
+            return chat_body(*head, outputs[0], bytes_of, each.request.params.logprobs)
+        return completion_body(*head, outputs, bytes_of)
 
     def _refuse(self, line: Line, error: RequestError) -> None:
         status, body = error_body(error)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import nanoengine
 from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
@@ -31,11 +31,18 @@ MODEL_HELP = "folder, .gguf file, hub id (organisation/model) or smollm2-135m"
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse prints its usage and exits."""
+    """Raises UsageError where argparse prints its usage and exits, and for an unknown flag."""
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with the command that explains more."""
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Raise UsageError for a flag that this parser does not know."""
+        found, extra = super().parse_known_args(args, namespace)
+        if extra:
+            raise UsageError(unknown_flag(extra[0], self))
+        return found, extra
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             status = _run(sys.argv[1:] if argv is None else argv)
-        except SystemExit as end:  # argparse's --help and --version, and the doors' own errors
+        except SystemExit as end:  # argparse's --help and --version
             status = end.code if isinstance(end.code, int) else 0
         sys.stdout.flush()  # here a missing reader is noticed, and not when Python ends
         return status
@@ -70,9 +77,7 @@ def _run(argv: list[str]) -> int:
     parser, commands = make_parser()
     if argv and argv[0][:1] != "-" and argv[0] not in commands:
         raise UsageError(unknown_command(argv[0], (*commands, *DOORS)))
-    args, extra = parser.parse_known_args(argv)
-    if extra:
-        raise UsageError(unknown_flag(extra[0], commands.get(args.command, parser)))
+    args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return MISUSED
@@ -87,11 +92,11 @@ def _run_door(name: str, argv: list[str]) -> int:
     if name == "bench":
         from nanoengine.bench.main import main as bench
 
-        bench(argv, prog="nanoengine bench")
+        bench(argv, "nanoengine bench", Parser)
         return 0
     from nanoengine.bench.ruler import main as ruler
 
-    return ruler(argv, prog="nanoengine ruler")
+    return ruler(argv, "nanoengine ruler", Parser)
 
 
 def _fail(error: Exception, status: int) -> int:

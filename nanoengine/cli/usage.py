@@ -24,7 +24,10 @@ def unknown_flag(text: str, parser: argparse.ArgumentParser) -> str:
     """The error about an argument that `parser` does not know, with a near flag if there is one."""
     more = f" (see {parser.prog} --help)"
     if not text.startswith("-"):
-        return f"unexpected argument {shown(text)}; put a prompt of several words in quotes{more}"
+        hint = "put a prompt of several words in quotes"
+        if "--model" in parser._option_string_actions:
+            hint = "a model is named by --model"
+        return f"unexpected argument {shown(text)}; {hint}{more}"
     flag = text.partition("=")[0]
     name = flag.lstrip("-").replace("-", "_")
     known = {

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Self
 
 from nanoengine.engine.output_processor import RequestState
+from nanoengine.errors import ends_at_the_user
 from nanoengine.outputs import StreamDelta
 
 
@@ -30,6 +31,7 @@ class DeltaStream(Iterator[StreamDelta]):
         self._ready: deque[StreamDelta] = deque()
         self._is_open = True
 
+    @ends_at_the_user
     def __next__(self) -> StreamDelta:
         """The next delta. Raises the error of the engine or the request and then ends."""
         if not self._ready and self._is_open:

@@ -66,7 +66,7 @@ ARCHITECTURES_REFUSED = (
     ),
     Refusal(
         r"^Gemma",
-        "another Gemma than the third",
+        "another Gemma, and only Gemma 3 is supported",
         "take google/gemma-3-1b-it, or run this one with vLLM or llama.cpp",
     ),
     Refusal(

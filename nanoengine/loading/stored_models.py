@@ -78,6 +78,9 @@ def _packaged() -> Iterator[StoredModel]:
         else:  # nobody can read a part, and a list joins none
             yield made
     for package in metadata.distributions():
+        record = package.read_text("RECORD")
+        if record is not None and ".gguf" not in record.lower():
+            continue  # to parse the record of each package takes long
         for file in package.files or ():
             if file.suffix.lower() != ".gguf":
                 continue

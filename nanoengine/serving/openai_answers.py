@@ -15,6 +15,7 @@ from nanoengine.errors import (
     TransferError,
 )
 from nanoengine.outputs import RequestOutput
+from nanoengine.serving.openai_logprobs import TokenBytes, chat_logprobs, completion_logprobs
 
 # The error's code in OpenAI's words, for the first class that fits.
 CODES: tuple[tuple[type[RequestError], str], ...] = (
@@ -26,13 +27,19 @@ CODES: tuple[tuple[type[RequestError], str], ...] = (
 BAD_REQUEST, SERVER_ERROR = 400, 500
 
 
-def chat_body(request_id: str, model: str, output: RequestOutput) -> dict[str, Any]:
-    """The answer to a chat."""
+def chat_body(
+    request_id: str,
+    model: str,
+    output: RequestOutput,
+    token_bytes: TokenBytes,
+    num_likeliest: int | None,
+) -> dict[str, Any]:
+    """The answer to a chat. num_likeliest: tokens beside each of its own, if it wants logprobs."""
     choices = [
         {
             "index": made.index,
             "message": {"role": "assistant", "content": made.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": chat_logprobs(made, token_bytes, num_likeliest or 0),
             "finish_reason": made.finish_reason,
         }
         for made in output.outputs
@@ -41,7 +48,7 @@ def chat_body(request_id: str, model: str, output: RequestOutput) -> dict[str, A
 
 
 def completion_body(
-    request_id: str, model: str, outputs: Sequence[RequestOutput]
+    request_id: str, model: str, outputs: Sequence[RequestOutput], token_bytes: TokenBytes
 ) -> dict[str, Any]:
     """The answer to a completion; outputs: of each prompt, in order."""
     texts = [made for output in outputs for made in output.outputs]
@@ -49,7 +56,7 @@ def completion_body(
         {
             "index": index,
             "text": made.text,
-            "logprobs": None,
+            "logprobs": completion_logprobs(made, token_bytes),
             "finish_reason": made.finish_reason,
         }
         for index, made in enumerate(texts)

@@ -18,15 +18,15 @@ from nanoengine.errors import (
     near_name,
     shown,
 )
-from nanoengine.sampling_params import MAX_COMPLETIONS, SamplingParams
+from nanoengine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Keys with the name and the meaning of a field of SamplingParams.
+# Keys with the name and the meaning of a field of SamplingParams; a chat says logprobs otherwise.
 PARAMS = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
     *("max_tokens", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
+    *("skip_special_tokens", "include_stop_str_in_output", "logprobs"),
 )
 # Keys that do not change the answer.
 IGNORED = (
@@ -34,7 +34,7 @@ IGNORED = (
     *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
 )
 OWN = {
-    CHAT: ("messages", "max_completion_tokens", "chat_template_kwargs"),
+    CHAT: ("messages", "max_completion_tokens", "chat_template_kwargs", "top_logprobs"),
     COMPLETIONS: ("prompt",),
 }
 # Keys that cannot be obeyed: the values that ask for nothing, and why others are refused.
@@ -45,9 +45,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "the answer does not repeat the prompt"),
     "best_of": ((1,), "answers are not compared; n gives several"),
     "use_beam_search": ((False,), "beam search is LLM.beam_search in Python"),
-    "logprobs": ((False,), "log-probabilities are in LLM.generate in Python"),
-    "top_logprobs": ((0,), "log-probabilities are in LLM.generate in Python"),
-    "prompt_logprobs": ((), "log-probabilities are in LLM.generate in Python"),
+    "prompt_logprobs": ((), "log-probabilities of prompts are in LLM.generate in Python"),
     "tools": (([],), "calls of tools are not read from the answer"),
     "tool_choice": (("none", "auto"), "calls of tools are not read from the answer"),
     "functions": (([],), "calls of tools are not read from the answer"),
@@ -121,8 +119,26 @@ def read_request(
     limit = given.get("max_completion_tokens")
     if limit is not None and params.setdefault("max_tokens", limit) != limit:
         raise InvalidParamsError("max_tokens and max_completion_tokens differ; give one of them")
-    made = replace(defaults, **{"max_tokens": None} | params)
+    made = replace(defaults, **{"max_tokens": None} | params | {"logprobs": _of_chat(given)})
     return ChatRequest(given["messages"], made, given.get("chat_template_kwargs"))
+
+
+def _of_chat(given: dict[str, Any]) -> int | None:
+    """How many likeliest tokens a chat wants beside each of its own; None without logprobs."""
+    wanted, number = given.get("logprobs", False), given.get("top_logprobs", 0)
+    if not isinstance(wanted, bool):
+        raise InvalidParamsError(
+            f"logprobs of a chat must be true or false, got {shown(wanted)}; top_logprobs says how "
+            "many likeliest tokens"
+        )
+    whole = integer(number)
+    if whole is None or not 0 <= whole <= MAX_LOGPROBS:
+        raise InvalidParamsError(
+            f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {shown(number)}"
+        )
+    if whole and not wanted:
+        raise InvalidParamsError(f"top_logprobs={whole} needs logprobs=true")
+    return whole if wanted else None
 
 
 def _check_names(endpoint: str, given: dict[str, Any]) -> None:

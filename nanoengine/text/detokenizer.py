@@ -1,8 +1,11 @@
-"""Turns token ids into text one at a time, never half a character."""
+"""Turns token ids into text one at a time, never half a character; tells the bytes of a token."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+from tokenizers.pre_tokenizers import ByteLevel
 
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -10,6 +13,37 @@ REPLACEMENT = "\ufffd"
 # After this many tokens without a complete end, some text is given out anyway. A character has at
 # most 4 bytes, so half of the tokens hold the last character and the text before it.
 MAX_PENDING_TOKENS = 8
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies with characters name a byte
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters that byte-level vocabularies write for bytes: one that prints is itself, the
+    others follow in order.
+    """
+    letters = sorted(ByteLevel.alphabet())
+    printed = [ord(letter) for letter in letters if ord(letter) < 256]
+    others = sorted(set(range(256)) - set(printed))
+    return dict(zip(letters, printed + others, strict=True))
+
+
+BYTE_LETTERS = _byte_letters()
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """What a token adds to a text, in UTF-8, with its leading space; of a part of a character that
+    part's bytes. A special token adds its name.
+    """
+    # After itself: a decoder may strip the space of a first token.
+    before = tokenizer.decode([token_id], skip_special_tokens=False)
+    text = tokenizer.decode([token_id, token_id], skip_special_tokens=False)[len(before) :]
+    if REPLACEMENT not in text:
+        return text.encode()
+    token = tokenizer.backend.id_to_token(token_id) or ""
+    if named := BYTE_TOKEN.fullmatch(token):
+        return bytes([int(named[1], 16)])
+    if all(letter in BYTE_LETTERS for letter in token):
+        return bytes(BYTE_LETTERS[letter] for letter in token)
+    return text.encode()
 
 
 class IncrementalDetokenizer:

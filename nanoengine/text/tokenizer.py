@@ -13,10 +13,7 @@ from typing import Any, Literal, overload
 
 import tokenizers
 
-from nanoengine.errors import (
-    InvalidPromptError,
-    RequestError,
-)
+from nanoengine.errors import InvalidPromptError, RequestError, ends_at_the_user
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.checked_json import has_file
 from nanoengine.text.template_process import RENDER_SECONDS, TemplateProcess
@@ -97,6 +94,7 @@ class Tokenizer:
         text = self._special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
+    @ends_at_the_user
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written in the text become their ids.
 
@@ -118,6 +116,7 @@ class Tokenizer:
             _let_interrupts_through(error)
             raise InvalidPromptError(f"the prompt cannot be encoded: {_text_of(error)}") from error
 
+    @ends_at_the_user
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Invalid UTF-8 becomes U+FFFD; ids past the vocabulary are skipped."""
         try:
@@ -153,6 +152,7 @@ class Tokenizer:
         **kwargs: Any,
     ) -> list[int]: ...
 
+    @ends_at_the_user
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

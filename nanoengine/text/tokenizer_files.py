@@ -117,6 +117,12 @@ def _try_out(backend: tokenizers.Tokenizer, source: Path) -> None:
 
 
 def _backend_from_transformers(folder: Path) -> tokenizers.Tokenizer:
+    if not folder.is_dir():
+        raise ModelNotFoundError(
+            f"{shown(str(folder))} has no tokenizer.json, as it is no folder; to take the "
+            'tokenizer of a model at the hub, run `hf download MODEL --include "tokenizer*"` and '
+            "give the folder that it prints"
+        )
     # Without any file transformers makes an empty tokenizer.
     if not any(has_file(folder / name) for name in ("vocab.json", "tokenizer.model")):
         raise ModelNotFoundError(

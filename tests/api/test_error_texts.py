@@ -156,6 +156,13 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         lambda b: b.loaded(quantization="awq"),
         ("'awq'", '"int8" or "int4" (weights are quantised as they are loaded)', '"gguf" (the'),
     ),
+    "23 tokenizer of the hub": (
+        lambda b: b.loaded(tokenizer="Qwen/Qwen3-0.6B"),
+        (
+            "'Qwen/Qwen3-0.6B' has no tokenizer.json, as it is no folder",
+            "hf download MODEL --include",
+        ),
+    ),
     "24 float16 on a CPU": (
         lambda b: b.loaded(dtype="fp16", device="cpu"),
         ("float16 is not supported on a CPU", "use bfloat16 or float32"),

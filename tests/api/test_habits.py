@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import nanoengine
 from nanoengine import (
     LLM,
     AsyncLLM,
     ConfigError,
+    EngineClosedError,
     EngineError,
     InvalidParamsError,
     InvalidPromptError,
+    LogitsError,
     ModelNotFoundError,
     SamplingParams,
     StreamDelta,
@@ -139,6 +142,12 @@ def test_a_role_that_the_template_names_is_no_surprise(
     assert len(warned) == 1
 
 
+def test_an_output_at_the_end_of_a_cell_is_short(llm: LLM) -> None:
+    (output,) = llm.generate("a", GREEDY, use_tqdm=False)
+    assert output.metrics is not None and "first_token_time" not in repr(output)
+    assert "finish_reason='length'" in repr(output)
+
+
 def test_failures_in_a_list_warn_once(llm: LLM) -> None:
     prompts: list[Any] = ["a", [999], ""]
     with pytest.warns(
@@ -166,6 +175,14 @@ MISTAKES: dict[str, tuple[Callable[[LLM], object], type[EngineError]]] = {
     "prompt": (lambda llm: llm.generate([999]), InvalidPromptError),
     "chat": (lambda llm: llm.chat([{"role": "user"}]), InvalidPromptError),
     "stream": (lambda llm: llm.stream([999]), InvalidPromptError),
+    "encode": (lambda llm: llm.tokenizer.encode("\ud800"), InvalidPromptError),
+    "decode": (lambda llm: llm.tokenizer.decode([-1]), InvalidPromptError),
+    "template": (
+        lambda llm: llm.tokenizer.apply_chat_template(TALK, return_dict=True),
+        InvalidParamsError,
+    ),
+    "other engines": (lambda llm: LLM.from_engine_args({"modle": "x"}), ConfigError),
+    "async, other engines": (lambda llm: AsyncLLM.from_engine_args({"modle": "x"}), ConfigError),
 }
 
 
@@ -180,16 +197,43 @@ def test_a_traceback_ends_at_the_user_s_line(
         with pytest.raises(kind) as caught:
             mistake(llm)
         ours = [file for file in files_in(caught.value) if file != __file__]
-        assert len(ours) > 2 if is_whole else len(ours) == 1
+        assert len(ours) >= 2 if is_whole else len(ours) == 1
 
 
-def test_a_traceback_ends_at_the_line_that_awaits(llm: LLM) -> None:
+@pytest.fixture(scope="module")
+def damaged(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose logits after token 77 are no numbers."""
+    folder = tmp_path_factory.mktemp("damaged") / "model"
+    shutil.copytree(tiny("llama"), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][77] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_traceback_of_a_delta_ends_at_the_user_s_line(damaged: Path) -> None:
+    with LLM(damaged, **SETTINGS) as broken:
+        stream = broken.stream([77], GREEDY)
+        with pytest.raises(LogitsError) as caught:
+            next(stream)
+        assert len([file for file in files_in(caught.value) if file != __file__]) == 1
+        left = broken.stream([5], GREEDY)
+    for mistake in (lambda: next(left), lambda: broken.generate("a")):
+        with pytest.raises(EngineClosedError) as closed:
+            mistake()
+        assert len([file for file in files_in(closed.value) if file != __file__]) == 1
+
+
+@pytest.mark.parametrize(("prompt", "kind"), [(999, InvalidPromptError), (77, LogitsError)])
+def test_a_traceback_ends_at_the_line_that_awaits(
+    damaged: Path, prompt: int, kind: type[EngineError]
+) -> None:
     async def asked() -> None:
-        async with AsyncLLM(str(llm.llm_engine.config.model), **SETTINGS) as asynchronous:
-            async for _ in asynchronous.generate([999]):
+        async with AsyncLLM(damaged, **SETTINGS) as asynchronous:
+            async for _ in asynchronous.generate([prompt]):
                 pass
 
-    with pytest.raises(InvalidPromptError) as caught:
+    with pytest.raises(kind) as caught:
         asyncio.run(asked())
     package = str(Path(nanoengine.__file__).parent)
     assert len([file for file in files_in(caught.value) if file.startswith(package)]) == 1

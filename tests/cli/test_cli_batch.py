@@ -107,6 +107,35 @@ def test_answers_are_the_librarys(
     assert summary["output_tokens"] == 6 + 5 + 20 + 5
 
 
+def test_log_probabilities_are_the_librarys(folder: Path, tmp_path: Path) -> None:
+    chat_asked = {"max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    rows = [
+        ask("chat", CHAT, messages=MESSAGES, **chat_asked),
+        ask("ids", prompt=[5, 6, 7], max_tokens=4, seed=1, logprobs=1),
+    ]
+    target = tmp_path / "out.jsonl"
+    run(write(tmp_path / "in.jsonl", rows), target, folder)
+    choices = {name: row["response"]["body"]["choices"][0] for name, row in answers(target).items()}
+    with LLM(folder, **SETTINGS) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0, logprobs=2)
+        (chat,) = llm.chat(MESSAGES, params, use_tqdm=False)
+        params = SamplingParams(max_tokens=4, seed=1, logprobs=1)
+        (ids,) = llm.generate([5, 6, 7], params, use_tqdm=False)
+    scored = zip(chat["token_ids"], chat.outputs[0].logprobs or [], strict=True)
+    content = choices["chat"]["logprobs"]["content"]
+    wanted = [row[i].logprob for i, row in scored]
+    assert [each["logprob"] for each in content] == pytest.approx(wanted, rel=1e-5)
+    assert all(each["top_logprobs"][0]["logprob"] == each["logprob"] for each in content)
+    assert [len(each["top_logprobs"]) for each in content] == [2] * 4
+    joined = bytes(b for each in content for b in each["bytes"])
+    assert joined.decode(errors="replace") == choices["chat"]["message"]["content"]
+    found = choices["ids"]["logprobs"]
+    wanted = [max(e.logprob for e in row.values()) for row in ids.outputs[0].logprobs or []]
+    likeliest = [max(row.values()) for row in found["top_logprobs"]]
+    assert likeliest == pytest.approx(wanted, rel=1e-5)
+    assert len(found["tokens"]) == len(found["text_offset"]) == 4
+
+
 def test_a_bad_line_is_an_error_and_the_others_go_on(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

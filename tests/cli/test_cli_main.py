@@ -86,6 +86,13 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "m", "--context", "0"], "--context: must be from 1 to"),
         (["plan", "m", "--gpu-gib", "much"], "--gpu-gib: must be from 0 to"),
         (["plan", "m", "--link-gbps", "0"], "--link-gbps: must be above 0"),
+        (["ruler", "--num-sampels", "2"], "did you mean --num-samples? (see nanoengine ruler --h"),
+        (["ruler", "--n-ctx", "2"], "unknown flag '--n-ctx'; here it is max_model_len (see"),
+        (["ruler", "smollm2-135m"], "argument 'smollm2-135m'; a model is named by --model (see"),
+        (["ruler", "--length", "0"], "--length: must be like 4096 or 1024,2048, got 0"),
+        (["bench", "offline", "--num-seq", "x"], "--num-seqs: invalid int value: 'x'"),
+        (["bench", "offline", "--modle", "x"], "did you mean --model? (see nanoengine bench off"),
+        (["bench", "ofline"], "invalid choice: 'ofline'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_status_2(
@@ -159,10 +166,12 @@ def test_bench_and_ruler_are_doors(
 ) -> None:
     for name in ("bench", "ruler"):
         assert main([name, "--help"]) == 0
-        assert capsys.readouterr().out.startswith(f"usage: nanoengine {name} ")
+        text = capsys.readouterr().out
+        assert text.startswith(f"usage: nanoengine {name} ")
+        assert f"example: nanoengine {name} " in text
     given: list[list[str]] = []
-    monkeypatch.setattr(bench_main, "main", lambda argv, prog: given.append(argv))
-    monkeypatch.setattr(ruler, "main", lambda argv, prog: given.append(argv) or 1)
+    monkeypatch.setattr(bench_main, "main", lambda argv, *_: given.append(argv))
+    monkeypatch.setattr(ruler, "main", lambda argv, *_: given.append(argv) or 1)
     assert main(["bench", "offline", "--num-seqs", "1"]) == 0
     assert main(["ruler", "--length", "100"]) == 1
     assert given == [["offline", "--num-seqs", "1"], ["--length", "100"]]

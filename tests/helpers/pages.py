@@ -45,7 +45,7 @@ SETTINGS_TAIL = """\
 | variable | what it does |
 |---|---|
 | `NANOENGINE_LOG_LEVEL` | shows what the engine logs on stderr: debug, info, warning or error |
-| `NANOENGINE_TRACEBACK` | the command line shows where an unexpected error happened |
+| `NANOENGINE_TRACEBACK` | errors show where in the package they were raised |
 | `OMP_NUM_THREADS` | CPU threads, unless `num_threads` is given |
 | `CC` | the C compiler for the kernels |
 | `XDG_CACHE_HOME` | the folder above the cache of kernels and converted models |

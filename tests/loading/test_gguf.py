@@ -31,7 +31,7 @@ from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedMode
 from nanoengine.loading import find_model
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf import convert as gguf_convert
-from nanoengine.loading.gguf.convert import convert_gguf
+from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import phi3_settings
 from nanoengine.loading.gguf.structure import check_structure
@@ -568,6 +568,29 @@ def test_an_absurd_array_is_refused_at_once(llama: GGUFModel, tmp_path: Path, le
     with pytest.raises(CorruptModelError, match=r"array elements|truncated"):
         check_structure(path)
     assert time.monotonic() - start < 5
+
+
+def test_a_shape_is_read_without_the_vocabulary(
+    llama: GGUFModel, tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The `gguf` package takes seconds for a vocabulary, and a list of models has many."""
+    path = llama.write(tmp_path / "m.gguf")
+    convert_gguf(path, out)
+    converted = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    num_parts = 0
+    get = gguf.GGUFReader._get
+
+    def counted(*args: Any, **rest: Any) -> Any:
+        nonlocal num_parts
+        num_parts += 1
+        return get(*args, **rest)
+
+    monkeypatch.setattr(gguf.GGUFReader, "_get", counted)
+    read = read_gguf_config(path)
+    assert read | {"eos_token_id": converted["eos_token_id"]} == converted
+    of_the_shape = num_parts
+    gguf.GGUFReader(path)
+    assert num_parts - of_the_shape > of_the_shape + 2 * converted["vocab_size"]
 
 
 def tensor_infos(path: Path) -> list[tuple[str, int, int]]:

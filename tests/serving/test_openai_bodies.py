@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import fields
 from typing import Any
@@ -15,7 +16,7 @@ from nanoengine.errors import (
     RequestError,
     TransferError,
 )
-from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
 from nanoengine.serving.openai_requests import (
@@ -112,8 +113,13 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         (COMPLETIONS, {"temperature": -1}, "temperature must be between 0 and 100, got -1"),
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one"),
         (CHAT, {"messages": None}, 'needs "messages"'),
-        (CHAT, {"logprobs": True}, "logprobs=True is not supported"),
-        (COMPLETIONS, {"logprobs": 0}, "logprobs=0 is not supported"),  # which is not False
+        (CHAT, {"logprobs": 5}, "logprobs of a chat must be true or false, got 5; top_logprobs"),
+        (CHAT, {"top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "an integer from 0 to 20, got 21"),
+        (CHAT, {"logprobs": True, "top_logprobs": True}, "an integer from 0 to 20, got True"),
+        (COMPLETIONS, {"logprobs": True}, "logprobs must be an integer"),
+        (COMPLETIONS, {"logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
+        (COMPLETIONS, {"top_logprobs": 1}, "unknown key 'top_logprobs'"),
         ("/v1/chat/completion", {}, "did you mean /v1/chat/completions?"),
         ("/v1/embeddings", {}, "there is no endpoint '/v1/embeddings'"),
     ],
@@ -129,13 +135,26 @@ def test_a_body_is_an_object() -> None:
         read_request(CHAT, [MESSAGES], DEFAULTS)
 
 
+def test_logprobs_are_a_number_in_a_completion_and_two_keys_in_a_chat() -> None:
+    assert [completion(**body).params.logprobs for body in ({}, {"logprobs": 0})] == [None, 0]
+    assert completion(logprobs=5).params.logprobs == 5
+    for body, wanted in (
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": None, "top_logprobs": 0}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ):
+        assert chat(**body).params.logprobs == wanted
+
+
 def output(*texts: str) -> RequestOutput:
     made = [CompletionOutput(i, text, [1, 2], "stop") for i, text in enumerate(texts)]
     return RequestOutput(0, "p", [1, 2, 3], made, num_cached_tokens=2)
 
 
 def test_answers_have_openais_form() -> None:
-    body = chat_body("7", "m", output("a", "b"))
+    body = chat_body("7", "m", output("a", "b"), PIECES.__getitem__, None)
     assert body["id"] == "chatcmpl-7" and body["object"] == "chat.completion"
     assert body["usage"] == {
         "prompt_tokens": 3,
@@ -151,8 +170,57 @@ def test_answers_have_openais_form() -> None:
     }
 
 
+# "é" comes in two tokens; 5 ends the text and is no part of it.
+PIECES = {1: b" a", 2: b"\xc3", 3: b"\xa9b", 4: "ß".encode(), 5: b"</s>"}
+
+
+def scored(num_likeliest: int) -> RequestOutput:
+    """ "aé b" as 1, 2, 3, 5; the first is the likeliest, the others are not among the likeliest."""
+    likeliest = {1: Logprob(-0.5, 1), 4: Logprob(-1.5, 2)}
+    taken = dict(list(likeliest.items())[:num_likeliest])
+    rows = [taken | {i: Logprob(-2.5, 7)} for i in (2, 3, 5)]
+    rows[1][3] = Logprob(-math.inf, 7)
+    first = taken or {1: likeliest[1]}
+    made = CompletionOutput(0, " aéb", [1, 2, 3, 5], "stop", logprobs=[first, *rows])
+    return RequestOutput(0, "p", [1], [made])
+
+
+def test_a_chat_has_an_entry_for_each_token() -> None:
+    body = chat_body("7", "m", scored(2), PIECES.__getitem__, 2)
+    found = body["choices"][0]["logprobs"]
+    a = {"token": " a", "logprob": -0.5, "bytes": [32, 97]}
+    s = {"token": "ß", "logprob": -1.5, "bytes": [195, 159]}
+    assert found == {
+        "content": [
+            a | {"top_logprobs": [a, s]},
+            {"token": "\\xc3", "logprob": -2.5, "bytes": [195], "top_logprobs": [a, s]},
+            {"token": "\\xa9b", "logprob": -9999.0, "bytes": [169, 98], "top_logprobs": [a, s]},
+            {"token": "</s>", "logprob": -2.5, "bytes": [*b"</s>"], "top_logprobs": [a, s]},
+        ],
+        "refusal": None,
+    }
+    alone = chat_body("7", "m", scored(0), PIECES.__getitem__, 0)["choices"][0]["logprobs"]
+    assert [each["top_logprobs"] for each in alone["content"]] == [[]] * 4
+    assert bytes(b for each in alone["content"] for b in each["bytes"]) == " aéb</s>".encode()
+
+
+def test_a_completion_has_parallel_lists() -> None:
+    body = completion_body("7", "m", [scored(1)], PIECES.__getitem__)
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": [" a", "\\xc3", "\\xa9b", "</s>"],
+        "token_logprobs": [-0.5, -2.5, -9999.0, -2.5],
+        "top_logprobs": [
+            {" a": -0.5},
+            {" a": -0.5, "\\xc3": -2.5},
+            {" a": -0.5, "\\xa9b": -9999.0},
+            {" a": -0.5, "</s>": -2.5},
+        ],
+        "text_offset": [0, 2, 2, 4],
+    }
+
+
 def test_completions_are_numbered_over_all_prompts() -> None:
-    body = completion_body("7", "m", [output("a", "b"), output("c", "d")])
+    body = completion_body("7", "m", [output("a", "b"), output("c", "d")], PIECES.__getitem__)
     assert body["id"] == "cmpl-7" and body["object"] == "text_completion"
     assert [(c["index"], c["text"]) for c in body["choices"]] == [*enumerate("abcd")]
     assert body["usage"]["total_tokens"] == 14

@@ -27,7 +27,11 @@ from nanoengine.errors import (
 )
 from nanoengine.loading import find_model
 from nanoengine.loading.gguf.tokenizer import add_around, build_byte_level_bpe
-from nanoengine.text.detokenizer import MAX_PENDING_TOKENS, IncrementalDetokenizer
+from nanoengine.text.detokenizer import (
+    MAX_PENDING_TOKENS,
+    IncrementalDetokenizer,
+    token_bytes,
+)
 from nanoengine.text.tokenizer import Tokenizer
 
 RECORDED = json.loads(
@@ -634,3 +638,13 @@ def test_leading_spaces_of_sentencepiece_words_survive() -> None:
     ours = Tokenizer(backend)
     ids = [1, 2, 5, 3, 4, 2, 1, 1]
     assert "".join(pieces(ours, ids, True)) == ours.decode(ids) == "one two é two one one"
+    assert b"".join(token_bytes(ours, i) for i in ids).decode() == " one two é two one one"
+    assert token_bytes(ours, 3) == b"\xc3"
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
+    text = "Häuser 🙂 日本\n  x \ufffd <|im_end|>"
+    ids = tokenizer.encode(text)
+    assert any("\ufffd" in tokenizer.decode([i]) for i in ids)  # parts of characters
+    assert b"".join(token_bytes(tokenizer, i) for i in ids) == text.encode()
+    assert token_bytes(tokenizer, tokenizer.vocab_size + 5) == b""

@@ -23,9 +23,9 @@ _UINT32, _STRING, _ARRAY = 4, 8, 9
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
 
-def check_structure(path: Path) -> None:
+def check_structure(path: Path) -> dict[int, int]:
     """Check every length and offset of a GGUF against the file's size, and every name for another
-    of its kind.
+    of its kind. Returns at which byte each value of the tokenizer begins, and at which it ends.
 
     Tensors must lie one after the other, as llama.cpp demands it: a wrong offset would be read as
     other weights. Raises CorruptModelError, or UnsupportedModelError for another version or byte
@@ -36,10 +36,11 @@ def check_structure(path: Path) -> None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         cursor = _Cursor(path, data)
         num_tensors, num_fields = _read_head(cursor)
-        alignment = _read_fields(cursor, num_fields)
+        alignment, vocabulary = _read_fields(cursor, num_fields)
         tensors = [_read_tensor_info(cursor) for _ in range(num_tensors)]
         _check_unique(path, "tensor", [tensor.name for tensor in tensors])
         _check_places(cursor, tensors, alignment)
+    return vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +52,27 @@ class _TensorInfo:
     size: int
 
 
-def _read_fields(cursor: _Cursor, count: int) -> int:
-    """Step over the metadata; returns the alignment of the data, in bytes."""
+def _read_fields(cursor: _Cursor, count: int) -> tuple[int, dict[int, int]]:
+    """Step over the metadata; returns the alignment of the data, in bytes, and where the values of
+    the tokenizer begin and end.
+    """
     alignment: int | None = 32
     keys = []
+    vocabulary = {}
     for _ in range(count):
         keys.append(cursor.string())
-        value = _skip_value(cursor, cursor.uint32())
+        kind, start = cursor.uint32(), cursor.position
+        value = _skip_value(cursor, kind)
         if keys[-1] == b"general.alignment":
             alignment = value
+        elif keys[-1].startswith(b"tokenizer."):
+            vocabulary[start] = cursor.position
     _check_unique(cursor.path, "metadata key", keys)
     if not alignment or alignment & (alignment - 1):
         raise CorruptModelError(
             f"{cursor.path} is damaged: its alignment is no power of two of type uint32"
         )
-    return alignment
+    return alignment, vocabulary
 
 
 def _check_unique(path: Path, what: str, names: list[bytes]) -> None:

@@ -1,0 +1,143 @@
+"""Drafts over the KV on the device, end to end: speed, link bytes and whether the output stays.
+
+`python -m benchmarks.drafts MODEL --context 8192 --output FILE` streams each work of
+draft_acceptance.py with a share of its context on the device: without guesses, by lookup, by
+drafts, by both. The modes take turns, each in an engine of its own, and the first turn, which also
+reads the prompt, is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.draft_acceptance import Work, works
+from nanoengine import LLM, SamplingParams
+from nanoengine.bench.report import versions
+from nanoengine.loading.find_model import resolve_model
+from nanoengine.outputs import RequestOutput
+from nanoengine.text.tokenizer import Tokenizer
+
+BLOCK = 32
+MODES = {
+    "off": None,
+    "ngram": "ngram:{K}",
+    "resident": "resident:{K}",
+    "both": "ngram:{K}+resident:{K}",
+}
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one mode made of a work in one turn."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    tokens_per_s: float
+    tokens_a_round: float
+    link_mb_a_token: float
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> Answer:
+        """The answer of a request's output."""
+        made, metrics = output.outputs[0], output.metrics
+        assert metrics is not None and metrics.tpot_s and made.logprobs is not None
+        num_tokens = len(made.token_ids)
+        scores = zip(made.logprobs, made.token_ids, strict=True)
+        return cls(
+            made.token_ids,
+            [entry[token].logprob for entry, token in scores],
+            1 / metrics.tpot_s,
+            num_tokens / (num_tokens - metrics.num_accepted),
+            metrics.h2d_bytes / num_tokens / 1e6,
+        )
+
+
+def measure(engines: dict[str, LLM], work: Work, num_tokens: int, num_turns: int) -> dict[str, Any]:
+    """Medians of each mode's turns, and how its output differs from that without guesses."""
+    params = SamplingParams(
+        temperature=work.temperature, seed=SEED, max_tokens=num_tokens, ignore_eos=True, logprobs=0
+    )
+    found: dict[str, list[Answer]] = {name: [] for name in engines}
+    for _ in range(1 + num_turns):
+        for name, llm in engines.items():
+            (output,) = llm.generate([work.prompt], params, use_tqdm=False)
+            found[name].append(Answer.of(output))
+    plain = found["off"][0]
+    rows: dict[str, Any] = {"prompt_tokens": len(work.prompt), "tokens": num_tokens}
+    for name, answers in found.items():
+        timed = answers[1:]
+        speeds = [answer.tokens_per_s for answer in timed]
+        ratios = [
+            answer.tokens_per_s / off.tokens_per_s
+            for answer, off in zip(timed, found["off"][1:], strict=True)
+        ]
+        same = [answer for answer in answers if answer.token_ids == plain.token_ids]
+        rows[name] = {
+            "tokens_per_s": round(statistics.median(speeds), 2),
+            "times_off": round(statistics.median(ratios), 2),
+            "spread": [round(min(ratios), 2), round(max(ratios), 2)],
+            "tokens_a_round": round(statistics.median(a.tokens_a_round for a in timed), 2),
+            "link_mb_a_token": round(statistics.median(a.link_mb_a_token for a in timed), 2),
+            "same_ids": f"{len(same)} of {len(answers)}",
+            "largest_logprob_difference": max(
+                (_difference(answer.logprobs, plain.logprobs) for answer in same), default=None
+            ),
+        }
+    return rows
+
+
+def _difference(these: list[float], those: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(these, those, strict=True))
+
+
+def main() -> None:
+    """Measure and write the report after each work."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--share", type=float, default=0.12, help="of the context on the device")
+    parser.add_argument("--drafts", type=int, default=8, help="most guesses of a step")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--works", help="only these, as in needle,prose")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    tokenizer = Tokenizer.from_folder(resolve_model(args.model))
+    settings: dict[str, Any] = {
+        "kvcache_block_size": BLOCK,
+        "num_gpu_blocks": int(args.context * args.share / BLOCK),
+        "max_model_len": args.context,
+        "max_num_seqs": 1,
+        "enable_cpu_offload": True,
+        "offload_mode": "stream",
+    }
+    report: dict[str, Any] = {
+        "model": args.model,
+        "settings": {name: str(v) for name, v in vars(args).items()} | settings,
+        "versions": versions(),
+        "works": {},
+    }
+    with ExitStack() as opened:
+        engines = {}
+        for name, spelled in MODES.items():
+            speculative = spelled and spelled.format(K=args.drafts)
+            llm = LLM(args.model, speculative=speculative, **settings)
+            engines[name] = opened.enter_context(llm)
+        report["plan"] = str(engines["off"].plan).splitlines()
+        for work in works(tokenizer, args.context, args.tokens, 1):
+            if args.works and work.name not in args.works.split(","):
+                continue
+            report["works"][work.name] = measure(engines, work, args.tokens, args.turns)
+            args.output.write_text(json.dumps(report, indent=2) + "\n")
+            print(work.name, json.dumps(report["works"][work.name], indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()
