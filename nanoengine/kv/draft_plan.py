@@ -64,11 +64,17 @@ def plan_draft(
     )
 
 
-def kept_blocks(is_there: Sequence[bool], most: int) -> list[int]:
-    """Which blocks before the tail drafts read: of those on the device, the first and the most
-    recent ones, `most` in all.
+def kept_blocks(heat: Sequence[float | None], most: int) -> list[int]:
+    """Which blocks before the tail drafts read, `most` in all: of those on the device the first
+    one, the most recent ones, and between them those with the most heat.
+
+    heat: of each block, see Block; None: it is not on the device.
     """
-    there = [index for index, is_here in enumerate(is_there) if is_here]
+    there = {index: warmth for index, warmth in enumerate(heat) if warmth is not None}
     if len(there) <= most:
-        return there
-    return there[:1] + there[len(there) - most + 1 :]
+        return [*there]
+    first, *others = there
+    num_recent = most // 2
+    recent, between = others[len(others) - num_recent :], others[: len(others) - num_recent]
+    by_heat = sorted(between, key=lambda index: (there[index], index))
+    return sorted([first, *by_heat[len(by_heat) - (most - 1 - num_recent) :], *recent])

@@ -200,7 +200,7 @@ class HybridKVCacheManager:
         self._heat.fold()
         planned = self._planner.plan(batch, self.tables)
         self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
-        if planned.streamed:
+        if planned.streamed and self.spec.slot_blocks:  # who reads host KV in place drafts nothing
             self._heat.begin(batch, self.tables)
         return OpenStep(planned, len(batch.items), self.memory, self._planner, self._heat)
 

@@ -120,8 +120,9 @@ class StepPlanner:
             if not item.num_drafts or is_shared or any(b in placement.loads for b in tail):
                 continue
             before = table.blocks[:first]
-            there = [b.device_slot is not None and b not in placement.loads for b in before]
-            kept = kept_blocks(there, MAX_DRAFT_TOKENS // size)
+            there = (b.device_slot is not None and b not in placement.loads for b in before)
+            heat = [b.heat if is_there else None for b, is_there in zip(before, there, strict=True)]
+            kept = kept_blocks(heat, MAX_DRAFT_TOKENS // size)
             slots = tuple(device_slot(before[i]) for i in kept)
             tail_slots = tuple(map(device_slot, tail))
             yield DraftReads(index, item.start, item.num_drafts, slots, tail_slots)

@@ -151,8 +151,9 @@ class DraftingEngine(ShadowEngine):
         indices, stop = [place[slot] for slot in slots], -(-len(chain) // size)
         there = [i for slot, i in place.items() if slot is not None and slot not in self._loading]
         before = [index for index in there if index < item.start // size]
-        if self.most_kept is not None and len(before) > self.most_kept:
-            before = [*before[:1], *before[1 - self.most_kept :]]
+        while self.most_kept is not None and len(before) > self.most_kept:
+            between = before[1 : len(before) - self.most_kept // 2]
+            before.remove(min(between, key=lambda index: blocks[index].heat))
         assert indices == [*before, *range(item.start // size, stop)], "not what is there, in order"
         hashes = [h for index in indices for h in chain[index * size : (index + 1) * size]]
         keys = rows(hashes, layer)

@@ -141,11 +141,12 @@ def test_the_blocks_are_those_of_the_step() -> None:
     assert (left.heat, new.heat) == (WEIGHT, 0)
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_resident_steps_report_nothing(is_streamed: bool) -> None:
-    engine = DraftingEngine(
-        5 if is_streamed else 30, 40, 2, 2, copies="inline", adversary=Adversary(0, 3)
-    )
+@pytest.mark.parametrize("where", ["on the device", "in place", "streamed"])
+def test_only_steps_that_stream_are_asked(where: str) -> None:
+    """Others draft nothing."""
+    num_blocks, ring = (30 if where == "on the device" else 5), (2 if where == "streamed" else 0)
+    drafts = Adversary(0, 3)
+    engine = DraftingEngine(num_blocks, 40, ring, ring, copies="inline", adversary=drafts)
     engine.add([1, 0, 2] * 9, 9)
     seen = []
     report = engine.report
@@ -157,4 +158,5 @@ def test_resident_steps_report_nothing(is_streamed: bool) -> None:
     engine.report = noted
     engine.drain()
     engine.close()
-    assert any(seen) == is_streamed and not seen[0]
+    assert any(seen) == bool(drafts.counts["drafts"]) == (where == "streamed")
+    assert not seen[0], "a prompt"
