@@ -45,7 +45,8 @@ class BlockHeat:
         """The step has computed its attention."""
         if self.mass is not None:
             shares = self.mass / self.mass.sum(dim=1, keepdim=True).clamp(min=1e-30)
-            self._shares = self._device.read_back(shares)
+            # What is no number would stay in the heat of blocks that others share.
+            self._shares = self._device.read_back(shares.nan_to_num(0))
         self.mass = None
 
     def fold(self) -> None:

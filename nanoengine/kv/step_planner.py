@@ -109,12 +109,15 @@ class StepPlanner:
     def _drafts(
         self, batch: ScheduledBatch, step: list[BlockTable], placement: Placement
     ) -> Iterable[DraftReads]:
-        """What the drafts of the batch read: no block that is still on its way to the device."""
+        """What the drafts of the batch read: no block that is still on its way to the device. None
+        where the step does not write over what they would write: in a shared block.
+        """
         size = self._spec.block_size
         for index, (item, table) in enumerate(zip(batch.items, step, strict=True)):
             first, stop = item.start // size, -(-(item.start + item.num_tokens) // size)
             tail = table.blocks[first:stop]
-            if not item.num_drafts or any(block in placement.loads for block in tail):
+            is_shared = item.start < table.num_shared_tokens
+            if not item.num_drafts or is_shared or any(b in placement.loads for b in tail):
                 continue
             before = table.blocks[:first]
             there = [b.device_slot is not None and b not in placement.loads for b in before]

@@ -32,9 +32,17 @@ from nanoengine.kv.block_manager import Block
 from nanoengine.kv.host_pool import HostPool
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.open_step import OpenStep
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Request, RequestMetrics, ScheduledBatch, SequenceStatus
+from nanoengine.sequence import (
+    DraftLength,
+    Request,
+    RequestMetrics,
+    ScheduledBatch,
+    ScheduledSequence,
+    SequenceStatus,
+)
 from nanoengine.sequence import Sequence as EngineSequence
 
 NUM_LAYERS = 3
@@ -203,6 +211,7 @@ class ShadowEngine:
     finished: dict[int, EngineSequence] = field(default_factory=dict)
     copies: str | None = None
     stream_blocks_per_step: int | None = None
+    draft_length: DraftLength | None = None
 
     def __post_init__(self) -> None:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "decode_reserve_blocks": 0}
@@ -246,7 +255,9 @@ class ShadowEngine:
         params = SamplingParams(max_tokens=num_tokens)
         request = Request(params, 0, frozenset(), total, cache_salt=salt)
         metrics = RequestMetrics(0.0)
-        self.scheduler.add(EngineSequence(seq_id, list(prompt), len(prompt), request, metrics))
+        seq = EngineSequence(seq_id, list(prompt), len(prompt), request, metrics)
+        seq.draft_length = self.draft_length
+        self.scheduler.add(seq)
         return seq_id
 
     @property
@@ -254,14 +265,18 @@ class ShadowEngine:
         """Running sequences, oldest first, then waiting ones in order."""
         return [*self.scheduler.running, *self.scheduler.waiting]
 
-    def step(self, fail_at: tuple[int, int] | None = None) -> ScheduledBatch:
-        """One step; with `fail_at` = (layer, chunk) it raises Boom when it has come so far."""
+    def step(
+        self, fail_at: tuple[int, int] | None = None, fail_draft_at: tuple[int, int] | None = None
+    ) -> ScheduledBatch:
+        """One step; with `fail_at` = (layer, chunk) it raises Boom when it has come so far, and so
+        with `fail_draft_at` = (layer, number of a draft).
+        """
         batch = self.scheduler.schedule()
         self._check_batch(batch)
         self.num_steps += 1
         if batch.items:
             try:
-                tokens = self.run(batch, fail_at)
+                batch, tokens = self.run(batch, fail_at, fail_draft_at)
             except Boom:
                 self.check()
                 raise
@@ -328,30 +343,52 @@ class ShadowEngine:
 
     # -- a step
 
-    def run(self, batch: ScheduledBatch, fail_at: tuple[int, int] | None = None) -> list[int]:
-        """What ModelRunner does, with hashes for keys."""
-        hashes = [
-            self.hashes(item.seq)[: item.seq.num_computed + item.num_tokens] for item in batch.items
-        ]
-        fresh = [
-            h
-            for item, all_of_it in zip(batch.items, hashes, strict=True)
-            for h in all_of_it[item.seq.num_computed :]
-        ]
+    def run(
+        self,
+        batch: ScheduledBatch,
+        fail_at: tuple[int, int] | None = None,
+        fail_draft_at: tuple[int, int] | None = None,
+    ) -> tuple[ScheduledBatch, list[int]]:
+        """What ModelRunner does, with hashes for keys: the batch with its drafts, and what it
+        samples.
+        """
         self._misread = set()
         step = self.kv.open_step(batch)
         for kind in self.num_moved:
             self.num_moved[kind] += len(getattr(step.kv.plan.transfers, kind))
         try:
+            batch = self.draft(batch, step, fail_draft_at)
+            hashes = [self._hashes_of(item) for item in batch.items]
+            each = zip(batch.items, hashes, strict=True)
+            fresh = [h for item, all_of_it in each for h in all_of_it[item.start :]]
             for layer in range(NUM_LAYERS):
                 self._layer(layer, step.kv, fresh, hashes, fail_at)
+            self.report(step.block_mass)
+            step.mark_written()
         finally:
             step.close()
-        return [
-            next_token(all_of_it[-1])
-            for item, all_of_it in zip(batch.items, hashes, strict=True)
-            if item.samples
+        each = zip(batch.items, hashes, strict=True)
+        return batch, [
+            next_token(h)
+            for item, all_of_it in each
+            for h in all_of_it[len(all_of_it) - item.num_samples :]
         ]
+
+    def draft(
+        self, batch: ScheduledBatch, step: OpenStep, fail_at: tuple[int, int] | None
+    ) -> ScheduledBatch:
+        """The batch with its drafts; here it has none."""
+        assert not batch.num_drafts
+        return batch
+
+    def report(self, mass: Tensor | None) -> None:
+        """What attention says of the step; here nobody asks."""
+        assert mass is None
+
+    def _hashes_of(self, item: ScheduledSequence) -> list[int]:
+        """Those of all tokens that a step reads: the item's guesses come after what is known."""
+        known = self.hashes(item.seq)[: item.start + item.num_tokens]
+        return known + extended(known, item.guesses)
 
     def hashes(self, seq: EngineSequence) -> list[int]:
         """The hashes of all tokens of `seq`, which only ever grow."""
@@ -387,7 +424,7 @@ class ShadowEngine:
         seen = [0] * len(hashes)
         for number, chunk in enumerate(step.read(layer)):
             if fail_at == (layer, number):
-                raise Boom
+                raise Boom("step")
             self._check_chunk(layer, chunk, hashes, seen)
         blocks = [-(-len(h) // self.block_size) for h in hashes]
         assert seen == blocks, "a block was not read, or twice"
@@ -435,7 +472,8 @@ class ShadowEngine:
         assert len(set(ids)) == len(ids), "a sequence is planned twice"
         for item in batch.items:
             assert item.seq in self.scheduler.running
-            assert 0 < item.num_tokens <= item.seq.num_remaining
+            assert 0 < item.num_tokens - item.num_drafts <= item.seq.num_remaining
+            assert item.samples or not item.num_drafts
 
     def _check_queues(self) -> None:
         """Every sequence is in one queue, and only those that compute hold an open table."""
@@ -456,12 +494,13 @@ class ShadowEngine:
 
         With a batch: after its step ran and before it is counted.
         """
-        fresh = {item.seq.seq_id: item.num_tokens for item in batch.items} if batch else {}
+        items = {item.seq.seq_id: item for item in batch.items} if batch else {}
         known, size = self._content, self.block_size
         self._content = {block: known[block] for block in self.kv.blocks.cached}
         for seq_id, table in self.kv.tables.items():
-            computed = table.seq.num_computed + fresh.get(seq_id, 0)
-            hashes = self.hashes(table.seq)
+            item = items.get(seq_id)
+            hashes = self._hashes_of(item) if item else self.hashes(table.seq)
+            computed = len(hashes) if item else table.seq.num_computed
             for index, block in enumerate(table.blocks):
                 stop = max(block.num_tokens, min(size, computed - index * size))
                 content = hashes[index * size : index * size + stop] if stop > 0 else []
@@ -487,6 +526,10 @@ class ShadowEngine:
                 content = extended(before, tokens, salt)
                 assert self._content[block] == content, "a hash of other tokens"
         for table in tables.values():
+            counted = sum(block.num_tokens for block in table.blocks)
+            assert counted == max(table.seq.num_computed, table.num_shared_tokens), (
+                "KV is counted that was not computed"
+            )
             full = table.seq.num_computed // self.block_size
             assert len(table.published) <= max(full, table.num_shared_tokens // self.block_size)
             assert len(table.published) <= len(table.blocks), "published ahead of time"
@@ -538,7 +581,7 @@ def host_content(host: HostPool) -> Tensor:
     return torch.stack(whole) if whole else torch.empty(0)
 
 
-def rows(hashes: list[int], layer: int) -> Tensor:
+def rows(hashes: list[int], layer: float) -> Tensor:
     """[tokens, 1, 2]: hash and layer."""
     keys = np.empty((len(hashes), 1, 2), np.float32)
     keys[:, 0, 0], keys[:, 0, 1] = hashes, layer

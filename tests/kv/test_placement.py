@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.kv.block_manager import Block, BlockManager, block_key
-from nanoengine.kv.placement import Placement, StepTables, Tables, drop_ranks
+from nanoengine.kv.placement import (
+    HOTTER,
+    SWAPPED_SHARE,
+    Placement,
+    StepTables,
+    Tables,
+    drop_ranks,
+)
 from nanoengine.kv.step_plan import DEVICE, HOST, Load, Location, Store
 
 SIZE = 4
@@ -272,6 +279,103 @@ def test_undo_leaves_loaded_blocks_on_the_host_only() -> None:
     manager.check({tail: 1})
 
 
+# -- swaps by heat
+
+
+def heated(manager: BlockManager, *blocks: tuple[str, float]) -> list[Block]:
+    """A sequence, by tiers and heat of each block."""
+    table = [block_on(manager, tiers) for tiers, _ in blocks]
+    for block, (_, heat) in zip(table, blocks, strict=True):
+        block.heat = heat
+    return table
+
+
+def swapped(
+    manager: BlockManager, table: list[Block], written: list[Block], kept: list[Block] | None = None
+) -> Placement:
+    """The placement of a step of this sequence alone, after swaps."""
+    placement = Placement(manager, StepTables([table], kept=frozenset(kept or [])))
+    placement.place(written)
+    placement.swap_hot(table)
+    manager.check(references([table]))
+    return placement
+
+
+def test_the_hottest_take_the_place_of_the_coldest_a_few_at_a_time() -> None:
+    manager = BlockManager(2 + 2 * SWAPPED_SHARE, 40, 1)
+    there = [("dh", 0.5 + i) for i in range(2 * SWAPPED_SHARE)]
+    away = [("h", 50.0), ("h", 90.0), ("h", 70.0), ("h", 3.0)]
+    table = heated(manager, ("dh", 99.0), *away, *there[::-1], ("d", 0.0))
+    slots = [block.device_slot for block in (table[-2], table[-3])]
+    placement = swapped(manager, table, table[-1:])
+    assert list(placement.loads) == [table[2], table[3]], "the two hottest"
+    assert [block.device_slot for block in (table[2], table[3])] == slots, "of the two coldest"
+    assert all(block.device_slot is None for block in (table[-2], table[-3]))
+    assert all(block.device_slot is not None for block in table[5:-3])
+    assert not placement.stores
+
+
+def test_a_small_device_swaps_one_block() -> None:
+    manager = BlockManager(3, 9, 1)
+    table = heated(manager, ("dh", 99), ("h", 5), ("h", 9), ("dh", 1), ("d", 0))
+    assert list(swapped(manager, table, table[-1:]).loads) == [table[2]]
+
+
+def test_nothing_moves_for_what_is_hardly_hotter() -> None:
+    for heat, moves in ((HOTTER, False), (HOTTER + 0.01, True)):
+        manager = BlockManager(3, 9, 1)
+        table = heated(manager, ("dh", 99), ("h", heat), ("dh", 1), ("d", 0))
+        placement = swapped(manager, table, table[-1:])
+        assert bool(placement.loads) == moves == (table[2].device_slot is None)
+
+
+def test_the_last_block_is_not_swapped() -> None:
+    """It is being filled, even if the step writes nothing to it."""
+    manager = BlockManager(3, 9, 1)
+    table = heated(manager, ("dh", 99), ("h", 9), ("dh", 0))
+    assert not swapped(manager, table, []).loads
+    manager = BlockManager(3, 9, 1)
+    table = heated(manager, ("dh", 0), ("dh", 0), ("h", 9))
+    assert not swapped(manager, table, []).loads
+
+
+def test_the_first_block_is_swapped_like_any_other() -> None:
+    manager = BlockManager(3, 9, 1)
+    table = heated(manager, ("h", 9), ("dh", 1), ("d", 0))
+    assert list(swapped(manager, table, table[-1:]).loads) == table[:1]
+
+
+def test_what_the_step_writes_or_keeps_is_not_swapped() -> None:
+    manager = BlockManager(4, 9, 1)
+    table = heated(manager, ("dh", 99), ("dh", 0), ("dh", 0), ("h", 9), ("h", 7), ("d", 0))
+    written, kept, hot_but_kept, hot = table[1:5]
+    placement = swapped(manager, table, [written, table[-1]], [kept, hot_but_kept])
+    assert not placement.loads and not placement.stores
+    assert written.device_slot is not None and kept.device_slot is not None
+    assert hot.device_slot is None
+
+
+def test_a_block_without_kv_is_not_brought() -> None:
+    manager = BlockManager(3, 9, 1)
+    table = heated(manager, ("dh", 99), ("", 9), ("dh", 1), ("d", 0))
+    swapped(manager, table, table[-1:])
+    assert table[1].device_slot is None and table[2].device_slot is not None
+
+
+def test_the_last_copy_of_a_cold_block_is_stored_or_it_stays() -> None:
+    manager = BlockManager(3, 2, 1)
+    table = heated(manager, ("d", 99), ("h", 9), ("d", 1), ("d", 0))
+    slot = table[2].device_slot
+    placement = swapped(manager, table, table[-1:])
+    assert placement.stores == {table[2]: Store(slot, table[2].host_slot, 0, SIZE)}
+    assert table[2].is_on_host and table[1].device_slot == slot
+    manager = BlockManager(3, 1, 1)  # no host slot is left
+    table = heated(manager, ("d", 99), ("h", 9), ("d", 1), ("d", 0))
+    placement = swapped(manager, table, table[-1:])
+    assert not placement.stores and not placement.loads
+    assert table[2].device_slot is not None and table[1].device_slot is None
+
+
 # -- random worlds, up to the last slot
 
 
@@ -423,6 +527,39 @@ def test_undo_after_any_step_leaves_everything_readable(world: World) -> None:
     for block, num_tokens in held.items():
         assert block.num_tokens == num_tokens
         assert block not in placement.loads or block.is_on_host
+
+
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(worlds(), st.data())
+def test_swaps_lose_nothing_and_only_bring_what_is_hotter(
+    world: World, data: st.DataObject
+) -> None:
+    """After any placement, for one sequence after the other, and undone if the step fails."""
+    held = {b: b.num_tokens for table in world.tables for b in table}
+    for block in held:
+        block.heat = data.draw(st.sampled_from([0.0, 0.1, 0.2, 1.0, 5.0]))
+    placement = Placement(world.manager, step(world.tables, world.active))
+    placement.place(world.written)
+    if data.draw(st.booleans()):
+        placement.promote()
+    for table in world.active:
+        before = {block for block in table if block.device_slot is not None}
+        placed = set(placement.loads)
+        placement.swap_hot(table)
+        world.check()
+        after = {block for block in table if block.device_slot is not None}
+        gone, come = before - after, after - before
+        assert len(gone) == len(come) <= max(1, len(before) // SWAPPED_SHARE)
+        assert come == {*placement.loads} - placed
+        assert not (gone | come) & {*table[-1:], *world.written, *placed}
+        if gone:
+            assert min(b.heat for b in come) > HOTTER * min(b.heat for b in gone)
+    for block, num_tokens in held.items():
+        assert block.num_tokens == num_tokens, "content lost"
+        assert not num_tokens or block.device_slot is not None or block.is_on_host
+    if data.draw(st.booleans()):
+        placement.undo_loads()
+        world.check()
 
 
 def test_a_second_copy_of_another_block_counts_as_room() -> None:

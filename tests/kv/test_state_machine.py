@@ -3,8 +3,9 @@
 hypothesis draws pools, chunks and limits, then adds requests that share beginnings of every length,
 steps, aborts, preempts, evicts, resets, fails steps and copies, and lets copies come as early or as
 late as events allow. shadow.py is the engine: the real scheduler and KV manager over hashes for
-keys. After every call all that docs/kv_offload.md promises must hold (ShadowEngine.check), and at
-the end every answer must be right and everything must be free.
+keys; shadow_drafts.py drafts for it, rightly and wrongly. After every call all that
+docs/kv_offload.md promises must hold (ShadowEngine.check), and at the end every answer must be
+right and everything must be free.
 
     python tests/kv/test_state_machine.py --minutes 20 [--json FILE]    new seeds for so long
     python tests/kv/test_state_machine.py --seed 3 --mode stream        one, with a minimal program
@@ -22,6 +23,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,9 +44,12 @@ from hypothesis.stateful import (
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from shadow import COPIES, NUM_LAYERS, VOCAB, Boom, HeldDevice, ShadowEngine, answer
+from shadow_drafts import Adversary, DraftingEngine
 
 from nanoengine import PromptTooLongError
 from nanoengine.kv import block_manager, host_pool
+from nanoengine.kv.block_manager import Block
+from nanoengine.kv.placement import Placement
 from nanoengine.sequence import Admission, Sequence
 
 MODES = ("resident", "in_place", "stream")
@@ -57,7 +62,8 @@ class Shape:
     """Everything an example fixes at its start.
 
     stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
-    blocks. digests: how many different ones there are (None: as many as xxh3 has).
+    blocks. digests: how many different ones there are (None: as many as xxh3 has). most_drafts: of
+    a sequence and step; draft_seed: of all that is drawn for them.
     """
 
     copies: str
@@ -77,9 +83,12 @@ class Shape:
     prefix_caching: bool
     digests: int | None
     closes_early: bool
+    most_drafts: int
+    draft_seed: int
 
     def make(self) -> ShadowEngine:
-        return ShadowEngine(
+        drafts = Adversary(self.draft_seed, self.most_drafts) if self.most_drafts else None
+        return (partial(DraftingEngine, adversary=drafts) if drafts else ShadowEngine)(
             self.device_blocks,
             self.host_blocks,
             self.ring_slots,
@@ -128,6 +137,8 @@ def shapes(mode: str) -> st.SearchStrategy[Shape]:
         prefix_caching=one_of(True, True, True, False),
         digests=one_of(None, None, None, 1, 2, 7),
         closes_early=one_of(False, False, False, True),
+        most_drafts=one_of(0, 3, 6, 9) if streams else st.just(0),
+        draft_seed=ANY,
     )
 
 
@@ -188,6 +199,18 @@ def small_segments(segment_blocks: int) -> Callable[[int, int], list[int]]:
     return segment_sizes
 
 
+def counting_swaps(tally: Counter[str]) -> Callable[[Placement, list[Block]], None]:
+    """Stands in for Placement.swap_hot and counts what it brings to the device."""
+    real = Placement.swap_hot
+
+    def swap_hot(self: Placement, blocks: list[Block]) -> None:
+        before = len(self.loads)
+        real(self, blocks)
+        tally["swaps"] += len(self.loads) - before
+
+    return swap_hot
+
+
 class Machine(RuleBasedStateMachine):
     """The rules; `mode` and `tally` are set by machine_for."""
 
@@ -210,6 +233,9 @@ class Machine(RuleBasedStateMachine):
             self.patches.enter_context(mock.patch.object(block_manager, "chain_digest", digests))
         pieces = small_segments(self.shape.segment_blocks)
         self.patches.enter_context(mock.patch.object(host_pool, "segment_sizes", pieces))
+        self.patches.enter_context(
+            mock.patch.object(Placement, "swap_hot", counting_swaps(self.tally))
+        )
         self.engine = self.shape.make()
         self.engine.kv.admit = self.counting(self.engine.kv.admit)
         self.add(wanted)
@@ -279,20 +305,21 @@ class Machine(RuleBasedStateMachine):
         layer=st.integers(0, NUM_LAYERS - 1),
         chunk=st.integers(0, 3),
         count=st.integers(1, 4),
+        in_draft=st.booleans(),
     )
-    def fail_steps(self, layer: int, chunk: int, count: int) -> None:
+    def fail_steps(self, layer: int, chunk: int, count: int, in_draft: bool) -> None:
         """Each goes wrong on the way, and then well."""
         for _ in range(count):
-            self.failing_step(layer, chunk)
+            self.failing_step(layer, chunk, in_draft)
             self.observed_step()
 
-    def failing_step(self, layer: int, chunk: int) -> None:
-        """Nothing is counted: the next step does it again."""
+    def failing_step(self, layer: int, chunk: int, in_draft: bool) -> None:
+        """Nothing is counted: the next step does it again. in_draft: in a draft, if one is made."""
         before = {seq.seq_id: list(seq.token_ids) for seq in self.engine.unfinished}
         try:
-            self.engine.step(fail_at=(layer, chunk))
-        except Boom:
-            self.tally["failed steps"] += 1
+            self.engine.step((layer, chunk), (layer, chunk // 2) if in_draft else None)
+        except Boom as boom:
+            self.tally[f"failed {boom}s"] += 1
             assert before == {seq.seq_id: seq.token_ids for seq in self.engine.unfinished}
 
     def observed_step(self) -> None:
@@ -313,15 +340,24 @@ class Machine(RuleBasedStateMachine):
     # -- pressure
 
     @precondition(lambda self: self.engine.scheduler.running)
-    @rule(count=st.integers(1, 8), to_the_back=st.booleans(), steps=st.integers(0, 6))
-    def preempt(self, count: int, to_the_back: bool, steps: int) -> None:
-        """The youngest leave the running set, as when blocks run out; others may pass them."""
+    @rule(
+        count=st.integers(1, 8),
+        to_the_back=st.booleans(),
+        is_robbed=st.booleans(),
+        steps=st.integers(0, 6),
+    )
+    def preempt(self, count: int, to_the_back: bool, is_robbed: bool, steps: int) -> None:
+        """The youngest leave the running set, as when blocks run out; others may pass them, and
+        take all their blocks.
+        """
         scheduler = self.engine.scheduler
         for _ in range(min(count, len(scheduler.running))):
             scheduler.preempt(scheduler.running[-1])
             if to_the_back:
                 scheduler.waiting.rotate(-1)
             self.tally["preempted by force"] += 1
+        while is_robbed and self.engine.kv._reclaim(besides=-1):
+            pass
         self.engine.check()
         self.step(steps)
 
@@ -443,6 +479,8 @@ class Machine(RuleBasedStateMachine):
         self.tally["preemptions"] += sum(seq.metrics.num_preemptions for seq in seqs)
         self.tally["prefix hits"] += sum(seq.num_cached > 0 for seq in seqs)
         self.tally.update(self.engine.num_moved)
+        if isinstance(self.engine, DraftingEngine):
+            self.tally.update(self.engine.adversary.counts)
 
     @staticmethod
     def chosen(items: list[Any], which: int) -> Any:
@@ -460,7 +498,7 @@ HAPPENS = {
         "preemptions, preempted by force, resumed, evicted: all, resets"
     ),
     "in_place": "stores, released, resumed from the host, failed copies, failed requests",
-    "stream": "loads, fills, paced",
+    "stream": "loads, fills, paced, drafts, accepted, failed drafts, swaps",
 }
 
 

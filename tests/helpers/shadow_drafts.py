@@ -1,0 +1,160 @@
+"""The shadow engine with an adversarial drafter: how many drafts, which tokens, and what attention
+gives to each block are drawn from a seed.
+
+The keys of a draft bear a mark, as real ones differ from those of the step that checks it: what a
+draft leaves behind shows, even if its token was right.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from random import Random
+
+import torch
+from shadow import NUM_LAYERS, VOCAB, Boom, ShadowEngine, extended, next_token, rows
+from torch import Tensor
+
+from nanoengine.kv.open_step import DraftStep, OpenStep
+from nanoengine.kv.step_plan import DEVICE
+from nanoengine.sequence import ScheduledBatch, ScheduledSequence
+
+MARK = 0.5  # added to the layer in the keys of drafts
+SHARE_RIGHT = 0.6  # of the drafts, beside those that are right by chance
+
+
+class Adversary:
+    """Chooses for all sequences (sequence.DraftLength). counts: of "drafts" and "accepted"."""
+
+    def __init__(self, seed: int, most: int) -> None:
+        """most: drafts of a sequence and step."""
+        self.most = most
+        self.counts: Counter[str] = Counter()
+        self._random = Random(seed)
+
+    def choose(self) -> int:
+        """How many tokens are to be drafted."""
+        return self._random.randint(0, self.most)
+
+    def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
+        """What became of them."""
+        assert 0 <= num_right <= num_drafts <= self.most
+        self.counts.update(checked=num_drafts, accepted=num_right)
+
+    def draft(self, right: int) -> int:
+        """The next token, or any."""
+        is_right = self._random.random() < SHARE_RIGHT
+        return right if is_right else self._random.randrange(VOCAB)
+
+    def report(self, mass: Tensor) -> None:
+        """Fill in what attention gives to each block; some get most of it."""
+        drawn = [self._random.random() ** 4 for _ in range(mass.numel())]
+        mass.copy_(torch.tensor(drawn).view_as(mass))
+
+
+@dataclass
+class DraftingEngine(ShadowEngine):
+    """A ShadowEngine whose streamed sequences draft. What each draft reads is checked by value: the
+    blocks of its own sequence that are on the device, whole and in order, then what drafts wrote.
+    """
+
+    adversary: Adversary | None = None
+    most_kept: int | None = None  # blocks before the tail that drafts may read
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.draft_length = self.adversary
+
+    def draft(
+        self, batch: ScheduledBatch, step: OpenStep, fail_at: tuple[int, int] | None
+    ) -> ScheduledBatch:
+        """The batch with its drafts, as Drafter and Drafts make it."""
+        assert self.adversary is not None
+        before, moved = self._counted(), replace(self.kv.counters)
+        self._loading = {load.device_slot for load in step.kv.plan.transfers.loads}
+        made: dict[int, list[int]] = {}
+        for number, one in enumerate(step.draft_steps()):
+            self._draft_step(batch, one, number, made, fail_at)
+        assert self._counted() == before, "a draft was counted"
+        assert self.kv.counters == moved, "a draft moved KV"
+        items = []
+        for index, item in enumerate(batch.items):
+            tokens = made.get(index, [0] * item.num_drafts)  # as NOT_DRAFTED
+            assert len(tokens) == item.num_drafts, "as many as were asked for, or none"
+            items.append(item.with_drafts(tuple(tokens)))
+        return ScheduledBatch(tuple(items))
+
+    def report(self, mass: Tensor | None) -> None:
+        """What attention says of the step that has just run."""
+        if mass is not None and self.adversary is not None:
+            self.adversary.report(mass)
+
+    def _counted(self) -> list[tuple[int, list[int]]]:
+        """What is counted as computed: by sequence and by block."""
+        tables = self.kv.tables.values()
+        return [(t.seq.num_computed, [block.num_tokens for block in t.blocks]) for t in tables]
+
+    def _draft_step(
+        self,
+        batch: ScheduledBatch,
+        one: DraftStep,
+        number: int,
+        made: dict[int, list[int]],
+        fail_at: tuple[int, int] | None,
+    ) -> None:
+        """A draft more of each item in the step. made: those of each item so far."""
+        assert self.adversary is not None
+        chains = []
+        for index, position in zip(one.items, one.positions, strict=True):
+            known = self.hashes(batch.items[index].seq)
+            assert position == batch.items[index].start + number, "a draft at a wrong position"
+            assert len(known) + number == position + 1, "drafts begin with the newest token"
+            chains.append([*known, *extended(known, made.setdefault(index, []))])
+        for layer in range(NUM_LAYERS):
+            keys = rows([chain[-1] for chain in chains], layer + MARK)
+            one.kv.target(layer).store(keys, -keys)
+            if fail_at == (layer, number):
+                raise Boom("draft")
+            self._check_reads(batch, one, layer, chains)
+        for index, chain in zip(one.items, chains, strict=True):
+            made[index].append(self.adversary.draft(next_token(chain[-1])))
+            self.adversary.counts["drafts"] += 1
+
+    def _check_reads(
+        self, batch: ScheduledBatch, one: DraftStep, layer: int, chains: list[list[int]]
+    ) -> None:
+        """One chunk of the device's pool, with a row for each item."""
+        (part,) = one.kv.plan.reads
+        (chunk,) = one.kv.read(layer)
+        assert part.tier == DEVICE and not part.fill and chunk.is_last, "more than the device"
+        assert chunk.seq_index.tolist() == [*range(len(one.items))]
+        assert chunk.num_blocks.tolist() == [len(span.slots) for span in part.spans]
+        for row, index in enumerate(one.items):
+            slots = chunk.block_table[row, : int(chunk.num_blocks[row])]
+            item, chain = batch.items[index], chains[row]
+            keys = self._keys(item, chain, slots.tolist(), layer)
+            assert one.num_keys[row] == len(keys), "a draft sees parts of blocks, or more"
+            found = chunk.k[slots].flatten(0, 1)[: len(keys)]
+            values = chunk.v[slots].flatten(0, 1)[: len(keys)]
+            if not (torch.equal(found, keys) and torch.equal(values, -keys)):
+                assert self.victims, "a draft reads wrong keys or values"
+                self._misread.add(index)
+
+    def _keys(
+        self, item: ScheduledSequence, chain: list[int], slots: list[int], layer: int
+    ) -> Tensor:
+        """What must be in these slots: whole blocks, but for the tail, which ends with the newest
+        draft.
+        """
+        size, blocks = self.block_size, self.kv.tables[item.seq.seq_id].blocks
+        place = {block.device_slot: index for index, block in enumerate(blocks)}
+        indices, stop = [place[slot] for slot in slots], -(-len(chain) // size)
+        there = [i for slot, i in place.items() if slot is not None and slot not in self._loading]
+        before = [index for index in there if index < item.start // size]
+        if self.most_kept is not None and len(before) > self.most_kept:
+            before = [*before[:1], *before[1 - self.most_kept :]]
+        assert indices == [*before, *range(item.start // size, stop)], "not what is there, in order"
+        hashes = [h for index in indices for h in chain[index * size : (index + 1) * size]]
+        keys = rows(hashes, layer)
+        keys[len(keys) - (len(chain) - item.start) :, 0, 1] += MARK
+        return keys
