@@ -44,11 +44,22 @@ from nanoengine.text.tokenizer import Tokenizer
 ROOT = Path(__file__).parents[1]
 SHARES = (0.06, 0.12, 0.25)
 PER_LAYER_SHARE = 0.12
-DEPTHS = (4, 8, 12)
 NEEDLE_TOKENS = 24  # of an answer: the number, and what the model says after it
+TEMPERATURE = 0.8  # of the sampled works: what small models choose greedily ends in a loop
 BATCH = 32
 QUESTION = "Write a long summary of this documentation, page by page. Quote its own sentences."
 NGRAM, NGRAM_OR = "n-gram", "n-gram, else "
+SHOWN_DEPTHS = (4, 8, 12)
+SHOWN = (
+    NGRAM,
+    "recent 12%",
+    "mass 12%",
+    "both 6%",
+    "both 12%",
+    "both 25%",
+    "both, per layer 12%",
+    NGRAM_OR + "both 12%",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +95,18 @@ def works(tokenizer: Tokenizer, context: int, starts: int, needles: int) -> Iter
     form = PromptFormat(tokenizer)
     for sample in NiahBuilder("niah_single_1", form, context, seed=0).samples(needles):
         yield Work("needle", sample.prompt_ids, NEEDLE_TOKENS, NEEDLE_TOKENS, stops=True)
-    prose = tokenizer.encode("\n\n".join(topics[name] for name in sorted(topics)))[:room]
-    yield Work("prose", prose, generated, starts)
-    yield Work("prose, sampled", prose, generated, starts, temperature=0.8)
+    prose = "\n\n".join(topics[name] for name in sorted(topics))
     files = sorted((ROOT / "nanoengine").rglob("*.py"))
     code = "\n\n".join(f"# {path.relative_to(ROOT)}\n{path.read_text()}" for path in files)
-    yield Work("code", tokenizer.encode(code)[:room], generated, starts)
-    yield Work("chat", _chat(tokenizer, room), generated, starts, stops=True)
+    prompts = {
+        "prose": tokenizer.encode(prose)[:room],
+        "code": tokenizer.encode(code)[:room],
+        "chat": _chat(tokenizer, room),
+    }
+    for name, prompt in prompts.items():
+        stops = name == "chat"
+        yield Work(name, prompt, generated, starts, stops=stops)
+        yield Work(f"{name}, sampled", prompt, generated, starts, TEMPERATURE, stops)
 
 
 def _chat(tokenizer: Tokenizer, room: int) -> list[int]:
@@ -209,16 +225,17 @@ def report(counts: Sequence[Counts]) -> dict[str, Any]:
 
 
 def table(files: Sequence[Path]) -> str:
-    """Tokens a round at K = 4, 8 and 12 in Markdown, a row for each model, work and drafter."""
-    lines = []
+    """Tokens a round at K of 4, 8 and 12 in Markdown: a row for each model and work."""
+    lines = [f"| model | work | repeats | {' | '.join(SHOWN)} |", "|---" * (3 + len(SHOWN)) + "|"]
     for found in (json.loads(path.read_text()) for path in files):
         for name, work in found["works"].items():
-            about = f"{found['model']} {found['context'] // 1024}K | {name}, {work['repeats']:.0%}"
-            for drafter, by_k in work["tokens_a_round"].items():
-                figures = " | ".join(f"{by_k[k - 1]:.2f}" for k in DEPTHS)
-                lines.append(f"| {about} | {drafter} | {figures} |")
-    head = "| model | work, repeats | drafter | K = 4 | 8 | 12 |\n|---|---|---|---|---|---|\n"
-    return head + "\n".join(lines)
+            cells = [
+                " / ".join(f"{work['tokens_a_round'][drafter][k - 1]:.1f}" for k in SHOWN_DEPTHS)
+                for drafter in SHOWN
+            ]
+            about = f"{found['model']} {found['context'] // 1024}K | {name} | {work['repeats']:.0%}"
+            lines.append(f"| {about} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

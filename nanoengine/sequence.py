@@ -73,7 +73,10 @@ class RequestMetrics:
 class Guesser(Protocol):
     """Guesses how a sequence goes on (speculative.PromptLookup)."""
 
+    @property
+    def is_trusted(self) -> bool: ...
     def guess(self, token_ids: list[int], most: int) -> tuple[int, ...]: ...
+    def record(self, num_guesses: int, num_right: int) -> None: ...
 
 
 class DraftLength(Protocol):
@@ -296,7 +299,7 @@ class Sequence:
 class ScheduledSequence:
     """`num_tokens` tokens of `seq`, from its first uncomputed one on; `num_ahead` further on where
     the step before this one is still computing so many. The last ones may be `guesses`, to be
-    checked; or `num_drafts` of them that the step itself is to make.
+    checked; or `num_drafts` of them that the step itself is to make, and `has_drafted` then.
 
     start: position of the first of them. samples: this step computes the newest token, so the next
     one can be sampled. Both as of now: they hold when the sequence has gone on or ended.
@@ -307,6 +310,7 @@ class ScheduledSequence:
     num_ahead: int = 0
     guesses: tuple[int, ...] = ()
     num_drafts: int = 0
+    has_drafted: bool = False
     start: int = field(init=False)
     samples: bool = field(init=False)
 
@@ -322,7 +326,7 @@ class ScheduledSequence:
 
     def with_drafts(self, drafts: tuple[int, ...]) -> ScheduledSequence:
         """The same with the drafts that were made."""
-        return replace(self, guesses=drafts, num_drafts=0) if drafts else self
+        return replace(self, guesses=drafts, num_drafts=0, has_drafted=True) if drafts else self
 
     def accepted(self, sampled: list[int]) -> list[int]:
         """The sampled tokens up to and including the one in place of the first wrong guess. As each

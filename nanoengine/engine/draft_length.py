@@ -50,9 +50,7 @@ class PayingDrafts:
         return 1
 
     def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
-        """What became of the step, if its guesses are drafts. is_decode: if not, its time says
-        nothing.
-        """
+        """What became of a step with so many drafts. is_decode: if not, its time says nothing."""
         if self._began is None:
             return
         seconds, self._began = time.perf_counter() - self._began, None

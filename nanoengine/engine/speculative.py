@@ -2,7 +2,8 @@
 
 Prompt lookup (Saxena 2023): texts repeat themselves, so the tokens that followed an earlier
 occurrence of the last tokens are likely to follow again. A guess needs no draft model; a wrong one
-costs its rows in the forward pass. Where it finds nothing, the step may draft (drafter.py).
+costs its rows in the forward pass. Where it finds nothing, or was wrong lately, the step may draft
+(drafter.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from nanoengine.sequence import ScheduledSequence, Sequence
 
 LONGEST, SHORTEST = 4, 2  # tokens that must repeat
+DOUBTFUL = 16  # steps after a wrong guess in which drafts go first
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +42,14 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
     most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
     if most < 1 or seq.is_prefill:
         return Guesses()
-    if seq.guesser is not None:
-        found = seq.guesser.guess(seq.token_ids, min(most, num_looked_up))
+    guesser, draft_length = seq.guesser, seq.draft_length if drafts else None
+    if guesser is not None and (draft_length is None or guesser.is_trusted):
+        found = guesser.guess(seq.token_ids, min(most, num_looked_up))
         if found:
             return Guesses(found)
-    if seq.draft_length is None or not drafts:
+    if draft_length is None:
         return Guesses()
-    return Guesses(num_drafts=min(most, seq.draft_length.choose()))
+    return Guesses(num_drafts=min(most, draft_length.choose()))
 
 
 def record_guesses(item: ScheduledSequence, num_right: int, is_decode: bool) -> None:
@@ -54,7 +57,9 @@ def record_guesses(item: ScheduledSequence, num_right: int, is_decode: bool) -> 
     seq, num_guesses = item.seq, len(item.guesses)
     seq.metrics.num_guessed += num_guesses
     seq.metrics.num_accepted += num_right
-    if seq.draft_length is not None:
+    if seq.guesser is not None:
+        seq.guesser.record(0 if item.has_drafted else num_guesses, num_right)
+    if seq.draft_length is not None and (item.has_drafted or not num_guesses):
         seq.draft_length.record(num_guesses, num_right, is_decode)
 
 
@@ -64,6 +69,18 @@ class PromptLookup:
     def __init__(self) -> None:
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._num_tokens = 0
+        self._num_doubtful = 0  # steps that it sits out
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether its guesses are worth more than drafts: not after one that was mostly wrong."""
+        return self._num_doubtful == 0
+
+    def record(self, num_guesses: int, num_right: int) -> None:
+        """What became of its guesses in a step; 0: it made none."""
+        self._num_doubtful = max(0, self._num_doubtful - 1)
+        if 2 * num_right < num_guesses:
+            self._num_doubtful = DOUBTFUL
 
     def guess(self, token_ids: Seq[int], most: int) -> tuple[int, ...]:
         """Up to `most` tokens that followed the last occurrence of the longest repeated suffix;

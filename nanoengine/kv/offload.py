@@ -257,12 +257,17 @@ class TransferRun:
         self._loaded: list[Event] = []
         self._filled: dict[int, Event] = {}  # number of the fill -> event, until it is consumed
         self._next_fill = 0
-        engine.device.share_cores(with_copies=transfers.is_decode and bool(transfers.fills))
+        self.share_cores(True)
         engine.queue_stores(transfers)
         if transfers.loads:
             # A slot to load into may have been read by the step before.
             engine.device.h2d.wait(engine.device.compute.record())
         self._issue()
+
+    def share_cores(self, with_copies: bool) -> None:
+        """Whether compute leaves a core to the copies, if a step has them all the time."""
+        streams = self._transfers.is_decode and bool(self._transfers.fills)
+        self._engine.device.share_cores(with_copies and streams)
 
     def await_loads(self, layer: int) -> None:
         """Let compute wait until the blocks of this layer that were loaded are in."""
@@ -301,7 +306,7 @@ class TransferRun:
         its end.
         """
         compute = self._engine.device.compute
-        self._engine.device.share_cores(with_copies=False)
+        self.share_cores(False)
         complete = self._next_fill == self._begins[-1]
         complete &= not self._filled
         for event in [*self._filled.values(), *self._loaded]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import count
 
 from torch import Tensor
 
@@ -59,11 +58,13 @@ class OpenStep:
 
     def draft_steps(self) -> Iterator[DraftStep]:
         """The steps that draft, one after the other; each is to run before the next is taken."""
-        for number in count():
-            drafts = [each for each in self._planned.drafts if each.num_drafts > number]
-            if not drafts:
-                return
-            yield self._draft_step(drafts, number)
+        run, all_drafts = self.kv.run, self._planned.drafts
+        if run is None or not all_drafts:
+            return
+        run.share_cores(False)  # copies fill the ring, and then wait for the drafts
+        for number in range(max(each.num_drafts for each in all_drafts)):
+            yield self._draft_step([d for d in all_drafts if d.num_drafts > number], number)
+        run.share_cores(True)
 
     def _draft_step(self, drafts: list[DraftReads], number: int) -> DraftStep:
         plan = self._planner.plan_draft(drafts, number)

@@ -134,9 +134,9 @@ def test_a_round_advances_by_the_right_drafts_and_one() -> None:
 
 
 def test_acceptance_is_of_drafts_after_right_ones() -> None:
-    counts = Counts(3, {"x": [2, 2, 0]}, [])
-    # The last start has one token behind it, and no second draft could be right.
-    assert acceptance([counts], "x") == [round(2 / 3, 3), 1.0, 0.0, *9 * [None]]
+    counts = Counts(3, {"x": [1, 2, 1]}, [])
+    # The last two starts end with the text: no further draft of theirs could be right.
+    assert acceptance([counts], "x") == [1.0, 0.5, *10 * [None]]
 
 
 def test_it_writes_a_file_and_prints_its_table(
@@ -154,5 +154,6 @@ def test_it_writes_a_file_and_prints_its_table(
     assert "drafts are right" not in printed  # said when a whole context gives other drafts
     work = json.loads(output.read_text())["works"]["chat"]
     assert work["starts"] == 3 and len(work["right"]["both 12%"][0]) == 3
+    assert len(work["tokens_a_round"]) == 21
     rows = run("--table", output).splitlines()[2:]
-    assert len(rows) == 21 and rows[0].count("|") == 7
+    assert len(rows) == 1 and rows[0].count("|") == 12

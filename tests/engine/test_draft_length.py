@@ -82,11 +82,12 @@ def test_a_step_with_other_work_says_nothing_of_the_time(clock: Clock) -> None:
     assert drafts.choose() == MOST
 
 
-def test_guesses_of_others_are_not_counted(clock: Clock) -> None:
-    """What prompt lookup guessed says nothing of drafts."""
+def test_steps_that_asked_for_no_number_are_not_counted(clock: Clock) -> None:
+    """Such as steps before the KV is streamed."""
     drafts = PayingDrafts(MOST)
     for _ in range(50):
-        drafts.record(4, 0, is_decode=True)
+        clock.now += 0.1
+        drafts.record(0, 0, is_decode=True)
     for _ in range(NUM_PLAIN):
         drafts.choose()
         clock.now += 1

@@ -224,7 +224,7 @@ def test_what_follows_history_and_beams_do_not_draft(tiny: Callable[[str], Path]
 
 @pytest.mark.usefixtures("always")
 def test_lookup_comes_first(tiny: Callable[[str], Path]) -> None:
-    """Where it finds nothing, the step drafts."""
+    """Where it finds nothing, or guessed wrong lately, the step drafts."""
     engine = small_engine(tiny("llama"), speculative="ngram:3+resident:5", **SETTINGS)
     seen = set()
     launch = engine.runner.launch

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import SamplingParams
-from nanoengine.engine.speculative import LONGEST, SHORTEST, PromptLookup
+from nanoengine.engine.speculative import DOUBTFUL, LONGEST, SHORTEST, PromptLookup
 from nanoengine.errors import ConfigError
 from nanoengine.sequence import ScheduledBatch
 
@@ -47,6 +47,18 @@ def test_guesses_are_what_followed_last_time(tokens: list[int], most: int, step:
     lookup = PromptLookup()
     for stop in [*range(1, len(tokens), step), len(tokens)]:
         assert [*lookup.guess(tokens[:stop], most)] == looked_up(tokens[:stop], most)
+
+
+def test_a_lookup_that_was_wrong_is_in_doubt_for_a_while() -> None:
+    lookup = PromptLookup()
+    for num_guesses, num_right in ((4, 4), (4, 2), (0, 0)):
+        lookup.record(num_guesses, num_right)
+        assert lookup.is_trusted
+    lookup.record(4, 1)
+    for _ in range(DOUBTFUL):
+        assert not lookup.is_trusted
+        lookup.record(0, 0)
+    assert lookup.is_trusted
 
 
 def repetitive_prompts() -> list[list[int]]:
