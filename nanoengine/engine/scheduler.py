@@ -144,7 +144,8 @@ class Scheduler:
         asked = [item.seq.request for item in batch.items]
         if any(request.params.follows_history or request.pauses for request in asked):
             return None
-        if self._config.num_drafts and any(self._kv.is_streamed(i.seq) for i in batch.items):
+        streamed = self._config.num_drafts and any(self._kv.is_streamed(i.seq) for i in batch.items)
+        if streamed or batch.num_drafts:  # these may have been brought to the device meanwhile
             return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens

@@ -1,0 +1,46 @@
+"""Where steps are begun ahead of the one before, none is ahead of a step that drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import STREAMED, Driver, small_engine
+
+from nanoengine import SamplingParams
+from nanoengine.engine.draft_length import PayingDrafts
+from nanoengine.sequence import ScheduledBatch
+
+PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for i in range(n)] for j, n in enumerate((70, 60))]
+PARAMS = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (60, 20)]
+
+
+def test_a_sequence_that_drafts_while_its_last_block_is_brought(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request ends, and the other fits the device. In the step that brings its blocks it still
+    drafts, and how far it comes is not known before the step has ended.
+    """
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 5)
+    settings: dict[str, Any] = STREAMED | {"num_gpu_blocks": 18, "measure_speed": False}
+    texts, steps = [], []
+    for speculative in (None, "resident:5"):
+        engine = small_engine(tiny("llama"), True, speculative=speculative, **settings)
+        schedule_ahead = engine.scheduler.schedule_ahead
+
+        def noted(
+            batch: ScheduledBatch, real: Callable[..., Any] = schedule_ahead
+        ) -> ScheduledBatch | None:
+            ahead: ScheduledBatch | None = real(batch)
+            steps.append((batch.num_drafts > 0, ahead is not None))
+            return ahead
+
+        engine.scheduler.schedule_ahead = noted
+        texts.append(
+            [output.outputs[0].token_ids for output in Driver(engine).run(PROMPTS, PARAMS)]
+        )
+        engine.close()
+    assert texts[0] == texts[1]
+    assert {(True, False), (False, True)} <= {*steps} and (True, True) not in steps
