@@ -16,22 +16,44 @@ from operator import mul
 HOPE = 0.8  # of each draft, before any was checked
 WEIGHT = 0.15  # of what is new in each average
 NUM_PLAIN = 3  # steps without drafts, at first: the time of the fastest counts
-FIRST = 4  # drafts of the first step that has some
+FIRST = 2  # drafts of a step while their cost is unknown
+NUM_TRIALS = 3  # such steps
 LEAST_GAIN = 1.05
 # Drafts that do not pay are tried again, but may not cost more than that share of the time.
 TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
 
 
+class DraftCost:
+    """Seconds that a draft adds to a step; the same for all requests of an engine."""
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None  # None: not known yet
+        self._num_measured = 0
+
+    def record(self, seconds: float) -> None:
+        """Of the first ones the fastest counts: kernels may be compiled in the others."""
+        self._num_measured += 1
+        if self.seconds is None or self._num_measured <= NUM_TRIALS:
+            self.seconds = min(seconds, self.seconds or seconds)
+        else:
+            self.seconds = _moved(self.seconds, seconds)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was measured to decide by it."""
+        return self._num_measured >= NUM_TRIALS
+
+
 class PayingDrafts:
     """Chooses for each step of one request (sequence.DraftLength)."""
 
-    def __init__(self, most: int) -> None:
-        """most: drafts a step."""
+    def __init__(self, most: int, cost: DraftCost) -> None:
+        """most: drafts a step. cost: of the engine; this request adds to it what it measures."""
         self._most = most
+        self._cost = cost
         self._right: list[float] = []  # of each draft that was ever checked
         self._plain_s = math.inf
-        self._draft_s: float | None = None
         self._num_plain = 0
         self._wait = 0
         self._began: float | None = None  # when the step under way was planned
@@ -41,12 +63,13 @@ class PayingDrafts:
         self._began = time.perf_counter()
         if self._num_plain < NUM_PLAIN:
             return 0
-        if self._draft_s is None:
+        draft_s = self._cost.seconds
+        if draft_s is None or not self._cost.is_known:
             return min(FIRST, self._most)
-        best = self._best(self._draft_s)
+        best = self._best(draft_s)
         if best or self._wait > 0:
             return best
-        self._wait = max(LEAST_WAIT, int(self._draft_s / (self._plain_s * TRIAL_COST)))
+        self._wait = max(LEAST_WAIT, int(draft_s / (self._plain_s * TRIAL_COST)))
         return 1
 
     def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
@@ -62,8 +85,7 @@ class PayingDrafts:
         if not is_decode:
             return
         if num_drafts:
-            cost = max(0.0, seconds - self._plain_s) / num_drafts
-            self._draft_s = cost if self._draft_s is None else _moved(self._draft_s, cost)
+            self._cost.record(max(0.0, seconds - self._plain_s) / num_drafts)
             return
         self._num_plain += 1
         is_early = self._num_plain <= NUM_PLAIN

@@ -13,7 +13,7 @@ from itertools import count
 import xxhash
 
 from nanoengine.config import EngineConfig
-from nanoengine.engine.draft_length import PayingDrafts
+from nanoengine.engine.draft_length import DraftCost, PayingDrafts
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
 from nanoengine.loading.generation_config import read_sampling_params
@@ -42,6 +42,7 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, plan: MemoryPlan, parts: Parts) -> None:
         self._config = config
+        self._draft_cost = DraftCost()
         self._plan = plan
         self._model_config = parts.model.config
         self._tokenizer = parts.tokenizer
@@ -132,7 +133,7 @@ class InputProcessor:
             metrics=RequestMetrics(time.perf_counter()),
             prompt_owner=prompt_owner,
             guesser=PromptLookup() if guesses[0] else None,
-            draft_length=PayingDrafts(guesses[1]) if guesses[1] else None,
+            draft_length=PayingDrafts(guesses[1], self._draft_cost) if guesses[1] else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
             output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),
         )

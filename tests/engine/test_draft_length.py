@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nanoengine.engine import draft_length
-from nanoengine.engine.draft_length import FIRST, NUM_PLAIN, PayingDrafts
+from nanoengine.engine.draft_length import FIRST, NUM_PLAIN, NUM_TRIALS, DraftCost, PayingDrafts
 
 MOST = 12
 
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def run(clock: Clock, draft_s: float, right: float, num_tokens: int, noise: float = 0.0) -> float:
     """Tokens a second of a request whose steps take 1 s and `draft_s` more a draft."""
-    drafts, dice = PayingDrafts(MOST), random.Random(3)
+    drafts, dice = PayingDrafts(MOST, DraftCost()), random.Random(3)
     done, began = 0, clock.now
     while done < num_tokens:
         num_drafts = drafts.choose()
@@ -60,39 +60,51 @@ def test_it_comes_near_the_best_number(
     assert got >= 0.97
 
 
+def step(clock: Clock, drafts: PayingDrafts, seconds: float, is_decode: bool = True) -> int:
+    """A step in which all drafts are right; returns how many there were."""
+    num_drafts = drafts.choose()
+    clock.now += seconds
+    drafts.record(num_drafts, num_drafts, is_decode)
+    return num_drafts
+
+
 def test_the_first_steps_tell_the_cost(clock: Clock) -> None:
-    drafts = PayingDrafts(MOST)
+    """The fastest of the first ones with drafts counts: one may have compiled a kernel."""
+    drafts = PayingDrafts(MOST, DraftCost())
+    assert [step(clock, drafts, 1.0) for _ in range(NUM_PLAIN)] == [0] * NUM_PLAIN
+    for seconds in (30.0, *[1.02] * (NUM_TRIALS - 1)):
+        assert step(clock, drafts, seconds) == FIRST
+    assert drafts.choose() == MOST
+
+
+def test_a_request_learns_the_cost_from_those_before(clock: Clock) -> None:
+    cost = DraftCost()
+    for _ in range(NUM_TRIALS):
+        cost.record(0.01)
+    drafts = PayingDrafts(MOST, cost)
     for _ in range(NUM_PLAIN):
-        assert drafts.choose() == 0
-        clock.now += 1
-        drafts.record(0, 0, is_decode=True)
-    assert drafts.choose() == FIRST
+        step(clock, drafts, 1.0)
+    assert drafts.choose() > FIRST
+    for _ in range(20):
+        cost.record(3.0)
+    drafts.record(1, 1, is_decode=False)
+    assert drafts.choose() < 2
 
 
 def test_a_step_with_other_work_says_nothing_of_the_time(clock: Clock) -> None:
-    drafts = PayingDrafts(MOST)
-    for seconds in (1.0, 1.0, 1.0, 1.2):
-        num_drafts = drafts.choose()
-        clock.now += seconds
-        drafts.record(num_drafts, num_drafts, is_decode=True)
+    drafts = PayingDrafts(MOST, DraftCost())
+    for seconds in (*[1.0] * NUM_PLAIN, *[1.02] * NUM_TRIALS):
+        step(clock, drafts, seconds)
     for _ in range(20):
-        num_drafts = drafts.choose()
-        clock.now += 50.0
-        drafts.record(num_drafts, num_drafts, is_decode=False)
+        step(clock, drafts, 50.0, is_decode=False)
     assert drafts.choose() == MOST
 
 
 def test_steps_that_asked_for_no_number_are_not_counted(clock: Clock) -> None:
     """Such as steps before the KV is streamed."""
-    drafts = PayingDrafts(MOST)
+    drafts = PayingDrafts(MOST, DraftCost())
     for _ in range(50):
         clock.now += 0.1
         drafts.record(0, 0, is_decode=True)
-    for _ in range(NUM_PLAIN):
-        drafts.choose()
-        clock.now += 1
-        drafts.record(0, 0, is_decode=True)
+    assert [step(clock, drafts, 1.0) for _ in range(NUM_PLAIN)] == [0] * NUM_PLAIN
     assert drafts.choose() == FIRST
-    clock.now += 1.04
-    drafts.record(FIRST, FIRST, is_decode=True)
-    assert drafts.choose() > FIRST
