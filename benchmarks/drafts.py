@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=8, help="most guesses of a step")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--works", help="only these, as in needle,prose")
+    parser.add_argument("--works", nargs="+", help='only these, as in needle "prose, sampled"')
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     tokenizer = Tokenizer.from_folder(resolve_model(args.model))
@@ -132,7 +132,7 @@ def main() -> None:
             engines[name] = opened.enter_context(llm)
         report["plan"] = str(engines["off"].plan).splitlines()
         for work in works(tokenizer, args.context, args.tokens, 1):
-            if args.works and work.name not in args.works.split(","):
+            if args.works and work.name not in args.works:
                 continue
             report["works"][work.name] = measure(engines, work, args.tokens, args.turns)
             args.output.write_text(json.dumps(report, indent=2) + "\n")

@@ -22,27 +22,22 @@ LEAST_GAIN = 1.05
 # Drafts that do not pay are tried again, but may not cost more than that share of the time.
 TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
+# Steps with drafts from one without, which tells its time anew, to the next; each time twice as
+# many.
+FIRST_REFRESH, LAST_REFRESH = 4, 64
 
 
 class DraftCost:
-    """Seconds that a draft adds to a step; the same for all requests of an engine."""
+    """Seconds that a draft adds to a step, as the requests of an engine found it so far."""
 
     def __init__(self) -> None:
-        self.seconds: float | None = None  # None: not known yet
-        self._num_measured = 0
-
-    def record(self, seconds: float) -> None:
-        """Of the first ones the fastest counts: kernels may be compiled in the others."""
-        self._num_measured += 1
-        if self.seconds is None or self._num_measured <= NUM_TRIALS:
-            self.seconds = min(seconds, self.seconds or seconds)
-        else:
-            self.seconds = _moved(self.seconds, seconds)
+        self.seconds = math.inf
+        self.num_measured = 0
 
     @property
     def is_known(self) -> bool:
-        """Whether enough was measured to decide by it."""
-        return self._num_measured >= NUM_TRIALS
+        """Whether enough was measured to decide by it; kernels may be compiled in the first."""
+        return self.num_measured >= NUM_TRIALS
 
 
 class PayingDrafts:
@@ -54,8 +49,11 @@ class PayingDrafts:
         self._cost = cost
         self._right: list[float] = []  # of each draft that was ever checked
         self._plain_s = math.inf
+        # Of steps with drafts: their seconds and how many drafts, each an average.
+        self._drafted: tuple[float, float] | None = None
         self._num_plain = 0
         self._wait = 0
+        self._until_plain = self._between_plain = FIRST_REFRESH
         self._began: float | None = None  # when the step under way was planned
 
     def choose(self) -> int:
@@ -63,13 +61,17 @@ class PayingDrafts:
         self._began = time.perf_counter()
         if self._num_plain < NUM_PLAIN:
             return 0
-        draft_s = self._cost.seconds
-        if draft_s is None or not self._cost.is_known:
+        if not self._cost.is_known:
             return min(FIRST, self._most)
-        best = self._best(draft_s)
+        best = self._best()
+        if best and self._until_plain == 0:
+            self._between_plain = min(2 * self._between_plain, LAST_REFRESH)
+            self._until_plain = self._between_plain
+            return 0
         if best or self._wait > 0:
+            self._until_plain = max(0, self._until_plain - 1)
             return best
-        self._wait = max(LEAST_WAIT, int(draft_s / (self._plain_s * TRIAL_COST)))
+        self._wait = max(LEAST_WAIT, int(self._draft_s / (self._plain_s * TRIAL_COST)))
         return 1
 
     def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
@@ -82,20 +84,40 @@ class PayingDrafts:
             if depth == len(self._right):
                 self._right.append(self._right[-1] if self._right else HOPE)
             self._right[depth] = _moved(self._right[depth], float(depth < num_right))
-        if not is_decode:
-            return
-        if num_drafts:
-            self._cost.record(max(0.0, seconds - self._plain_s) / num_drafts)
-            return
-        self._num_plain += 1
-        is_early = self._num_plain <= NUM_PLAIN
-        self._plain_s = min(self._plain_s, seconds) if is_early else _moved(self._plain_s, seconds)
+        if is_decode and num_drafts:
+            self._record_drafted(seconds, num_drafts)
+        elif is_decode:
+            self._num_plain += 1
+            # What is slower may be a step that also moved blocks.
+            is_slower = seconds > self._plain_s
+            self._plain_s = _moved(self._plain_s, seconds) if is_slower else seconds
 
-    def _best(self, draft_s: float) -> int:
+    def _record_drafted(self, seconds: float, num_drafts: int) -> None:
+        """The first steps of an engine count by the fastest, all others by their average."""
+        self._cost.num_measured += 1
+        if self._drafted is None:
+            self._drafted = seconds, float(num_drafts)
+        elif self._cost.is_known:
+            before_s, before = self._drafted
+            self._drafted = _moved(before_s, seconds), _moved(before, num_drafts)
+        else:
+            self._drafted = min(self._drafted, (seconds, float(num_drafts)))
+        self._cost.seconds = self._draft_s
+
+    @property
+    def _draft_s(self) -> float:
+        """Seconds that a draft adds: as measured here, or by requests before."""
+        if self._drafted is None:
+            return self._cost.seconds
+        seconds, num_drafts = self._drafted
+        return max(0.0, seconds - self._plain_s) / num_drafts
+
+    def _best(self) -> int:
         """The number with most tokens a second; 0 if none gives LEAST_GAIN."""
         deepest = self._right[-1] if self._right else HOPE
         right = self._right + [deepest] * (self._most - len(self._right))
         num_tokens = accumulate(accumulate(right, mul), initial=1.0)
+        draft_s = self._draft_s
         rates = [tokens / (self._plain_s + k * draft_s) for k, tokens in enumerate(num_tokens)]
         best = max(range(len(rates)), key=rates.__getitem__)
         return best if rates[best] >= LEAST_GAIN * rates[0] else 0

@@ -79,16 +79,28 @@ def test_the_first_steps_tell_the_cost(clock: Clock) -> None:
 
 def test_a_request_learns_the_cost_from_those_before(clock: Clock) -> None:
     cost = DraftCost()
-    for _ in range(NUM_TRIALS):
-        cost.record(0.01)
-    drafts = PayingDrafts(MOST, cost)
+    for draft_s, first in ((0.01, FIRST), (2.0, MOST)):
+        drafts = PayingDrafts(MOST, cost)
+        for _ in range(NUM_PLAIN):
+            step(clock, drafts, 1.0)
+        assert drafts.choose() == first
+        for _ in range(20):
+            step(clock, drafts, 1 + drafts.choose() * draft_s)
+    assert PayingDrafts(MOST, cost).choose() == 0 and cost.seconds > 1
+
+
+def test_the_time_without_drafts_is_measured_anew(clock: Clock) -> None:
+    """Where the first steps were slow, as they brought blocks to the device."""
+    drafts = PayingDrafts(MOST, DraftCost())
     for _ in range(NUM_PLAIN):
-        step(clock, drafts, 1.0)
-    assert drafts.choose() > FIRST
-    for _ in range(20):
-        cost.record(3.0)
-    drafts.record(1, 1, is_decode=False)
-    assert drafts.choose() < 2
+        step(clock, drafts, 3.0)
+    counts = []
+    for _ in range(60):
+        num_drafts = drafts.choose()
+        counts.append(num_drafts)
+        clock.now += 1 + num_drafts * 1.0
+        drafts.record(num_drafts, num_drafts // 2, is_decode=True)
+    assert max(counts[:10]) > 0 and sum(counts[20:]) <= 2
 
 
 def test_a_step_with_other_work_says_nothing_of_the_time(clock: Clock) -> None:

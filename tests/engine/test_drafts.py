@@ -24,12 +24,12 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 
 MOST = 5
-PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for i in range(n)] for j, n in enumerate((150, 70, 9))]
+PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for i in range(n)] for j, n in enumerate((120, 60, 9))]
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "logprobs": 2}
 PARAMS = [
-    SamplingParams(max_tokens=40, **GREEDY),
-    SamplingParams(max_tokens=33, **GREEDY | {"temperature": 0.9, "seed": 5}),
-    SamplingParams(max_tokens=60, **GREEDY),
+    SamplingParams(max_tokens=30, **GREEDY),
+    SamplingParams(max_tokens=24, **GREEDY | {"temperature": 0.9, "seed": 5}),
+    SamplingParams(max_tokens=50, **GREEDY),
 ]
 SETTINGS = STREAMED | {"debug_kv": True, "measure_speed": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -89,14 +89,16 @@ def without_drafts(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*(("llama", layout) for layout in LAYOUTS), ("qwen3", "few blocks"), ("gemma3", "few blocks")],
+)
 def test_tokens_are_those_without_drafts(
-    tiny: Callable[[str], Path], name: str, layout: dict[str, Any]
+    tiny: Callable[[str], Path], name: str, layout: str
 ) -> None:
     """Twice: what the first run published must hold nothing of what was drafted wrong."""
     expected = without_drafts(tiny(name))
-    engine = small_engine(tiny(name), speculative=f"resident:{MOST}", **SETTINGS | layout)
+    engine = small_engine(tiny(name), speculative=f"resident:{MOST}", **SETTINGS | LAYOUTS[layout])
     for _ in range(2):
         outputs = run(engine)
         for (ids, logprobs), (right, as_before) in zip(scored(outputs), expected, strict=True):
