@@ -105,7 +105,7 @@ def test_drafts_are_replayed_and_a_round_is_the_link_and_the_drafts(
         return drafts
 
     made.runner.drafter.draft = watched
-    made.add_request([i % 256 for i in range(12 * BLOCK)], replace(PARAMS, max_tokens=60))
+    made.add_request([i % 256 for i in range(14 * BLOCK)], replace(PARAMS, max_tokens=60))
     while len(spent) < 6:
         made.step()
     replays = sum(graph.num_replays for graph in gpu.graphs)

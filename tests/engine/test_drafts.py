@@ -34,7 +34,7 @@ PARAMS = [
 SETTINGS = STREAMED | {"debug_kv": True, "measure_speed": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "few blocks": {},
-    "many blocks": {"num_gpu_blocks": 20, "ring_slots": 2, "max_num_seqs": 1},
+    "many blocks": {"num_gpu_blocks": 14, "ring_slots": 2, "max_num_seqs": 1},
     "blocks of two": {"num_gpu_blocks": 24, "kvcache_block_size": 2, "slot_tokens": 2},
     "one at a time": {"max_num_seqs": 1},
     "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 3},

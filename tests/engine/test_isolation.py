@@ -376,9 +376,10 @@ def run_batch(
     engine: ShadowEngine, items: list[ScheduledSequence], fail_at: tuple[int, int] | None
 ) -> None:
     try:
-        tokens = iter(engine.run(ScheduledBatch(tuple(items)), fail_at))
+        _, sampled = engine.run(ScheduledBatch(tuple(items)), fail_at)
     except Boom:
         return
+    tokens = iter(sampled)
     for item in items:
         samples = item.samples
         engine.kv.commit(item.seq, item.num_tokens)
