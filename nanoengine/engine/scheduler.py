@@ -248,7 +248,6 @@ class Scheduler:
             return
         wanted = self._chunk(seq, step.tokens)
         most = min(step.tokens - wanted, step.guess_tokens, self._kv.free_tokens(seq) - 1)
-        # Drafts would keep resident decodes waiting.
         may_draft = seq.draft_length is not None and not self._pacer.is_limited
         drafts = may_draft and self._kv.is_streamed(seq)
         guesses = guesses_for(seq, most, self._config.num_guesses, drafts)

@@ -37,7 +37,7 @@ class Guesses:
 
 def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> Guesses:
     """Guesses at what follows a decoding sequence: up to `num_looked_up` by lookup; if it finds
-    none, drafts, where they are allowed. most: of either.
+    none, drafts, where they are allowed: they would keep resident decodes waiting. most: of either.
     """
     most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
     if most < 1 or seq.is_prefill:
