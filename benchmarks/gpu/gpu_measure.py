@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import torch
 import transformers
 
@@ -30,14 +31,7 @@ from nanoengine.models.architectures import weight_shapes
 from nanoengine.sequence import Admission, SequenceStatus
 from nanoengine.startup.probe import PROBE_ID, fill_random, probe_sequence
 
-LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
+LLAMA_8B = checkpoints.LLAMA_8B | {
     "max_position_embeddings": 1 << 20,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,

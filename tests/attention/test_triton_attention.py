@@ -10,7 +10,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from paged_batches import Batch, chunk_of, in_pieces, int32, make_batch, relative_error
+from paged_batches import (
+    Batch,
+    context_of,
+    in_pieces,
+    make_batch,
+    relative_error,
+    split,
+    whole,
+)
 from torch import Tensor
 
 from nanoengine.config import AttentionConfig
@@ -51,63 +58,14 @@ LENGTHS = {
 }
 
 
-class Cache:
-    """The chunks of one layer."""
-
-    def __init__(self, chunks: list[KVChunk]) -> None:
-        self._chunks = chunks
-
-    def read(self, layer: int) -> Iterator[KVChunk]:
-        yield from self._chunks
-
-
-def spanned(batch: Batch, spans: dict[int, tuple[int, int]], scatter: bool = False) -> KVChunk:
-    """chunk_of with the spans that backends driven from Python go by."""
-    chunk = chunk_of(batch, spans, scatter)
-    rows = chunk.block_table.tolist()
-    found = [
-        (index, first, tuple(row[: last - first]))
-        for (index, (first, last)), row in zip(spans.items(), rows, strict=True)
-    ]
-    return replace(chunk, spans=tuple(found))
-
-
-def whole(batch: Batch) -> list[KVChunk]:
-    return [spanned(batch, {s: (0, len(t)) for s, t in enumerate(batch.tables)})]
-
-
-def split(batch: Batch, seed: int) -> list[KVChunk]:
-    """Some blocks of some sequences at a time, each from a pool of its own."""
-    rng, lengths = random.Random(seed), [len(table) for table in batch.tables]
-    at, chunks = [0] * len(lengths), []
-    while any(begin < end for begin, end in zip(at, lengths, strict=True)):
-        spans = {}
-        for seq, (begin, end) in enumerate(zip(at, lengths, strict=True)):
-            if begin < end and rng.random() < 0.7:
-                at[seq] = min(end, begin + rng.randint(1, max(1, end // 2)))
-                spans[seq] = begin, at[seq]
-        if spans:
-            chunks.append(spanned(batch, spans, scatter=True))
-    return chunks
-
-
 def context(batch: Batch, chunks: list[KVChunk]) -> ForwardContext:
-    nothing = torch.empty(0)
+    """context_of on the device."""
     chunks = [
         replace(chunk, **{name: getattr(chunk, name).to(DEVICE) for name in TENSORS})
         for chunk in chunks
     ]
-    chunks[-1] = replace(chunks[-1], is_last=True)
-    return ForwardContext(
-        token_ids=nothing,
-        positions=nothing,
-        query_start=batch.query_start().to(DEVICE),
-        kv_lens=int32(batch.kv_lens).to(DEVICE),
-        lengths=tuple(zip(batch.q_lens, batch.kv_lens, strict=True)),
-        logit_rows=nothing,
-        kv=Cache(chunks),
-        attention=None,
-    )
+    ctx = context_of(batch, chunks)
+    return replace(ctx, query_start=ctx.query_start.to(DEVICE), kv_lens=ctx.kv_lens.to(DEVICE))
 
 
 TENSORS = ("k", "v", "seq_index", "first_block", "num_blocks", "block_table")

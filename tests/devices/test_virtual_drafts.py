@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from driver import Driver, host_gib, small_engine
+from marks import needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -23,9 +23,7 @@ from nanoengine.engine.drafter import Drafts, DraftStep
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.sequence import ScheduledBatch
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"
-)
+pytestmark = needs_no_gpu
 BLOCK, MOST = 8, 3
 PARAMS = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
 PROMPTS = [[(n * 31 + i) % 256 for i in range(n)] for n in (52, 41)]

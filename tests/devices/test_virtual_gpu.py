@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, answer, expected, host_gib, small_engine, token_ids
+from marks import needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -24,9 +25,7 @@ from nanoengine.devices.select import make_device
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.startup import probe
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"
-)
+pytestmark = needs_no_gpu
 BLOCK = 8
 NUM_TOKENS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, find_compiler
@@ -20,6 +21,11 @@ def _has_compiler() -> bool:
 
 needs_compiler = pytest.mark.skipif(
     not _has_compiler(), reason="no C compiler: PyTorch takes the place of our kernels"
+)
+
+# Of tests that interpret Triton.
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"
 )
 
 HAS_TILES = b"amx_bf16" in cpu_flags().split()
