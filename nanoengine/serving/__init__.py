@@ -1,4 +1,5 @@
-"""What other tools send and expect: OpenAI's request bodies and answers. A server will live here.
+"""What other tools send and expect: bodies and answers of OpenAI's API and of Anthropic's. A server
+will live here.
 
 Start with openai_requests.py. Imports text/ alone; only cli/ imports it.
 """

@@ -6,6 +6,7 @@ cannot be obeyed is refused, never ignored; openai_keys.py has the tables.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -187,20 +188,27 @@ def _streaming(given: dict[str, Any]) -> Streaming | None:
 
 def _chat_logprobs(given: dict[str, Any]) -> int | None:
     """How many likeliest tokens a chat wants beside each of its own; None without logprobs."""
-    wanted, number = given.get("logprobs", False), given.get("top_logprobs", 0)
+    wanted = given.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise InvalidParamsError(
             f"logprobs of a chat must be true or false, got {shown(wanted)}; top_logprobs says how "
             "many likeliest tokens"
         )
+    number = top_logprobs(given)
+    if number and not wanted:
+        raise InvalidParamsError(f"top_logprobs={number} needs logprobs=true")
+    return number if wanted else None
+
+
+def top_logprobs(given: dict[str, Any]) -> int:
+    """How many likeliest tokens are wanted beside each. Raises InvalidParamsError."""
+    number = given.get("top_logprobs", 0)
     whole = integer(number)
     if whole is None or not 0 <= whole <= MAX_LOGPROBS:
         raise InvalidParamsError(
             f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {shown(number)}"
         )
-    if whole and not wanted:
-        raise InvalidParamsError(f"top_logprobs={whole} needs logprobs=true")
-    return whole if wanted else None
+    return whole
 
 
 def plain_messages(messages: Any) -> Any:
@@ -213,6 +221,46 @@ def plain_messages(messages: Any) -> Any:
         else each
         for each in messages
     ]
+
+
+def text_content(content: Any, kinds: tuple[str, ...], where: str) -> str | list[dict[str, str]]:
+    """A message's content with its parts as a chat has them. kinds: types of parts that are texts.
+
+    Raises InvalidPromptError for another content or part.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidPromptError(
+            f"{where} must be a text or a list of text parts, got {shown(content)}"
+        )
+    parts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            raise InvalidPromptError(
+                f'{where}[{index}] must be {{"type": "{kinds[0]}", "text": "..."}}, got '
+                f"{shown(part)}; no images, files or calls of tools are read"
+            )
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def sampling(
+    defaults: SamplingParams, given: dict[str, Any], names: dict[str, str]
+) -> SamplingParams:
+    """The defaults with fields changed. names: what the body calls fields; errors say it, too.
+
+    Raises InvalidParamsError.
+    """
+    try:
+        return replace(defaults, **given)
+    except InvalidParamsError as error:
+        text = str(error)
+        own = next((name for name in names if re.match(rf"{name}\b", text)), None)
+        if own is None:
+            raise
+        raise InvalidParamsError(names[own] + text.removeprefix(own)) from None
 
 
 def _template_kwargs(given: Any) -> dict[str, Any] | None:
