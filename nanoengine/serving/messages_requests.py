@@ -24,14 +24,14 @@ ROLES = ("user", "assistant", "system")
 SAME = ("temperature", "top_p", "top_k", "max_tokens")
 KNOWN = (*SAME, "messages", "model", "system", "stop_sequences", "stream", "cache_salt")
 REFUSED: Refused = {
-    "tools": (([],), NO_CALLS),
+    "tools": ((), NO_CALLS),
     "tool_choice": (({"type": "none"}, {"type": "auto"}), NO_CALLS),
-    "mcp_servers": (([],), NO_CALLS),
+    "mcp_servers": ((), NO_CALLS),
     "container": ((), NO_CALLS),
     "thinking": (({"type": "disabled"},), IN_KWARGS),
-    "output_config": (({},), NO_FORM),
+    "output_config": ((), NO_FORM),
     "output_format": ((), NO_FORM),
-    "context_management": (({},), "conversations are not cut or made shorter"),
+    "context_management": ((), "conversations are not cut or made shorter"),
 }
 
 

@@ -42,15 +42,16 @@ NO_CALLS = "calls of tools are not read from the answer"
 NO_FORM = "the form of an answer cannot be forced"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
 OWN_MESSAGE = "an answer begins a message of its own"
-# Keys that cannot be obeyed: the values that ask for nothing, and why others are refused.
+EMPTY: tuple[Any, ...] = ("", [], {})  # such values ask for nothing, whatever their key
+# Keys that cannot be obeyed: other values that ask for nothing, and why the rest is refused.
 REFUSED: Refused = {
-    "suffix": (("",), "text can only be added after the prompt"),
+    "suffix": ((), "text can only be added after the prompt"),
     "best_of": ((1,), "answers are not compared; n gives several"),
     "use_beam_search": ((False,), "beam search is LLM.beam_search in Python"),
     "prompt_logprobs": ((), "/v1/completions with echo and logprobs gives those of a prompt"),
-    "tools": (([],), NO_CALLS),
+    "tools": ((), NO_CALLS),
     "tool_choice": (("none", "auto"), NO_CALLS),
-    "functions": (([],), NO_CALLS),
+    "functions": ((), NO_CALLS),
     "function_call": (("none", "auto"), NO_CALLS),
     "response_format": (({"type": "text"},), NO_FORM),
     "structured_outputs": ((), NO_FORM),
@@ -68,7 +69,7 @@ REFUSED: Refused = {
     "reasoning_effort": ((), IN_KWARGS),
     "verbosity": (("medium",), IN_KWARGS),
     "enable_thinking": ((), IN_KWARGS),
-    "documents": (([],), IN_KWARGS),
+    "documents": ((), IN_KWARGS),
     "chat_template": ((), "only the model's own template is used"),
     "add_generation_prompt": ((True,), OWN_MESSAGE),
     "continue_final_message": ((False,), OWN_MESSAGE),
@@ -111,7 +112,7 @@ def given_keys(
 def check_refused(name: str, value: object, row: tuple[tuple[Any, ...], str]) -> None:
     """Raise KeyRefusedError unless the value asks for nothing."""
     neutral, why = row
-    if not any(value == each and type(value) is type(each) for each in neutral):
+    if not any(value == each and type(value) is type(each) for each in (*EMPTY, *neutral)):
         text = f"{name}={shown(value)} is not supported: {why}"
         raise KeyRefusedError(text, name, "unsupported_parameter")
 

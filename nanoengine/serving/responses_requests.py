@@ -41,13 +41,12 @@ REFUSED: Refused = {
     "conversation": ((), NOT_KEPT),
     "background": ((False,), NOT_KEPT),
     "prompt": ((), NOT_KEPT),
-    "context_management": (([],), "conversations are not cut or made shorter"),
+    "context_management": ((), "conversations are not cut or made shorter"),
     "truncation": (("disabled",), "conversations are not cut or made shorter"),
-    "tools": (([],), NO_CALLS),
+    "tools": ((), NO_CALLS),
     "tool_choice": (("none", "auto"), NO_CALLS),
     "text": (
         (
-            {},
             {"format": PLAIN},
             {"verbosity": "medium"},
             {"format": PLAIN, "verbosity": "medium"},
@@ -55,10 +54,10 @@ REFUSED: Refused = {
         NO_FORM,
     ),
     "stream_options": (
-        ({}, {"include_obfuscation": True}, {"include_obfuscation": False}),
+        ({"include_obfuscation": True}, {"include_obfuscation": False}),
         "the last event has the usage",
     ),
-    "reasoning": (({}, {"effort": None}, {"effort": None, "summary": None}), IN_KWARGS),
+    "reasoning": (({"effort": None}, {"effort": None, "summary": None}), IN_KWARGS),
 }
 
 

@@ -12,7 +12,7 @@ from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.messages_answers import MessagesWriter, count_body, messages_error
 from nanoengine.serving.messages_requests import KNOWN, REFUSED, read_count, read_messages
-from nanoengine.serving.openai_keys import IGNORED
+from nanoengine.serving.openai_keys import EMPTY, IGNORED
 from nanoengine.serving.openai_requests import ChatRequest, Streaming
 
 DEFAULTS = SamplingParams(top_k=7)
@@ -51,7 +51,7 @@ def test_the_system_text_comes_first_and_blocks_are_texts() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     neutral, why = REFUSED[name]
-    for value in (None, *neutral):
+    for value in (None, *EMPTY, *neutral):
         assert read(**{name: value}) == read()
     with pytest.raises(InvalidParamsError, match=f"^{name}='some' is not supported: {why}"):
         read(**{name: "some"})

@@ -11,7 +11,7 @@ from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestErr
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_answers import error_body
-from nanoengine.serving.openai_keys import IGNORED, RESPONSES
+from nanoengine.serving.openai_keys import EMPTY, IGNORED, RESPONSES
 from nanoengine.serving.openai_requests import Streaming
 from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import KNOWN, REFUSED, ResponsesRequest, read_responses
@@ -73,7 +73,7 @@ def test_log_probabilities_are_asked_for_in_two_ways() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     neutral, why = REFUSED[name]
-    for value in (None, *neutral):
+    for value in (None, *EMPTY, *neutral):
         assert read(**{name: value}) == read()
     with pytest.raises(InvalidParamsError, match=f"^{name}='some' is not supported: {why}"):
         read(**{name: "some"})
