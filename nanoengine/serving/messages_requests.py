@@ -17,8 +17,14 @@ from nanoengine.serving.openai_keys import (
     Refused,
     given_keys,
 )
-from nanoengine.serving.openai_requests import ChatRequest, Streaming, flag, text, text_content
-from nanoengine.serving.openai_requests import sampling as sampling_params
+from nanoengine.serving.openai_requests import (
+    ChatRequest,
+    Streaming,
+    params_from,
+    read_flag,
+    read_text,
+    text_content,
+)
 
 ROLES = ("user", "assistant", "system")
 SAME = ("temperature", "top_p", "top_k", "max_tokens")
@@ -54,17 +60,17 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
         params["stop"] = given["stop_sequences"]
     return ChatRequest(
         _messages(given),
-        sampling_params(defaults, params, {"stop": "stop_sequences"}),
-        cache_salt=text(given, "cache_salt"),
-        streaming=Streaming() if flag(given, "stream") else None,
-        model=text(given, "model"),
+        params_from(defaults, params, {"stop": "stop_sequences"}),
+        cache_salt=read_text(given, "cache_salt"),
+        streaming=Streaming() if read_flag(given, "stream") else None,
+        model=read_text(given, "model"),
     )
 
 
 def read_count(body: object, defaults: SamplingParams) -> ChatRequest:
     """The request in a body of /v1/messages/count_tokens: one whose prompt is to be counted."""
     given = given_keys(body, KNOWN, REFUSED)
-    return ChatRequest(_messages(given), defaults, model=text(given, "model"))
+    return ChatRequest(_messages(given), defaults, model=read_text(given, "model"))
 
 
 def _messages(given: dict[str, Any]) -> list[Any]:

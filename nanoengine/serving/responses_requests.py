@@ -15,13 +15,13 @@ from nanoengine.serving.openai_keys import IN_KWARGS, NO_CALLS, NO_FORM, PARAMS,
 from nanoengine.serving.openai_requests import (
     ChatRequest,
     Streaming,
-    flag,
+    params_from,
     plain_messages,
-    text,
+    read_flag,
+    read_text,
     text_content,
     top_logprobs,
 )
-from nanoengine.serving.openai_requests import sampling as sampling_params
 
 TEXTS = ("input_text", "output_text", "text")  # types of parts
 LOGPROBS = "message.output_text.logprobs"
@@ -84,10 +84,10 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
             )
     chat = ChatRequest(
         _messages(given),
-        sampling_params(defaults, params, {"max_tokens": "max_output_tokens"}),
-        cache_salt=text(given, "cache_salt"),
-        streaming=Streaming() if flag(given, "stream") else None,
-        model=text(given, "model"),
+        params_from(defaults, params, {"max_tokens": "max_output_tokens"}),
+        cache_salt=read_text(given, "cache_salt"),
+        streaming=Streaming() if read_flag(given, "stream") else None,
+        model=read_text(given, "model"),
     )
     return ResponsesRequest(chat, {name: given.get(name) for name in REPEATED})
 

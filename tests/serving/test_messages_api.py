@@ -65,6 +65,7 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         ({"temperature": 1.5}, "temperature must be a number from 0 to 1, got 1.5"),
         ({"temperature": "hot"}, "temperature must be a number from 0 to 1, got 'hot'"),
         ({"stop_sequences": [""]}, "stop_sequences must be a non-empty string or a list"),
+        ({"stop_sequences": ["x" * 1001]}, "stop_sequences holds a text of 1001 characters"),
         ({"stop_sequences": ["x"] * 65}, "stop_sequences: at most 64 strings, got 65"),
         ({"messages": []}, "messages must be a list of messages, got []"),
         ({"messages": [5]}, "messages[0] must have a role, user or assistant, got 5"),

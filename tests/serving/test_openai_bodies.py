@@ -117,6 +117,7 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         (CHAT, {"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'?"),
         (CHAT, {"qqqqqqqq": 1}, "unknown key 'qqqqqqqq'"),
         (COMPLETIONS, {"messages": MESSAGES}, "unknown key 'messages'"),
+        (COMPLETIONS, {"best_of": True}, "best_of=True is not supported: answers are not"),
         (COMPLETIONS, {"temperature": -1}, "temperature must be between 0 and 100, got -1"),
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one"),
         (CHAT, {"messages": None}, 'needs "messages"'),
@@ -192,6 +193,9 @@ def test_streams_salts_and_models_are_kept() -> None:
             {"logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}},
             "logit_bias names 1025 tokens, and may name 1024",
         ),
+        ({"logit_bias": [[0, 1]] * 1025}, "logit_bias names 1025 tokens, and may name 1024"),
+        ({"stop": "x" * 1001}, "stop holds a text of 1001 characters; the limit is 1000"),
+        ({"bad_words": ["x" * 1001]}, "bad_words holds a text of 1001 characters"),
     ],
 )
 def test_what_is_wrong_in_a_completion_is_named(body: dict[str, Any], text: str) -> None:
