@@ -16,7 +16,16 @@ from nanoengine.errors import (
     TransferError,
 )
 from nanoengine.outputs import CompletionOutput, RequestOutput
-from nanoengine.serving.openai_keys import CHAT, COMMON, COMPLETIONS, OWN, PARAMS, KeyRefusedError
+from nanoengine.serving.openai_keys import (
+    CHAT,
+    COMMON,
+    COMPLETIONS,
+    MESSAGES,
+    OWN,
+    PARAMS,
+    RESPONSES,
+    KeyRefusedError,
+)
 from nanoengine.serving.openai_logprobs import (
     CompletionLogprobs,
     TokenBytes,
@@ -26,6 +35,7 @@ from nanoengine.serving.openai_logprobs import (
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 
+Event = tuple[str | None, dict[str, Any]]  # of a stream: its name, if it has one, and its data
 # The error's code in OpenAI's words, for the first class that fits.
 CODES: tuple[tuple[type[RequestError], str], ...] = (
     (PromptTooLongError, "context_length_exceeded"),
@@ -34,8 +44,9 @@ CODES: tuple[tuple[type[RequestError], str], ...] = (
     (RequestError, "invalid_request"),
 )
 BAD_REQUEST, SERVER_ERROR = 400, 500
-PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt"}  # the key that an endpoint has its prompt in
-NAMES = {*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS]}
+# The key that an endpoint has its prompt in.
+PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", MESSAGES: "messages"}
+NAMES = {*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens"}
 
 
 def chat_body(

@@ -1,6 +1,6 @@
 """The keys of OpenAI's request bodies: what each of them is here, or why it is refused.
 
-Knows names and values alone; openai_requests.py makes records of them.
+Knows names and values alone; openai_requests.py and its like make records of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from nanoengine.errors import MAX_NAME, InvalidParamsError, InvalidPromptError, 
 from nanoengine.text.known_names import KNOWN, PARAMETER, sentence_of
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"  # the second one is Anthropic's
 # Keys with the name and the meaning of a field of SamplingParams; a chat says logprobs otherwise.
 PARAMS = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
@@ -26,28 +27,31 @@ OWN = {
     CHAT: ("messages", "chat_template_kwargs", "top_logprobs"),
     COMPLETIONS: ("prompt", "echo"),
 }
-# Keys that do not change the text of the answer: OpenAI's; vLLM's and SGLang's; what clients of
-# llama.cpp and Ollama add.
+# Keys that do not change the text of the answer: OpenAI's, Anthropic's, vLLM's, SGLang's, and what
+# clients of llama.cpp and Ollama add.
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls"),
+    *("max_tool_calls", "cache_control", "inference_geo", "speed", "user_profile_id"),
     *("request_id", "rid", "priority", "include_reasoning", "mm_processor_kwargs"),
     *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "keep_alive"),
 )
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 IS_TEXT = "answers are text"
 NO_CALLS = "calls of tools are not read from the answer"
 NO_FORM = "the form of an answer cannot be forced"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
 OWN_MESSAGE = "an answer begins a message of its own"
-# Keys that cannot be obeyed: the values that ask for nothing, and why others are refused.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": (("",), "text can only be added after the prompt"),
+EMPTY: tuple[Any, ...] = ("", [], {})  # such values ask for nothing, whatever their key
+# Keys that cannot be obeyed: other values that ask for nothing, and why the rest is refused.
+REFUSED: Refused = {
+    "suffix": ((), "text can only be added after the prompt"),
     "best_of": ((1,), "answers are not compared; n gives several"),
     "use_beam_search": ((False,), "beam search is LLM.beam_search in Python"),
     "prompt_logprobs": ((), "/v1/completions with echo and logprobs gives those of a prompt"),
-    "tools": (([],), NO_CALLS),
+    "tools": ((), NO_CALLS),
     "tool_choice": (("none", "auto"), NO_CALLS),
-    "functions": (([],), NO_CALLS),
+    "functions": ((), NO_CALLS),
     "function_call": (("none", "auto"), NO_CALLS),
     "response_format": (({"type": "text"},), NO_FORM),
     "structured_outputs": ((), NO_FORM),
@@ -65,7 +69,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "reasoning_effort": ((), IN_KWARGS),
     "verbosity": (("medium",), IN_KWARGS),
     "enable_thinking": ((), IN_KWARGS),
-    "documents": (([],), IN_KWARGS),
+    "documents": ((), IN_KWARGS),
     "chat_template": ((), "only the model's own template is used"),
     "add_generation_prompt": ((True,), OWN_MESSAGE),
     "continue_final_message": ((False,), OWN_MESSAGE),
@@ -84,7 +88,7 @@ class KeyRefusedError(InvalidParamsError):
 def given_keys(
     body: object,
     known: Collection[str],
-    refused: Mapping[str, tuple[tuple[Any, ...], str]] = REFUSED,
+    refused: Refused = REFUSED,
 ) -> dict[str, Any]:
     """The keys of a body that it must not ignore; null is no value.
 
@@ -108,7 +112,7 @@ def given_keys(
 def check_refused(name: str, value: object, row: tuple[tuple[Any, ...], str]) -> None:
     """Raise KeyRefusedError unless the value asks for nothing."""
     neutral, why = row
-    if not any(value == each and type(value) is type(each) for each in neutral):
+    if not any(value == each and type(value) is type(each) for each in (*EMPTY, *neutral)):
         text = f"{name}={shown(value)} is not supported: {why}"
         raise KeyRefusedError(text, name, "unsupported_parameter")
 

@@ -6,6 +6,8 @@ cannot be obeyed is refused, never ignored; openai_keys.py has the tables.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +30,7 @@ from nanoengine.serving.openai_keys import (
 )
 
 MAX_BIASES = 1024
+MAX_WORD = 1000  # characters of a stop or of a bad word: the engine searches them in every step
 # Variables of chat templates that models have; others could stand for the template's own arguments.
 TEMPLATE_VARIABLES = (
     *("enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "clear_thinking"),
@@ -106,14 +109,14 @@ def read_request(
 
 
 def _completion(given: dict[str, Any], defaults: SamplingParams) -> CompletionRequest:
-    params, echo = _params(given), flag(given, "echo")
+    params, echo = _params(given), read_flag(given, "echo")
     # OpenAI's way to ask for no more than the log-probabilities of a prompt.
     echo_only = echo and integer(params.get("max_tokens")) == 0
     if echo_only:
         params["max_tokens"] = 1
     if echo:
         params["prompt_logprobs"] = params.get("logprobs")
-    made = replace(defaults, **params)
+    made = params_from(defaults, params)
     prompts = _prompts(given.get("prompt"), made.n)
     return CompletionRequest(prompts, made, echo, echo_only, **_common(given))
 
@@ -124,7 +127,7 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
     params = {"max_tokens": None} | _params(given) | {"logprobs": _chat_logprobs(given)}
     return ChatRequest(
         plain_messages(given["messages"]),
-        replace(defaults, **params),
+        params_from(defaults, params),
         _template_kwargs(given.get("chat_template_kwargs")),
         **_common(given),
     )
@@ -136,25 +139,19 @@ def _params(given: dict[str, Any]) -> dict[str, Any]:
     limit = given.get("max_completion_tokens")
     if limit is not None and params.setdefault("max_tokens", limit) != limit:
         raise InvalidParamsError("max_tokens and max_completion_tokens differ; give one of them")
-    biases = params.get("logit_bias")
-    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
-        raise InvalidParamsError(
-            f"logit_bias names {len(biases)} tokens, and may name {MAX_BIASES}; allowed_token_ids "
-            "has no such limit"
-        )
     return params
 
 
 def _common(given: dict[str, Any]) -> dict[str, Any]:
     """What requests of both endpoints have."""
     return {
-        "cache_salt": text(given, "cache_salt"),
+        "cache_salt": read_text(given, "cache_salt"),
         "streaming": _streaming(given),
-        "model": text(given, "model"),
+        "model": read_text(given, "model"),
     }
 
 
-def text(given: dict[str, Any], name: str) -> str | None:
+def read_text(given: dict[str, Any], name: str) -> str | None:
     """A key whose value is a text that is not empty. Raises InvalidParamsError for another one."""
     value = given.get(name)
     if value is not None and not (isinstance(value, str) and value):
@@ -162,7 +159,7 @@ def text(given: dict[str, Any], name: str) -> str | None:
     return value
 
 
-def flag(given: dict[str, Any], name: str) -> bool:
+def read_flag(given: dict[str, Any], name: str) -> bool:
     """A key that is false by default. Raises InvalidParamsError if it is no true or false."""
     value = given.get(name)
     if value is not None and not isinstance(value, bool):
@@ -171,7 +168,7 @@ def flag(given: dict[str, Any], name: str) -> bool:
 
 
 def _streaming(given: dict[str, Any]) -> Streaming | None:
-    is_wanted, options = flag(given, "stream"), given.get("stream_options")
+    is_wanted, options = read_flag(given, "stream"), given.get("stream_options")
     if options is None:
         return Streaming() if is_wanted else None
     if not is_wanted:
@@ -181,26 +178,33 @@ def _streaming(given: dict[str, Any]) -> Streaming | None:
     for name in options:
         if name not in STREAM_OPTIONS:
             raise unknown_key(name, STREAM_OPTIONS, " of stream_options")
-    usage, continuous, _ = (flag(options, name) for name in STREAM_OPTIONS)
+    usage, continuous, _ = (read_flag(options, name) for name in STREAM_OPTIONS)
     return Streaming(usage, continuous)
 
 
 def _chat_logprobs(given: dict[str, Any]) -> int | None:
     """How many likeliest tokens a chat wants beside each of its own; None without logprobs."""
-    wanted, number = given.get("logprobs", False), given.get("top_logprobs", 0)
+    wanted = given.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise InvalidParamsError(
             f"logprobs of a chat must be true or false, got {shown(wanted)}; top_logprobs says how "
             "many likeliest tokens"
         )
+    number = top_logprobs(given)
+    if number and not wanted:
+        raise InvalidParamsError(f"top_logprobs={number} needs logprobs=true")
+    return number if wanted else None
+
+
+def top_logprobs(given: dict[str, Any]) -> int:
+    """How many likeliest tokens are wanted beside each. Raises InvalidParamsError."""
+    number = given.get("top_logprobs", 0)
     whole = integer(number)
     if whole is None or not 0 <= whole <= MAX_LOGPROBS:
         raise InvalidParamsError(
             f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {shown(number)}"
         )
-    if whole and not wanted:
-        raise InvalidParamsError(f"top_logprobs={whole} needs logprobs=true")
-    return whole if wanted else None
+    return whole
 
 
 def plain_messages(messages: Any) -> Any:
@@ -213,6 +217,65 @@ def plain_messages(messages: Any) -> Any:
         else each
         for each in messages
     ]
+
+
+def text_content(content: Any, kinds: tuple[str, ...], where: str) -> str | list[dict[str, str]]:
+    """A message's content with its parts as a chat has them. kinds: types of parts that are texts.
+
+    Raises InvalidPromptError for another content or part.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidPromptError(
+            f"{where} must be a text or a list of text parts, got {shown(content)}"
+        )
+    parts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            raise InvalidPromptError(
+                f'{where}[{index}] must be {{"type": "{kinds[0]}", "text": "..."}}, got '
+                f"{shown(part)}; no images, files or calls of tools are read"
+            )
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def params_from(
+    defaults: SamplingParams, given: dict[str, Any], names: Mapping[str, str] | None = None
+) -> SamplingParams:
+    """The defaults with fields changed. names: what the body calls fields; errors say it, too.
+
+    Raises InvalidParamsError.
+    """
+    names = names or {}
+    try:
+        _check_sizes(given)
+        return replace(defaults, **given)
+    except InvalidParamsError as error:
+        text = str(error)
+        own = next((name for name in names if re.match(rf"{name}\b", text)), None)
+        if own is None:
+            raise
+        raise InvalidParamsError(names[own] + text.removeprefix(own)) from None
+
+
+def _check_sizes(given: dict[str, Any]) -> None:
+    """Raise InvalidParamsError for what would keep the engine from others' requests for long."""
+    biases = given.get("logit_bias")
+    if isinstance(biases, dict | list) and len(biases) > MAX_BIASES:
+        raise InvalidParamsError(
+            f"logit_bias names {len(biases)} tokens, and may name {MAX_BIASES}; allowed_token_ids "
+            "has no such limit"
+        )
+    for name in ("stop", "bad_words"):
+        words = given.get(name)
+        for word in words if isinstance(words, list) else [words]:
+            if isinstance(word, str) and len(word) > MAX_WORD:
+                raise InvalidParamsError(
+                    f"{name} holds a text of {len(word)} characters; the limit is {MAX_WORD}"
+                )
 
 
 def _template_kwargs(given: Any) -> dict[str, Any] | None:

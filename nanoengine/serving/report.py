@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 10.0
 
 
-async def report(llm: AsyncLLM, seconds: float = INTERVAL_S) -> None:
+async def report(llm: AsyncLLM) -> None:
     """Log what the engine does until it ends or the task is cancelled; nothing while it is idle."""
     try:
         before, then = await llm.stats(), time.monotonic()
         while True:
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(INTERVAL_S)
             stats, now = await llm.stats(), time.monotonic()
             if _progress(stats) != _progress(before) or stats.num_running or stats.num_waiting:
                 logger.info("%s", line(before, stats, now - then))

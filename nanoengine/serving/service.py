@@ -131,6 +131,10 @@ async def _deltas(
     streams: Sequence[AsyncDeltaStream],
 ) -> AsyncIterator[tuple[int, list[StreamDelta]]]:
     """New deltas of any of the streams, each time with its number, until all have ended."""
+    if len(streams) == 1:  # the common case, without a task for each wait
+        while deltas := await streams[0].take():
+            yield 0, deltas
+        return
     waiting = {asyncio.ensure_future(s.take()): index for index, s in enumerate(streams)}
     try:
         while waiting:

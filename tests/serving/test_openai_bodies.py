@@ -23,6 +23,7 @@ from nanoengine.serving.openai_keys import (
     CHAT,
     COMMON,
     COMPLETIONS,
+    EMPTY,
     IGNORED,
     OWN,
     PARAMS,
@@ -104,7 +105,7 @@ def test_too_many_texts_are_refused() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     neutral, why = REFUSED[name]
-    for value in (None, *neutral):
+    for value in (None, *EMPTY, *neutral):
         assert chat(**{name: value}).params == chat().params
     with pytest.raises(InvalidParamsError, match=f"^{name}='some' is not supported: {why}"):
         chat(**{name: "some"})
@@ -116,6 +117,7 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         (CHAT, {"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'?"),
         (CHAT, {"qqqqqqqq": 1}, "unknown key 'qqqqqqqq'"),
         (COMPLETIONS, {"messages": MESSAGES}, "unknown key 'messages'"),
+        (COMPLETIONS, {"best_of": True}, "best_of=True is not supported: answers are not"),
         (COMPLETIONS, {"temperature": -1}, "temperature must be between 0 and 100, got -1"),
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one"),
         (CHAT, {"messages": None}, 'needs "messages"'),
@@ -191,6 +193,9 @@ def test_streams_salts_and_models_are_kept() -> None:
             {"logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}},
             "logit_bias names 1025 tokens, and may name 1024",
         ),
+        ({"logit_bias": [[0, 1]] * 1025}, "logit_bias names 1025 tokens, and may name 1024"),
+        ({"stop": "x" * 1001}, "stop holds a text of 1001 characters; the limit is 1000"),
+        ({"bad_words": ["x" * 1001]}, "bad_words holds a text of 1001 characters"),
     ],
 )
 def test_what_is_wrong_in_a_completion_is_named(body: dict[str, Any], text: str) -> None:
@@ -222,6 +227,63 @@ def test_a_developers_message_is_a_systems() -> None:
 def test_template_variables_are_those_of_models(given: Any, text: str) -> None:
     with pytest.raises(InvalidParamsError, match=re.escape(text)):
         chat(chat_template_kwargs=given)
+
+
+# Bodies as clients send them; what they leave out is OpenAI's own.
+CLIENTS: dict[str, dict[str, Any]] = {
+    "vllm bench serve": {
+        "repetition_penalty": 1.0,
+        "max_tokens": 8,
+        "logprobs": None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    },
+    "guidellm": {"max_tokens": 8, "max_completion_tokens": 8, "ignore_eos": True, "stop": None},
+    "lm-eval": {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True},
+    "SillyTavern": {
+        "best_of": 1,
+        "echo": False,
+        "logit_bias": {},
+        "stop": [],
+        "suffix": "",
+        "use_beam_search": False,
+        "length_penalty": 1,
+        "early_stopping": False,
+        "spaces_between_special_tokens": True,
+        "guided_grammar": "",
+        "guided_json": {},
+        "guided_choice": [],
+    },
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_completions_of_clients_pass(client: str) -> None:
+    completion(model="m", **CLIENTS[client])
+
+
+def test_chats_of_clients_pass() -> None:
+    """A chat page, a library and an editor; all that they can send but does not apply here."""
+    chat(
+        model="m",
+        stream=True,
+        stream_options={"include_usage": True},
+        user="u",
+        metadata={"chat": "1"},
+        n=1,
+        tools=[],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        function_call="none",
+        response_format={"type": "text"},
+        logit_bias={},
+        store=False,
+        service_tier="auto",
+        prompt_cache_key="k",
+        modalities=["text"],
+        prediction={"type": "content", "content": "x"},
+    )
 
 
 def test_names_of_other_engines_pass_if_they_ask_for_nothing() -> None:
