@@ -216,8 +216,8 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
         return self._request.seqs[0].metrics.first_scheduled_time is None
 
     def begun(self) -> RequestOutput:
-        """The output before the first token; from the first delta on with prompt_logprobs, if they
-        are requested.
+        """The output before the first token; from the first delta on with num_cached_tokens, and
+        with prompt_logprobs if they are requested.
         """
         asked = self._request
         return RequestOutput(
@@ -226,6 +226,7 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
             asked.prompt_token_ids,
             [],
             finished=False,
+            num_cached_tokens=asked.seqs[0].num_cached,
             prompt_logprobs=None if self.is_queued else asked.prompt_logprobs,
         )
 

@@ -16,16 +16,23 @@ from starlette.middleware.cors import CORSMiddleware
 
 import nanoengine
 from nanoengine.errors import EngineClosedError, RequestError
+from nanoengine.serving import openapi
+from nanoengine.serving.event_stream import DONE
 from nanoengine.serving.guards import KeyGuard
+from nanoengine.serving.messages_answers import MessagesWriter, count_body
+from nanoengine.serving.messages_requests import read_count, read_messages
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
 from nanoengine.serving.openai_requests import read_request
 from nanoengine.serving.openapi import body_of, request_schema
-from nanoengine.serving.prompts import Prepared
-from nanoengine.serving.refusals import Refusal, told_of
+from nanoengine.serving.refusals import MESSAGES, Refusal, told_of
 from nanoengine.serving.report import report
+from nanoengine.serving.responses_answers import ResponsesWriter
+from nanoengine.serving.responses_requests import read_responses
 from nanoengine.serving.service import Service, json_response
 from nanoengine.serving.tokens import TokenEndpoints
 from nanoengine.serving.writers import ChatWriter, CompletionWriter
+
+RESPONSES = "/v1/responses"
 
 
 def make_app(service: Service) -> FastAPI:
@@ -63,31 +70,40 @@ def make_app(service: Service) -> FastAPI:
 
 def _add_texts(app: FastAPI, service: Service) -> None:
     """The endpoints that generate."""
+    defaults = service.facts.defaults
+    bytes_of = service.prompts.bytes_of
+
+    def new_id() -> str:
+        return uuid.uuid4().hex
 
     @app.post(CHAT, openapi_extra=body_of(request_schema(CHAT)))
     async def chat(request: Request) -> Response:
-        prepared = await _ask(service, request, CHAT)
-        return await service.answer(request, prepared, ChatWriter(*_given(service, prepared)))
+        asked = await service.read(request, lambda body: read_request(CHAT, body, defaults))
+        writer = ChatWriter(asked, new_id(), service.name, bytes_of)
+        return await service.answer(request, asked, writer, DONE)
 
     @app.post(COMPLETIONS, openapi_extra=body_of(request_schema(COMPLETIONS)))
     async def completions(request: Request) -> Response:
-        prepared = await _ask(service, request, COMPLETIONS)
-        return await service.answer(request, prepared, CompletionWriter(*_given(service, prepared)))
+        asked = await service.read(request, lambda body: read_request(COMPLETIONS, body, defaults))
+        writer = CompletionWriter(asked, new_id(), service.name, bytes_of)
+        return await service.answer(request, asked, writer, DONE)
 
+    @app.post(RESPONSES, openapi_extra=body_of(openapi.RESPONSES))
+    async def responses(request: Request) -> Response:
+        asked = await service.read(request, lambda body: read_responses(body, defaults))
+        writer = ResponsesWriter(asked, new_id(), service.name, bytes_of)
+        return await service.answer(request, asked.chat, writer)
 
-async def _ask(service: Service, request: Request, endpoint: str) -> Prepared:
-    defaults = service.facts.defaults
+    @app.post(MESSAGES, openapi_extra=body_of(openapi.MESSAGES_BODY))
+    async def messages(request: Request) -> Response:
+        asked = await service.read(request, lambda body: read_messages(body, defaults))
+        return await service.answer(request, asked, MessagesWriter(asked, new_id(), service.name))
 
-    def understand(body: Any) -> Prepared:
-        return service.prepared(read_request(endpoint, body, defaults))
-
-    prepared: Prepared = await service.read(request, understand)
-    return prepared
-
-
-def _given(service: Service, prepared: Prepared) -> tuple[Any, ...]:
-    """What a writer takes."""
-    return prepared.request, uuid.uuid4().hex, service.name, service.prompts.bytes_of
+    @app.post(f"{MESSAGES}/count_tokens", openapi_extra=body_of(openapi.MESSAGES_BODY))
+    async def count_tokens(request: Request) -> Response:
+        asked = await service.read(request, lambda body: read_count(body, defaults))
+        (prompt,) = await service.prompts_of(asked)
+        return json_response(count_body(len(prompt["prompt_token_ids"])))
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
@@ -131,7 +147,7 @@ def _add_errors(app: FastAPI) -> None:
     """Every error becomes OpenAI's error object."""
 
     async def told(request: Request, error: Exception) -> Response:
-        answer = told_of(error)
+        answer = told_of(error, request.url.path)
         response = json_response(answer.body, answer.status)
         response.headers.update(answer.headers)
         return response

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import ExitStack, aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -40,7 +40,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncIterator[bytes],
+        events: AsyncGenerator[bytes, None],
         held: ExitStack,
         keep_alive_seconds: float,
         stall_seconds: float,
@@ -68,8 +68,9 @@ class EventStream(Response):
                 await ended(*tasks)
 
     async def _send_events(self, link: _Link) -> None:
-        async for data in self._events:
-            await link.send({"type": "http.response.body", "body": data, "more_body": True})
+        async with aclosing(self._events) as events:
+            async for data in events:
+                await link.send({"type": "http.response.body", "body": data, "more_body": True})
         await link.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _keep_alive(self, link: _Link) -> None:

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoengine.serving.options import ServerOptions
-from nanoengine.serving.refusals import Refusal
+from nanoengine.serving.refusals import Refusal, told_of
 
 OPEN_PATHS = ("/health", "/ping")  # what a load balancer asks has no key
 MIB = 1 << 20
@@ -36,7 +36,8 @@ class KeyGuard:
             "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        response = JSONResponse(refusal.body, refusal.status, refusal.headers)
+        told = told_of(refusal, scope["path"])
+        response = JSONResponse(told.body, told.status, told.headers)
         await response(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:

@@ -78,6 +78,37 @@ DETOKENIZE: Schema = {
     "required": ["tokens"],
 }
 
+RESPONSES: Schema = {
+    "type": "object",
+    "properties": {
+        "model": TEXT,
+        "input": {"anyOf": [TEXT, {"type": "array", "items": MESSAGE, "minItems": 1}]},
+        "instructions": TEXT,
+        "max_output_tokens": WHOLE,
+        "temperature": {"type": "number"},
+        "top_p": {"type": "number"},
+        "stream": FLAG,
+        "store": FLAG,
+        "metadata": OBJECT,
+    },
+    "required": ["input"],
+}
+MESSAGES_BODY: Schema = {
+    "type": "object",
+    "properties": {
+        "model": TEXT,
+        "messages": MESSAGES,
+        "system": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
+        "max_tokens": WHOLE,
+        "stop_sequences": TEXTS,
+        "temperature": {"type": "number"},
+        "top_p": {"type": "number"},
+        "top_k": WHOLE,
+        "stream": FLAG,
+    },
+    "required": ["messages"],
+}
+
 
 def body_of(schema: Schema) -> dict[str, Any]:
     """What FastAPI's openapi_extra takes for a body of this schema."""

@@ -46,14 +46,6 @@ class Facts:
         return cls(str(engine.config.model), llm.tokenizer, defaults, llm.plan.max_model_len)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A request with its prompts, as AsyncLLM takes them."""
-
-    request: Asked
-    prompts: tuple[dict[str, Any], ...]
-
-
 class Prompts:
     """Reads bodies and makes prompts of them; `close` ends its threads."""
 
@@ -71,13 +63,12 @@ class Prompts:
         """End the threads; work that has not begun is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def prepared(self, request: Asked) -> Prepared:
-        """The request with its prompts as token ids. Raises RequestErrors."""
+    def made_of(self, request: Asked) -> list[dict[str, Any]]:
+        """A request's prompts as token ids, as AsyncLLM takes them. Raises RequestErrors."""
         if isinstance(request, ChatRequest):
             text = self.rendered(request.messages, request.template_kwargs)
-            return Prepared(request, (self._prompt(request, text, is_rendered=True),))
-        made = tuple(self._prompt(request, prompt, False) for prompt in request.prompts)
-        return Prepared(request, made)
+            return [self._prompt(request, text, is_rendered=True)]
+        return [self._prompt(request, prompt, is_rendered=False) for prompt in request.prompts]
 
     def rendered(self, messages: Any, kwargs: Any, wants_answer: bool = True) -> str:
         """A conversation as text; kwargs: variables of the template. Raises RequestErrors."""

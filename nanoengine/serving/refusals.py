@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanoengine.errors import EngineClosedError, RequestError
+from nanoengine.serving.messages_answers import messages_error
 from nanoengine.serving.openai_answers import error_body
 
 logger = logging.getLogger(__name__)
 
+MESSAGES = "/v1/messages"  # Anthropic's
 INVALID, SERVER = "invalid_request_error", "server_error"
 
 
@@ -44,10 +46,15 @@ class Told:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-def told_of(error: BaseException) -> Told:
-    """What a client is told. An unexpected error is logged with an id, and only the id is told."""
+def told_of(error: BaseException, path: str = "") -> Told:
+    """What a client is told, in the form of a path's endpoint; without a path in OpenAI's. An
+    unexpected error is logged with an id, and only the id is told.
+    """
+    if path.startswith(MESSAGES):
+        told = told_of(error)
+        return replace(told, body=messages_error(told.status, told.body))
     if isinstance(error, RequestError):
-        return Told(*error_body(error))
+        return Told(*error_body(error, path))
     if isinstance(error, EngineClosedError):
         error = Refusal(503, "engine_closed", str(error))
     if not isinstance(error, Refusal):

@@ -1,6 +1,6 @@
 """Service: what all endpoints share. It owns the prompts' threads, the open requests, the metrics.
 
-An endpoint reads a body into a request (`ask`), and gives it with its writer to `answer`, which
+An endpoint reads a body into a request (`read`), and gives it with its writer to `answer`, which
 generates the texts and sends them whole or as events.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -18,14 +18,15 @@ from starlette.responses import Response
 
 from nanoengine.async_llm import AsyncDeltaStream, AsyncLLM
 from nanoengine.outputs import StreamDelta
-from nanoengine.serving.event_stream import DONE, GONE, EventStream, ended, event, unless_gone
+from nanoengine.serving.event_stream import GONE, EventStream, ended, event, unless_gone
 from nanoengine.serving.guards import read_body
 from nanoengine.serving.metrics import Metrics
 from nanoengine.serving.open_requests import OpenRequests
+from nanoengine.serving.openai_answers import Event
 from nanoengine.serving.options import ServerOptions
-from nanoengine.serving.prompts import Asked, Facts, Prepared, Prompts, json_of
+from nanoengine.serving.prompts import Asked, Facts, Prompts, json_of
 from nanoengine.serving.refusals import Refusal, told_of
-from nanoengine.serving.writers import Event, Writer
+from nanoengine.serving.writers import Writer
 
 
 class Service:
@@ -56,29 +57,35 @@ class Service:
                 "model",
             )
 
-    def prepared(self, asked: Asked) -> Prepared:
-        """The request with its prompts as token ids, if it is for this model."""
+    async def prompts_of(self, asked: Asked) -> list[dict[str, Any]]:
+        """The prompts of a request for this model as token ids. Raises Refusal, RequestErrors."""
         self.check_model(asked.model)
-        return self.prompts.prepared(asked)
+        return await self.prompts.run(lambda: self.prompts.made_of(asked))
 
-    async def answer(self, request: Request, prepared: Prepared, writer: Writer) -> Response:
-        """Generate the texts; send them whole, or as events if the request wants a stream."""
-        if prepared.request.streaming is None:
-            body = await unless_gone(request, self._whole(prepared, writer))
+    async def answer(
+        self, request: Request, asked: Asked, writer: Writer, last: bytes = b""
+    ) -> Response:
+        """Generate the texts; send them whole, or as events if that is wanted. last: what a stream
+        ends with.
+        """
+        prompts = await self.prompts_of(asked)
+        if asked.streaming is None:
+            body = await unless_gone(request, self._whole(asked, prompts, writer))
             return GONE if body is None else json_response(body)
         with ExitStack() as held:
-            streams = await unless_gone(request, self._streams(prepared, held))
+            streams = await unless_gone(request, self._streams(asked, prompts, held))
             if streams is None:
                 return GONE
-            events = self._events(streams, writer)
+            events = self._events(streams, writer, last)
             seconds = self.options.keep_alive_seconds, self.options.stall_seconds
             return EventStream(events, held.pop_all(), *seconds)
 
-    async def _streams(self, prepared: Prepared, held: ExitStack) -> list[AsyncDeltaStream]:
+    async def _streams(
+        self, asked: Asked, prompts: list[dict[str, Any]], held: ExitStack
+    ) -> list[AsyncDeltaStream]:
         """The streams of all prompts, closed with `held`. Raises why one of them is refused."""
-        asked = prepared.request
         held.enter_context(self.open.room_for(asked.num_completions))
-        begun = (self.llm.stream(prompt, asked.params) for prompt in prepared.prompts)
+        begun = (self.llm.stream(prompt, asked.params) for prompt in prompts)
         found = await asyncio.gather(*begun, return_exceptions=True)
         streams = [each for each in found if isinstance(each, AsyncDeltaStream)]
         for stream in streams:
@@ -89,9 +96,11 @@ class Service:
                 raise each
         return streams
 
-    async def _whole(self, prepared: Prepared, writer: Writer) -> dict[str, Any]:
+    async def _whole(
+        self, asked: Asked, prompts: list[dict[str, Any]], writer: Writer
+    ) -> dict[str, Any]:
         with ExitStack() as held:
-            streams = await self._streams(prepared, held)
+            streams = await self._streams(asked, prompts, held)
             waiting = [asyncio.ensure_future(stream.whole()) for stream in streams]
             try:
                 return writer.whole(await asyncio.gather(*waiting))
@@ -99,8 +108,8 @@ class Service:
                 await ended(*waiting)
 
     async def _events(
-        self, streams: list[AsyncDeltaStream], writer: Writer
-    ) -> AsyncIterator[bytes]:
+        self, streams: list[AsyncDeltaStream], writer: Writer, last: bytes
+    ) -> AsyncGenerator[bytes, None]:
         """The events of a stream; an error is one of them, as the status was sent long ago."""
         latest: dict[int, float] = {}  # of each prompt: when its deltas came
         try:
@@ -117,9 +126,9 @@ class Service:
                 if events:
                     yield _joined(events)
             outputs = [stream.output for stream in streams if stream.output is not None]
-            yield _joined(writer.end(outputs)) + DONE
+            yield _joined(writer.end(outputs)) + last
         except Exception as error:
-            yield _joined(writer.failed(told_of(error).body)) + DONE
+            yield _joined(writer.failed(told_of(error).body)) + last
 
 
 def json_response(body: dict[str, Any], status: int = 200) -> Response:

@@ -1,6 +1,6 @@
-"""Writers: how each endpoint writes the texts of a request, whole or as events.
+"""Writer: how an endpoint writes the texts of a request, whole or as events.
 
-The bodies are made in openai_answers.py and openai_chunks.py; here they get one face.
+Those of OpenAI's two first endpoints are here, over openai_answers.py and openai_chunks.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from nanoengine.outputs import RequestOutput, StreamDelta
-from nanoengine.serving.openai_answers import chat_body, completion_body
+from nanoengine.serving.openai_answers import Event, chat_body, completion_body
 from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
 from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
-
-Event = tuple[str | None, dict[str, Any]]  # its name, if it has one, and its data
 
 
 class Writer(Protocol):

@@ -89,6 +89,50 @@ def test_echo_and_logprobs(server: LiveServer, plain: LLM) -> None:
     assert joined == lists["tokens"]
 
 
+def test_a_response(server: LiveServer, plain: LLM) -> None:
+    asked = {"input": "hello", "max_output_tokens": 9, **GREEDY}
+    _, chat = server.post(CHAT, messages=MESSAGES, max_tokens=9, **GREEDY)
+    status, body = server.post("/v1/responses", **asked)
+    text = chat["choices"][0]["message"]["content"]
+    assert (status, body["object"]) == (200, "response")
+    assert body["output"][0]["content"][0]["text"] == text
+    _, headers, data = server.ask("POST", "/v1/responses", asked | {"stream": True})
+    assert headers["content-type"].startswith("text/event-stream")
+    events = named_events(data)
+    assert [name for name, _ in events] == [event["type"] for _, event in events]
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    assert events[0][0] == "response.created" and events[-1][0] == "response.incomplete"
+    deltas = [event["delta"] for name, event in events if name == "response.output_text.delta"]
+    assert "".join(deltas) == text
+
+
+def test_a_message(server: LiveServer) -> None:
+    asked = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "model": "tiny"}
+    _, chat = server.post(CHAT, messages=MESSAGES, max_tokens=9, temperature=0)
+    text = chat["choices"][0]["message"]["content"]
+    status, body = server.post("/v1/messages", **asked)
+    assert (status, body["type"]) == (200, "message")
+    assert "".join(block["text"] for block in body["content"]) == text
+    _, _, data = server.ask("POST", "/v1/messages", asked | {"stream": True})
+    events = named_events(data)
+    assert (events[0][0], events[-1][0]) == ("message_start", "message_stop")
+    deltas = [event["delta"] for name, event in events if name == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas) == text
+    counted = server.post("/v1/messages/count_tokens", messages=MESSAGES, model="tiny")
+    assert counted == (200, {"input_tokens": chat["usage"]["prompt_tokens"]})
+    status, error = server.post("/v1/messages", **asked | {"model": "x"})
+    assert (status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+
+
+def named_events(data: bytes) -> list[tuple[str, Any]]:
+    """Names and JSON of the events of a stream."""
+    found = []
+    for part in data.decode().removesuffix("\n\n").split("\n\n"):
+        name, content = part.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(content.removeprefix("data: "))))
+    return found
+
+
 def test_what_is_here(server: LiveServer, tiny: Callable[[str], Path]) -> None:
     status, models = server.get("/v1/models")
     assert status == 200
@@ -163,7 +207,13 @@ def test_a_body_of_another_kind_is_refused(server: LiveServer) -> None:
 
 def test_the_document_describes_the_bodies(server: LiveServer) -> None:
     _, document = server.get("/openapi.json")
-    for path, key in ((CHAT, "messages"), (COMPLETIONS, "prompt"), ("/tokenize", "prompt")):
+    for path, key in (
+        (CHAT, "messages"),
+        (COMPLETIONS, "prompt"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "max_tokens"),
+        ("/tokenize", "prompt"),
+    ):
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
         assert key in body["schema"]["properties"]
     for path in ("/docs", "/redoc"):
