@@ -15,7 +15,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check clients
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -28,6 +28,9 @@ demo: .venv/.model ## generate text with SmolLM2-135M (example.py)
 # Two processes: half the time on 2 cores. What is printed shows with -n 0 alone.
 test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow -n 0 -s' for the slow ones
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+clients: .venv/.clients ## the official clients of OpenAI and Anthropic, and schemathesis, against the server
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m '' tests/serving/test_clients.py tests/serving/test_official_types.py
 
 mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
 	$(PY) benchmarks/proofs/mutants.py
@@ -108,6 +111,11 @@ clean: ## remove .venv and what was built here; `nanoengine models` shows the ca
 	@echo "installing pytest and what the tests compare with"
 	@$(INSTALL) --no-build-isolation --editable '.[test]'
 	@$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) --no-deps triton==3.9.0 || true
+	@touch $@
+
+.venv/.clients: .venv/.test
+	@echo "installing clients of the server"
+	@$(INSTALL) --no-build-isolation --editable '.[clients]'
 	@touch $@
 
 .venv/.docs: .venv/.runtime

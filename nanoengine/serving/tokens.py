@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, integer, shown
+from nanoengine.serving.openai_requests import plain_messages
 from nanoengine.serving.openapi import DETOKENIZE, TOKENIZE, body_of
 from nanoengine.serving.service import Service, json_response
 
@@ -49,7 +50,7 @@ class TokenEndpoints:
         if is_chat:
             wants_answer = _flag(given, "add_generation_prompt", True)
             kwargs = given.get("chat_template_kwargs")
-            text = prompts.rendered(given["messages"], kwargs, wants_answer)
+            text = prompts.rendered(plain_messages(given["messages"]), kwargs, wants_answer)
         if not isinstance(text, str):
             raise InvalidPromptError(f"prompt must be a text, got {shown(text)}")
         ids = prompts.encode(text, special)
