@@ -9,13 +9,14 @@ DEVICE ?= cuda
 GPU_ARGS ?=
 FUZZ_ARGS ?=
 STORM_ARGS ?=
+SERVER_ARGS ?=
 
 # Called as a module: pip's own script cannot be trusted in a path with a space in it.
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check clients
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check clients server-storm
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -40,6 +41,9 @@ fuzz: .venv/.test ## damaged files and odd values: 100,000 to read, 3,000 to loa
 
 storms: .venv/.test ## interrupts, closing, forks, exits at random instants; STORM_ARGS are passed on
 	$(PY) benchmarks/proofs/storms.py $(STORM_ARGS)
+
+server-storm: .venv/.test ## 64 clients that come and go at random against a server, a minute; SERVER_ARGS are passed on
+	OMP_NUM_THREADS=1 $(PY) benchmarks/proofs/server_storm.py $(SERVER_ARGS)
 
 sanitize: .venv/.test ## the C kernels under gcc's sanitizers, some minutes; planted faults must be seen
 	$(PY) benchmarks/proofs/sanitizers.py

@@ -13,11 +13,12 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 
 import nanoengine
 from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.serving import openapi
-from nanoengine.serving.event_stream import DONE
+from nanoengine.serving.event_stream import DONE, GONE
 from nanoengine.serving.guards import KeyGuard
 from nanoengine.serving.messages_answers import MessagesWriter, count_body
 from nanoengine.serving.messages_requests import read_count, read_messages
@@ -163,6 +164,11 @@ def _add_errors(app: FastAPI) -> None:
         headers = getattr(error, "headers", None)
         return await told(request, Refusal(status, code, text, headers=headers))
 
+    async def gone(_: Request, __: Exception) -> Response:
+        """The client left before its body had come."""
+        return GONE
+
+    app.add_exception_handler(ClientDisconnect, gone)
     for kind in (RequestError, Refusal, EngineClosedError, Exception):
         app.add_exception_handler(kind, told)
     app.add_exception_handler(HTTPException, of_http)

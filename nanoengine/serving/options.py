@@ -47,7 +47,7 @@ class ServerOptions:
     served_model_name: str | None = None
     max_open_requests: int = 1024
     queue_seconds: float = 0.0
-    drain_seconds: float = 8.0
+    drain_seconds: float = 6.0
     read_seconds: float = 60.0
     stall_seconds: float = 60.0
     keep_alive_seconds: float = 15.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.service import Service, running_service
 
 STOPPING = "the server is stopping"
-GRACE_S = 1.0  # to tell clients that their request was ended
+GRACE_S = 2.0  # to tell clients that their request was ended
 BACKLOG = 2048
 
 
@@ -62,7 +63,7 @@ def make_server(service: Service, on_start: Callable[[], None]) -> Server:
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=int(drain_seconds + 2 * GRACE_S + 1),
+        timeout_graceful_shutdown=math.ceil(drain_seconds + GRACE_S),
     )
     return Server(config, service.open, drain_seconds, on_start)
 

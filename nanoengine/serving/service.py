@@ -70,8 +70,8 @@ class Service:
         """
         prompts = await self.prompts_of(asked)
         if asked.streaming is None:
-            body = await unless_gone(request, self._whole(asked, prompts, writer))
-            return GONE if body is None else json_response(body)
+            answer = await unless_gone(request, self._whole(asked, prompts, writer))
+            return GONE if answer is None else answer
         with ExitStack() as held:
             streams = await unless_gone(request, self._streams(asked, prompts, held))
             if streams is None:
@@ -96,16 +96,16 @@ class Service:
                 raise each
         return streams
 
-    async def _whole(
-        self, asked: Asked, prompts: list[dict[str, Any]], writer: Writer
-    ) -> dict[str, Any]:
+    async def _whole(self, asked: Asked, prompts: list[dict[str, Any]], writer: Writer) -> Response:
         with ExitStack() as held:
             streams = await self._streams(asked, prompts, held)
             waiting = [asyncio.ensure_future(stream.whole()) for stream in streams]
             try:
-                return writer.whole(await asyncio.gather(*waiting))
+                outputs = await asyncio.gather(*waiting)
             finally:
                 await ended(*waiting)
+        # Many texts with log-probabilities take long to write: streams must not wait for them.
+        return await self.prompts.run(lambda: json_response(writer.whole(outputs)))
 
     async def _events(
         self, streams: list[AsyncDeltaStream], writer: Writer, last: bytes

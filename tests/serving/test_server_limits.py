@@ -115,6 +115,18 @@ def test_a_body_must_come_in_time(server: LiveServer) -> None:
     assert found.startswith(b"HTTP/1.1 408 ") and b"within 0.5 s" in found
 
 
+def test_a_client_that_leaves_within_its_body_is_no_error(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = request_bytes(COMPLETIONS, SHORT)
+    data = data.replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(data[:-1])
+    assert server.ask("POST", COMPLETIONS, SHORT, **KEY)[0] == 200  # a round of the loop later
+    server.wait_until_idle()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_headers_have_a_largest_size(server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
         link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 2_000_000 + b"\r\n\r\n")
