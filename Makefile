@@ -80,7 +80,7 @@ wheels: .venv/.test ## install the wheel with each Python that is here, in new e
 bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
 	$(PY) bench.py $(BENCH_ARGS)
 
-pages: .venv/.runtime ## write docs/settings.md and docs/parameters.md from the engine's own data
+pages: .venv/.runtime ## write the pages of settings, parameters and requests from the engine's own data
 	$(PY) tests/helpers/pages.py
 
 clean: ## remove .venv and what was built here; `nanoengine models` shows the cache, which stays

@@ -23,12 +23,17 @@ from nanoengine.serving.openai_requests import (
     params_from,
     read_flag,
     read_text,
+    template_kwargs,
     text_content,
 )
 
 ROLES = ("user", "assistant", "system")
 SAME = ("temperature", "top_p", "top_k", "max_tokens")
-KNOWN = (*SAME, "messages", "model", "system", "stop_sequences", "stream", "cache_salt")
+KNOWN = (
+    *SAME,
+    *("messages", "model", "system", "stop_sequences", "stream"),
+    *("cache_salt", "chat_template_kwargs"),
+)
 REFUSED: Refused = {
     "tools": ((), NO_CALLS),
     "tool_choice": (({"type": "none"}, {"type": "auto"}), NO_CALLS),
@@ -61,6 +66,7 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
     return ChatRequest(
         _messages(given),
         params_from(defaults, params, {"stop": "stop_sequences"}),
+        template_kwargs(given),
         cache_salt=read_text(given, "cache_salt"),
         streaming=Streaming() if read_flag(given, "stream") else None,
         model=read_text(given, "model"),
@@ -70,7 +76,8 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
 def read_count(body: object, defaults: SamplingParams) -> ChatRequest:
     """The request in a body of /v1/messages/count_tokens: one whose prompt is to be counted."""
     given = given_keys(body, KNOWN, REFUSED)
-    return ChatRequest(_messages(given), defaults, model=read_text(given, "model"))
+    model = read_text(given, "model")
+    return ChatRequest(_messages(given), defaults, template_kwargs(given), model=model)
 
 
 def _messages(given: dict[str, Any]) -> list[Any]:

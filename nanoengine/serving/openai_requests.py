@@ -128,7 +128,7 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
     return ChatRequest(
         plain_messages(given["messages"]),
         params_from(defaults, params),
-        _template_kwargs(given.get("chat_template_kwargs")),
+        template_kwargs(given),
         **_common(given),
     )
 
@@ -278,7 +278,9 @@ def _check_sizes(given: dict[str, Any]) -> None:
                 )
 
 
-def _template_kwargs(given: Any) -> dict[str, Any] | None:
+def template_kwargs(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The variables of the chat template in a body. Raises InvalidParamsError."""
+    given = body.get("chat_template_kwargs")
     if given is None:
         return None
     if not isinstance(given, dict):

@@ -19,6 +19,7 @@ from nanoengine.serving.openai_requests import (
     plain_messages,
     read_flag,
     read_text,
+    template_kwargs,
     text_content,
     top_logprobs,
 )
@@ -33,7 +34,8 @@ REPEATED = ("instructions", "max_output_tokens", "metadata", "user")
 KNOWN = (
     *SAME,
     *REPEATED,
-    *("input", "model", "stream", "cache_salt", "include", "top_logprobs"),
+    *("input", "model", "stream", "include", "top_logprobs"),
+    *("cache_salt", "chat_template_kwargs"),
 )
 PLAIN = {"type": "text"}
 REFUSED: Refused = {
@@ -85,6 +87,7 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
     chat = ChatRequest(
         _messages(given),
         params_from(defaults, params, {"max_tokens": "max_output_tokens"}),
+        template_kwargs(given),
         cache_salt=read_text(given, "cache_salt"),
         streaming=Streaming() if read_flag(given, "stream") else None,
         model=read_text(given, "model"),

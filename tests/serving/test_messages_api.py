@@ -23,6 +23,10 @@ def read(**body: Any) -> ChatRequest:
     return read_messages({"messages": ASKED, "max_tokens": 9} | body, DEFAULTS)
 
 
+def count(**body: Any) -> ChatRequest:
+    return read_count({"messages": ASKED} | body, DEFAULTS)
+
+
 def test_every_key_has_one_meaning() -> None:
     groups = [*KNOWN, *REFUSED]
     assert len(groups) == len(set(groups)) and not set(REFUSED) & set(IGNORED)
@@ -33,6 +37,9 @@ def test_a_body_is_a_chat() -> None:
     assert made.messages == ASKED
     assert made.params == SamplingParams(max_tokens=9, temperature=0.5, top_k=7, stop=["x"])
     assert (made.streaming, made.model) == (Streaming(), "m")
+    thinking = {"enable_thinking": False}
+    for made in (read(chat_template_kwargs=thinking), count(chat_template_kwargs=thinking)):
+        assert made.template_kwargs == thinking
     assert read().params == SamplingParams(max_tokens=9, top_k=7) and read().streaming is None
 
 
@@ -94,7 +101,7 @@ def test_what_is_wrong_is_named(body: dict[str, Any], text: str) -> None:
 
 
 def test_counting_needs_no_limit() -> None:
-    asked = read_count({"messages": ASKED, "system": "Be brief", "model": "m"}, DEFAULTS)
+    asked = count(system="Be brief", model="m")
     assert asked.messages == read(system="Be brief").messages and asked.model == "m"
     assert count_body(5) == {"input_tokens": 5}
 
