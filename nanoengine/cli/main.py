@@ -148,7 +148,8 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
         made[name].add_argument(
             "--log-level",
             choices=LEVELS,
-            help=f"show what the engine logs, on stderr [warning; ${LOG_LEVEL}]",
+            help="show what the engine logs, on stderr "
+            f"[{'info' if name == 'serve' else 'warning'}; ${LOG_LEVEL}]",
         )
     for name, text in DOORS.items():
         commands.add_parser(name, help=text, add_help=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoengine.cli.flags import PREFIX, add_flag, engine_config
 from nanoengine.cli.usage import UsageError
-from nanoengine.devices.logs import show_logs
+from nanoengine.devices.logs import LOG_LEVEL, show_logs
 from nanoengine.errors import ConfigError
 from nanoengine.serving.options import ServerOptions
 
@@ -24,7 +24,7 @@ OPTIONS = {
     "port": "port; 0: any free one",
     "api_key": f"what clients must show as a bearer token; better in ${API_KEY}",
     "served_model_name": "name of the model in answers",
-    "max_open_requests": "texts that are generated or wait; more get status 429",
+    "max_open_texts": "texts that are generated or wait; more get status 429",
     "queue_seconds": "longest wait for the first step, then status 503; 0: no limit",
     "drain_seconds": "what open requests get to end in at shutdown",
     "read_seconds": "what a client gets to send a body in",
@@ -71,7 +71,7 @@ def serve(args: argparse.Namespace) -> int:
         raise UsageError(
             f"the server needs {error.name}: pip install 'nanoengine[server]'"
         ) from error
-    if not args.log_level:
+    if not args.log_level and LOG_LEVEL not in os.environ:
         show_logs("warning" if args.quiet else "info")
     say = _silent if args.quiet else _say
     start = time.perf_counter()

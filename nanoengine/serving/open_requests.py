@@ -32,14 +32,14 @@ class OpenRequests:
                 400,
                 "invalid_value",
                 f"the request asks for {num_texts} texts, and this server generates at most "
-                f"{self._most} at once (--max-open-requests)",
+                f"{self._most} at once (--max-open-texts)",
             )
         if self.num_texts + num_texts > self._most:
             raise Refusal(
                 429,
                 "rate_limit_exceeded",
                 f"{self.num_texts} texts are generated or wait, and at most {self._most} may "
-                "(--max-open-requests); try again",
+                "(--max-open-texts); try again",
                 headers={"Retry-After": RETRY_S},
             )
         self.num_texts += num_texts

@@ -10,7 +10,7 @@ MAX_SECONDS = 86400.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 PREFIXES = ("nanoengine", "vllm")
 # Field -> smallest and largest value.
-COUNTS = {"port": (0, 65535), "max_open_requests": (1, MAX_COUNT), "max_body_mib": (1, 1024)}
+COUNTS = {"port": (0, 65535), "max_open_texts": (1, MAX_COUNT), "max_body_mib": (1, 1024)}
 SECONDS = {
     "queue_seconds": (0.0, MAX_SECONDS),
     "drain_seconds": (0.0, MAX_SECONDS),
@@ -27,7 +27,7 @@ class ServerOptions:
     port: 0 takes any free one.
     api_key: what clients send as `Authorization: Bearer KEY`; None lets everybody in.
     served_model_name: the model's name in answers (default: as it was given).
-    max_open_requests: texts that are generated or wait; more get status 429.
+    max_open_texts: texts that are generated or wait; more get status 429.
     queue_seconds: how long a request may wait for its first step, then status 503; 0: no limit.
     drain_seconds: what open requests get to end in when the server is told to stop.
     read_seconds: how long a client may take to send a body.
@@ -45,7 +45,7 @@ class ServerOptions:
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
     served_model_name: str | None = None
-    max_open_requests: int = 1024
+    max_open_texts: int = 1024
     queue_seconds: float = 0.0
     drain_seconds: float = 6.0
     read_seconds: float = 60.0

@@ -39,7 +39,7 @@ class Service:
         self.created = int(time.time())
         self.name = options.served_model_name or facts.model
         self.prompts = Prompts(facts)
-        self.open = OpenRequests(options.max_open_requests, options.queue_seconds)
+        self.open = OpenRequests(options.max_open_texts, options.queue_seconds)
         self.metrics = Metrics(options.metrics_prefix, self.name, llm.plan)
 
     async def read(self, request: Request, understand: Callable[[Any], Any]) -> Any:

@@ -21,7 +21,7 @@ LONG: Any = {"model": "tiny", "prompt": "a", "max_tokens": 300, "extra_body": {"
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
-    with live_server(tiny("llama"), api_key="k", max_open_requests=8) as made:
+    with live_server(tiny("llama"), api_key="k", max_open_texts=8) as made:
         yield made
         made.wait_until_idle()
 

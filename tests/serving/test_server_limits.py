@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 @pytest.fixture(scope="module")
 def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
-    options = {"api_key": "secret", "max_open_requests": 4, "max_body_mib": 1}
+    options = {"api_key": "secret", "max_open_texts": 4, "max_body_mib": 1}
     with live_server(tiny("llama"), **options, read_seconds=0.5) as made:
         yield made
         made.wait_until_idle()
