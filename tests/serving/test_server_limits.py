@@ -223,9 +223,15 @@ def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Pat
         short = server.connect(COMPLETIONS, **SHORT, stream=True)
         long = server.connect(COMPLETIONS, **LONG, stream=True)
         whole = server.connect(COMPLETIONS, **LONG)
+        late = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        late.sendall(request_bytes(COMPLETIONS, SHORT)[:-1])
         until(lambda: server.service.open.num_texts == 3)
         server.server.should_exit = True
-        with short, long, whole:
+        with short, long, whole, late:
+            until(lambda: not server.server.servers[0].sockets)
+            late.sendall(b"}")
+            refused = rest_of(late)
+            assert refused.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in refused
             assert b'"finish_reason":"length"' in read_all(short)
             found = read_all(long)
             answer = rest_of(whole)
