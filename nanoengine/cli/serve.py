@@ -64,6 +64,7 @@ def server_options(
 
 def serve(args: argparse.Namespace) -> int:
     """Load the model and answer requests; returns the exit status."""
+    start = time.perf_counter()
     config, options = engine_config(args), server_options(args)
     try:
         from nanoengine.serving import server
@@ -74,7 +75,6 @@ def serve(args: argparse.Namespace) -> int:
     if not args.log_level and LOG_LEVEL not in os.environ:
         show_logs("warning" if args.quiet else "info")
     say = _silent if args.quiet else _say
-    start = time.perf_counter()
     listener = server.listen(options.host, options.port)
     say(f"loading {config.model} ...")
     from nanoengine import AsyncLLM  # imports torch, which takes a second

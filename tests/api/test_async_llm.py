@@ -210,6 +210,19 @@ def test_a_stream_that_is_failed_raises_that(shared: AsyncLLM, is_whole: bool) -
     run(work())
 
 
+def test_the_first_end_of_a_stream_stays(shared: AsyncLLM) -> None:
+    async def work() -> None:
+        stream = await shared.stream("fails", LONG)
+        stream.fail(KeyError("why"))
+        stream.fail(ValueError("later"))
+        stream._mailbox.put([])  # as the engine may meanwhile
+        with pytest.raises(KeyError, match="why"):
+            await stream.take()
+        await assert_idle(shared)
+
+    run(work())
+
+
 async def collect_deltas(stream: Any) -> list[Any]:
     return [delta async for delta in stream]
 
