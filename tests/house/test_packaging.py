@@ -152,6 +152,7 @@ def test_settings_and_errors_come_without_torch() -> None:
         "assert dir(nanoengine) == sorted([*nanoengine.__all__, '__version__'])\n"
         "from nanoengine import LLM, AsyncLLM\n"
         "assert LLM is nanoengine.LLM and 'torch' in sys.modules\n"
+        "assert AsyncLLM and 'fastapi' not in sys.modules\n"
         "assert not hasattr(nanoengine, 'nothing')\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
