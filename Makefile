@@ -9,13 +9,14 @@ DEVICE ?= cuda
 GPU_ARGS ?=
 FUZZ_ARGS ?=
 STORM_ARGS ?=
+SERVER_ARGS ?=
 
 # Called as a module: pip's own script cannot be trusted in a path with a space in it.
 PY := .venv/bin/python
 INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check clients server-storm
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -29,6 +30,9 @@ demo: .venv/.model ## generate text with SmolLM2-135M (example.py)
 test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow -n 0 -s' for the slow ones
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
+clients: .venv/.clients ## the official clients of OpenAI and Anthropic, and schemathesis, against the server
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m '' tests/serving/test_clients.py tests/serving/test_official_types.py
+
 mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
 	$(PY) benchmarks/proofs/mutants.py
 
@@ -37,6 +41,9 @@ fuzz: .venv/.test ## damaged files and odd values: 100,000 to read, 3,000 to loa
 
 storms: .venv/.test ## interrupts, closing, forks, exits at random instants; STORM_ARGS are passed on
 	$(PY) benchmarks/proofs/storms.py $(STORM_ARGS)
+
+server-storm: .venv/.test ## 64 clients that come and go at random against a server, a minute; SERVER_ARGS are passed on
+	OMP_NUM_THREADS=1 $(PY) benchmarks/proofs/server_storm.py $(SERVER_ARGS)
 
 sanitize: .venv/.test ## the C kernels under gcc's sanitizers, some minutes; planted faults must be seen
 	$(PY) benchmarks/proofs/sanitizers.py
@@ -73,7 +80,7 @@ wheels: .venv/.test ## install the wheel with each Python that is here, in new e
 bench: .venv/.model ## measure throughput (bench.py); BENCH_ARGS are passed on
 	$(PY) bench.py $(BENCH_ARGS)
 
-pages: .venv/.runtime ## write docs/settings.md and docs/parameters.md from the engine's own data
+pages: .venv/.runtime ## write the pages of settings, parameters and requests from the engine's own data
 	$(PY) tests/helpers/pages.py
 
 clean: ## remove .venv and what was built here; `nanoengine models` shows the cache, which stays
@@ -108,6 +115,11 @@ clean: ## remove .venv and what was built here; `nanoengine models` shows the ca
 	@echo "installing pytest and what the tests compare with"
 	@$(INSTALL) --no-build-isolation --editable '.[test]'
 	@$(PY) -c 'import triton' 2>/dev/null || $(INSTALL) --no-deps triton==3.9.0 || true
+	@touch $@
+
+.venv/.clients: .venv/.test
+	@echo "installing clients of the server"
+	@$(INSTALL) --no-build-isolation --editable '.[clients]'
 	@touch $@
 
 .venv/.docs: .venv/.runtime

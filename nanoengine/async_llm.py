@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +23,7 @@ from typing import Any, Self, TypeVar, Unpack
 from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.completion import merge_deltas, outputs_of
+from nanoengine.engine.output_processor import RequestState
 from nanoengine.engine.request_forms import Messages, OneParams, Prompt, TemplateKwargs, Tools
 from nanoengine.engine.stats import EngineStats
 from nanoengine.engine.streaming import DeltaStream
@@ -106,23 +108,41 @@ class AsyncLLM:
             request_id,
         )
 
+    @explains_unknown(ARGUMENT, " of stream()")
+    async def stream(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: OneParams = None,
+        request_id: str | None = None,
+    ) -> AsyncDeltaStream:
+        """Queue one prompt: `async for delta in await llm.stream("The sea is"): ...`
+
+        Unlike generate(), each delta holds only what is new. Raises at once what LLM.generate
+        raises for the prompt.
+        """
+        return await self._open(lambda llm: llm.stream(prompt, sampling_params), request_id)
+
     async def abort(self, request_id: int | str) -> None:
         """End a request and free its memory; its generator yields one last output with
         finish_reason "abort". An unknown id is not an error.
         """
-        await self._call(partial(self._engine.abort, request_id))
+        await self.call(partial(self._engine.abort, request_id))
 
     async def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; any thread may use it."""
-        return await self._call(lambda llm: llm.tokenizer)
+        return await self.call(lambda llm: llm.tokenizer)
 
     async def stats(self) -> EngineStats:
         """What LLM.stats gives, between two steps."""
-        return await self._call(LLM.stats)
+        return await self.call(LLM.stats)
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached KV that no running request uses."""
-        await self._call(LLM.reset_prefix_cache)
+        await self.call(LLM.reset_prefix_cache)
+
+    async def check_health(self) -> None:
+        """Raise EngineClosedError if the engine failed or was closed; does not wait for a step."""
+        self._engine.check_open()
 
     def close(self) -> None:
         """End open requests with EngineClosedError, end the thread, free weights and KV.
@@ -141,27 +161,123 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _call(self, function: Callable[[LLM], Answer]) -> Answer:
+    async def call(self, function: Callable[[LLM], Answer]) -> Answer:
+        """What `function(llm)` returns: the engine's thread calls it between two steps."""
         return await asyncio.wrap_future(self._engine.post(function))
+
+    async def _open(
+        self, open_stream: Callable[[LLM], DeltaStream], request_id: str | None
+    ) -> AsyncDeltaStream:
+        mailbox = _Mailbox()
+        begin = partial(self._engine.begin, mailbox, open_stream, request_id)
+        try:
+            return AsyncDeltaStream(self._engine, mailbox, *await self.call(begin))
+        except RequestError as error:
+            raise without_our_lines(error) from error.__cause__
+        except BaseException:  # the caller was cancelled
+            self._engine.leave(mailbox)
+            raise
 
     async def _outputs(
         self, open_stream: Callable[[LLM], DeltaStream], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        mailbox = _Mailbox()
-        try:
-            begin = partial(self._engine.begin, mailbox, open_stream, request_id)
-            output = await self._call(begin)
+        async with await self._open(open_stream, request_id) as stream:
+            begun = stream.begun()
             so_far: list[StreamDelta] = []  # one for each completion
-            while not output.finished:
-                deltas, end = await mailbox.take()
-                so_far = merge_deltas([*so_far, *deltas])
-                output = end or replace(output, outputs=outputs_of(so_far))
-                yield output
+            while stream.output is None:
+                so_far = merge_deltas([*so_far, *await stream.take()])
+                yield stream.output or replace(begun, outputs=outputs_of(so_far))
+
+
+class AsyncDeltaStream(AsyncIterator[StreamDelta]):
+    """Returned by AsyncLLM.stream: the deltas of one request, as they come.
+
+    Leaving it early (close(), the end of an `async with`, dropping it) aborts the request and frees
+    its memory. To be used on the event loop that it was made on.
+    """
+
+    def __init__(
+        self,
+        engine: _EngineThread,
+        mailbox: _Mailbox,
+        request_id: int | str,
+        request: RequestState,
+    ) -> None:
+        self.output: RequestOutput | None = None  # once the request has ended
+        self._engine = engine
+        self._mailbox = mailbox
+        self._request_id = request_id
+        self._request = request
+        self._ready: deque[StreamDelta] = deque()
+
+    @property
+    def is_queued(self) -> bool:
+        """True while the request waits for its first step."""
+        return self._request.seqs[0].metrics.first_scheduled_time is None
+
+    def begun(self) -> RequestOutput:
+        """The output before the first token; from the first delta on with num_cached_tokens, and
+        with prompt_logprobs if they are requested.
+        """
+        asked = self._request
+        return RequestOutput(
+            self._request_id,
+            asked.prompt,
+            asked.prompt_token_ids,
+            [],
+            finished=False,
+            num_cached_tokens=asked.seqs[0].num_cached,
+            prompt_logprobs=None if self.is_queued else asked.prompt_logprobs,
+        )
+
+    async def take(self) -> list[StreamDelta]:
+        """Wait for new output: at most one delta for each completion; none after the end.
+
+        Raises the error of the request or the engine.
+        """
+        if self.output is not None:
+            return []
+        try:
+            deltas, self.output = await self._mailbox.take()
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
-        finally:
-            if not mailbox.is_done:
-                self._engine.leave(mailbox)
+        return deltas
+
+    async def whole(self) -> RequestOutput:
+        """Wait for the end; no deltas are made until then. Raises what take() raises."""
+        self._mailbox.wants_deltas = False
+        while self.output is None:
+            await self.take()
+        return self.output
+
+    def fail(self, error: Exception) -> None:
+        """End the request unless it has ended: whoever reads it gets this error."""
+        self._mailbox.put([], error)
+        self._mailbox.wake()
+        self._engine.leave(self._mailbox)
+
+    def close(self) -> None:
+        """End the request unless it has ended; closing twice is fine."""
+        self._ready.clear()
+        if not self._mailbox.is_done:
+            self._mailbox.is_done = True
+            self._engine.leave(self._mailbox)
+
+    async def __anext__(self) -> StreamDelta:
+        if not self._ready:
+            self._ready.extend(await self.take())
+        if not self._ready:
+            raise StopAsyncIteration
+        return self._ready.popleft()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _Mailbox:
@@ -169,7 +285,8 @@ class _Mailbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.is_done = False  # the caller has the last output or the error
+        self.is_done = False  # the caller has the last output or the error, or has left
+        self.wants_deltas = True  # False: only the last output
         self._arrived = asyncio.Event()
         self._lock = threading.Lock()
         self._deltas: list[StreamDelta] = []
@@ -182,9 +299,10 @@ class _Mailbox:
         """Merge new output into the unread output. Returns True if the caller must be woken."""
         with self._lock:
             was_empty = not self._deltas and self._end is None
-            self._deltas = merge_deltas([*self._deltas, *deltas])
-            self._end = end
-            self._trace = end.__traceback__ if isinstance(end, BaseException) else None
+            self._deltas = merge_deltas([*self._deltas, *deltas]) if self._deltas else deltas
+            if self._end is None:
+                self._end = end
+                self._trace = end.__traceback__ if isinstance(end, BaseException) else None
             return was_empty
 
     def wake(self) -> None:
@@ -247,6 +365,12 @@ class _EngineThread:
             self._changed.notify()
         return done
 
+    def check_open(self) -> None:
+        """Raise EngineClosedError if the thread takes no more work."""
+        with self._changed:
+            if self._is_closed:
+                raise self._refusal()
+
     def leave(self, mailbox: _Mailbox) -> None:
         """End a request whose caller is gone."""
         if not self._home.is_here:
@@ -284,8 +408,8 @@ class _EngineThread:
         open_stream: Callable[[LLM], DeltaStream],
         request_id: str | None,
         llm: LLM,
-    ) -> RequestOutput:
-        """Queue a request; returns its output before the first token."""
+    ) -> tuple[int | str, RequestState]:
+        """Queue a request; returns the id that its outputs show, and its state."""
         if request_id is not None and not isinstance(request_id, str):
             raise RequestError(f"request_id must be a string or None, got {request_id!r}")
         if request_id in self._by_id:
@@ -294,9 +418,7 @@ class _EngineThread:
         shown = stream.request.request_id if request_id is None else request_id
         self._open[mailbox] = shown, stream
         self._by_id[shown] = mailbox
-        return RequestOutput(
-            shown, stream.request.prompt, stream.request.prompt_token_ids, [], finished=False
-        )
+        return shown, stream.request
 
     def abort(self, request_id: int | str, llm: LLM) -> None:
         """End a request and tell its caller."""
@@ -363,7 +485,7 @@ class _EngineThread:
     def _deliver(self, mailbox: _Mailbox, output: RequestOutput | None) -> bool:
         """Put new output of a request into its mailbox; True if the caller must be woken."""
         shown, stream = self._open[mailbox]
-        deltas = stream.request.new_deltas()
+        deltas = stream.request.new_deltas() if mailbox.wants_deltas else []
         if output is None:
             return bool(deltas) and mailbox.put(deltas)
         self._forget(mailbox)

@@ -23,6 +23,7 @@ from nanoengine.cli.flags import engine_config
 from nanoengine.errors import RequestError, shown
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
+from nanoengine.serving.openai_keys import KeyRefusedError
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, read_request
 
 OK = 200
@@ -129,12 +130,18 @@ class Runner:
             return
         try:
             request = read_request(line.url, line.body, self._model.params)
+            if request.streaming is not None:
+                text = "stream=True is not supported: each line of the output is a whole answer"
+                raise KeyRefusedError(text, "stream", "unsupported_parameter")
             self._open.append(_Open(line, request, self._streams(line, request)))
         except RequestError as error:
             self._refuse(line, error)
 
     def _streams(self, line: Line, request: ChatRequest | CompletionRequest) -> tuple[Any, ...]:
-        """A stream for each prompt; none stays open if one is refused."""
+        """A stream for each prompt; none stays open if one is refused.
+
+        A cache_salt keeps users apart; all lines of a file are one user's.
+        """
         llm = self._model.llm
         if isinstance(request, ChatRequest):
             params = self._seeded(line, request.params)
@@ -183,13 +190,13 @@ class Runner:
         def bytes_of(token_id: int) -> bytes:
             return token_bytes(self._model.llm.tokenizer, token_id)
 
-        head = each.line.id, self._name
+        rest = each.line.id, self._name, bytes_of
         if isinstance(each.request, ChatRequest):
-            return chat_body(*head, outputs[0], bytes_of, each.request.params.logprobs)
-        return completion_body(*head, outputs, bytes_of)
+            return chat_body(each.request, *rest, outputs[0])
+        return completion_body(each.request, *rest, outputs)
 
     def _refuse(self, line: Line, error: RequestError) -> None:
-        status, body = error_body(error)
+        status, body = error_body(error, line.url)
         told = {"code": body["error"]["code"], "message": body["error"]["message"]}
         self._answers.add(line, _response(line, status, body), told)
 

@@ -92,8 +92,8 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         target = parser.add_argument_group(title)
         for name, text in group.items():
             values = f": {', '.join(CHOICES[name])}" if name in CHOICES else ""
-            text += f"{values} [{_default(known[name])}; ${PREFIX}"
-            _add_flag(target, known[name], text, True)
+            text += f"{values} [{_default(known[name])}; ${PREFIX}{name.upper()}]"
+            add_flag(target, known[name], text)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,17 +102,16 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     known = {field.name: field for field in fields(SamplingParams)}
     for name, text in PARAMS.items():
         default = MAX_TOKENS if name == "max_tokens" else _default(known[name])
-        _add_flag(target, known[name], f"{text} [{default}", False)
+        add_flag(target, known[name], f"{text} [{default}]")
 
 
-def _add_flag(target: Any, field: Field[Any], text: str, has_variable: bool) -> None:
+def add_flag(target: Any, field: Field[Any], text: str) -> None:
     """Add --some-field; without the flag, the parsed arguments lack the field."""
-    text += (field.name.upper() if has_variable else "") + "]"
     options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
     kind = str(field.type)
     if kind.startswith("bool"):
         options["action"] = argparse.BooleanOptionalAction
-    elif field.name == "stop":
+    elif field.name == "stop" or kind.startswith("tuple"):
         options |= {"action": "append", "metavar": "TEXT"}
     else:
         options |= {"type": _type_of(kind), "metavar": kind.partition(" ")[0].upper()}

@@ -121,6 +121,7 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
     for name, usage, text, fill in (
         ("run", "MODEL [PROMPT|FILE|-]", "answer one prompt", _fill_run),
         ("chat", "MODEL", "talk to a model in the terminal", _fill_chat),
+        ("serve", "MODEL", "a server for OpenAI's clients", _fill_serve),
         (
             "plan",
             "MODEL",
@@ -147,7 +148,8 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
         made[name].add_argument(
             "--log-level",
             choices=LEVELS,
-            help=f"show what the engine logs, on stderr [warning; ${LOG_LEVEL}]",
+            help="show what the engine logs, on stderr "
+            f"[{'info' if name == 'serve' else 'warning'}; ${LOG_LEVEL}]",
         )
     for name, text in DOORS.items():
         commands.add_parser(name, help=text, add_help=False)
@@ -183,6 +185,16 @@ def _fill_chat(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     _add_common(parser)
+
+
+def _fill_serve(parser: Parser) -> None:
+    from nanoengine.cli.serve import add_server_flags, serve
+
+    parser.set_defaults(run=serve)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--quiet", action="store_true", help="nothing but errors on stderr")
+    add_server_flags(parser)
+    add_engine_flags(parser)
 
 
 def _fill_plan(parser: Parser) -> None:

@@ -6,11 +6,12 @@ Owns the unfinished requests: a request gives its output when its last completio
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from nanoengine.engine.completion import Completion
 from nanoengine.engine.logprobs import token_logprobs
 from nanoengine.errors import RequestError
-from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenLogprobs
 from nanoengine.sequence import Sequence
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -32,6 +33,15 @@ class RequestState:
         return self.seqs[0].token_ids[: self.seqs[0].num_prompt_tokens]
 
     @property
+    def prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Of each token of the prompt once it is computed, if requested; None for the first."""
+        first = self.seqs[0]
+        if not first.request.scores_prompt:
+            return None
+        scores = first.output.prompt_scores
+        return [None, *(token_logprobs(score, self._tokenizer) for score in scores)]
+
+    @property
     def has_ended(self) -> bool:
         """True when every completion has."""
         return all(seq.is_finished for seq in self.seqs)
@@ -50,7 +60,6 @@ class RequestState:
         """All so far."""
         first = self.seqs[0]
         outputs = [part.output() for part in self._parts]
-        scores = first.output.prompt_scores
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -60,12 +69,31 @@ class RequestState:
             num_cached_tokens=first.num_cached,
             num_host_cached_tokens=first.num_cached_on_host,
             error=next((seq.output.error for seq in self.seqs if seq.output.error), None),
-            prompt_logprobs=(
-                [None, *(token_logprobs(score, self._tokenizer) for score in scores)]
-                if first.request.scores_prompt
-                else None
-            ),
+            prompt_logprobs=self.prompt_logprobs,
         )
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over sequences. num_host_cached_tokens: of their prompts, found only on the host;
+    num_guessed, num_accepted: tokens guessed ahead, and those of them that were right.
+    """
+
+    num_output_tokens: int = 0
+    num_host_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_guessed: int = 0
+    num_accepted: int = 0
+
+    def add(self, seqs: Iterable[Sequence]) -> Totals:
+        """Count these, too."""
+        for seq in seqs:
+            self.num_output_tokens += seq.num_output_tokens
+            self.num_host_cached_tokens += seq.num_cached_on_host
+            self.num_preemptions += seq.metrics.num_preemptions
+            self.num_guessed += seq.metrics.num_guessed
+            self.num_accepted += seq.metrics.num_accepted
+        return self
 
 
 class OutputProcessor:
@@ -74,6 +102,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._requests: dict[int, RequestState] = {}
+        self._ended = Totals()
 
     def expect(self, seqs: list[Sequence]) -> RequestState:
         """Take a new request; seqs: one for each completion."""
@@ -90,7 +119,15 @@ class OutputProcessor:
         """The outputs of the requests whose last completion is among the ended sequences."""
         ids = dict.fromkeys((seq.prompt_owner or seq).seq_id for seq in ended)
         done = [i for i in ids if i in self._requests and self._requests[i].has_ended]
-        return [self._requests.pop(i).output() for i in done]
+        ready = [self._requests.pop(i) for i in done]
+        for state in ready:
+            self._ended.add(state.seqs)
+        return [state.output() for state in ready]
+
+    def totals(self) -> Totals:
+        """Of all requests so far, the unfinished ones among them."""
+        open_seqs = (seq for state in self._requests.values() for seq in state.seqs)
+        return replace(self._ended).add(open_seqs)
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of token ids, special ones left out; "" without a tokenizer."""

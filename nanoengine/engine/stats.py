@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.block_manager import SlotPool
@@ -35,7 +35,8 @@ class EngineStats:
     tiers: names of device and host. host: None without KV offload. h2d_bytes, d2h_bytes: KV that
     was copied to the device and back. num_stalls: copies that a step had to wait for, num_copies:
     all that a step needed. num_prompt_tokens: of the requests so far; num_cached_tokens: those of
-    them that the prefix cache had.
+    them that the prefix cache had, num_host_cached_tokens: on the host alone. num_output_tokens:
+    generated so far; num_guessed, num_accepted: tokens guessed ahead, and those that were right.
     """
 
     tiers: tuple[str, str]
@@ -49,6 +50,11 @@ class EngineStats:
     num_copies: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_host_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_guessed: int
+    num_accepted: int
 
     @property
     def hit_rate(self) -> float:
@@ -92,6 +98,7 @@ def engine_stats(engine: LLMEngine) -> EngineStats:
         num_copies=counters.num_stalls + counters.num_prefetch_hits,
         num_prompt_tokens=hits.num_tokens,
         num_cached_tokens=hits.num_cached,
+        **asdict(engine.outputs.totals()),
     )
 
 

@@ -1,4 +1,5 @@
-"""What other tools send and expect: OpenAI's request bodies and answers. A server will live here.
+"""What other tools send and expect: bodies and answers of OpenAI's API, and the server for them.
 
-Start with openai_requests.py. Imports no other folder; only cli/ imports it.
+openai_*.py knows no HTTP, so that `nanoengine batch` shares it; start with openai_requests.py. In
+the server start with app.py. Only cli/ imports this folder.
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,9 +15,27 @@ from nanoengine.errors import (
     RequestError,
     TransferError,
 )
-from nanoengine.outputs import RequestOutput
-from nanoengine.serving.openai_logprobs import TokenBytes, chat_logprobs, completion_logprobs
+from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.serving.openai_keys import (
+    CHAT,
+    COMMON,
+    COMPLETIONS,
+    MESSAGES,
+    OWN,
+    PARAMS,
+    RESPONSES,
+    KeyRefusedError,
+)
+from nanoengine.serving.openai_logprobs import (
+    CompletionLogprobs,
+    TokenBytes,
+    chat_logprobs,
+    prompt_lists,
+    prompt_text,
+)
+from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 
+Event = tuple[str | None, dict[str, Any]]  # of a stream: its name, if it has one, and its data
 # The error's code in OpenAI's words, for the first class that fits.
 CODES: tuple[tuple[type[RequestError], str], ...] = (
     (PromptTooLongError, "context_length_exceeded"),
@@ -25,76 +44,136 @@ CODES: tuple[tuple[type[RequestError], str], ...] = (
     (RequestError, "invalid_request"),
 )
 BAD_REQUEST, SERVER_ERROR = 400, 500
+# The key that an endpoint has its prompt in.
+PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", MESSAGES: "messages"}
+NAMES = {*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens"}
 
 
 def chat_body(
-    request_id: str,
+    request: ChatRequest,
+    answer_id: str,
     model: str,
-    output: RequestOutput,
     token_bytes: TokenBytes,
-    num_likeliest: int | None,
+    output: RequestOutput,
 ) -> dict[str, Any]:
-    """The answer to a chat. num_likeliest: tokens beside each of its own, if it wants logprobs."""
+    """The answer to a chat."""
+    num_likeliest = request.params.logprobs or 0
     choices = [
         {
             "index": made.index,
             "message": {"role": "assistant", "content": made.text, "refusal": None},
-            "logprobs": chat_logprobs(made, token_bytes, num_likeliest or 0),
+            "logprobs": chat_logprobs(made, token_bytes, num_likeliest),
             "finish_reason": made.finish_reason,
         }
         for made in output.outputs
     ]
-    return _body(f"chatcmpl-{request_id}", "chat.completion", model, choices, [output])
+    head = answer_head("chatcmpl", answer_id, "chat.completion", model)
+    return head | {"choices": choices, "usage": usage([output])}
 
 
 def completion_body(
-    request_id: str, model: str, outputs: Sequence[RequestOutput], token_bytes: TokenBytes
+    request: CompletionRequest,
+    answer_id: str,
+    model: str,
+    token_bytes: TokenBytes,
+    outputs: Sequence[RequestOutput],
 ) -> dict[str, Any]:
     """The answer to a completion; outputs: of each prompt, in order."""
-    texts = [made for output in outputs for made in output.outputs]
     choices = [
-        {
-            "index": index,
-            "text": made.text,
-            "logprobs": completion_logprobs(made, token_bytes),
-            "finish_reason": made.finish_reason,
-        }
-        for index, made in enumerate(texts)
+        {"index": index} | choice
+        for index, choice in enumerate(
+            _choice(request, token_bytes, output, made)
+            for output in outputs
+            for made in output.outputs
+        )
     ]
-    return _body(f"cmpl-{request_id}", "text_completion", model, choices, outputs)
+    head = answer_head("cmpl", answer_id, "text_completion", model)
+    return head | {"choices": choices, "usage": usage(outputs, request.echo_only)}
 
 
-def _body(
-    name: str, kind: str, model: str, choices: list[Any], outputs: Iterable[RequestOutput]
+def _choice(
+    request: CompletionRequest,
+    token_bytes: TokenBytes,
+    output: RequestOutput,
+    made: CompletionOutput,
 ) -> dict[str, Any]:
-    outputs = list(outputs)
-    num_in = sum(len(output.prompt_token_ids) for output in outputs)
-    num_out = sum(len(made.token_ids) for output in outputs for made in output.outputs)
-    cached = sum(output.num_cached_tokens for output in outputs)
+    text, parts = "", []
+    if request.echo:
+        text = prompt_text(output, token_bytes)
+        parts.append(prompt_lists(output, text, token_bytes))
+    if not request.echo_only:
+        if made.logprobs is not None:
+            writer = CompletionLogprobs(token_bytes, len(text))
+            parts.append(writer.lists(made.token_ids, made.logprobs))
+        text += made.text
     return {
-        "id": name,
+        "text": text,
+        "logprobs": _joined_lists([part for part in parts if part is not None]),
+        "finish_reason": made.finish_reason,
+    }
+
+
+def _joined_lists(parts: list[dict[str, list[Any]]]) -> dict[str, list[Any]] | None:
+    if not parts:
+        return None
+    return {name: [each for part in parts for each in part[name]] for name in parts[0]}
+
+
+def answer_head(prefix: str, answer_id: str, kind: str, model: str) -> dict[str, Any]:
+    """What all answers and their chunks begin with."""
+    return {
+        "id": f"{prefix}-{answer_id}",
         "object": kind,
         "created": int(time.time()),
         "model": model,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": num_in,
-            "completion_tokens": num_out,
-            "total_tokens": num_in + num_out,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        },
         "system_fingerprint": None,
     }
 
 
-def error_body(error: RequestError) -> tuple[int, dict[str, Any]]:
-    """HTTP's status and the body of the answer to a request that failed."""
-    is_ours = isinstance(error, TransferError | LogitsError)
-    code = next(code for kind, code in CODES if isinstance(error, kind))
-    content = {
-        "message": str(error),
-        "type": "server_error" if is_ours else "invalid_request_error",
-        "param": None,
-        "code": "server_error" if is_ours else code,
+def usage(outputs: Iterable[RequestOutput], echo_only: bool = False) -> dict[str, Any]:
+    """How many tokens were read, found in the prefix cache and made."""
+    outputs = list(outputs)
+    num_in = sum(len(output.prompt_token_ids) for output in outputs)
+    num_out = sum(len(made.token_ids) for output in outputs for made in output.outputs)
+    cached = sum(output.num_cached_tokens for output in outputs)
+    return token_counts(num_in, 0 if echo_only else num_out) | {
+        "prompt_tokens_details": {"cached_tokens": cached}
     }
-    return SERVER_ERROR if is_ours else BAD_REQUEST, {"error": content}
+
+
+def token_counts(num_in: int, num_out: int) -> dict[str, Any]:
+    """Usage without its details."""
+    return {
+        "prompt_tokens": num_in,
+        "completion_tokens": num_out,
+        "total_tokens": num_in + num_out,
+    }
+
+
+def error_body(error: RequestError, endpoint: str | None = None) -> tuple[int, dict[str, Any]]:
+    """HTTP's status and the body of the answer to a request that failed. endpoint: to which it
+    came; with it, errors about prompts name their key.
+    """
+    if isinstance(error, TransferError | LogitsError):
+        return SERVER_ERROR, error_object(str(error), "server_error", "server_error")
+    code = next(code for kind, code in CODES if isinstance(error, kind))
+    if isinstance(error, KeyRefusedError):
+        code = error.code
+    param = _param(error, endpoint)
+    return BAD_REQUEST, error_object(str(error), "invalid_request_error", code, param)
+
+
+def error_object(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
+    """An error as all endpoints of OpenAI write it. param: the key of the body that it is about."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _param(error: RequestError, endpoint: str | None) -> str | None:
+    """The key that the error is about, where it is known."""
+    if isinstance(error, KeyRefusedError):
+        return error.key
+    if isinstance(error, InvalidPromptError | PromptTooLongError):
+        return PROMPTS.get(endpoint or "")
+    # The text of an error about a parameter begins with its name.
+    name = re.match("[a-z_]*", str(error))
+    return name[0] if name and name[0] in NAMES else None

@@ -6,19 +6,20 @@ A token is shown as its text; one that is a part of a character as its bytes, as
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
-from nanoengine.outputs import CompletionOutput
+from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenLogprobs
 
 LOWEST = -9999.0  # JSON has no infinity; OpenAI's number for a token that is very unlikely
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 TokenBytes = Callable[[int], bytes]  # what a token adds to a text, in UTF-8
 
 
 def chat_logprobs(
-    made: CompletionOutput, token_bytes: TokenBytes, num_likeliest: int
+    made: CompletionOutput | StreamDelta, token_bytes: TokenBytes, num_likeliest: int
 ) -> dict[str, Any] | None:
     """An entry for each token of the text, the token that ended it among them; None if they were
     not asked for. num_likeliest: tokens beside each, likeliest first.
@@ -34,33 +35,73 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(made: CompletionOutput, token_bytes: TokenBytes) -> dict[str, Any] | None:
-    """Parallel lists over the tokens of the text, the token that ended it among them; None if they
-    were not asked for. text_offset: where each begins in this text, in characters.
-    """
-    if made.logprobs is None:
-        return None
-    tokens, offsets, begin = [], [], 0
-    characters = codecs.getincrementaldecoder("utf-8")("replace")
-    for token_id in made.token_ids:
-        data = token_bytes(token_id)
-        tokens.append(_text(data))
-        offsets.append(min(begin, len(made.text)))
-        begin += len(characters.decode(data))
-    scored = zip(made.token_ids, made.logprobs, strict=True)
-    return {
-        "tokens": tokens,
-        "token_logprobs": [max(position[i].logprob, LOWEST) for i, position in scored],
-        "top_logprobs": [
-            {_text(token_bytes(i)): max(each.logprob, LOWEST) for i, each in position.items()}
-            for position in made.logprobs
-        ],
-        "text_offset": offsets,
-    }
-
-
 def _entry(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": _text(data), "logprob": max(logprob, LOWEST), "bytes": list(data)}
+
+
+class CompletionLogprobs:
+    """Writes the parallel lists of a completion, which may come in parts.
+
+    text_offset: where a token begins in the text, in characters; one that a stop cut off begins
+    past its end.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, offset: int = 0) -> None:
+        """offset: of the first token; one below 0 counts as 0."""
+        self._token_bytes = token_bytes
+        self._offset = offset
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def lists(
+        self, token_ids: Sequence[int], positions: Sequence[TokenLogprobs | None]
+    ) -> dict[str, list[Any]]:
+        """The lists over the next tokens, the token that ended the text among them. positions: what
+        is known of each; None for the first token of a prompt.
+        """
+        tokens, offsets = [], []
+        for token_id in token_ids:
+            data = self._token_bytes(token_id)
+            tokens.append(_text(data))
+            offsets.append(max(self._offset, 0))
+            self._offset += len(self._characters.decode(data))
+        own = [
+            None if position is None else max(position[token_id].logprob, LOWEST)
+            for token_id, position in zip(token_ids, positions, strict=True)
+        ]
+        likeliest = [
+            None if position is None else self._by_text(position) for position in positions
+        ]
+        return dict(zip(LISTS, (tokens, own, likeliest, offsets), strict=True))
+
+    def _by_text(self, position: TokenLogprobs) -> dict[str, float]:
+        """Log-probabilities by the texts of tokens; the likeliest of those that look the same."""
+        found: dict[str, float] = {}
+        for token_id, each in position.items():
+            found.setdefault(_text(self._token_bytes(token_id)), max(each.logprob, LOWEST))
+        return found
+
+
+def prompt_text(output: RequestOutput, token_bytes: TokenBytes) -> str:
+    """The prompt as an answer repeats it: as it was given, or the text of its ids."""
+    if output.prompt is not None:
+        return output.prompt
+    return _joined(output.prompt_token_ids, token_bytes)
+
+
+def prompt_lists(
+    output: RequestOutput, text: str, token_bytes: TokenBytes
+) -> dict[str, list[Any]] | None:
+    """The lists over a prompt's tokens; None if they were not asked for. text: its prompt_text."""
+    if output.prompt_logprobs is None:
+        return None
+    # A tokenizer may add tokens and a space before the text: they begin where it begins.
+    offset = len(text) - len(_joined(output.prompt_token_ids, token_bytes))
+    writer = CompletionLogprobs(token_bytes, offset)
+    return writer.lists(output.prompt_token_ids, output.prompt_logprobs)
+
+
+def _joined(token_ids: Iterable[int], token_bytes: TokenBytes) -> str:
+    return b"".join(map(token_bytes, token_ids)).decode("utf-8", "replace")
 
 
 def _text(data: bytes) -> str:

@@ -1,12 +1,13 @@
 """Reads the body of an OpenAI request as plain records: a prompt or messages, and SamplingParams.
 
-Knows the keys of /v1/completions and /v1/chat/completions, and those that vLLM adds; knows no HTTP,
-so a batch file and a server can share it. A key that would change the answer and cannot be obeyed
-is refused, never ignored.
+Knows no HTTP, so a batch file and a server can share it. A key that would change the answer and
+cannot be obeyed is refused, never ignored; openai_keys.py has the tables.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,60 +20,52 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
+from nanoengine.serving.openai_keys import (
+    CHAT,
+    COMMON,
+    OWN,
+    PARAMS,
+    given_keys,
+    unknown_key,
+)
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Keys with the name and the meaning of a field of SamplingParams; a chat says logprobs otherwise.
-PARAMS = (
-    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
-    *("max_tokens", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("skip_special_tokens", "include_stop_str_in_output", "logprobs"),
+MAX_BIASES = 1024
+MAX_WORD = 1000  # characters of a stop or of a bad word: the engine searches them in every step
+# Variables of chat templates that models have; others could stand for the template's own arguments.
+TEMPLATE_VARIABLES = (
+    *("enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "clear_thinking"),
+    *("reasoning_effort", "model_identity", "date_string", "documents", "controls"),
+    *("tools", "builtin_tools", "custom_tools", "xml_tools", "python_tools"),
+    *("tools_in_user_message", "custom_instructions"),
 )
-# Keys that do not change the answer.
-IGNORED = (
-    *("model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-    *("prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"),
-)
-OWN = {
-    CHAT: ("messages", "max_completion_tokens", "chat_template_kwargs", "top_logprobs"),
-    COMPLETIONS: ("prompt",),
-}
-# Keys that cannot be obeyed: the values that ask for nothing, and why others are refused.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "stream": ((False,), "the answer comes whole"),
-    "stream_options": ((), "the answer comes whole"),
-    "suffix": (("",), "text can only be added after the prompt"),
-    "echo": ((False,), "the answer does not repeat the prompt"),
-    "best_of": ((1,), "answers are not compared; n gives several"),
-    "use_beam_search": ((False,), "beam search is LLM.beam_search in Python"),
-    "prompt_logprobs": ((), "log-probabilities of prompts are in LLM.generate in Python"),
-    "tools": (([],), "calls of tools are not read from the answer"),
-    "tool_choice": (("none", "auto"), "calls of tools are not read from the answer"),
-    "functions": (([],), "calls of tools are not read from the answer"),
-    "function_call": (("none", "auto"), "calls of tools are not read from the answer"),
-    "response_format": (({"type": "text"},), "the form of an answer cannot be forced"),
-    "structured_outputs": ((), "the form of an answer cannot be forced"),
-    "guided_json": ((), "the form of an answer cannot be forced"),
-    "guided_regex": ((), "the form of an answer cannot be forced"),
-    "guided_choice": ((), "the form of an answer cannot be forced"),
-    "guided_grammar": ((), "the form of an answer cannot be forced"),
-    "modalities": ((["text"],), "answers are text"),
-    "audio": ((), "answers are text"),
-    "web_search_options": ((), "nothing is searched"),
-    "reasoning_effort": ((), "a template that has it takes it in chat_template_kwargs"),
-    "verbosity": (("medium",), "a template that has it takes it in chat_template_kwargs"),
-    "documents": (([],), "a template that has it takes it in chat_template_kwargs"),
-    "chat_template": ((), "only the model's own template is used"),
-    "continue_final_message": ((False,), "an answer begins a message of its own"),
-}
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """The answer is wanted in chunks. include_usage: one more chunk tells the tokens of all;
+    continuous_usage: each chunk tells the tokens so far.
+    """
+
+    include_usage: bool = False
+    continuous_usage: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """Texts to complete, as text or token ids, each with `params`."""
+    """Texts to complete, as text or token ids, each with `params`.
+
+    echo: the answer begins with the prompt; echo_only: and ends with it, so what is generated (the
+    engine needs one token) is dropped. model: the name in the body, which nobody has checked.
+    """
 
     prompts: tuple[str | list[int], ...]
     params: SamplingParams
+    echo: bool = False
+    echo_only: bool = False
+    cache_salt: str | None = None
+    streaming: Streaming | None = None
+    model: str | None = None
 
     @property
     def num_completions(self) -> int:
@@ -82,11 +75,16 @@ class CompletionRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to go on with; the chat template checks the messages and its variables."""
+    """A conversation to go on with; the chat template checks the messages and the values of its
+    variables. model: the name in the body, which nobody has checked.
+    """
 
     messages: Any
     params: SamplingParams
-    template_kwargs: Any = None
+    template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    streaming: Streaming | None = None
+    model: str | None = None
 
     @property
     def num_completions(self) -> int:
@@ -106,54 +104,193 @@ def read_request(
         near = near_name(endpoint, OWN)
         hint = f"did you mean {near}?" if near else f"there are {' and '.join(OWN)}"
         raise RequestError(f"there is no endpoint {shown(endpoint)}; {hint}")
-    if not isinstance(body, dict):
-        raise InvalidPromptError(f"the body must be a JSON object, got {shown(body)}")
-    given = {name: value for name, value in body.items() if value is not None}
-    _check_names(endpoint, given)
-    params = {name: given[name] for name in PARAMS if name in given}
-    if endpoint == COMPLETIONS:
-        made = replace(defaults, **params)
-        return CompletionRequest(_prompts(given.get("prompt"), made.n), made)
+    given = given_keys(body, {*PARAMS, *COMMON, *OWN[endpoint]})
+    return _chat(given, defaults) if endpoint == CHAT else _completion(given, defaults)
+
+
+def _completion(given: dict[str, Any], defaults: SamplingParams) -> CompletionRequest:
+    params, echo = _params(given), read_flag(given, "echo")
+    # OpenAI's way to ask for no more than the log-probabilities of a prompt.
+    echo_only = echo and integer(params.get("max_tokens")) == 0
+    if echo_only:
+        params["max_tokens"] = 1
+    if echo:
+        params["prompt_logprobs"] = params.get("logprobs")
+    made = params_from(defaults, params)
+    prompts = _prompts(given.get("prompt"), made.n)
+    return CompletionRequest(prompts, made, echo, echo_only, **_common(given))
+
+
+def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
     if "messages" not in given:
         raise InvalidPromptError('the body of a chat needs "messages"')
+    params = {"max_tokens": None} | _params(given) | {"logprobs": _chat_logprobs(given)}
+    return ChatRequest(
+        plain_messages(given["messages"]),
+        params_from(defaults, params),
+        template_kwargs(given),
+        **_common(given),
+    )
+
+
+def _params(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams, which checks them."""
+    params = {name: given[name] for name in PARAMS if name in given}
     limit = given.get("max_completion_tokens")
     if limit is not None and params.setdefault("max_tokens", limit) != limit:
         raise InvalidParamsError("max_tokens and max_completion_tokens differ; give one of them")
-    made = replace(defaults, **{"max_tokens": None} | params | {"logprobs": _of_chat(given)})
-    return ChatRequest(given["messages"], made, given.get("chat_template_kwargs"))
+    return params
 
 
-def _of_chat(given: dict[str, Any]) -> int | None:
+def _common(given: dict[str, Any]) -> dict[str, Any]:
+    """What requests of both endpoints have."""
+    return {
+        "cache_salt": read_text(given, "cache_salt"),
+        "streaming": _streaming(given),
+        "model": read_text(given, "model"),
+    }
+
+
+def read_text(given: dict[str, Any], name: str) -> str | None:
+    """A key whose value is a text that is not empty. Raises InvalidParamsError for another one."""
+    value = given.get(name)
+    if value is not None and not (isinstance(value, str) and value):
+        raise InvalidParamsError(f"{name} must be a text that is not empty, got {shown(value)}")
+    return value
+
+
+def read_flag(given: dict[str, Any], name: str) -> bool:
+    """A key that is false by default. Raises InvalidParamsError if it is no true or false."""
+    value = given.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidParamsError(f"{name} must be true or false, got {shown(value)}")
+    return bool(value)
+
+
+def _streaming(given: dict[str, Any]) -> Streaming | None:
+    is_wanted, options = read_flag(given, "stream"), given.get("stream_options")
+    if options is None:
+        return Streaming() if is_wanted else None
+    if not is_wanted:
+        raise InvalidParamsError("stream_options needs stream=true")
+    if not isinstance(options, dict):
+        raise InvalidParamsError(f"stream_options must be an object, got {shown(options)}")
+    for name in options:
+        if name not in STREAM_OPTIONS:
+            raise unknown_key(name, STREAM_OPTIONS, " of stream_options")
+    usage, continuous, _ = (read_flag(options, name) for name in STREAM_OPTIONS)
+    return Streaming(usage, continuous)
+
+
+def _chat_logprobs(given: dict[str, Any]) -> int | None:
     """How many likeliest tokens a chat wants beside each of its own; None without logprobs."""
-    wanted, number = given.get("logprobs", False), given.get("top_logprobs", 0)
+    wanted = given.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise InvalidParamsError(
             f"logprobs of a chat must be true or false, got {shown(wanted)}; top_logprobs says how "
             "many likeliest tokens"
         )
+    number = top_logprobs(given)
+    if number and not wanted:
+        raise InvalidParamsError(f"top_logprobs={number} needs logprobs=true")
+    return number if wanted else None
+
+
+def top_logprobs(given: dict[str, Any]) -> int:
+    """How many likeliest tokens are wanted beside each. Raises InvalidParamsError."""
+    number = given.get("top_logprobs", 0)
     whole = integer(number)
     if whole is None or not 0 <= whole <= MAX_LOGPROBS:
         raise InvalidParamsError(
             f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {shown(number)}"
         )
-    if whole and not wanted:
-        raise InvalidParamsError(f"top_logprobs={whole} needs logprobs=true")
-    return whole if wanted else None
+    return whole
 
 
-def _check_names(endpoint: str, given: dict[str, Any]) -> None:
-    """Raise InvalidParamsError for a key that cannot be obeyed, or that nobody knows."""
-    known = {*PARAMS, *IGNORED, *OWN[endpoint]}
-    for name, value in given.items():
-        if name in known:
-            continue
-        if name not in REFUSED:
-            near = near_name(name, known | REFUSED.keys())
-            hint = f"; did you mean {near!r}?" if near else ""
-            raise InvalidParamsError(f"unknown key {shown(name)}{hint}")
-        neutral, why = REFUSED[name]
-        if not any(value == each and type(value) is type(each) for each in neutral):
-            raise InvalidParamsError(f"{name}={shown(value)} is not supported: {why}")
+def plain_messages(messages: Any) -> Any:
+    """The messages with the roles that templates know: a developer's message is a system's."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**each, "role": "system"}
+        if isinstance(each, dict) and each.get("role") == "developer"
+        else each
+        for each in messages
+    ]
+
+
+def text_content(content: Any, kinds: tuple[str, ...], where: str) -> str | list[dict[str, str]]:
+    """A message's content with its parts as a chat has them. kinds: types of parts that are texts.
+
+    Raises InvalidPromptError for another content or part.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidPromptError(
+            f"{where} must be a text or a list of text parts, got {shown(content)}"
+        )
+    parts = []
+    for index, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None
+        if not isinstance(text, str):
+            raise InvalidPromptError(
+                f'{where}[{index}] must be {{"type": "{kinds[0]}", "text": "..."}}, got '
+                f"{shown(part)}; no images, files or calls of tools are read"
+            )
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def params_from(
+    defaults: SamplingParams, given: dict[str, Any], names: Mapping[str, str] | None = None
+) -> SamplingParams:
+    """The defaults with fields changed. names: what the body calls fields; errors say it, too.
+
+    Raises InvalidParamsError.
+    """
+    names = names or {}
+    try:
+        _check_sizes(given)
+        return replace(defaults, **given)
+    except InvalidParamsError as error:
+        text = str(error)
+        own = next((name for name in names if re.match(rf"{name}\b", text)), None)
+        if own is None:
+            raise
+        raise InvalidParamsError(names[own] + text.removeprefix(own)) from None
+
+
+def _check_sizes(given: dict[str, Any]) -> None:
+    """Raise InvalidParamsError for what would keep the engine from others' requests for long."""
+    biases = given.get("logit_bias")
+    if isinstance(biases, dict | list) and len(biases) > MAX_BIASES:
+        raise InvalidParamsError(
+            f"logit_bias names {len(biases)} tokens, and may name {MAX_BIASES}; allowed_token_ids "
+            "has no such limit"
+        )
+    for name in ("stop", "bad_words"):
+        words = given.get(name)
+        for word in words if isinstance(words, list) else [words]:
+            if isinstance(word, str) and len(word) > MAX_WORD:
+                raise InvalidParamsError(
+                    f"{name} holds a text of {len(word)} characters; the limit is {MAX_WORD}"
+                )
+
+
+def template_kwargs(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The variables of the chat template in a body. Raises InvalidParamsError."""
+    given = body.get("chat_template_kwargs")
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise InvalidParamsError(f"chat_template_kwargs must be an object, got {shown(given)}")
+    for name in given:
+        if name not in TEMPLATE_VARIABLES:
+            near = near_name(name, TEMPLATE_VARIABLES)
+            hint = f"did you mean {near!r}?" if near else f"it may: {', '.join(TEMPLATE_VARIABLES)}"
+            raise InvalidParamsError(f"chat_template_kwargs may not hold {shown(name)}; {hint}")
+    return given
 
 
 def _prompts(given: Any, n: int) -> tuple[str | list[int], ...]:

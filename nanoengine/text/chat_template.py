@@ -37,7 +37,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, process: TemplateProcess) -> None:
         """source: Jinja code; `render` raises if it is broken."""
-        self._source = source
+        self.source = source
         self._process = process
 
     def render(
@@ -59,17 +59,17 @@ class ChatTemplate:
         plain = {name: _plain(value, name) for name, value in given.items()}
         plain["messages"] = _plain_messages(messages)
         self._warn_of_unknown_names(plain)
-        return self._process.render(self._source, plain)
+        return self._process.render(self.source, plain)
 
     def _warn_of_unknown_names(self, variables: Mapping[str, Any]) -> None:
         """Warn of what most templates write or leave out without a word."""
         for role in dict.fromkeys(message["role"] for message in variables["messages"]):
-            if role not in ROLES and not re.search(f"['\"]{re.escape(role)}['\"]", self._source):
+            if role not in ROLES and not re.search(f"['\"]{re.escape(role)}['\"]", self.source):
                 warn_user(
                     f"the role {shown(role)} is not one of {', '.join(ROLES)}, and the model's "
                     "chat template does not name it: the model may not know it"
                 )
-        if variables["tools"] and "tools" not in self._source:
+        if variables["tools"] and "tools" not in self.source:
             warn_user("the model's chat template does not use tools: the model will not see them")
 
 

@@ -128,6 +128,17 @@ class Tokenizer:
             raise InvalidPromptError(f"the ids cannot be decoded: {_text_of(error)}") from error
 
     @property
+    def special_tokens(self) -> dict[str, str]:
+        """Texts of special tokens by names such as "eos_token"."""
+        return dict(self._special_tokens)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template's Jinja code; None without one."""
+        found = self._templates.get("default")
+        return None if found is None else found.source
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
         return bool(self._templates)

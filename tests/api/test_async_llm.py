@@ -94,7 +94,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
         assert not inner.llm_engine.has_unfinished_requests
         assert_all_free(inner.llm_engine)
 
-    await llm._call(check)
+    await llm.call(check)
     assert not llm._engine._open and not llm._engine._by_id
 
 
@@ -155,6 +155,95 @@ def test_logprobs_so_far(shared: AsyncLLM, plain: LLM) -> None:
         assert found == expected
 
     asyncio.run(ask())
+
+
+def test_a_stream_gives_what_is_new(shared: AsyncLLM, plain: LLM) -> None:
+    params = SamplingParams(max_tokens=40, n=2, seed=4, ignore_eos=True, logprobs=0)
+    (expected,) = plain.generate("anew", params, use_tqdm=False)
+
+    async def work() -> None:
+        texts, ids = ["", ""], [[], []]
+        stream = await shared.stream("anew", params, "mine")
+        assert stream.output is None and stream.begun().prompt == "anew"
+        async for delta in stream:
+            assert len(delta.token_ids) == len(delta.logprobs)
+            texts[delta.index] += delta
+            ids[delta.index] += delta.token_ids
+        assert texts == [made.text for made in expected.outputs]
+        assert ids == [made.token_ids for made in expected.outputs]
+        same(stream.output, expected)
+        assert stream.output.request_id == "mine" and await stream.take() == []
+        whole = await (await shared.stream("anew", params)).whole()
+        assert whole.finished and [made.text for made in whole.outputs] == texts
+        with pytest.raises(PromptTooLongError):
+            await shared.stream([5] * 600)
+        await assert_idle(shared)
+
+    run(work())
+
+
+def test_a_stream_that_has_begun_knows_its_prompt(shared: AsyncLLM, plain: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+    (expected,) = plain.generate("begin", params, use_tqdm=False)
+
+    async def work() -> None:
+        stream = await shared.stream("begin", params)
+        await stream.take()
+        assert not stream.is_queued
+        begun = stream.begun()
+        assert begun.prompt_logprobs == expected.prompt_logprobs and not begun.finished
+
+    run(work())
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_stream_that_is_failed_raises_that(shared: AsyncLLM, is_whole: bool) -> None:
+    async def work() -> None:
+        stream = await shared.stream("fails", LONG)
+        reading = asyncio.ensure_future(stream.whole() if is_whole else collect_deltas(stream))
+        await asyncio.sleep(0.01)
+        stream.fail(KeyError("why"))
+        with pytest.raises(KeyError, match="why"):
+            await reading
+        await assert_idle(shared)
+
+    run(work())
+
+
+def test_the_first_end_of_a_stream_stays(shared: AsyncLLM) -> None:
+    async def work() -> None:
+        stream = await shared.stream("fails", LONG)
+        stream.fail(KeyError("why"))
+        stream.fail(ValueError("later"))
+        stream._mailbox.put([])  # as the engine may meanwhile
+        with pytest.raises(KeyError, match="why"):
+            await stream.take()
+        await assert_idle(shared)
+
+    run(work())
+
+
+async def collect_deltas(stream: Any) -> list[Any]:
+    return [delta async for delta in stream]
+
+
+def test_a_stream_that_is_dropped_ends(shared: AsyncLLM) -> None:
+    async def work() -> None:
+        stream = await shared.stream("dropped", LONG)
+        await stream.take()
+        del stream
+        gc.collect()
+        await assert_idle(shared)
+
+    run(work())
+
+
+def test_health(tiny: Callable[[str], Path]) -> None:
+    llm = AsyncLLM(tiny("llama"), **SETTINGS)
+    run(llm.check_health())
+    llm.close()
+    with pytest.raises(EngineClosedError):
+        run(llm.check_health())
 
 
 def test_chat(shared: AsyncLLM, plain: LLM) -> None:
@@ -322,9 +411,9 @@ def test_bad_requests_raise_what_generate_raises(shared: AsyncLLM) -> None:
 
 def test_an_idle_engine_sleeps(shared: AsyncLLM) -> None:
     async def work() -> float:
-        before = await shared._call(lambda _: time.thread_time())
+        before = await shared.call(lambda _: time.thread_time())
         await asyncio.sleep(0.5)
-        return await shared._call(lambda _: time.thread_time()) - before
+        return await shared.call(lambda _: time.thread_time()) - before
 
     assert run(work()) < 0.05
 
@@ -341,7 +430,7 @@ def test_over_two_tiers(tiny: Callable[[str], Path], plain: LLM) -> None:
             found = await asyncio.gather(*(last(llm, p, params) for p in prompts))
             await assert_idle(llm)
             # From here on no copy arrives.
-            await llm._call(
+            await llm.call(
                 lambda inner: fail_copies(inner.llm_engine.device.h2d, set(range(10_000)))
             )
             with pytest.raises(TransferError):
@@ -369,7 +458,7 @@ def test_an_engine_that_fails_tells_everyone(tiny: Callable[[str], Path]) -> Non
         tasks = [asyncio.create_task(collect(llm, f"p{i}", LONG)) for i in range(5)]
         while len(llm._engine._open) < 5:
             await asyncio.sleep(0)
-        await llm._call(break_engine)
+        await llm.call(break_engine)
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, RuntimeError) and str(result) == "device lost"
         for call in (lambda: collect(llm, "late"), lambda: llm.abort("x"), llm.get_tokenizer):

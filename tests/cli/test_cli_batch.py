@@ -112,6 +112,8 @@ def test_log_probabilities_are_the_librarys(folder: Path, tmp_path: Path) -> Non
     rows = [
         ask("chat", CHAT, messages=MESSAGES, **chat_asked),
         ask("ids", prompt=[5, 6, 7], max_tokens=4, seed=1, logprobs=1),
+        ask("echo", prompt=[5, 6, 7], max_tokens=1, temperature=0, logprobs=1, echo=True),
+        ask("prompt", prompt="The sea", max_tokens=0, echo=True),
     ]
     target = tmp_path / "out.jsonl"
     run(write(tmp_path / "in.jsonl", rows), target, folder)
@@ -121,6 +123,8 @@ def test_log_probabilities_are_the_librarys(folder: Path, tmp_path: Path) -> Non
         (chat,) = llm.chat(MESSAGES, params, use_tqdm=False)
         params = SamplingParams(max_tokens=4, seed=1, logprobs=1)
         (ids,) = llm.generate([5, 6, 7], params, use_tqdm=False)
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+        (echo,) = llm.generate([5, 6, 7], params, use_tqdm=False)
     scored = zip(chat["token_ids"], chat.outputs[0].logprobs or [], strict=True)
     content = choices["chat"]["logprobs"]["content"]
     wanted = [row[i].logprob for i, row in scored]
@@ -134,6 +138,17 @@ def test_log_probabilities_are_the_librarys(folder: Path, tmp_path: Path) -> Non
     likeliest = [max(row.values()) for row in found["top_logprobs"]]
     assert likeliest == pytest.approx(wanted, rel=1e-5)
     assert len(found["tokens"]) == len(found["text_offset"]) == 4
+    own, likeliest = (choices["echo"]["logprobs"][f"{name}_logprobs"] for name in ("token", "top"))
+    scores = list(zip([6, 7], (echo.prompt_logprobs or [])[1:], strict=True))
+    assert own[0] is None and likeliest[0] is None and len(own) == 4
+    assert own[1:3] == pytest.approx([row[i].logprob for i, row in scores], rel=1e-5)
+    # As lm-eval takes a token for the likeliest.
+    assert [own[i] == max(likeliest[i].values()) for i in (1, 2, 3)] == [
+        *(row[i].rank == 1 for i, row in scores),
+        True,
+    ]
+    assert choices["echo"]["text"].endswith(echo["text"])
+    assert choices["prompt"]["text"] == "The sea" and choices["prompt"]["logprobs"] is None
 
 
 def test_a_bad_line_is_an_error_and_the_others_go_on(
@@ -146,6 +161,7 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(
             ask("long", prompt="x" * 2000),
             ask("key", prompt="x", temprature=1),
             ask("tools", CHAT, messages=MESSAGES, tools=[{"type": "function"}]),
+            ask("stream", CHAT, messages=MESSAGES, stream=True),
             ask("role", CHAT, messages=[{"content": "x"}]),
             ask("second", prompt=[[5], [10**6]]),
             ask("url", "/v1/embeddings", input="x"),
@@ -160,8 +176,9 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(
     assert codes == {
         None: "invalid_line",
         "long": "context_length_exceeded",
-        "key": "invalid_value",
-        "tools": "invalid_value",
+        "key": "unknown_parameter",
+        "tools": "unsupported_parameter",
+        "stream": "unsupported_parameter",
         "role": "invalid_prompt",
         "second": "invalid_prompt",
         "url": "invalid_request",
@@ -171,7 +188,7 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(
     assert response["status_code"] == 400
     assert response["body"]["error"]["message"] == found["key"]["error"]["message"]
     assert "did you mean 'temperature'?" in found["key"]["error"]["message"]
-    assert "8 requests, 7 with an error" in capsys.readouterr().err
+    assert "9 requests, 8 with an error" in capsys.readouterr().err
 
 
 def test_ids_twice_are_refused_before_anything_runs(

@@ -1,17 +1,33 @@
-"""Writes docs/settings.md and docs/parameters.md from the data that the engine itself uses.
+"""Writes docs/settings.md, docs/parameters.md and docs/bodies.md from the engine's own data.
 
 `make pages` runs it; a test compares the files with what it would write.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 
 from nanoengine.cli.flags import PREFIX, SETTINGS
 from nanoengine.config import BUDGETS, CHOICES, COUNTS, DTYPES, MAX_GUESSES, EngineConfig
 from nanoengine.errors import MAX_COUNT, SEEDS
+from nanoengine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, MAX_STOPS
+from nanoengine.serving import messages_requests, openai_keys, responses_requests
+from nanoengine.serving.openai_keys import (
+    CHAT,
+    COMMON,
+    COMPLETIONS,
+    IGNORED,
+    MESSAGES,
+    OWN,
+    PARAMS,
+    REFUSED,
+    RESPONSES,
+    Refused,
+)
+from nanoengine.serving.openai_requests import MAX_BIASES, MAX_WORD, TEMPLATE_VARIABLES
 from nanoengine.text.known_names import ARGUMENT, PARAMETER, ROWS, SETTING, WORKS, KnownName
 
 KNOWN = {field.name: field for field in fields(EngineConfig)}
@@ -71,6 +87,35 @@ same words. `LLM.from_engine_args(args)` and `AsyncLLM.from_engine_args(args)`
 take an object such as vLLM's EngineArgs, or a mapping: they translate renamed settings, leave out
 values that ask for nothing, and refuse the others. What all of ours do: [Settings](settings.md).
 """
+VARIABLES = ", ".join(f"`{name}`" for name in TEMPLATE_VARIABLES)
+BODIES_HEAD = f"""\
+# What a request may hold
+
+{WRITTEN}
+
+The keys of requests over HTTP and, for the first two paths, of the lines of
+[nanoengine batch](command_line.md#batch). A key that would change the answer and cannot be obeyed
+is an error, and so is a key that nobody knows: it may be a parameter with a slip of the fingers.
+Names of [other engines](parameters.md) are told what they are here. `null` is no value.
+
+- `temperature`, `top_p` and others that a body lacks are those of `SamplingParams`, or the model's
+  own with `generation_config="auto"`. Without a limit, a chat and a response may fill the context;
+  a completion has 16 tokens.
+- `n` times the number of prompts is at most {MAX_COMPLETIONS:,}; `top_logprobs` and `logprobs` are
+  at most {MAX_LOGPROBS}; there are at most {MAX_STOPS} stops and as many `bad_words`, each of at
+  most {MAX_WORD:,} characters; `logit_bias` names at most {MAX_BIASES:,} tokens.
+- `echo` repeats the prompt before a completion. With `logprobs`, the lists begin with the prompt's
+  tokens, the first of which has none; `"max_tokens": 0` asks for the prompt's alone. Such a prompt
+  is computed as a whole, also where its KV is cached.
+- `stream_options` has `include_usage` and vLLM's `continuous_usage_stats`. A chunk may have several
+  tokens: those that came since the last one.
+- `cache_salt` keeps the cached KV of users apart who must not learn of each other's prompts by
+  the time that theirs take.
+- `developer` is another name of the role `system`. Of a content in parts, only texts are read.
+- `chat_template_kwargs` may hold {VARIABLES}.
+- `/v1/responses` keeps nothing, so `store` changes nothing, and a conversation comes whole in
+  `input`. `/v1/messages` goes on after a user's message alone.
+"""
 
 
 def settings_page() -> str:
@@ -129,7 +174,45 @@ def _what_is_here(row: KnownName) -> str:
     return "works" if row.kind == WORKS else row.sentence
 
 
-PAGES = {"settings.md": settings_page, "parameters.md": parameters_page}
+def bodies_page() -> str:
+    """docs/bodies.md: which keys work, change nothing or are refused."""
+    works = {
+        CHAT: (*PARAMS, *COMMON, *OWN[CHAT]),
+        COMPLETIONS: (*PARAMS, *COMMON, *OWN[COMPLETIONS]),
+        RESPONSES: responses_requests.KNOWN,
+        MESSAGES: messages_requests.KNOWN,
+    }
+    parts = [BODIES_HEAD, "## Keys that work\n\n| path | keys |\n|---|---|"]
+    parts[-1] += "".join(f"\n| `{path}` | {_names(keys)} |" for path, keys in works.items()) + "\n"
+    parts.append(f"## Keys that change nothing\n\n{_names(IGNORED)}.\n")
+    for title, refused in (
+        (f"`{CHAT}` and `{COMPLETIONS}`", REFUSED),
+        (f"`{RESPONSES}`", responses_requests.REFUSED),
+        (f"`{MESSAGES}`", messages_requests.REFUSED),
+    ):
+        parts.append(f"## Refused by {title}\n\n{_refused_table(refused)}")
+    return "\n".join(parts)
+
+
+def _refused_table(refused: Refused) -> str:
+    empty = ", ".join(f"`{json.dumps(value)}`" for value in openai_keys.EMPTY)
+    lines = [f"Values that ask for nothing pass: {empty}, and those in the second column.", ""]
+    lines += ["| key | passes with | otherwise |", "|---|---|---|"]
+    for name, (neutral, why) in refused.items():
+        values = ", ".join(f"`{json.dumps(value)}`" for value in neutral)
+        lines.append(f"| `{name}` | {values} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+PAGES = {
+    "settings.md": settings_page,
+    "parameters.md": parameters_page,
+    "bodies.md": bodies_page,
+}
 
 if __name__ == "__main__":
     for name, write in PAGES.items():

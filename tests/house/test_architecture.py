@@ -39,7 +39,7 @@ FOLDERS = {
     "startup": {"loading", "attention", "kernels", "models", "kv", "text", "devices"},
     "engine": {"startup", "loading", "models", "kernels", "kv", "text", "devices"},
     "bench": {"__init__", "llm", "loading", "text"},
-    "serving": set(),
+    "serving": {"__init__", "async_llm", "llm", "engine", "text"},
     "cli": {"__init__", "bench", "loading", "serving", "startup", "text", "devices"},
 }
 # What users call. The package itself shows what users import.

@@ -1,4 +1,4 @@
-"""docs/settings.md and docs/parameters.md are what the engine's own data say."""
+"""Pages that are written from the engine's own data say what it says today."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -19,15 +19,21 @@ from nanoengine.errors import (
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
-from nanoengine.serving.openai_requests import (
+from nanoengine.serving.openai_keys import (
     CHAT,
+    COMMON,
     COMPLETIONS,
+    EMPTY,
     IGNORED,
     OWN,
     PARAMS,
     REFUSED,
+)
+from nanoengine.serving.openai_requests import (
+    MAX_BIASES,
     ChatRequest,
     CompletionRequest,
+    Streaming,
     read_request,
 )
 
@@ -49,7 +55,8 @@ def chat(**body: Any) -> ChatRequest:
 
 def test_every_key_has_one_meaning() -> None:
     assert set(PARAMS) <= {field.name for field in fields(SamplingParams)}
-    groups = [*PARAMS, *IGNORED, *REFUSED, *(name for own in OWN.values() for name in own)]
+    own = (name for names in OWN.values() for name in names)
+    groups = [*PARAMS, *COMMON, *IGNORED, *REFUSED, *own]
     assert len(groups) == len(set(groups))
 
 
@@ -98,7 +105,7 @@ def test_too_many_texts_are_refused() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
     neutral, why = REFUSED[name]
-    for value in (None, *neutral):
+    for value in (None, *EMPTY, *neutral):
         assert chat(**{name: value}).params == chat().params
     with pytest.raises(InvalidParamsError, match=f"^{name}='some' is not supported: {why}"):
         chat(**{name: "some"})
@@ -110,6 +117,7 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         (CHAT, {"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'?"),
         (CHAT, {"qqqqqqqq": 1}, "unknown key 'qqqqqqqq'"),
         (COMPLETIONS, {"messages": MESSAGES}, "unknown key 'messages'"),
+        (COMPLETIONS, {"best_of": True}, "best_of=True is not supported: answers are not"),
         (COMPLETIONS, {"temperature": -1}, "temperature must be between 0 and 100, got -1"),
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "differ; give one"),
         (CHAT, {"messages": None}, 'needs "messages"'),
@@ -148,13 +156,151 @@ def test_logprobs_are_a_number_in_a_completion_and_two_keys_in_a_chat() -> None:
         assert chat(**body).params.logprobs == wanted
 
 
+def test_streams_salts_and_models_are_kept() -> None:
+    whole = chat()
+    assert (whole.streaming, whole.cache_salt, whole.model) == (None, None, None)
+    for read in (chat, completion):
+        made = read(stream=True, cache_salt="a", model="m", max_completion_tokens=7)
+        assert (made.streaming, made.cache_salt, made.model) == (Streaming(), "a", "m")
+        assert made.params.max_tokens == 7
+        assert read(stream=False).streaming is None
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert chat(stream=True, stream_options=options).streaming == Streaming(include_usage=True)
+    options = {"continuous_usage_stats": True}
+    assert chat(stream=True, stream_options=options).streaming == Streaming(continuous_usage=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"stream": 1}, "stream must be true or false, got 1"),
+        ({"stream_options": {"include_usage": True}}, "stream_options needs stream=true"),
+        ({"stream": True, "stream_options": 5}, "stream_options must be an object, got 5"),
+        (
+            {"stream": True, "stream_options": {"include_usag": True}},
+            "unknown key 'include_usag' of stream_options; did you mean 'include_usage'?",
+        ),
+        (
+            {"stream": True, "stream_options": {"include_usage": "yes"}},
+            "include_usage must be true or false, got 'yes'",
+        ),
+        ({"cache_salt": ""}, "cache_salt must be a text that is not empty, got ''"),
+        ({"model": 5}, "model must be a text that is not empty, got 5"),
+        ({"echo": "yes"}, "echo must be true or false, got 'yes'"),
+        ({"max_tokens": 0}, "max_tokens must be between 1 and"),
+        ({"max_tokens": False, "echo": True}, "max_tokens must be an integer, got False"),
+        (
+            {"logit_bias": {str(i): 1 for i in range(MAX_BIASES + 1)}},
+            "logit_bias names 1025 tokens, and may name 1024",
+        ),
+        ({"logit_bias": [[0, 1]] * 1025}, "logit_bias names 1025 tokens, and may name 1024"),
+        ({"stop": "x" * 1001}, "stop holds a text of 1001 characters; the limit is 1000"),
+        ({"bad_words": ["x" * 1001]}, "bad_words holds a text of 1001 characters"),
+    ],
+)
+def test_what_is_wrong_in_a_completion_is_named(body: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidParamsError, match=re.escape(text)):
+        completion(**body)
+
+
+def test_a_developers_message_is_a_systems() -> None:
+    said = [{"role": "developer", "content": "Be brief"}, *MESSAGES]
+    assert chat(messages=said).messages == [{"role": "system", "content": "Be brief"}, *MESSAGES]
+    assert said[0]["role"] == "developer"
+    for odd in (5, "Hi", [5]):
+        assert chat(messages=odd).messages == odd  # the chat template says what is wrong
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"chat_template": "{{ x }}"}, "may not hold 'chat_template'; it may: enable_thinking, "),
+        ({"tokenize": True}, "may not hold 'tokenize'"),
+        ({"bos_token": ""}, "may not hold 'bos_token'"),
+        (
+            {"enable_thinkin": True},
+            "may not hold 'enable_thinkin'; did you mean 'enable_thinking'?",
+        ),
+        ([], "chat_template_kwargs must be an object, got []"),
+    ],
+)
+def test_template_variables_are_those_of_models(given: Any, text: str) -> None:
+    with pytest.raises(InvalidParamsError, match=re.escape(text)):
+        chat(chat_template_kwargs=given)
+
+
+# Bodies as clients send them; what they leave out is OpenAI's own.
+CLIENTS: dict[str, dict[str, Any]] = {
+    "vllm bench serve": {
+        "repetition_penalty": 1.0,
+        "max_tokens": 8,
+        "logprobs": None,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    },
+    "guidellm": {"max_tokens": 8, "max_completion_tokens": 8, "ignore_eos": True, "stop": None},
+    "lm-eval": {"temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True},
+    "SillyTavern": {
+        "best_of": 1,
+        "echo": False,
+        "logit_bias": {},
+        "stop": [],
+        "suffix": "",
+        "use_beam_search": False,
+        "length_penalty": 1,
+        "early_stopping": False,
+        "spaces_between_special_tokens": True,
+        "guided_grammar": "",
+        "guided_json": {},
+        "guided_choice": [],
+    },
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_completions_of_clients_pass(client: str) -> None:
+    completion(model="m", **CLIENTS[client])
+
+
+def test_chats_of_clients_pass() -> None:
+    """A chat page, a library and an editor; all that they can send but does not apply here."""
+    chat(
+        model="m",
+        stream=True,
+        stream_options={"include_usage": True},
+        user="u",
+        metadata={"chat": "1"},
+        n=1,
+        tools=[],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        function_call="none",
+        response_format={"type": "text"},
+        logit_bias={},
+        store=False,
+        service_tier="auto",
+        prompt_cache_key="k",
+        modalities=["text"],
+        prediction={"type": "content", "content": "x"},
+    )
+
+
+def test_names_of_other_engines_pass_if_they_ask_for_nothing() -> None:
+    """Clients of llama.cpp send all of its parameters, at their defaults."""
+    assert chat(mirostat=0, typical_p=None, grammar="", cache_prompt=True).params == chat().params
+    text = "unknown key 'repeat_penalty'; here it is repetition_penalty"
+    with pytest.raises(InvalidParamsError, match=text):
+        chat(repeat_penalty=1.1)
+
+
 def output(*texts: str) -> RequestOutput:
     made = [CompletionOutput(i, text, [1, 2], "stop") for i, text in enumerate(texts)]
     return RequestOutput(0, "p", [1, 2, 3], made, num_cached_tokens=2)
 
 
 def test_answers_have_openais_form() -> None:
-    body = chat_body("7", "m", output("a", "b"), PIECES.__getitem__, None)
+    body = chat_body(chat(), "7", "m", PIECES.__getitem__, output("a", "b"))
     assert body["id"] == "chatcmpl-7" and body["object"] == "chat.completion"
     assert body["usage"] == {
         "prompt_tokens": 3,
@@ -174,6 +320,10 @@ def test_answers_have_openais_form() -> None:
 PIECES = {1: b" a", 2: b"\xc3", 3: b"\xa9b", 4: "ß".encode(), 5: b"</s>"}
 
 
+def wants(num_likeliest: int) -> ChatRequest:
+    return chat(logprobs=True, top_logprobs=num_likeliest)
+
+
 def scored(num_likeliest: int) -> RequestOutput:
     """ "aé b" as 1, 2, 3, 5; the first is the likeliest, the others are not among the likeliest."""
     likeliest = {1: Logprob(-0.5, 1), 4: Logprob(-1.5, 2)}
@@ -186,7 +336,7 @@ def scored(num_likeliest: int) -> RequestOutput:
 
 
 def test_a_chat_has_an_entry_for_each_token() -> None:
-    body = chat_body("7", "m", scored(2), PIECES.__getitem__, 2)
+    body = chat_body(wants(2), "7", "m", PIECES.__getitem__, scored(2))
     found = body["choices"][0]["logprobs"]
     a = {"token": " a", "logprob": -0.5, "bytes": [32, 97]}
     s = {"token": "ß", "logprob": -1.5, "bytes": [195, 159]}
@@ -199,13 +349,14 @@ def test_a_chat_has_an_entry_for_each_token() -> None:
         ],
         "refusal": None,
     }
-    alone = chat_body("7", "m", scored(0), PIECES.__getitem__, 0)["choices"][0]["logprobs"]
+    body = chat_body(wants(0), "7", "m", PIECES.__getitem__, scored(0))
+    alone = body["choices"][0]["logprobs"]
     assert [each["top_logprobs"] for each in alone["content"]] == [[]] * 4
     assert bytes(b for each in alone["content"] for b in each["bytes"]) == " aéb</s>".encode()
 
 
 def test_a_completion_has_parallel_lists() -> None:
-    body = completion_body("7", "m", [scored(1)], PIECES.__getitem__)
+    body = completion_body(completion(), "7", "m", PIECES.__getitem__, [scored(1)])
     assert body["choices"][0]["logprobs"] == {
         "tokens": [" a", "\\xc3", "\\xa9b", "</s>"],
         "token_logprobs": [-0.5, -2.5, -9999.0, -2.5],
@@ -220,10 +371,71 @@ def test_a_completion_has_parallel_lists() -> None:
 
 
 def test_completions_are_numbered_over_all_prompts() -> None:
-    body = completion_body("7", "m", [output("a", "b"), output("c", "d")], PIECES.__getitem__)
+    outputs = [output("a", "b"), output("c", "d")]
+    body = completion_body(completion(), "7", "m", PIECES.__getitem__, outputs)
     assert body["id"] == "cmpl-7" and body["object"] == "text_completion"
     assert [(c["index"], c["text"]) for c in body["choices"]] == [*enumerate("abcd")]
     assert body["usage"]["total_tokens"] == 14
+
+
+def echoed(prompt: str | None, logprobs: bool = True) -> RequestOutput:
+    """Three tokens of a prompt and two of an answer; the second of each is not the likeliest."""
+    likeliest = Logprob(-0.5, 1)
+    rows = [{1: likeliest}, {1: likeliest, 3: Logprob(-2.5, 7)}]
+    made = CompletionOutput(0, " aß", [1, 4], "length", logprobs=[rows[0], {4: Logprob(0, 1)}])
+    scores = [None, {2: Logprob(-1, 1)}, rows[1]] if logprobs else None
+    return RequestOutput(0, prompt, [1, 2, 3], [made], prompt_logprobs=scores)
+
+
+def test_echo_repeats_the_prompt_and_scores_its_tokens() -> None:
+    """The prompt has three tokens: a space too many, as some tokenizers add, and "é" in two."""
+    asked = completion(echo=True, logprobs=1)
+    assert asked.echo and asked.params.prompt_logprobs == 1
+    choice = completion_body(asked, "7", "m", PIECES.__getitem__, [echoed("aéb")])["choices"][0]
+    assert choice == {
+        "index": 0,
+        "text": "aéb aß",
+        "logprobs": {
+            "tokens": [" a", "\\xc3", "\\xa9b", " a", "ß"],
+            "token_logprobs": [None, -1, -2.5, -0.5, 0],
+            "top_logprobs": [
+                None,
+                {"\\xc3": -1},
+                {" a": -0.5, "\\xa9b": -2.5},
+                {" a": -0.5},
+                {"ß": 0},
+            ],
+            "text_offset": [0, 1, 1, 3, 5],
+        },
+        "finish_reason": "length",
+    }
+
+
+def test_echo_alone_gives_the_prompt_and_no_token() -> None:
+    asked = completion(echo=True, logprobs=1, max_tokens=0, prompt=[1, 2, 3])
+    assert asked.echo_only and asked.params.max_tokens == 1
+    body = completion_body(asked, "7", "m", PIECES.__getitem__, [echoed(None)])
+    choice = body["choices"][0]
+    assert choice["text"] == " aéb" and choice["logprobs"]["text_offset"] == [0, 2, 2]
+    assert len(choice["logprobs"]["token_logprobs"]) == 3
+    assert body["usage"]["completion_tokens"] == 0 and body["usage"]["total_tokens"] == 3
+    unscored = completion(echo=True)
+    assert not unscored.echo_only and unscored.params.prompt_logprobs is None
+    output = replace(echoed("p", logprobs=False), outputs=[CompletionOutput(0, "q", [1], "stop")])
+    body = completion_body(unscored, "7", "m", PIECES.__getitem__, [output])
+    assert (body["choices"][0]["text"], body["choices"][0]["logprobs"]) == ("pq", None)
+
+
+def test_of_tokens_that_look_the_same_the_likeliest_is_told() -> None:
+    """Otherwise a token could seem the likeliest by the lower number of its double."""
+    position = {1: Logprob(-0.5, 1), 6: Logprob(-3, 2)}
+    made = CompletionOutput(0, " a", [6], "length", logprobs=[position])
+    pieces = PIECES | {6: b" a"}
+    body = completion_body(
+        completion(), "7", "m", pieces.__getitem__, [RequestOutput(0, "p", [1], [made])]
+    )
+    found = body["choices"][0]["logprobs"]
+    assert (found["token_logprobs"], found["top_logprobs"]) == ([-3], [{" a": -0.5}])
 
 
 def test_errors_have_openais_codes() -> None:
@@ -236,3 +448,34 @@ def test_errors_have_openais_codes() -> None:
     ):
         found, body = error_body(error)
         assert (found, body["error"]["code"], body["error"]["message"]) == (status, code, "x")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        ({"temprature": 1}, "unknown_parameter", "temprature"),
+        ({"repeat_penalty": 1.1}, "unknown_parameter", "repeat_penalty"),
+        ({"tools": [{}]}, "unsupported_parameter", "tools"),
+        ({"temperature": -1}, "invalid_value", "temperature"),
+        ({"n": 2, "temperature": 0}, "invalid_value", "n"),
+        ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),
+        ({"max_tokens": 0}, "invalid_value", "max_tokens"),
+        ({"stream_options": {}}, "invalid_value", "stream_options"),
+        ({"messages": None}, "invalid_prompt", "messages"),
+        ({"x" * 100: 1}, "unknown_parameter", "x" * 64),
+    ],
+)
+def test_errors_name_their_key(body: dict[str, Any], code: str, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        chat(**body)
+    error = error_body(caught.value, CHAT)[1]["error"]
+    assert (error["code"], error["param"]) == (code, param)
+
+
+def test_errors_about_prompts_name_the_key_of_their_endpoint() -> None:
+    for error, params in (
+        (PromptTooLongError("x"), ["messages", "prompt", None]),
+        (InvalidParamsError("the x"), [None, None, None]),
+    ):
+        for endpoint, param in zip((CHAT, COMPLETIONS, None), params, strict=True):
+            assert error_body(error, endpoint)[1]["error"]["param"] == param

@@ -1,0 +1,110 @@
+"""`nanoengine serve`: a server for OpenAI's clients, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, fields
+from typing import Any
+
+from nanoengine.cli.flags import PREFIX, add_flag, engine_config
+from nanoengine.cli.usage import UsageError
+from nanoengine.devices.logs import LOG_LEVEL, show_logs
+from nanoengine.errors import ConfigError
+from nanoengine.serving.options import ServerOptions
+
+API_KEY = PREFIX + "API_KEY"
+OPTIONS = {
+    "host": "address to listen on; 0.0.0.0 lets other machines in",
+    "port": "port; 0: any free one",
+    "api_key": f"what clients must show as a bearer token; better in ${API_KEY}",
+    "served_model_name": "name of the model in answers",
+    "max_open_texts": "texts that are generated or wait; more get status 429",
+    "queue_seconds": "longest wait for the first step, then status 503; 0: no limit",
+    "drain_seconds": "what open requests get to end in at shutdown",
+    "read_seconds": "what a client gets to send a body in",
+    "stall_seconds": "how long a client may read nothing of a stream",
+    "keep_alive_seconds": "a stream without a token for so long gets a comment",
+    "max_body_mib": "largest body, MiB",
+    "allow_origins": "a web page that may call, https://HOST or *; may be given again",
+    "metrics_prefix": "of the names at /metrics: nanoengine or vllm",
+    "tokenizer_info": "show the chat template at /tokenizer_info",
+}
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of ServerOptions."""
+    target = parser.add_argument_group("server")
+    known = {field.name: field for field in fields(ServerOptions)}
+    for name, text in OPTIONS.items():
+        default = known[name].default
+        shown = f" [{default}]" if default not in (None, ()) else ""
+        add_flag(target, known[name], text + shown)
+
+
+def server_options(
+    args: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> ServerOptions:
+    """The ServerOptions of flags and environment. Raises UsageError for a bad value."""
+    given: dict[str, Any] = {name: getattr(args, name) for name in OPTIONS if hasattr(args, name)}
+    if "api_key" not in given and API_KEY in environ:
+        given["api_key"] = environ[API_KEY]
+    if "allow_origins" in given:
+        given["allow_origins"] = tuple(given["allow_origins"])
+    try:
+        return ServerOptions(**given)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Load the model and answer requests; returns the exit status."""
+    start = time.perf_counter()
+    config, options = engine_config(args), server_options(args)
+    try:
+        from nanoengine.serving import server
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the server needs {error.name}: pip install 'nanoengine[server]'"
+        ) from error
+    if not args.log_level and LOG_LEVEL not in os.environ:
+        show_logs("warning" if args.quiet else "info")
+    say = _silent if args.quiet else _say
+    listener = server.listen(options.host, options.port)
+    say(f"loading {config.model} ...")
+    from nanoengine import AsyncLLM  # imports torch, which takes a second
+
+    settings = asdict(config)
+    with closing(listener), closing(AsyncLLM(settings.pop("model"), **settings)) as llm:
+        address = url(options.host, listener.getsockname()[1])
+        if options.is_open:
+            print(
+                f"warning: everybody who reaches {address} may use it; --api-key or ${API_KEY} "
+                "asks for a key",
+                file=sys.stderr,
+            )
+
+        def on_start() -> None:
+            say(f"ready after {time.perf_counter() - start:.1f} s; OpenAI's API is at {address}/v1")
+
+        asyncio.run(server.serve(llm, options, listener, on_start))
+    say("stopped")
+    return 0
+
+
+def url(host: str, port: int) -> str:
+    """Where clients on this machine find the server."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _silent(_: str) -> None:
+    pass

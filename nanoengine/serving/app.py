@@ -1,0 +1,174 @@
+"""The HTTP application: which path leads where, and what every error becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+import nanoengine
+from nanoengine.errors import EngineClosedError, RequestError
+from nanoengine.serving import openapi
+from nanoengine.serving.event_stream import DONE, GONE
+from nanoengine.serving.guards import KeyGuard
+from nanoengine.serving.messages_answers import MessagesWriter, count_body
+from nanoengine.serving.messages_requests import read_count, read_messages
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
+from nanoengine.serving.openai_requests import read_request
+from nanoengine.serving.openapi import body_of, request_schema
+from nanoengine.serving.refusals import MESSAGES, Refusal, told_of
+from nanoengine.serving.report import report
+from nanoengine.serving.responses_answers import ResponsesWriter
+from nanoengine.serving.responses_requests import read_responses
+from nanoengine.serving.service import Service, json_response
+from nanoengine.serving.tokens import TokenEndpoints
+from nanoengine.serving.writers import ChatWriter, CompletionWriter
+
+RESPONSES = "/v1/responses"
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application. It has no pages: those of FastAPI load scripts from elsewhere."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        reporting = asyncio.create_task(report(service.llm))
+        yield
+        reporting.cancel()
+
+    app = FastAPI(
+        title="nanoengine",
+        version=nanoengine.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    _add_errors(app)
+    _add_texts(app, service)
+    _add_facts(app, service)
+    TokenEndpoints(service).add_to(app)
+    options = service.options
+    if options.api_key is not None:
+        app.add_middleware(KeyGuard, api_key=options.api_key)
+    if options.allow_origins:  # outside of the guard: a browser asks without the key first
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allow_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    """The endpoints that generate."""
+    defaults = service.facts.defaults
+    bytes_of = service.prompts.bytes_of
+
+    def new_id() -> str:
+        return uuid.uuid4().hex
+
+    @app.post(CHAT, openapi_extra=body_of(request_schema(CHAT)))
+    async def chat(request: Request) -> Response:
+        asked = await service.read(request, lambda body: read_request(CHAT, body, defaults))
+        writer = ChatWriter(asked, new_id(), service.name, bytes_of)
+        return await service.answer(request, asked, writer, DONE)
+
+    @app.post(COMPLETIONS, openapi_extra=body_of(request_schema(COMPLETIONS)))
+    async def completions(request: Request) -> Response:
+        asked = await service.read(request, lambda body: read_request(COMPLETIONS, body, defaults))
+        writer = CompletionWriter(asked, new_id(), service.name, bytes_of)
+        return await service.answer(request, asked, writer, DONE)
+
+    @app.post(RESPONSES, openapi_extra=body_of(openapi.RESPONSES))
+    async def responses(request: Request) -> Response:
+        asked = await service.read(request, lambda body: read_responses(body, defaults))
+        writer = ResponsesWriter(asked, new_id(), service.name, bytes_of)
+        return await service.answer(request, asked.chat, writer)
+
+    @app.post(MESSAGES, openapi_extra=body_of(openapi.MESSAGES_BODY))
+    async def messages(request: Request) -> Response:
+        asked = await service.read(request, lambda body: read_messages(body, defaults))
+        return await service.answer(request, asked, MessagesWriter(asked, new_id(), service.name))
+
+    @app.post(f"{MESSAGES}/count_tokens", openapi_extra=body_of(openapi.MESSAGES_BODY))
+    async def count_tokens(request: Request) -> Response:
+        asked = await service.read(request, lambda body: read_count(body, defaults))
+        (prompt,) = await service.prompts_of(asked)
+        return json_response(count_body(len(prompt["prompt_token_ids"])))
+
+
+def _add_facts(app: FastAPI, service: Service) -> None:
+    """The endpoints that tell about the server."""
+    model = {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "nanoengine",
+        "root": service.facts.model,
+        "parent": None,
+        "max_model_len": service.facts.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model
+
+    @app.get("/health")
+    @app.get("/ping")
+    async def health() -> Response:
+        await service.llm.check_health()
+        return Response()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": nanoengine.__version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        stats = await service.llm.stats()
+        return Response(service.metrics.text(stats), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Every error becomes OpenAI's error object."""
+
+    async def told(request: Request, error: Exception) -> Response:
+        answer = told_of(error, request.url.path)
+        response = json_response(answer.body, answer.status)
+        response.headers.update(answer.headers)
+        return response
+
+    async def of_http(request: Request, error: Exception) -> Response:
+        """A path or a method that there is not."""
+        status = error.status_code if isinstance(error, HTTPException) else 404
+        what = f"{request.method} {request.url.path}"
+        code, text = {
+            404: ("unknown_url", f"there is no {what}; GET /openapi.json lists what there is"),
+            405: ("method_not_allowed", f"there is no {what}; the path has another method"),
+        }.get(status, ("invalid_request", str(error)))
+        headers = getattr(error, "headers", None)
+        return await told(request, Refusal(status, code, text, headers=headers))
+
+    async def gone(_: Request, __: Exception) -> Response:
+        """The client left before its body had come."""
+        return GONE
+
+    app.add_exception_handler(ClientDisconnect, gone)
+    for kind in (RequestError, Refusal, EngineClosedError, Exception):
+        app.add_exception_handler(kind, told)
+    app.add_exception_handler(HTTPException, of_http)

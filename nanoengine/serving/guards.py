@@ -1,0 +1,87 @@
+"""What stands before every endpoint: the key, and the limits on a body. Plain ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from nanoengine.serving.options import ServerOptions
+from nanoengine.serving.refusals import Refusal, told_of
+
+OPEN_PATHS = ("/health", "/ping")  # what a load balancer asks has no key
+MIB = 1 << 20
+
+
+class KeyGuard:
+    """Lets requests through that show the key, as a bearer token or as Anthropic's x-api-key."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._digest = _digest(api_key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 401 without the key."""
+        if scope["type"] == "lifespan" or self._may_pass(scope):
+            await self._app(scope, receive, send)
+            return
+        refusal = Refusal(
+            401,
+            "invalid_api_key",
+            "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        told = told_of(refusal, scope["path"])
+        response = JSONResponse(told.body, told.status, told.headers)
+        await response(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
+            return True
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        # Digests are of one length: the time of the comparison tells nothing about the key.
+        return hmac.compare_digest(_digest(given), self._digest)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+async def read_body(request: Request, options: ServerOptions) -> bytes:
+    """The body of a request. Raises Refusal if it is no JSON, too large or too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # and so no other web page can call without being asked
+        raise Refusal(
+            415,
+            "unsupported_media_type",
+            f"the body must be JSON: send the header Content-Type: application/json, not {kind!r}",
+        )
+    most = options.max_body_mib * MIB
+    body = bytearray()
+    try:
+        async with asyncio.timeout(options.read_seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > most:
+                    raise Refusal(
+                        413,
+                        "request_too_large",
+                        f"the body is larger than {options.max_body_mib} MiB; --max-body-mib "
+                        "raises the limit",
+                        headers={"Connection": "close"},
+                    )
+    except TimeoutError:
+        raise Refusal(
+            408,
+            "request_timeout",
+            f"the body did not arrive within {options.read_seconds:g} s",
+            headers={"Connection": "close"},
+        ) from None
+    return bytes(body)

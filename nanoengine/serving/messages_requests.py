@@ -1,0 +1,106 @@
+"""Reads the body of /v1/messages, Anthropic's API, as a chat. Knows no HTTP.
+
+There are texts alone: no tools, images or documents, and no thinking apart from the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, shown
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.openai_keys import (
+    IN_KWARGS,
+    NO_CALLS,
+    NO_FORM,
+    OWN_MESSAGE,
+    Refused,
+    given_keys,
+)
+from nanoengine.serving.openai_requests import (
+    ChatRequest,
+    Streaming,
+    params_from,
+    read_flag,
+    read_text,
+    template_kwargs,
+    text_content,
+)
+
+ROLES = ("user", "assistant", "system")
+SAME = ("temperature", "top_p", "top_k", "max_tokens")
+KNOWN = (
+    *SAME,
+    *("messages", "model", "system", "stop_sequences", "stream"),
+    *("cache_salt", "chat_template_kwargs"),
+)
+REFUSED: Refused = {
+    "tools": ((), NO_CALLS),
+    "tool_choice": (({"type": "none"}, {"type": "auto"}), NO_CALLS),
+    "mcp_servers": ((), NO_CALLS),
+    "container": ((), NO_CALLS),
+    "thinking": (({"type": "disabled"},), IN_KWARGS),
+    "output_config": ((), NO_FORM),
+    "output_format": ((), NO_FORM),
+    "context_management": ((), "conversations are not cut or made shorter"),
+}
+
+
+def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
+    """The request in a body of /v1/messages. defaults: for temperature, top_p and top_k.
+
+    Raises InvalidParamsError and InvalidPromptError.
+    """
+    given = given_keys(body, KNOWN, REFUSED)
+    if "max_tokens" not in given:
+        raise InvalidParamsError("max_tokens is required: the most tokens of the answer")
+    params = {name: given[name] for name in SAME if name in given}
+    temperature = params.get("temperature")
+    if temperature is not None and (number(temperature) is None or not 0 <= temperature <= 1):
+        raise InvalidParamsError(
+            f"temperature must be a number from 0 to 1, got {shown(temperature)}; /v1/chat/"
+            "completions takes higher ones"
+        )
+    if "stop_sequences" in given:
+        params["stop"] = given["stop_sequences"]
+    return ChatRequest(
+        _messages(given),
+        params_from(defaults, params, {"stop": "stop_sequences"}),
+        template_kwargs(given),
+        cache_salt=read_text(given, "cache_salt"),
+        streaming=Streaming() if read_flag(given, "stream") else None,
+        model=read_text(given, "model"),
+    )
+
+
+def read_count(body: object, defaults: SamplingParams) -> ChatRequest:
+    """The request in a body of /v1/messages/count_tokens: one whose prompt is to be counted."""
+    given = given_keys(body, KNOWN, REFUSED)
+    model = read_text(given, "model")
+    return ChatRequest(_messages(given), defaults, template_kwargs(given), model=model)
+
+
+def _messages(given: dict[str, Any]) -> list[Any]:
+    asked = given.get("messages")
+    if not isinstance(asked, list) or not asked:
+        raise InvalidPromptError(f"messages must be a list of messages, got {shown(asked)}")
+    messages = [_message(item, index) for index, item in enumerate(asked)]
+    if messages[-1]["role"] == "assistant":
+        raise InvalidPromptError(
+            f"the last message must be the user's, got the assistant's: {OWN_MESSAGE}"
+        )
+    if not given.get("system"):
+        return messages
+    system = text_content(given["system"], ("text",), "system")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _message(item: Any, index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    role = item.get("role") if isinstance(item, dict) else item
+    if role not in ROLES:
+        raise InvalidPromptError(f"{where} must have a role, user or assistant, got {shown(role)}")
+    return {
+        "role": role,
+        "content": text_content(item.get("content"), ("text",), f"{where}.content"),
+    }

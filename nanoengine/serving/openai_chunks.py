@@ -1,0 +1,161 @@
+"""Writes the deltas of an answer as the chunks of OpenAI's streams. Knows no HTTP.
+
+The chunks of a choice, joined, are that choice of the whole answer (openai_answers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from nanoengine.outputs import RequestOutput, StreamDelta
+from nanoengine.serving.openai_answers import answer_head, token_counts, usage
+from nanoengine.serving.openai_logprobs import (
+    CompletionLogprobs,
+    TokenBytes,
+    chat_logprobs,
+    prompt_lists,
+    prompt_text,
+)
+from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, Streaming
+
+
+class _Chunks:
+    """What chunks of both endpoints share: how they begin, and the tokens so far."""
+
+    def __init__(self, head: dict[str, Any], streaming: Streaming) -> None:
+        self._head = head
+        self._streaming = streaming
+        self._num_in = 0
+        self._num_out = 0
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        made = self._head | {"choices": choices}
+        if self._streaming.continuous_usage:
+            made["usage"] = token_counts(self._num_in, self._num_out)
+        elif self._streaming.include_usage:
+            made["usage"] = None
+        return made
+
+    def _end(self, outputs: Iterable[RequestOutput], echo_only: bool) -> list[dict[str, Any]]:
+        if not self._streaming.include_usage:
+            return []
+        return [self._head | {"choices": [], "usage": usage(outputs, echo_only)}]
+
+
+class ChatChunks(_Chunks):
+    """The chunks of the answer to one chat."""
+
+    def __init__(
+        self, request: ChatRequest, answer_id: str, model: str, token_bytes: TokenBytes
+    ) -> None:
+        head = answer_head("chatcmpl", answer_id, "chat.completion.chunk", model)
+        super().__init__(head, request.streaming or Streaming())
+        self._num_likeliest = request.params.logprobs or 0
+        self._token_bytes = token_bytes
+        self._begun: set[int] = set()
+
+    def begin(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """The chunks before the first token: there are none, but continuous usage counts the
+        prompt from here on.
+        """
+        self._num_in = len(output.prompt_token_ids)
+        return []
+
+    def of(self, deltas: Iterable[StreamDelta]) -> list[dict[str, Any]]:
+        """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as
+        OpenAI's do.
+        """
+        chunks = []
+        for delta in deltas:
+            self._num_out += len(delta.token_ids)
+            if delta.index not in self._begun:
+                self._begun.add(delta.index)
+                first = {"role": "assistant", "content": ""}
+                chunks.append(self._chunk([_chat_choice(delta.index, first, None, None)]))
+            if _says_something(delta):
+                said = {"content": delta.text} if delta.text else {}
+                logprobs = chat_logprobs(delta, self._token_bytes, self._num_likeliest)
+                choice = _chat_choice(delta.index, said, logprobs, delta.finish_reason)
+                chunks.append(self._chunk([choice]))
+        return chunks
+
+    def end(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """The chunks after the last delta: the usage, if it is wanted."""
+        return self._end(outputs, echo_only=False)
+
+
+class CompletionChunks(_Chunks):
+    """The chunks of the answer to one completion, of one prompt or several."""
+
+    def __init__(
+        self, request: CompletionRequest, answer_id: str, model: str, token_bytes: TokenBytes
+    ) -> None:
+        head = answer_head("cmpl", answer_id, "text_completion", model)
+        super().__init__(head, request.streaming or Streaming())
+        self._request = request
+        self._token_bytes = token_bytes
+        # By the number of the choice; with echo, a choice begins with the prompt.
+        self._logprobs = [CompletionLogprobs(token_bytes) for _ in range(request.num_completions)]
+
+    def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[dict[str, Any]]:
+        """The chunks before the first delta of a prompt: with echo, its text in each choice.
+
+        output: its ids, its text and its prompt_logprobs, if the request asks for them.
+        """
+        self._num_in += len(output.prompt_token_ids)
+        if not self._request.echo:
+            return []
+        text = prompt_text(output, self._token_bytes)
+        lists = prompt_lists(output, text, self._token_bytes)
+        chunks = []
+        for index in self._choices(prompt_index):
+            self._logprobs[index] = CompletionLogprobs(self._token_bytes, len(text))
+            chunks.append(self._chunk([_text_choice(index, text, lists, None)]))
+        return chunks
+
+    def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[dict[str, Any]]:
+        """The chunks of new deltas of a prompt, after its begin()."""
+        chunks = []
+        for delta in deltas:
+            index = self._choices(prompt_index)[delta.index]
+            if self._request.echo_only:
+                if delta.finish_reason is not None:
+                    choice = _text_choice(index, "", None, delta.finish_reason)
+                    chunks.append(self._chunk([choice]))
+                continue
+            self._num_out += len(delta.token_ids)
+            if _says_something(delta):
+                chunks.append(self._chunk([self._choice(index, delta)]))
+        return chunks
+
+    def end(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """The chunks after the last delta: the usage, if it is wanted. outputs: of each prompt."""
+        return self._end(outputs, self._request.echo_only)
+
+    def _choices(self, prompt_index: int) -> range:
+        n = self._request.params.n
+        return range(prompt_index * n, prompt_index * n + n)
+
+    def _choice(self, index: int, delta: StreamDelta) -> dict[str, Any]:
+        lists = None
+        if delta.logprobs is not None:
+            lists = self._logprobs[index].lists(delta.token_ids, delta.logprobs)
+        return _text_choice(index, delta.text, lists, delta.finish_reason)
+
+
+def _says_something(delta: StreamDelta) -> bool:
+    """Whether a delta is worth a chunk: its text may be held back."""
+    return bool(delta.text or delta.logprobs or delta.finish_reason is not None)
+
+
+def _chat_choice(
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _text_choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -1,0 +1,126 @@
+"""The keys of OpenAI's request bodies: what each of them is here, or why it is refused.
+
+Knows names and values alone; openai_requests.py and its like make records of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from nanoengine.errors import MAX_NAME, InvalidParamsError, InvalidPromptError, near_name, shown
+from nanoengine.text.known_names import KNOWN, PARAMETER, sentence_of
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"  # the second one is Anthropic's
+# Keys with the name and the meaning of a field of SamplingParams; a chat says logprobs otherwise.
+PARAMS = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
+    *("max_tokens", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("skip_special_tokens", "include_stop_str_in_output", "logprobs"),
+)
+# Keys of both endpoints that are no parameters. OpenAI's own completions have no
+# max_completion_tokens, but load generators send it there.
+COMMON = ("model", "stream", "stream_options", "cache_salt", "max_completion_tokens")
+OWN = {
+    CHAT: ("messages", "chat_template_kwargs", "top_logprobs"),
+    COMPLETIONS: ("prompt", "echo"),
+}
+# Keys that do not change the text of the answer: OpenAI's, Anthropic's, vLLM's, SGLang's, and what
+# clients of llama.cpp and Ollama add.
+IGNORED = (
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls"),
+    *("max_tool_calls", "cache_control", "inference_geo", "speed", "user_profile_id"),
+    *("request_id", "rid", "priority", "include_reasoning", "mm_processor_kwargs"),
+    *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "keep_alive"),
+)
+Refused = Mapping[str, tuple[tuple[Any, ...], str]]
+IS_TEXT = "answers are text"
+NO_CALLS = "calls of tools are not read from the answer"
+NO_FORM = "the form of an answer cannot be forced"
+IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
+OWN_MESSAGE = "an answer begins a message of its own"
+EMPTY: tuple[Any, ...] = ("", [], {})  # such values ask for nothing, whatever their key
+# Keys that cannot be obeyed: other values that ask for nothing, and why the rest is refused.
+REFUSED: Refused = {
+    "suffix": ((), "text can only be added after the prompt"),
+    "best_of": ((1,), "answers are not compared; n gives several"),
+    "use_beam_search": ((False,), "beam search is LLM.beam_search in Python"),
+    "prompt_logprobs": ((), "/v1/completions with echo and logprobs gives those of a prompt"),
+    "tools": ((), NO_CALLS),
+    "tool_choice": (("none", "auto"), NO_CALLS),
+    "functions": ((), NO_CALLS),
+    "function_call": (("none", "auto"), NO_CALLS),
+    "response_format": (({"type": "text"},), NO_FORM),
+    "structured_outputs": ((), NO_FORM),
+    "guided_json": ((), NO_FORM),
+    "guided_regex": ((), NO_FORM),
+    "guided_choice": ((), NO_FORM),
+    "guided_grammar": ((), NO_FORM),
+    "modalities": ((["text"],), IS_TEXT),
+    "audio": ((), IS_TEXT),
+    "detokenize": ((True,), IS_TEXT),
+    "return_token_ids": ((False,), IS_TEXT),
+    "return_tokens_as_token_ids": ((False,), IS_TEXT),
+    "prompt_embeds": ((), "a prompt is a text or token ids"),
+    "web_search_options": ((), "nothing is searched"),
+    "reasoning_effort": ((), IN_KWARGS),
+    "verbosity": (("medium",), IN_KWARGS),
+    "enable_thinking": ((), IN_KWARGS),
+    "documents": ((), IN_KWARGS),
+    "chat_template": ((), "only the model's own template is used"),
+    "add_generation_prompt": ((True,), OWN_MESSAGE),
+    "continue_final_message": ((False,), OWN_MESSAGE),
+}
+
+
+class KeyRefusedError(InvalidParamsError):
+    """A key of a body is unknown or cannot be obeyed. code: which of these, in OpenAI's words."""
+
+    def __init__(self, text: str, key: str, code: str) -> None:
+        super().__init__(text)
+        self.key = key
+        self.code = code
+
+
+def given_keys(
+    body: object,
+    known: Collection[str],
+    refused: Refused = REFUSED,
+) -> dict[str, Any]:
+    """The keys of a body that it must not ignore; null is no value.
+
+    An unknown key is refused, as by OpenAI: it may be a parameter with a slip of the fingers, and
+    an answer made without it looks like one made with it. Names of other engines are told what they
+    are here, and pass with values that ask for nothing.
+    Raises InvalidPromptError if the body is no object, KeyRefusedError for a key.
+    """
+    if not isinstance(body, dict):
+        raise InvalidPromptError(f"the body must be a JSON object, got {shown(body)}")
+    for name, value in body.items():
+        if value is None or name in known or name in IGNORED:
+            continue
+        if name in refused:
+            check_refused(name, value, refused[name])
+        elif (row := KNOWN.get((PARAMETER, name))) is None or not row.asks_nothing(value):
+            raise unknown_key(name, {*known, *refused})
+    return {name: body[name] for name in known if body.get(name) is not None}
+
+
+def check_refused(name: str, value: object, row: tuple[tuple[Any, ...], str]) -> None:
+    """Raise KeyRefusedError unless the value asks for nothing."""
+    neutral, why = row
+    if not any(value == each and type(value) is type(each) for each in (*EMPTY, *neutral)):
+        text = f"{name}={shown(value)} is not supported: {why}"
+        raise KeyRefusedError(text, name, "unsupported_parameter")
+
+
+def unknown_key(name: str, known: Collection[str], where: str = "") -> KeyRefusedError:
+    """The error about a key that nobody knows here. where: follows its name."""
+    hint = sentence_of(name)
+    if not hint and (near := near_name(name, known)):
+        hint = f"did you mean {near!r}?"
+    text = f"unknown key {shown(name)}{where}" + (f"; {hint}" if hint else "")
+    return KeyRefusedError(text, name[:MAX_NAME], "unknown_parameter")

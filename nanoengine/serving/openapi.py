@@ -1,0 +1,133 @@
+"""What /openapi.json says of bodies: for people and for programs that make requests of it.
+
+The readers check bodies by themselves, so FastAPI knows nothing of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.openai_keys import CHAT, COMMON, COMPLETIONS, OWN, PARAMS
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer"}
+FLAG: Schema = {"type": "boolean"}
+OBJECT: Schema = {"type": "object"}
+IDS: Schema = {"type": "array", "items": WHOLE}
+TEXTS: Schema = {"type": "array", "items": TEXT}
+# A part of a field's type, as the dataclass writes it.
+PARTS: dict[str, Schema] = {
+    "int": WHOLE,
+    "float": {"type": "number"},
+    "bool": FLAG,
+    "str": TEXT,
+    "None": {"type": "null"},
+    "list[int]": IDS,
+    "list[str]": TEXTS,
+    "Mapping[int, float]": {"type": "object", "additionalProperties": {"type": "number"}},
+}
+PART: Schema = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": TEXT},
+    "required": ["type", "text"],
+}
+MESSAGE: Schema = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
+    },
+    "required": ["role", "content"],
+}
+MESSAGES: Schema = {"type": "array", "items": MESSAGE, "minItems": 1}
+PROMPT: Schema = {"anyOf": [TEXT, IDS, TEXTS, {"type": "array", "items": IDS}]}
+OTHERS: dict[str, Schema] = {
+    "model": TEXT,
+    "stream": FLAG,
+    "stream_options": {
+        "type": "object",
+        "properties": {"include_usage": FLAG, "continuous_usage_stats": FLAG},
+    },
+    "cache_salt": TEXT,
+    "max_completion_tokens": WHOLE,
+    "messages": MESSAGES,
+    "chat_template_kwargs": OBJECT,
+    "top_logprobs": WHOLE,
+    "prompt": PROMPT,
+    "echo": FLAG,
+}
+TOKENIZE: Schema = {
+    "type": "object",
+    "properties": {
+        "model": TEXT,
+        "prompt": TEXT,
+        "messages": MESSAGES,
+        "add_special_tokens": FLAG,
+        "add_generation_prompt": FLAG,
+        "chat_template_kwargs": OBJECT,
+        "return_token_strs": FLAG,
+    },
+}
+DETOKENIZE: Schema = {
+    "type": "object",
+    "properties": {"model": TEXT, "tokens": IDS},
+    "required": ["tokens"],
+}
+
+RESPONSES: Schema = {
+    "type": "object",
+    "properties": {
+        "model": TEXT,
+        "input": {"anyOf": [TEXT, {"type": "array", "items": MESSAGE, "minItems": 1}]},
+        "instructions": TEXT,
+        "max_output_tokens": WHOLE,
+        "temperature": {"type": "number"},
+        "top_p": {"type": "number"},
+        "stream": FLAG,
+        "store": FLAG,
+        "metadata": OBJECT,
+    },
+    "required": ["input"],
+}
+MESSAGES_BODY: Schema = {
+    "type": "object",
+    "properties": {
+        "model": TEXT,
+        "messages": MESSAGES,
+        "system": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
+        "max_tokens": WHOLE,
+        "stop_sequences": TEXTS,
+        "temperature": {"type": "number"},
+        "top_p": {"type": "number"},
+        "top_k": WHOLE,
+        "stream": FLAG,
+    },
+    "required": ["messages"],
+}
+
+
+def body_of(schema: Schema) -> dict[str, Any]:
+    """What FastAPI's openapi_extra takes for a body of this schema."""
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def request_schema(endpoint: str) -> Schema:
+    """The schema of a body of /v1/chat/completions or /v1/completions."""
+    types = {field.name: str(field.type) for field in fields(SamplingParams)}
+    properties = {name: _schema(types[name]) for name in PARAMS}
+    if endpoint == CHAT:
+        properties["logprobs"] = FLAG
+    properties |= {name: OTHERS[name] for name in (*COMMON, *OWN[endpoint])}
+    needed = {CHAT: "messages", COMPLETIONS: "prompt"}[endpoint]
+    return {"type": "object", "properties": properties, "required": [needed]}
+
+
+def _schema(kind: str) -> Schema:
+    """The schema of a field of this type; forms that JSON lacks are left out."""
+    found = [PARTS[part] for part in kind.split(" | ") if part in PARTS]
+    return found[0] if len(found) == 1 else {"anyOf": found}

@@ -1,0 +1,80 @@
+"""ServerOptions: how the server listens, whom it lets in and what it lets a client do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanoengine.errors import MAX_COUNT, ConfigError, integer, number, shown
+
+MAX_SECONDS = 86400.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+PREFIXES = ("nanoengine", "vllm")
+# Field -> smallest and largest value.
+COUNTS = {"port": (0, 65535), "max_open_texts": (1, MAX_COUNT), "max_body_mib": (1, 1024)}
+SECONDS = {
+    "queue_seconds": (0.0, MAX_SECONDS),
+    "drain_seconds": (0.0, MAX_SECONDS),
+    "read_seconds": (0.1, MAX_SECONDS),
+    "stall_seconds": (0.1, MAX_SECONDS),
+    "keep_alive_seconds": (0.1, MAX_SECONDS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """What `nanoengine serve` takes beside the engine's settings.
+
+    port: 0 takes any free one.
+    api_key: what clients send as `Authorization: Bearer KEY`; None lets everybody in.
+    served_model_name: the model's name in answers (default: as it was given).
+    max_open_texts: texts that are generated or wait; more get status 429.
+    queue_seconds: how long a request may wait for its first step, then status 503; 0: no limit.
+    drain_seconds: what open requests get to end in when the server is told to stop.
+    read_seconds: how long a client may take to send a body.
+    stall_seconds: how long a client may read nothing of a stream.
+    keep_alive_seconds: after so long without a token a stream gets a comment.
+    max_body_mib: largest body.
+    allow_origins: web pages that may call, as in https://chat.example, or * for all.
+    metrics_prefix: of the names at /metrics.
+    tokenizer_info: whether /tokenizer_info shows the chat template.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    served_model_name: str | None = None
+    max_open_texts: int = 1024
+    queue_seconds: float = 0.0
+    drain_seconds: float = 6.0
+    read_seconds: float = 60.0
+    stall_seconds: float = 60.0
+    keep_alive_seconds: float = 15.0
+    max_body_mib: int = 16
+    allow_origins: tuple[str, ...] = ()
+    metrics_prefix: str = "nanoengine"
+    tokenizer_info: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (least, most) in COUNTS.items():
+            whole = integer(getattr(self, name))
+            if whole is None or not least <= whole <= most:
+                raise _out_of_range(name, f"an integer from {least} to {most}", whole)
+        for name, (shortest, longest) in SECONDS.items():
+            given = number(getattr(self, name))
+            if given is None or not shortest <= given <= longest:
+                raise _out_of_range(name, f"from {shortest:g} to {longest:g}", given)
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise ConfigError("api_key must be a non-empty text of ASCII characters")
+        if self.metrics_prefix not in PREFIXES:
+            raise _out_of_range("metrics_prefix", " or ".join(PREFIXES), self.metrics_prefix)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether other machines may call without a key."""
+        return self.api_key is None and self.host not in LOOPBACK
+
+
+def _out_of_range(name: str, range_: str, given: object) -> ConfigError:
+    return ConfigError(f"{name} must be {range_}, got {shown(given)}")

@@ -1,0 +1,130 @@
+"""Reads the body of /v1/responses, OpenAI's newer API, as a chat. Knows no HTTP.
+
+Answers are not kept, so a request brings its whole conversation, and there are no tools. What a
+client may send beyond that is refused, or ignored where it changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.openai_keys import IN_KWARGS, NO_CALLS, NO_FORM, PARAMS, Refused, given_keys
+from nanoengine.serving.openai_requests import (
+    ChatRequest,
+    Streaming,
+    params_from,
+    plain_messages,
+    read_flag,
+    read_text,
+    template_kwargs,
+    text_content,
+    top_logprobs,
+)
+
+TEXTS = ("input_text", "output_text", "text")  # types of parts
+LOGPROBS = "message.output_text.logprobs"
+NOT_KEPT = "answers are not kept; send the whole conversation as input"
+# Parameters under the same name as in a chat; a response is one text.
+SAME = tuple(name for name in PARAMS if name not in ("n", "logprobs", "max_tokens"))
+# Keys that the answer repeats.
+REPEATED = ("instructions", "max_output_tokens", "metadata", "user")
+KNOWN = (
+    *SAME,
+    *REPEATED,
+    *("input", "model", "stream", "include", "top_logprobs"),
+    *("cache_salt", "chat_template_kwargs"),
+)
+PLAIN = {"type": "text"}
+REFUSED: Refused = {
+    "previous_response_id": ((), NOT_KEPT),
+    "conversation": ((), NOT_KEPT),
+    "background": ((False,), NOT_KEPT),
+    "prompt": ((), NOT_KEPT),
+    "context_management": ((), "conversations are not cut or made shorter"),
+    "truncation": (("disabled",), "conversations are not cut or made shorter"),
+    "tools": ((), NO_CALLS),
+    "tool_choice": (("none", "auto"), NO_CALLS),
+    "text": (
+        (
+            {"format": PLAIN},
+            {"verbosity": "medium"},
+            {"format": PLAIN, "verbosity": "medium"},
+        ),
+        NO_FORM,
+    ),
+    "stream_options": (
+        ({"include_obfuscation": True}, {"include_obfuscation": False}),
+        "the last event has the usage",
+    ),
+    "reasoning": (({"effort": None}, {"effort": None, "summary": None}), IN_KWARGS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """chat: what to generate. repeated: keys of the body that the answer has, too."""
+
+    chat: ChatRequest
+    repeated: dict[str, Any]
+
+
+def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
+    """The request in a body; without max_output_tokens the answer may fill the context.
+
+    Raises InvalidParamsError and InvalidPromptError.
+    """
+    given = given_keys(body, KNOWN, REFUSED)
+    params = {name: given[name] for name in SAME if name in given}
+    params |= {"max_tokens": given.get("max_output_tokens"), "logprobs": _logprobs(given)}
+    for name in given.get("stream_options", ()):
+        if name != "include_obfuscation":
+            raise InvalidParamsError(
+                f"stream_options has no {shown(name)} here: usage always comes"
+            )
+    chat = ChatRequest(
+        _messages(given),
+        params_from(defaults, params, {"max_tokens": "max_output_tokens"}),
+        template_kwargs(given),
+        cache_salt=read_text(given, "cache_salt"),
+        streaming=Streaming() if read_flag(given, "stream") else None,
+        model=read_text(given, "model"),
+    )
+    return ResponsesRequest(chat, {name: given.get(name) for name in REPEATED})
+
+
+def _logprobs(given: dict[str, Any]) -> int | None:
+    """How many likeliest tokens are wanted beside each; None without log-probabilities.
+
+    What else an answer can include comes from tools and reasoning, which there are not.
+    """
+    include, number = given.get("include", []), top_logprobs(given)
+    if not isinstance(include, list):
+        raise InvalidParamsError(f"include must be a list of names, got {shown(include)}")
+    return number if number or LOGPROBS in include else None
+
+
+def _messages(given: dict[str, Any]) -> list[Any]:
+    instructions, asked = given.get("instructions", ""), given.get("input")
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    if not isinstance(asked, list) or not asked:
+        raise InvalidPromptError(f"input must be a text or a list of messages, got {shown(asked)}")
+    if not isinstance(instructions, str):
+        raise InvalidPromptError(f"instructions must be a text, got {shown(instructions)}")
+    system = [{"role": "system", "content": instructions}] if instructions else []
+    return [*system, *plain_messages([_message(item, i) for i, item in enumerate(asked)])]
+
+
+def _message(item: Any, index: int) -> dict[str, Any]:
+    where = f"input[{index}]"
+    kind = item.get("type", "message") if isinstance(item, dict) else item
+    if kind != "message" or "role" not in item:
+        raise InvalidPromptError(
+            f"{where} must be a message with a role and a content, got {shown(kind)}: no calls of "
+            "tools, reasoning or references"
+        )
+    content = text_content(item.get("content"), TEXTS, f"{where}.content")
+    return {"role": item["role"], "content": content}

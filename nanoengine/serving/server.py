@@ -1,0 +1,102 @@
+"""Runs the application: listens, and ends on SIGTERM or Ctrl-C when open requests have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from nanoengine.async_llm import AsyncLLM
+from nanoengine.errors import EngineError
+from nanoengine.serving.app import make_app
+from nanoengine.serving.open_requests import OpenRequests
+from nanoengine.serving.options import ServerOptions
+from nanoengine.serving.service import Service, running_service
+
+STOPPING = "the server is stopping"
+GRACE_S = 2.0  # to tell clients that their request was ended
+BACKLOG = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket of this address; nobody can connect yet. Raises EngineError if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        made.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise EngineError(
+            f"cannot listen on {host}:{port}: {reason}; try another --port"
+        ) from error
+    return made
+
+
+async def serve(
+    llm: AsyncLLM,
+    options: ServerOptions,
+    listener: socket.socket,
+    on_start: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer requests until a signal ends it. on_start: called when clients can connect."""
+    async with running_service(llm, options) as service:
+        await make_server(service, on_start).serve([listener])
+
+
+def make_server(service: Service, on_start: Callable[[], None]) -> Server:
+    """The server of a service; on_start: called when clients can connect."""
+    drain_seconds = service.options.drain_seconds
+    config = uvicorn.Config(
+        make_app(service),
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=math.ceil(drain_seconds + GRACE_S),
+    )
+    return Server(config, service.open, drain_seconds, on_start)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which tells open requests why they end."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        requests: OpenRequests,
+        drain_seconds: float,
+        on_start: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._requests = requests
+        self._drain_seconds = drain_seconds
+        self._on_start = on_start
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, give open requests their time, end the rest."""
+        self._requests.refuse_all(STOPPING)
+        loop = asyncio.get_running_loop()
+        end = loop.call_later(self._drain_seconds, self._requests.end_all, STOPPING)
+        await super().shutdown(sockets)
+        end.cancel()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End; a second Ctrl-C does not wait. Unlike uvicorn's, the process does not die of it."""
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True

@@ -1,0 +1,172 @@
+"""Service: what all endpoints share. It owns the prompts' threads, the open requests, the metrics.
+
+An endpoint reads a body into a request (`read`), and gives it with its writer to `answer`, which
+generates the texts and sends them whole or as events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from nanoengine.async_llm import AsyncDeltaStream, AsyncLLM
+from nanoengine.outputs import StreamDelta
+from nanoengine.serving.event_stream import GONE, EventStream, ended, event, unless_gone
+from nanoengine.serving.guards import read_body
+from nanoengine.serving.metrics import Metrics
+from nanoengine.serving.open_requests import OpenRequests
+from nanoengine.serving.openai_answers import Event
+from nanoengine.serving.options import ServerOptions
+from nanoengine.serving.prompts import Asked, Facts, Prompts, json_of
+from nanoengine.serving.refusals import Refusal, told_of
+from nanoengine.serving.writers import Writer
+
+
+class Service:
+    """Answers requests with one AsyncLLM, on one event loop; see `running_service`."""
+
+    def __init__(self, llm: AsyncLLM, facts: Facts, options: ServerOptions) -> None:
+        self.llm = llm
+        self.facts = facts
+        self.options = options
+        self.created = int(time.time())
+        self.name = options.served_model_name or facts.model
+        self.prompts = Prompts(facts)
+        self.open = OpenRequests(options.max_open_texts, options.queue_seconds)
+        self.metrics = Metrics(options.metrics_prefix, self.name, llm.plan)
+
+    async def read(self, request: Request, understand: Callable[[Any], Any]) -> Any:
+        """What `understand` makes of a body's JSON, in a thread. Raises its errors and Refusal."""
+        body = await read_body(request, self.options)
+        return await self.prompts.run(lambda: understand(json_of(body)))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise Refusal for the name of another model; without a name this one is meant."""
+        if name is not None and name not in (self.name, self.facts.model):
+            raise Refusal(
+                404,
+                "model_not_found",
+                f"the model {name!r} is not here; this server has {self.name!r}",
+                "model",
+            )
+
+    async def prompts_of(self, asked: Asked) -> list[dict[str, Any]]:
+        """The prompts of a request for this model as token ids. Raises Refusal, RequestErrors."""
+        self.check_model(asked.model)
+        return await self.prompts.run(lambda: self.prompts.made_of(asked))
+
+    async def answer(
+        self, request: Request, asked: Asked, writer: Writer, last: bytes = b""
+    ) -> Response:
+        """Generate the texts; send them whole, or as events if that is wanted. last: what a stream
+        ends with.
+        """
+        prompts = await self.prompts_of(asked)
+        if asked.streaming is None:
+            answer = await unless_gone(request, self._whole(asked, prompts, writer))
+            return GONE if answer is None else answer
+        with ExitStack() as held:
+            streams = await unless_gone(request, self._streams(asked, prompts, held))
+            if streams is None:
+                return GONE
+            events = self._events(streams, writer, last)
+            seconds = self.options.keep_alive_seconds, self.options.stall_seconds
+            return EventStream(events, held.pop_all(), *seconds)
+
+    async def _streams(
+        self, asked: Asked, prompts: list[dict[str, Any]], held: ExitStack
+    ) -> list[AsyncDeltaStream]:
+        """The streams of all prompts, closed with `held`. Raises why one of them is refused."""
+        held.enter_context(self.open.room_for(asked.num_completions))
+        begun = (self.llm.stream(prompt, asked.params) for prompt in prompts)
+        found = await asyncio.gather(*begun, return_exceptions=True)
+        streams = [each for each in found if isinstance(each, AsyncDeltaStream)]
+        for stream in streams:
+            held.enter_context(self.metrics.counted(stream))
+            held.enter_context(self.open.watched(stream))
+        for each in found:
+            if isinstance(each, BaseException):
+                raise each
+        return streams
+
+    async def _whole(self, asked: Asked, prompts: list[dict[str, Any]], writer: Writer) -> Response:
+        with ExitStack() as held:
+            streams = await self._streams(asked, prompts, held)
+            waiting = [asyncio.ensure_future(stream.whole()) for stream in streams]
+            try:
+                outputs = await asyncio.gather(*waiting)
+            finally:
+                await ended(*waiting)
+        # Many texts with log-probabilities take long to write: streams must not wait for them.
+        return await self.prompts.run(lambda: json_response(writer.whole(outputs)))
+
+    async def _events(
+        self, streams: list[AsyncDeltaStream], writer: Writer, last: bytes
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream; an error is one of them, as the status was sent long ago."""
+        latest: dict[int, float] = {}  # of each prompt: when its deltas came
+        try:
+            async for index, deltas in _deltas(streams):
+                now = time.perf_counter()
+                events: list[Event] = []
+                if index in latest:
+                    num_tokens = sum(len(delta.token_ids) for delta in deltas)
+                    self.metrics.gap_ended(now - latest[index], max(1, num_tokens))
+                else:
+                    events += writer.begin(streams[index].begun(), index)
+                latest[index] = now
+                events += writer.of(deltas, index)
+                if events:
+                    yield _joined(events)
+            outputs = [stream.output for stream in streams if stream.output is not None]
+            yield _joined(writer.end(outputs)) + last
+        except Exception as error:
+            yield _joined(writer.failed(told_of(error).body)) + last
+
+
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    """A body as JSON in ASCII, which can hold any text, also half of a surrogate pair."""
+    return Response(json.dumps(body).encode(), status, media_type="application/json")
+
+
+async def _deltas(
+    streams: Sequence[AsyncDeltaStream],
+) -> AsyncIterator[tuple[int, list[StreamDelta]]]:
+    """New deltas of any of the streams, each time with its number, until all have ended."""
+    if len(streams) == 1:  # the common case, without a task for each wait
+        while deltas := await streams[0].take():
+            yield 0, deltas
+        return
+    waiting = {asyncio.ensure_future(s.take()): index for index, s in enumerate(streams)}
+    try:
+        while waiting:
+            ready, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in ready:
+                index = waiting.pop(task)
+                if deltas := task.result():
+                    yield index, deltas
+                if streams[index].output is None:
+                    waiting[asyncio.ensure_future(streams[index].take())] = index
+    finally:
+        await ended(*waiting)
+
+
+def _joined(events: list[Event]) -> bytes:
+    return b"".join(event(data, name) for name, data in events)
+
+
+@asynccontextmanager
+async def running_service(llm: AsyncLLM, options: ServerOptions) -> AsyncIterator[Service]:
+    """A service for this event loop, until the block ends."""
+    service = Service(llm, await llm.call(Facts.of), options)
+    try:
+        yield service
+    finally:
+        service.prompts.close()

@@ -1,0 +1,143 @@
+"""A server over a tiny checkpoint in a thread of this process, and a client without a library."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from driver import assert_all_free
+
+from nanoengine import LLM, AsyncLLM
+from nanoengine.serving.options import ServerOptions
+from nanoengine.serving.server import Server, listen, make_server
+from nanoengine.serving.service import Service, running_service
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "kvcache_block_size": 8,
+    "num_gpu_blocks": 300,
+    "num_threads": 1,
+}
+PATIENCE_S = 60.0
+
+
+class LiveServer:
+    """A running server: its address, its parts, and what a client does."""
+
+    def __init__(self, service: Service, server: Server, port: int) -> None:
+        self.service = service
+        self.server = server
+        self.port = port
+
+    def ask(
+        self, method: str, path: str, body: Any = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of one request; headers: with _ for -."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        sent = {"Content-Type": "application/json"} if body is not None else {}
+        sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        try:
+            connection.request(method, path, data, sent)
+            response = connection.getresponse()
+            return response.status, dict(response.getheaders()), response.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        """Status and JSON of a GET."""
+        status, _, data = self.ask("GET", path, **headers)
+        return status, json.loads(data or b"null")
+
+    def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        """Status and JSON of a POST with these keys."""
+        status, _, data = self.ask("POST", path, body)
+        return status, json.loads(data)
+
+    def stream(self, path: str, **body: Any) -> list[Any]:
+        """The events of a stream, without the last one, which must be DONE."""
+        status, headers, data = self.ask("POST", path, body | {"stream": True})
+        assert status == 200, data
+        assert headers["content-type"].startswith("text/event-stream")
+        assert headers["x-accel-buffering"] == "no"
+        return events_of(data)
+
+    def connect(self, path: str, **body: Any) -> socket.socket:
+        """A raw connection that has sent a POST."""
+        made = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        made.sendall(request_bytes(path, body))
+        return made
+
+    def wait_until_idle(self) -> None:
+        """Wait until nothing is left of any request, on either side."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.service.open.num_texts or self.on_engine(_is_busy):
+            assert time.monotonic() < deadline, "a request does not end"
+            time.sleep(0.01)
+        self.on_engine(lambda llm: assert_all_free(llm.llm_engine))
+
+    def on_engine(self, function: Callable[[LLM], Any]) -> Any:
+        """What a function of the engine's LLM returns, called on its thread."""
+        return asyncio.run(_called(self.service.llm.call(function)))
+
+
+async def _called(work: Coroutine[Any, Any, Any]) -> Any:
+    return await asyncio.wait_for(work, PATIENCE_S)
+
+
+def _is_busy(llm: LLM) -> bool:
+    return llm.llm_engine.has_unfinished_requests
+
+
+def request_bytes(path: str, body: Any) -> bytes:
+    """A POST as it goes over the wire."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def events_of(data: bytes) -> list[Any]:
+    """The JSON of all events but the last, which must be DONE; comments are left out."""
+    parts = [part for part in data.decode().split("\n\n") if part and not part.startswith(":")]
+    assert parts[-1] == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+
+
+@contextmanager
+def live_server(
+    path: Path, settings: dict[str, Any] | None = None, **options: Any
+) -> Iterator[LiveServer]:
+    """A server over the checkpoint at `path` on a free port, until the block ends."""
+    started: list[LiveServer] = []
+    ready = threading.Event()
+
+    async def work() -> None:
+        made = ServerOptions(port=0, served_model_name="tiny", **options)
+        async with running_service(llm, made) as service:
+            server = make_server(service, ready.set)
+            started.append(LiveServer(service, server, listener.getsockname()[1]))
+            await server.serve([listener])
+
+    with (
+        closing(AsyncLLM(path, **SETTINGS | (settings or {}))) as llm,
+        listen("127.0.0.1", 0) as listener,
+    ):
+        thread = threading.Thread(target=asyncio.run, args=(work(),), name="server")
+        thread.start()
+        try:
+            assert ready.wait(PATIENCE_S)
+            yield started[0]
+        finally:
+            if started:
+                started[0].server.should_exit = True
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()

@@ -1,0 +1,197 @@
+"""/v1/messages: Anthropic's bodies become chats, outputs become its answers and events."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from nanoengine.errors import InvalidParamsError, RequestError
+from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.messages_answers import MessagesWriter, count_body, messages_error
+from nanoengine.serving.messages_requests import KNOWN, REFUSED, read_count, read_messages
+from nanoengine.serving.openai_keys import EMPTY, IGNORED
+from nanoengine.serving.openai_requests import ChatRequest, Streaming
+
+DEFAULTS = SamplingParams(top_k=7)
+ASKED = [{"role": "user", "content": "Hi"}]
+
+
+def read(**body: Any) -> ChatRequest:
+    return read_messages({"messages": ASKED, "max_tokens": 9} | body, DEFAULTS)
+
+
+def count(**body: Any) -> ChatRequest:
+    return read_count({"messages": ASKED} | body, DEFAULTS)
+
+
+def test_every_key_has_one_meaning() -> None:
+    groups = [*KNOWN, *REFUSED]
+    assert len(groups) == len(set(groups)) and not set(REFUSED) & set(IGNORED)
+
+
+def test_a_body_is_a_chat() -> None:
+    made = read(temperature=0.5, stop_sequences=["x"], stream=True, model="m", metadata={})
+    assert made.messages == ASKED
+    assert made.params == SamplingParams(max_tokens=9, temperature=0.5, top_k=7, stop=["x"])
+    assert (made.streaming, made.model) == (Streaming(), "m")
+    thinking = {"enable_thinking": False}
+    for made in (read(chat_template_kwargs=thinking), count(chat_template_kwargs=thinking)):
+        assert made.template_kwargs == thinking
+    assert read().params == SamplingParams(max_tokens=9, top_k=7) and read().streaming is None
+
+
+def test_the_system_text_comes_first_and_blocks_are_texts() -> None:
+    blocks = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]
+    parts = [{"type": "text", "text": "a"}]
+    for system, content in (("Be brief", "Be brief"), (blocks, parts)):
+        made = read(system=system, messages=[{"role": "user", "content": blocks}])
+        assert made.messages == [
+            {"role": "system", "content": content},
+            {"role": "user", "content": parts},
+        ]
+    assert read(system="").messages == ASKED
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    neutral, why = REFUSED[name]
+    for value in (None, *EMPTY, *neutral):
+        assert read(**{name: value}) == read()
+    with pytest.raises(InvalidParamsError, match=f"^{name}='some' is not supported: {why}"):
+        read(**{name: "some"})
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"max_tokens": None}, "max_tokens is required"),
+        ({"max_tokens": 0}, "max_tokens must be between 1 and"),
+        ({"temperature": 1.5}, "temperature must be a number from 0 to 1, got 1.5"),
+        ({"temperature": "hot"}, "temperature must be a number from 0 to 1, got 'hot'"),
+        ({"stop_sequences": [""]}, "stop_sequences must be a non-empty string or a list"),
+        ({"stop_sequences": ["x" * 1001]}, "stop_sequences holds a text of 1001 characters"),
+        ({"stop_sequences": ["x"] * 65}, "stop_sequences: at most 64 strings, got 65"),
+        ({"messages": []}, "messages must be a list of messages, got []"),
+        ({"messages": [5]}, "messages[0] must have a role, user or assistant, got 5"),
+        ({"messages": [{"role": "tool"}]}, "messages[0] must have a role, user or assistant"),
+        (
+            {"messages": [*ASKED, {"role": "assistant", "content": "He"}]},
+            "the last message must be the user's, got the assistant's: an answer begins",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            """messages[0].content[0] must be {"type": "text", "text": "..."}, got {'type': 'im""",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            """messages[0].content[0] must be {"type": "text", "text": "..."}, got {'type'""",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages[0].content must be a text or a list"),
+        ({"system": [{"type": "image"}]}, "system[0] must be {"),
+        ({"stop": "x"}, "unknown key 'stop'"),
+        ({"n": 2}, "unknown key 'n'"),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(text)):
+        read(**body)
+
+
+def test_counting_needs_no_limit() -> None:
+    asked = count(system="Be brief", model="m")
+    assert asked.messages == read(system="Be brief").messages and asked.model == "m"
+    assert count_body(5) == {"input_tokens": 5}
+
+
+def output(reason: str = "stop", stop: int | str | None = None) -> RequestOutput:
+    made = CompletionOutput(0, "ab", [1, 2], reason, stop)
+    return RequestOutput(0, "p", [1, 2, 3], [made], num_cached_tokens=2)
+
+
+def test_an_answer_is_a_message() -> None:
+    assert MessagesWriter(read(), "7", "m").whole([output()]) == {
+        "id": "msg_7",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [{"type": "text", "text": "ab"}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 1,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 2,
+            "output_tokens": 2,
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("made", "max_tokens", "reason", "sequence"),
+    [
+        (output("stop", 5), 9, "end_turn", None),
+        (output("stop", "x"), 9, "stop_sequence", "x"),
+        (output("length"), 2, "max_tokens", None),
+        (output("length"), 9, "model_context_window_exceeded", None),
+    ],
+)
+def test_why_a_text_ended(
+    made: RequestOutput, max_tokens: int, reason: str, sequence: str | None
+) -> None:
+    body = MessagesWriter(read(max_tokens=max_tokens), "7", "m").whole([made])
+    assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
+
+
+def test_the_events_of_a_stream_are_the_answer() -> None:
+    made = MessagesWriter(read(), "7", "m")
+    before = RequestOutput(0, "p", [1, 2, 3], [], finished=False)
+    events = made.begin(before)
+    for delta in (StreamDelta(0, 0, "", (1,)), StreamDelta(0, 0, "ab", (2,), "stop")):
+        events += made.of([delta])
+    events += made.end([output()])
+    assert [name for name, _ in events] == [
+        "message_start",
+        "content_block_start",
+        "ping",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert all(data["type"] == name for name, data in events)
+    data = [data for _, data in events]
+    whole = made.whole([output()])
+    assert data[0]["message"]["usage"]["input_tokens"] == 3
+    assert data[3]["delta"]["text"] == whole["content"][0]["text"]
+    assert data[5]["usage"] == whole["usage"]
+    assert data[0]["message"] | data[5]["delta"] == whole | {
+        "content": [],
+        "usage": data[0]["message"]["usage"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_errors_have_anthropics_types(status: int, kind: str) -> None:
+    body = {"error": {"message": "no", "type": "server_error", "param": None, "code": "c"}}
+    assert messages_error(status, body)["error"] == {"type": kind, "message": "no"}
+
+
+def test_an_error_in_a_stream_is_an_event() -> None:
+    for ours, kind in (("server_error", "api_error"), ("x", "invalid_request_error")):
+        body = {"error": {"message": "no", "type": ours, "param": None, "code": "c"}}
+        ((name, data),) = MessagesWriter(read(), "7", "m").failed(body)
+        assert (name, data["type"], data["error"]["type"]) == ("error", "error", kind)

@@ -1,0 +1,148 @@
+"""/metrics and the log's line: the figures are those of the engine and of the requests."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import host_gib
+from live_server import LiveServer, live_server
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanoengine.engine.stats import EngineStats, TierUse
+from nanoengine.serving import report
+from nanoengine.serving.report import line
+
+COMPLETIONS = "/v1/completions"
+PROMPT = [5 + i for i in range(40)]
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
+
+def figures(server: LiveServer) -> dict[str, dict[tuple[str, ...], float]]:
+    """Name -> values of the labels beside model and engine -> value."""
+    status, headers, data = server.ask("GET", "/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain")
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(data.decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
+            found.setdefault(sample.name, {})[tuple(labels.values())] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
+    path = tiny("llama")
+    settings = {
+        "num_gpu_blocks": 8,
+        "enable_cpu_offload": True,
+        "offload_mode": "stream",
+        "kv_offload_gib": host_gib(path, 40, 8),
+        "speculative": "ngram:2",
+    }
+    with live_server(path, settings, metrics_prefix="vllm") as made:
+        yield made
+        made.wait_until_idle()
+
+
+def test_what_requests_did_is_counted(server: LiveServer) -> None:
+    before = figures(server)
+    assert before["vllm:generation_tokens_total"] == {(): 0}
+    asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    server.post(COMPLETIONS, **asked)
+    server.stream(COMPLETIONS, **asked)
+    server.post(COMPLETIONS, **asked | {"max_tokens": 1, "n": 2, "temperature": 1})
+    _, whole = server.post(COMPLETIONS, **asked | {"max_tokens": 1})
+    cached = whole["usage"]["prompt_tokens_details"]["cached_tokens"]
+    after = figures(server)
+
+    def value(name: str, *labels: str) -> float:
+        return after[f"vllm:{name}"][labels]
+
+    assert value("num_requests_running") == value("num_requests_waiting") == 0
+    assert value("kv_cache_usage_perc") == 0
+    assert value("generation_tokens_total") == 60 + 60 + 2 + 1
+    assert value("prompt_tokens_total") >= 4 * len(PROMPT)
+    assert value("prompt_tokens_cached_total") >= cached > 0
+    hits = value("prefix_cache_hits_total") + value("external_prefix_cache_hits_total")
+    assert hits == value("prompt_tokens_cached_total")
+    assert value("request_success_total", "length") == 5
+    assert value("kv_offload_d2h_bytes_total") > 0 < value("kv_offload_h2d_bytes_total")
+    assert value("kv_offload_copies_total") >= value("kv_offload_stalls_total")
+    drafts = value("spec_decode_num_draft_tokens_total")
+    assert drafts >= value("spec_decode_num_accepted_tokens_total")
+    blocks = {state: value("kv_blocks", state, "device") for state in ("used", "cached", "free")}
+    assert sum(blocks.values()) == 8 and blocks["used"] == 0
+    assert ("free", "host") in after["vllm:kv_blocks"]
+    info = next(iter(after["vllm:cache_config_info"]))
+    assert {"8", str(server.service.facts.max_model_len)} <= set(info)
+    for name, count in (
+        ("time_to_first_token_seconds", 4),
+        ("e2e_request_latency_seconds", 4),
+        ("request_queue_time_seconds", 4),
+        ("request_prompt_tokens", 4),
+        ("request_time_per_output_token_seconds", 2),
+    ):
+        assert value(f"{name}_count") == count, name
+    assert value("request_prompt_tokens_sum") == 4 * len(PROMPT)
+    assert value("request_generation_tokens_sum") == 123
+    assert value("inter_token_latency_seconds_count") > 10
+
+
+def test_a_client_that_leaves_is_counted_as_an_abort(server: LiveServer) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    with server.connect(COMPLETIONS, **asked, stream=True) as link:
+        assert link.recv(100)
+    server.wait_until_idle()
+    assert figures(server)["vllm:request_success_total"]["abort",] == 1
+
+
+def stats(**changes: Any) -> EngineStats:
+    use = TierUse(num_blocks=10, num_used=5, num_cached=1, num_free=4)
+    values: dict[str, Any] = dict.fromkeys(EngineStats.__slots__, 0)
+    return EngineStats(**values | {"tiers": ("a", "b"), "device": use, "host": None} | changes)
+
+
+def test_the_line_of_the_log() -> None:
+    before = stats(num_prompt_tokens=100, num_output_tokens=10)
+    now = stats(
+        **{"num_prompt_tokens": 300, "num_output_tokens": 60, "num_running": 2, "num_waiting": 1},
+        **{"num_cached_tokens": 75, "num_preemptions": 3},
+    )
+    assert line(before, now, 10.0) == (
+        "Avg prompt throughput: 20.0 tokens/s, Avg generation throughput: 5.0 tokens/s, "
+        "Running: 2 reqs, Waiting: 1 reqs, Preemptions: 3, KV cache usage: 50.0%, "
+        "Prefix cache hit rate: 25.0%"
+    )
+    host = TierUse(num_blocks=4, num_used=1, num_cached=0, num_free=3)
+    offloaded = stats(host=host, h2d_bytes=20_000_000, d2h_bytes=5_000_000, num_stalls=2)
+    assert line(before, offloaded, 10.0).endswith(
+        ", Host KV usage: 25.0%, Copies: 2.0 MB/s in, 0.5 MB/s out, 2 waited for"
+    )
+
+
+def test_the_log_is_silent_without_work(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(report, "INTERVAL_S", 0.05)
+    with caplog.at_level(logging.INFO, "nanoengine"), live_server(tiny("llama")) as server:
+        before = len(lines_of(caplog))
+        server.post(COMPLETIONS, prompt="a", max_tokens=300, temperature=0, ignore_eos=True)
+        deadline = 400
+        while len(lines_of(caplog)) == before and deadline:
+            server.get("/health")
+            deadline -= 1
+        assert before == 0 and lines_of(caplog)
+        count = len(lines_of(caplog))
+        time.sleep(0.3)
+        assert len(lines_of(caplog)) <= count + 1
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    texts = [record.getMessage() for record in caplog.records]
+    return [text for text in texts if text.startswith("Avg prompt")]

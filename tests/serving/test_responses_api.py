@@ -1,0 +1,204 @@
+"""/v1/responses: bodies become chats, outputs become answers and events."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
+from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.openai_answers import error_body
+from nanoengine.serving.openai_keys import EMPTY, IGNORED, RESPONSES
+from nanoengine.serving.openai_requests import Streaming
+from nanoengine.serving.responses_answers import ResponsesWriter
+from nanoengine.serving.responses_requests import KNOWN, REFUSED, ResponsesRequest, read_responses
+
+DEFAULTS = SamplingParams(top_k=7)
+PIECES = {1: b" a", 2: b"b"}
+
+
+def read(**body: Any) -> ResponsesRequest:
+    return read_responses({"input": "Hi"} | body, DEFAULTS)
+
+
+def test_every_key_has_one_meaning() -> None:
+    groups = [*KNOWN, *REFUSED]
+    assert len(groups) == len(set(groups)) and not set(REFUSED) & set(IGNORED)
+
+
+def test_a_body_is_a_chat() -> None:
+    made = read(max_output_tokens=9, temperature=0.5, stream=True, model="m", cache_salt="s")
+    assert made.chat.messages == [{"role": "user", "content": "Hi"}]
+    assert made.chat.params == SamplingParams(max_tokens=9, temperature=0.5, top_k=7)
+    assert (made.chat.streaming, made.chat.model, made.chat.cache_salt) == (Streaming(), "m", "s")
+    thinking = {"enable_thinking": False}
+    assert read(chat_template_kwargs=thinking).chat.template_kwargs == thinking
+    plain = read(store=True, include=["reasoning.encrypted_content"], instructions="")
+    assert plain.chat == read().chat
+    assert plain.chat.params.max_tokens is None and plain.chat.streaming is None
+
+
+def test_input_is_messages_after_the_instructions() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "output_text", "text": "b"}]
+    made = read(
+        instructions="Be brief",
+        input=[
+            {"role": "developer", "content": "c"},
+            {"type": "message", "role": "assistant", "id": "msg_1", "content": parts},
+        ],
+    )
+    assert made.chat.messages == [
+        {"role": "system", "content": "Be brief"},
+        {"role": "system", "content": "c"},
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+    ]
+
+
+def test_log_probabilities_are_asked_for_in_two_ways() -> None:
+    wanted = ["message.output_text.logprobs"]
+    for body, number in (
+        ({}, None),
+        ({"top_logprobs": 0}, None),
+        ({"include": wanted}, 0),
+        ({"top_logprobs": 3}, 3),
+        ({"include": wanted, "top_logprobs": 2}, 2),
+    ):
+        assert read(**body).chat.params.logprobs == number
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) -> None:
+    neutral, why = REFUSED[name]
+    for value in (None, *EMPTY, *neutral):
+        assert read(**{name: value}) == read()
+    with pytest.raises(InvalidParamsError, match=f"^{name}='some' is not supported: {why}"):
+        read(**{name: "some"})
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"input": None}, "input must be a text or a list of messages, got None"),
+        ({"input": []}, "input must be a text or a list of messages, got []"),
+        ({"input": [5]}, "input[0] must be a message with a role and a content, got 5"),
+        ({"input": [{"content": "a"}]}, "input[0] must be a message with a role"),
+        (
+            {"input": [{"type": "function_call_output", "output": "1"}]},
+            "input[0] must be a message with a role and a content, got 'function_call_output'",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            """input[0].content[0] must be {"type": "input_text", "text": "..."}, got {'type'""",
+        ),
+        ({"input": [{"role": "user"}]}, "input[0].content must be a text or a list of text parts"),
+        ({"instructions": ["a"]}, "instructions must be a text, got ['a']"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be between 1 and"),
+        ({"temperature": 1000}, "temperature must be between 0 and 100, got 1000"),
+        ({"top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20, got 21"),
+        ({"include": "all"}, "include must be a list of names, got 'all'"),
+        ({"max_tokens": 5}, "unknown key 'max_tokens'"),
+        ({"instruction": "a"}, "unknown key 'instruction'; did you mean 'instructions'?"),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(text)):
+        read(**body)
+
+
+def test_errors_name_their_key() -> None:
+    for body, param in (({"input": 5}, "input"), ({"max_output_tokens": 0}, "max_output_tokens")):
+        with pytest.raises((InvalidPromptError, InvalidParamsError)) as caught:
+            read(**body)
+        assert error_body(caught.value, RESPONSES)[1]["error"]["param"] == param
+
+
+def scored(*tokens: int) -> list[dict[int, Logprob]]:
+    return [{token: Logprob(-token, 1)} for token in tokens]
+
+
+def output(reason: str = "stop") -> RequestOutput:
+    made = CompletionOutput(0, " ab", [1, 2], reason, logprobs=scored(1, 2))
+    return RequestOutput(0, "p", [1, 2, 3], [made], num_cached_tokens=2)
+
+
+def writer(**body: Any) -> ResponsesWriter:
+    return ResponsesWriter(read(**body), "7", "m", PIECES.__getitem__)
+
+
+def test_an_answer_has_one_message() -> None:
+    made = writer(instructions="Be brief", metadata={"a": "b"}, temperature=0.5)
+    body = made.whole([output()])
+    assert (body["id"], body["object"], body["status"]) == ("resp_7", "response", "completed")
+    assert (body["instructions"], body["metadata"]) == ("Be brief", {"a": "b"})
+    assert (body["temperature"], body["incomplete_details"]) == (0.5, None)
+    (message,) = body["output"]
+    assert (message["id"], message["role"], message["status"]) == (
+        "msg_7",
+        "assistant",
+        "completed",
+    )
+    (part,) = message["content"]
+    assert (part["type"], part["text"]) == ("output_text", " ab")
+    assert [each["bytes"] for each in part["logprobs"]] == [[32, 97], [98]]
+    assert body["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 2, "cache_write_tokens": 0},
+        "output_tokens": 2,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 5,
+    }
+    cut = made.whole([output("length")])
+    assert (cut["status"], cut["output"][0]["status"]) == ("incomplete", "incomplete")
+    assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_stream_ends_with_the_answer(reason: str) -> None:
+    made = writer(top_logprobs=1)
+    deltas = [
+        StreamDelta(0, 0, " ", (1,), logprobs=tuple(scored(1))),
+        StreamDelta(0, 0, "ab", (2,), reason, logprobs=tuple(scored(2))),
+    ]
+    events = made.begin(output())
+    for delta in deltas:
+        events += made.of([delta])
+    events += made.end([output(reason)])
+    whole = writer(top_logprobs=1).whole([output(reason)])
+
+    assert [name for name, _ in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed" if reason == "stop" else "response.incomplete",
+    ]
+    assert [data["sequence_number"] for _, data in events] == list(range(10))
+    assert all(data["type"] == name for name, data in events)
+    data = [data for _, data in events]
+    assert data[0]["response"]["status"] == "in_progress" and data[0]["response"]["output"] == []
+    assert "".join(each["delta"] for each in data[4:6]) == data[6]["text"] == " ab"
+    assert [*data[4]["logprobs"], *data[5]["logprobs"]] == data[6]["logprobs"]
+    assert data[7]["part"] == whole["output"][0]["content"][0] == data[8]["item"]["content"][0]
+    for response in (data[9]["response"], whole):
+        del response["created_at"], response["completed_at"]
+    assert data[9]["response"] == whole
+
+
+def test_held_back_text_makes_no_event_and_an_error_is_one() -> None:
+    made = ResponsesWriter(read(), "7", "m", PIECES.__getitem__)
+    assert made.of([StreamDelta(0, 0, "", (1,))]) == []
+    error = {"message": "no", "type": "server_error", "param": None, "code": "server_error"}
+    ((name, data),) = made.failed({"error": error})
+    assert name == data["type"] == "error"
+    assert (data["message"], data["sequence_number"]) == ("no", 0)

@@ -1,0 +1,220 @@
+"""The server live: clients get what LLM gives, whole and as streams; errors are OpenAI's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import SETTINGS, LiveServer, live_server
+
+import nanoengine
+from nanoengine import LLM, SamplingParams
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hello"}]
+GREEDY = {"temperature": 0, "ignore_eos": True}
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
+    with live_server(tiny("llama"), tokenizer_info=True) as made:
+        yield made
+        made.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(tiny("llama"), **SETTINGS) as llm:
+        yield llm
+
+
+def test_a_chat_is_what_the_model_says(server: LiveServer, plain: LLM) -> None:
+    (expected,) = plain.chat(MESSAGES, SamplingParams(max_tokens=9, **GREEDY), use_tqdm=False)
+    status, body = server.post(CHAT, messages=MESSAGES, max_tokens=9, model="tiny", **GREEDY)
+    assert status == 200
+    assert body["object"] == "chat.completion" and body["model"] == "tiny"
+    (choice,) = body["choices"]
+    assert choice["message"]["content"] == expected["text"]
+    assert choice["finish_reason"] == "length"
+    num_in = len(expected.prompt_token_ids)
+    assert body["usage"]["prompt_tokens"] == num_in
+    assert body["usage"]["completion_tokens"] == 9
+
+
+def test_a_chat_as_a_stream(server: LiveServer) -> None:
+    asked = {"messages": MESSAGES, "max_tokens": 20, **GREEDY}
+    _, whole = server.post(CHAT, **asked)
+    *chunks, last = server.stream(CHAT, **asked, stream_options={"include_usage": True})
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 20
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    text = "".join(delta.get("content", "") for delta in deltas)
+    assert text == whole["choices"][0]["message"]["content"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None] * (len(reasons) - 1) + ["length"]
+    assert len({chunk["id"] for chunk in [*chunks, last]}) == 1
+
+
+def test_several_prompts_and_texts(server: LiveServer) -> None:
+    asked = {"prompt": ["one", [5, 6, 7]], "n": 2, "max_tokens": 12, "seed": 3, "ignore_eos": True}
+    _, whole = server.post(COMPLETIONS, **asked)
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert len(texts) == 4 and len(set(texts)) == 4
+    found = [""] * 4
+    for chunk in server.stream(COMPLETIONS, **asked):
+        (choice,) = chunk["choices"]
+        found[choice["index"]] += choice["text"]
+    assert found == texts
+
+
+def test_echo_and_logprobs(server: LiveServer, plain: LLM) -> None:
+    asked = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1, **GREEDY}
+    _, whole = server.post(COMPLETIONS, **asked)
+    (choice,) = whole["choices"]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, **GREEDY)
+    (output,) = plain.generate("abc", params, use_tqdm=False)
+    scored = list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))
+    own = [position[token_id].logprob for token_id, position in scored[1:]]
+    lists = choice["logprobs"]
+    assert lists["token_logprobs"][0] is None
+    assert lists["token_logprobs"][1:-1] == pytest.approx(own)
+    assert choice["text"].startswith("abc")
+    streamed = server.stream(COMPLETIONS, **asked)
+    assert "".join(c["choices"][0]["text"] for c in streamed) == choice["text"]
+    joined = [p for c in streamed for p in (c["choices"][0]["logprobs"] or {}).get("tokens", [])]
+    assert joined == lists["tokens"]
+
+
+def test_a_response(server: LiveServer, plain: LLM) -> None:
+    asked = {"input": "hello", "max_output_tokens": 9, **GREEDY}
+    _, chat = server.post(CHAT, messages=MESSAGES, max_tokens=9, **GREEDY)
+    status, body = server.post("/v1/responses", **asked)
+    text = chat["choices"][0]["message"]["content"]
+    assert (status, body["object"]) == (200, "response")
+    assert body["output"][0]["content"][0]["text"] == text
+    _, headers, data = server.ask("POST", "/v1/responses", asked | {"stream": True})
+    assert headers["content-type"].startswith("text/event-stream")
+    events = named_events(data)
+    assert [name for name, _ in events] == [event["type"] for _, event in events]
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    assert events[0][0] == "response.created" and events[-1][0] == "response.incomplete"
+    deltas = [event["delta"] for name, event in events if name == "response.output_text.delta"]
+    assert "".join(deltas) == text
+
+
+def test_a_message(server: LiveServer) -> None:
+    asked = {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "model": "tiny"}
+    _, chat = server.post(CHAT, messages=MESSAGES, max_tokens=9, temperature=0)
+    text = chat["choices"][0]["message"]["content"]
+    status, body = server.post("/v1/messages", **asked)
+    assert (status, body["type"]) == (200, "message")
+    assert "".join(block["text"] for block in body["content"]) == text
+    _, _, data = server.ask("POST", "/v1/messages", asked | {"stream": True})
+    events = named_events(data)
+    assert (events[0][0], events[-1][0]) == ("message_start", "message_stop")
+    deltas = [event["delta"] for name, event in events if name == "content_block_delta"]
+    assert "".join(delta["text"] for delta in deltas) == text
+    counted = server.post("/v1/messages/count_tokens", messages=MESSAGES, model="tiny")
+    assert counted == (200, {"input_tokens": chat["usage"]["prompt_tokens"]})
+    status, error = server.post("/v1/messages", **asked | {"model": "x"})
+    assert (status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+
+
+def named_events(data: bytes) -> list[tuple[str, Any]]:
+    """Names and JSON of the events of a stream."""
+    found = []
+    for part in data.decode().removesuffix("\n\n").split("\n\n"):
+        name, content = part.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(content.removeprefix("data: "))))
+    return found
+
+
+def test_what_is_here(server: LiveServer, tiny: Callable[[str], Path]) -> None:
+    status, models = server.get("/v1/models")
+    assert status == 200
+    (model,) = models["data"]
+    assert (model["id"], model["root"], model["object"]) == ("tiny", str(tiny("llama")), "model")
+    assert model["max_model_len"] == 512
+    assert server.get("/v1/models/tiny") == (200, model)
+    assert server.get("/health") == server.get("/ping") == (200, None)
+    assert server.get("/version") == (200, {"version": nanoengine.__version__})
+
+
+def test_tokens(server: LiveServer, plain: LLM) -> None:
+    ids = plain.tokenizer.encode("aé")
+    status, found = server.post("/tokenize", prompt="aé")
+    assert status == 200
+    assert found == {"tokens": ids, "count": len(ids), "max_model_len": 512}
+    _, bare = server.post("/tokenize", prompt="a", add_special_tokens=False, return_token_strs=True)
+    assert (bare["count"], bare["token_strs"]) == (1, ["a"])
+    _, chat = server.post("/tokenize", messages=MESSAGES, add_generation_prompt=False)
+    text = plain.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False)
+    assert server.post("/detokenize", tokens=chat["tokens"]) == (200, {"prompt": text})
+    _, info = server.get("/tokenizer_info")
+    assert (info["eos_token"], info["bos_token"]) == ("</s>", "<s>")
+    assert info["chat_template"].startswith("{% for m in messages %}")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code", "words"),
+    [
+        ("POST", CHAT, {"messages": MESSAGES, "model": "x"}, 404, "model_not_found", "'x' is not"),
+        ("POST", CHAT, {"messages": MESSAGES, "temprature": 1}, 400, "unknown_parameter", "did y"),
+        ("POST", CHAT, {"messages": MESSAGES, "top_p": 7}, 400, "invalid_value", "top_p must be"),
+        ("POST", CHAT, {"messages": 5}, 400, "invalid_prompt", "messages must be a list"),
+        ("POST", CHAT, {"messages": MESSAGES, "tools": [{}]}, 400, "unsupported_parameter", "too"),
+        ("POST", COMPLETIONS, {"prompt": [5] * 600}, 400, "context_length_exceeded", "600 tokens"),
+        ("POST", COMPLETIONS, {"prompt": "a" * 9999}, 400, "context_length_exceeded", "9999 char"),
+        ("POST", COMPLETIONS, {"prompt": [9999]}, 400, "invalid_prompt", "token id 9999"),
+        ("POST", COMPLETIONS, {"prompt": "\ud800"}, 400, "invalid_prompt", "surrogate"),
+        ("POST", COMPLETIONS, b'{"prompt": ', 400, "invalid_json", "the body is no JSON"),
+        ("POST", COMPLETIONS, b'{"prompt": NaN}', 400, "invalid_json", "NaN is no number"),
+        ("POST", COMPLETIONS, b"[" * 99999, 400, "invalid_json", "nested too deeply"),
+        ("POST", COMPLETIONS, b'"\xff"', 400, "invalid_json", "the body is no JSON"),
+        ("POST", COMPLETIONS, [1], 400, "invalid_prompt", "must be a JSON object"),
+        ("POST", "/tokenize", {}, 400, "invalid_prompt", "prompt must be a text"),
+        ("POST", "/tokenize", {"prompt": "a", "add_special_tokens": 1}, 400, "invalid_value", "tr"),
+        ("POST", "/detokenize", {"tokens": [-1]}, 400, "invalid_prompt", "a list of token ids"),
+        ("GET", "/v1/models/x", None, 404, "model_not_found", "this server has 'tiny'"),
+        ("GET", CHAT, None, 405, "method_not_allowed", "another method"),
+        ("GET", "/nowhere", None, 404, "unknown_url", "there is no GET /nowhere"),
+    ],
+)
+def test_an_error_is_openais_object(
+    server: LiveServer, method: str, path: str, body: Any, status: int, code: str, words: str
+) -> None:
+    found, _, data = server.ask(method, path, body)
+    error = json.loads(data)["error"]
+    assert (found, error["code"]) == (status, code), error
+    assert words in error["message"]
+    assert error["type"] == "invalid_request_error" and set(error) >= {"param"}
+
+
+def test_an_error_in_a_stream_that_was_asked_for_comes_with_its_status(server: LiveServer) -> None:
+    status, body = server.post(COMPLETIONS, prompt=[[5], [9999]], stream=True)
+    assert (status, body["error"]["code"]) == (400, "invalid_prompt")
+    server.wait_until_idle()
+
+
+def test_a_body_of_another_kind_is_refused(server: LiveServer) -> None:
+    found, _, data = server.ask("POST", CHAT, b"a=1", Content_Type="text/plain")
+    assert found == 415 and b"Content-Type: application/json" in data
+
+
+def test_the_document_describes_the_bodies(server: LiveServer) -> None:
+    _, document = server.get("/openapi.json")
+    for path, key in (
+        (CHAT, "messages"),
+        (COMPLETIONS, "prompt"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "max_tokens"),
+        ("/tokenize", "prompt"),
+    ):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert key in body["schema"]["properties"]
+    for path in ("/docs", "/redoc"):
+        assert server.get(path)[0] == 404

@@ -1,0 +1,283 @@
+"""What a client may not do, and clients that leave: nothing stays behind, and others go on."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import LiveServer, events_of, live_server, request_bytes
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LONG = {"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+SHORT = LONG | {"max_tokens": 3}
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
+    options = {"api_key": "secret", "max_open_texts": 4, "max_body_mib": 1}
+    with live_server(tiny("llama"), **options, read_seconds=0.5) as made:
+        yield made
+        made.wait_until_idle()
+
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@contextmanager
+def held(server: LiveServer) -> Iterator[None]:
+    """The engine makes no step until the block ends."""
+    gate, reached = threading.Event(), threading.Event()
+
+    def wait(_: Any) -> None:
+        reached.set()
+        assert gate.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.on_engine, wait)
+        assert reached.wait(60)
+        try:
+            yield
+        finally:
+            gate.set()
+            waiting.result()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def connect(server: LiveServer, **body: Any) -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    data = request_bytes(COMPLETIONS, body)
+    made.sendall(data.replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret"))
+    return made
+
+
+def reset(connection: socket.socket) -> None:
+    """Close without a goodbye."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def rest_of(link: socket.socket) -> bytes:
+    """All until the server closes."""
+    return b"".join(iter(lambda: link.recv(65536), b""))
+
+
+def test_the_key_guards_all_but_health(server: LiveServer) -> None:
+    for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+        status, error = server.get(path)
+        assert (status, error["error"]["code"]) == (401, "invalid_api_key")
+        for wrong in ("Bearer secre", "Bearer", "Basic secret", "secret", "Bearer \xe9"):
+            assert server.get(path, Authorization=wrong)[0] == 401
+    assert server.get("/health")[0] == server.get("/ping")[0] == 200
+    assert server.get("/v1/models", Authorization="bearer secret")[0] == 200
+    assert server.get("/v1/models", x_api_key="secret")[0] == 200
+
+
+def test_a_body_has_a_largest_size(server: LiveServer) -> None:
+    status, headers, data = server.ask("POST", CHAT, b" " * ((1 << 20) + 1), **KEY)
+    assert status == 413 and b"larger than 1 MiB; --max-body-mib raises" in data
+    assert headers["connection"] == "close"
+
+
+def test_a_body_in_chunks_is_counted_too(server: LiveServer) -> None:
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
+        "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(head.encode())
+        chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+        for _ in range(17):
+            link.sendall(chunk)
+        assert link.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_must_come_in_time(server: LiveServer) -> None:
+    data = request_bytes(COMPLETIONS, SHORT)
+    data = data.replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(data[:-1])
+        found = rest_of(link)
+    assert found.startswith(b"HTTP/1.1 408 ") and b"within 0.5 s" in found
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error(
+    server: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = request_bytes(COMPLETIONS, SHORT)
+    data = data.replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(data[:-1])
+    assert server.ask("POST", COMPLETIONS, SHORT, **KEY)[0] == 200  # a round of the loop later
+    server.wait_until_idle()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
+def test_headers_have_a_largest_size(server: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+        link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 2_000_000 + b"\r\n\r\n")
+        assert link.recv(4096)[:13] == b"HTTP/1.1 400 "
+
+
+def test_too_many_open_texts_are_429(server: LiveServer) -> None:
+    status, _, data = server.ask("POST", COMPLETIONS, LONG | {"n": 5, "temperature": 1}, **KEY)
+    assert status == 400 and b"asks for 5 texts" in data
+    with held(server):
+        link = connect(server, **LONG | {"prompt": ["a", "b", "c"]})
+        until(lambda: server.service.open.num_texts == 3)
+        status, headers, data = server.ask(
+            "POST", COMPLETIONS, SHORT | {"n": 2, "temperature": 1}, **KEY
+        )
+        assert (status, headers["retry-after"]) == (429, "1") and b"rate_limit_exceeded" in data
+        reset(link)
+    server.wait_until_idle()
+    assert server.ask("POST", COMPLETIONS, SHORT, **KEY)[0] == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("leave", [reset, socket.socket.close])
+def test_a_client_that_leaves_ends_its_request(
+    server: LiveServer, is_stream: bool, leave: Callable[[socket.socket], None]
+) -> None:
+    with connect(server, **LONG, stream=is_stream) as link:
+        if is_stream:
+            assert b"data: " in link.recv(4096) + link.recv(4096)
+        else:
+            until(lambda: server.on_engine(lambda llm: len(llm.llm_engine.scheduler.running)))
+        leave(link)
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_client_that_leaves_while_its_request_waits(server: LiveServer, is_stream: bool) -> None:
+    with held(server):
+        with connect(server, **LONG, stream=is_stream) as link:
+            until(lambda: server.service.open.num_texts)
+            reset(link)
+        until(lambda: not server.service.open.num_texts)
+    server.wait_until_idle()
+
+
+def test_a_stream_that_waits_gets_comments_and_a_slow_queue_ends_it(
+    tiny: Callable[[str], Path],
+) -> None:
+    settings = {"max_num_seqs": 1}
+    options = {"keep_alive_seconds": 0.1, "queue_seconds": 0.5}
+    with live_server(tiny("llama"), settings, **options) as server:
+        with server.connect(COMPLETIONS, **LONG, stream=True) as first:
+            assert first.recv(100)
+            with server.connect(COMPLETIONS, **LONG, stream=True) as second:
+                slow_down(server, 0.05)
+                found = read_all(second)
+        body = found.partition(b"\r\n\r\n")[2]
+        assert body.count(b": waiting\n\n") >= 2
+        assert b"waited 0.5 s" in body and b"queue_timeout" in body
+        slow_down(server, 0)
+        server.wait_until_idle()
+        assert server.post(COMPLETIONS, **SHORT)[0] == 200
+
+
+def slow_down(server: LiveServer, seconds: float) -> None:
+    """Each step of the engine takes so long."""
+
+    def change(llm: Any) -> None:
+        engine = llm.llm_engine
+        step = type(engine).step
+
+        def slowly() -> Any:
+            time.sleep(seconds)
+            return step(engine)
+
+        engine.step = slowly
+
+    server.on_engine(change)
+
+
+def read_all(link: socket.socket) -> bytes:
+    """All until a stream's end."""
+    data = b""
+    while b"\r\n0\r\n\r\n" not in data:
+        part = link.recv(65536)
+        assert part, data
+        data += part
+    return data
+
+
+def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Path]) -> None:
+    with live_server(tiny("llama"), drain_seconds=0.5) as server:
+        slow_down(server, 0.02)
+        short = server.connect(COMPLETIONS, **SHORT, stream=True)
+        long = server.connect(COMPLETIONS, **LONG, stream=True)
+        whole = server.connect(COMPLETIONS, **LONG)
+        late = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        late.sendall(request_bytes(COMPLETIONS, SHORT)[:-1])
+        until(lambda: server.service.open.num_texts == 3)
+        server.server.should_exit = True
+        with short, long, whole, late:
+            until(lambda: not server.server.servers[0].sockets)
+            late.sendall(b"}")
+            refused = rest_of(late)
+            assert refused.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in refused
+            assert b'"finish_reason":"length"' in read_all(short)
+            found = read_all(long)
+            answer = rest_of(whole)
+        assert b"server_stopping" in found and found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in answer
+        with pytest.raises(OSError):
+            server.get("/health")
+
+
+def test_an_engine_that_fails_for_good_is_seen_by_all(tiny: Callable[[str], Path]) -> None:
+    def break_engine(llm: Any) -> None:
+        def broken(*_: Any) -> None:
+            raise RuntimeError("device lost")
+
+        llm.llm_engine.runner.launch = broken
+
+    with live_server(tiny("llama")) as server:
+        slow_down(server, 0.01)
+        with server.connect(COMPLETIONS, **LONG, stream=True) as link:
+            assert link.recv(100)
+            server.on_engine(break_engine)
+            error = events_of(dechunked(read_all(link)))[-1]["error"]
+        assert error["type"] == "server_error" and "device lost" not in error["message"]
+        for status, body in (
+            server.get("/health"),
+            server.post(COMPLETIONS, **SHORT),
+            server.get("/metrics"),
+        ):
+            assert (status, body["error"]["code"]) == (503, "engine_closed")
+
+
+def dechunked(data: bytes) -> bytes:
+    """The body of an answer in chunks."""
+    rest, body = data.partition(b"\r\n\r\n")[2], b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body += rest[: int(size, 16)]
+        rest = rest[int(size, 16) + 2 :]
+    return body
+
+
+def test_pages_of_named_origins_may_call(tiny: Callable[[str], Path]) -> None:
+    origin = "https://chat.example"
+    with live_server(tiny("llama"), api_key="k", allow_origins=(origin,)) as server:
+        asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        status, headers, _ = server.ask("OPTIONS", CHAT, **asked)
+        assert (status, headers["access-control-allow-origin"]) == (200, origin)
+        status, headers, _ = server.ask("GET", "/v1/models", Origin="https://evil.example")
+        assert status == 401 and "access-control-allow-origin" not in headers
