@@ -57,23 +57,28 @@ def right_share(share: float) -> Iterator[None]:
 def time_rounds(made: LLMEngine, context: int, num_drafts: int, share: float) -> Row:
     """Rounds of one request with so many drafts, of which a share is right."""
     with decoding(made, [context]), right_share(share):
-        (seq,) = made.scheduler.running
-        seq.draft_length = FixedLength(num_drafts)
-        for _ in range(4):
-            made.step()
-        made.kv.reset_counters()
-        num_tokens, start = seq.num_tokens, time.perf_counter()
-        for _ in range(NUM_ROUNDS):
-            made.step()
-        seconds = time.perf_counter() - start
-        made_tokens = seq.num_tokens - num_tokens
-        return {
-            "drafts": num_drafts,
-            "round_ms": round(1000 * seconds / NUM_ROUNDS, 2),
-            "tokens_a_round": round(made_tokens / NUM_ROUNDS, 2),
-            "tokens_per_s": round(made_tokens / seconds, 2),
-            "streamed_gb_a_round": round(made.kv.counters.h2d_bytes / NUM_ROUNDS / 1e9, 3),
-        }
+        return running_rounds(made, num_drafts, 4, NUM_ROUNDS)
+
+
+def running_rounds(made: LLMEngine, num_drafts: int, num_warmups: int, num_rounds: int) -> Row:
+    """The same of the request that is running."""
+    (seq,) = made.scheduler.running
+    seq.draft_length = FixedLength(num_drafts)
+    for _ in range(num_warmups):
+        made.step()
+    made.kv.reset_counters()
+    num_tokens, start = seq.num_tokens, time.perf_counter()
+    for _ in range(num_rounds):
+        made.step()
+    seconds = time.perf_counter() - start
+    made_tokens = seq.num_tokens - num_tokens
+    return {
+        "drafts": num_drafts,
+        "round_ms": round(1000 * seconds / num_rounds, 2),
+        "tokens_a_round": round(made_tokens / num_rounds, 2),
+        "tokens_per_s": round(made_tokens / seconds, 2),
+        "streamed_gb_a_round": round(made.kv.counters.h2d_bytes / num_rounds / 1e9, 3),
+    }
 
 
 def drafts(folder: Path, scale: Scale) -> list[Row]:

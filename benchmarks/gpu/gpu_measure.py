@@ -12,7 +12,7 @@ import json
 import random
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,14 @@ from nanoengine import SamplingParams
 from nanoengine.bench.niah import Sample, induction_samples
 from nanoengine.config import GIB
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes
-from nanoengine.sequence import Admission, SequenceStatus
+from nanoengine.sequence import Admission, Sequence, SequenceStatus
 from nanoengine.startup.probe import PROBE_ID, fill_random, probe_sequence
 
 LLAMA_8B = checkpoints.LLAMA_8B | {
+    "model_type": "llama",
     "max_position_embeddings": 1 << 20,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -62,6 +64,8 @@ SMALL = {
     "head_dim": 64,
 }
 Row = dict[str, Any]
+Fill = Callable[[HybridKVCacheManager, Sequence, bool], None]
+BUDGET_GB = 24
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Scale:
     resident_batches: tuple[tuple[int, int], ...]
     workload: tuple[int, int, int]  # requests, requests beside transformers, longest
     needles: tuple[tuple[int, int], ...]  # samples, length
+    line_contexts: tuple[int, ...]  # of the line of decode speed over context
     num_out: int  # tokens of an answer whose bits or ids are compared
     page: int  # tokens of a block in the comparison with large blocks
     num_neighbours: int  # requests before the one that must be as alone
@@ -109,6 +114,7 @@ ON_GPU = Scale(
     resident_batches=((1, 1024), (8, 1024), (64, 1024), (256, 512)),
     workload=(256, 64, 1024),
     needles=((100, 32_768), (10, 131_072), (3, (1 << 20) - 16)),
+    line_contexts=tuple(8192 << n for n in range(7)),  # 512K: 64 GiB of RAM
     num_out=24,
     page=256,  # what flash kernels ask of a block
     num_neighbours=49,
@@ -123,6 +129,7 @@ REHEARSAL = Scale(
     resident_batches=((1, 256), (4, 256)),
     workload=(4, 2, 32),
     needles=((2, 2048),),
+    line_contexts=(256, 512, 1024),
     num_out=5,
     page=32,
     num_neighbours=9,
@@ -159,6 +166,31 @@ def offloaded(scale: Scale, num_tokens: int, token_bytes: int) -> dict[str, Any]
     return streams | {"kv_cache_gib": scale.device_gib, "kv_offload_gib": gib}
 
 
+def card(scale: Scale) -> dict[str, Any]:
+    """Settings: as much device memory as a card of BUDGET_GB gives by default, a share of this
+    card's.
+    """
+    if scale.is_rehearsal:
+        return {"kv_cache_gib": scale.device_gib}
+    share = 0.9 * BUDGET_GB * 1e9 / torch.cuda.mem_get_info()[1]
+    settings = {"kv_cache_gib": None, "gpu_memory_utilization": share}
+    return settings | {"max_num_batched_tokens": 2048}
+
+
+@contextmanager
+def capped(scale: Scale) -> Iterator[None]:
+    """PyTorch may allocate BUDGET_GB of the device, and no more."""
+    if scale.is_rehearsal:
+        yield
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(BUDGET_GB * 1e9 / torch.cuda.mem_get_info()[1])
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
 def token_bytes(made: LLMEngine) -> int:
     """KV of one token, all layers."""
     return made.plan.kv.block_bytes // made.plan.kv.block_size
@@ -174,9 +206,9 @@ def read_weights(made: LLMEngine) -> int:
 
 
 @contextmanager
-def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
+def decoding(made: LLMEngine, lengths: list[int], fill: Fill = fill_random) -> Iterator[None]:
     """Running requests with KV of random numbers; with offload, all on the host at first: the first
-    step brings what fits to the device.
+    step brings what fits to the device. fill: puts the numbers there.
     """
     seqs = [  # each has its first token, and no end
         probe_sequence(PROBE_ID - i, num_tokens, num_prompt=num_tokens - 1)
@@ -185,7 +217,7 @@ def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
     made.kv.reset_budget()
     for seq in seqs:
         assert made.kv.admit(seq) is Admission.ADMITTED
-        fill_random(made.kv, seq, bool(made.plan.kv.num_host_blocks))
+        fill(made.kv, seq, bool(made.plan.kv.num_host_blocks))
         seq.status = SequenceStatus.RUNNING
     made.scheduler.running += seqs
     try:
