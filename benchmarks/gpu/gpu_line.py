@@ -52,7 +52,8 @@ def line(folder: Path, scale: Scale) -> Iterator[Row]:
     with capped(scale):
         with running(folder, scale, **card(scale)) as made:
             fits = made.plan.max_model_len
-            yield {"budget_gb": BUDGET_GB, "longest": fits, "refusal": _refusal(made)}
+            about = {"budget_gb": BUDGET_GB, "longest": fits, "token_bytes": size}
+            yield about | {"refusal": _refusal(made)}
             contexts = [n for n in scale.line_contexts if n + NUM_HASHED < fits]
             yield from _plain(made, "resident", contexts, {})
         with running(folder, scale, **settings) as made:
