@@ -36,6 +36,8 @@ from driver import Driver
 
 import nanoengine
 from benchmarks.gpu.gpu_drafts import drafts, sharing
+from benchmarks.gpu.gpu_host import host_attention
+from benchmarks.gpu.gpu_kernels import kernels, prefill_share, verify_rows
 from benchmarks.gpu.gpu_line import line
 from benchmarks.gpu.gpu_measure import (
     LLAMA_8B,
@@ -410,6 +412,12 @@ def make_rows(
             "offloaded_cache": lambda: offloaded_cache(large, scale, link_speed()),
             "line": lambda: line(large, scale),
         },
+        "kernels": {
+            "prefill_share": lambda: prefill_share(large, scale),
+            "verify_rows": lambda: verify_rows(large, scale),
+            "host_attention": lambda: host_attention(scale),
+            "kernels": lambda: kernels(scale),
+        },
         "speeds": {
             "resident_decode": lambda: resident_decode(large, scale, read_speed()),
             "workload": lambda: workload(small, scale, read_speed(), peers.vllm),
@@ -434,7 +442,10 @@ def main() -> int:
         "--nano-vllm", metavar="FOLDER", help="a checkout of nano-vllm: runs beside us"
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="ROW", help="rows, or the groups checks, line and speeds"
+        "--only",
+        nargs="+",
+        metavar="ROW",
+        help="rows, or the groups checks, line, kernels and speeds",
     )
     args = parser.parse_args()
     result = heading(args.device)

@@ -139,6 +139,7 @@ def sharing(folder: Path, scale: Scale, num_questions: int = 8) -> Row:
         "questions": num_questions,
         "first_token_s": round(first["first_token_s"], 2),
         "follow_up_first_token_s": round(alone["first_token_s"], 3),
+        "follow_up_times_faster": round(first["first_token_s"] / alone["first_token_s"], 1),
         "alone_tokens_per_s": round(alone["tokens_per_s"], 2),
         "together_tokens_per_s": round(together["tokens_per_s"], 2),
         "ratio": round(together["tokens_per_s"] / alone["tokens_per_s"], 2),
