@@ -53,7 +53,7 @@ from benchmarks.gpu.gpu_measure import (
     targets,
     workload,
 )
-from benchmarks.gpu.gpu_peers import Peers, offloaded_cache
+from benchmarks.gpu.gpu_peers import Peers, nano_vllm, offloaded_cache
 from benchmarks.gpu.gpu_rows import Run, chosen, is_ok, run_rows, save
 from benchmarks.induction import write_checkpoint
 from nanoengine.devices.select import make_device
@@ -62,7 +62,7 @@ from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 
 BLOCK = 8
-LIMITS = {"long_context": 240.0, "line": 300.0}  # seconds
+LIMITS = {"long_context": 240.0, "line": 300.0, "nano_vllm": 240.0}  # seconds
 # A fixed share of the link: measured, it would cut up the work differently from run to run.
 STREAM: dict[str, Any] = {
     "stream_mib_per_step": 1024.0,
@@ -421,6 +421,7 @@ def make_rows(
         "speeds": {
             "resident_decode": lambda: resident_decode(large, scale, read_speed()),
             "workload": lambda: workload(small, scale, read_speed(), peers.vllm),
+            "nano_vllm": lambda: nano_vllm(small, qwen, scale, peers.nano_vllm),
             "lightly_streamed": lambda: lightly_streamed(large, scale, link_speed()),
             "many_streamed": lambda: many_streamed(large, scale, link_speed()),
             "sharing": lambda: sharing(large, scale),

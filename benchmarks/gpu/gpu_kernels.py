@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.gpu.flash_stand_in import OneChunk
 from benchmarks.gpu.gpu_measure import (
     Row,
     Scale,
@@ -148,16 +149,6 @@ class Work:
     def read_bytes(self) -> int:
         """Keys and values in bfloat16."""
         return 4 * self.requests * self.keys * self.kv_heads * self.head_dim
-
-
-class OneChunk:
-    """A KV cache of one chunk, for attention alone (context.KVCache, as far as it is read)."""
-
-    def __init__(self, chunk: KVChunk) -> None:
-        self._chunk = chunk
-
-    def read(self, layer: int) -> Iterator[KVChunk]:
-        yield self._chunk
 
 
 def kernels(scale: Scale) -> Iterator[Row]:

@@ -427,25 +427,31 @@ def mean_piece_mib(made: LLMEngine) -> float:
     return round(counters.fill_bytes / max(1, counters.num_fill_copies) / (1 << 20), 2)
 
 
-def workload(folder: Path, scale: Scale, read_gb_per_s: float, vllm: str | None = None) -> Row:
-    """Requests of random lengths, as nano-vllm's benchmark has them (its lengths and seed), and
-    some of them beside transformers' continuous batching. vllm: an interpreter that has it, to do
-    all of them.
-    """
-    num, num_beside, longest = scale.workload
+def requests_of(scale: Scale) -> tuple[list[list[int]], list[int]]:
+    """Prompts and output lengths of nano-vllm's benchmark, drawn as it draws them."""
+    num, _, longest = scale.workload
     rng = random.Random(0)
-    vocab = 10_000 if not scale.is_rehearsal else 1000
+    most = 10_000 if not scale.is_rehearsal else 1000
     low = min(100, longest // 2)
-    prompts = [rng.choices(range(vocab), k=rng.randint(low, longest)) for _ in range(num)]
-    lengths = [rng.randint(low, longest) for _ in range(num)]
+    prompts = [[rng.randint(0, most) for _ in range(rng.randint(low, longest))] for _ in range(num)]
+    return prompts, [rng.randint(low, longest) for _ in range(num)]
+
+
+def workload(folder: Path, scale: Scale, read_gb_per_s: float, vllm: str | None = None) -> Row:
+    """Requests of random lengths, as nano-vllm's benchmark has them, and some of them beside
+    transformers' continuous batching. vllm: an interpreter that has it, to do all of them.
+    """
+    _, num_beside, longest = scale.workload
+    prompts, lengths = requests_of(scale)
+    num = len(prompts)
     with running(folder, scale, max_num_seqs=256, max_model_len=4 * longest) as made:
         planned = made.plan.weight_bytes + made.plan.activation_bytes
         planned += made.plan.kv.num_blocks * made.plan.kv.block_bytes
-        _answer(made, prompts[:2], [4, 4])
-        _answer(made, prompts, [2] * num)  # compiles, and captures the largest graphs
-        seconds = _answer(made, prompts, lengths)
+        answer_all(made, prompts[:2], [4, 4])
+        answer_all(made, prompts, [2] * num)  # compiles, and captures the largest graphs
+        seconds = answer_all(made, prompts, lengths)
         some, short = prompts[:num_beside], [-(-n // 4) for n in lengths[:num_beside]]
-        beside = _answer(made, some, short)
+        beside = answer_all(made, some, short)
         peak = made.device.peak_memory_mib() * (1 << 20)
         free, total = made.device.memory()
         context = sum(len(p) * n + n * n / 2 for p, n in zip(prompts, lengths, strict=True))
@@ -477,9 +483,12 @@ def workload(folder: Path, scale: Scale, read_gb_per_s: float, vllm: str | None 
     }
 
 
-def _answer(made: LLMEngine, prompts: list[list[int]], lengths: list[int]) -> float:
+def answer_all(
+    made: LLMEngine, prompts: list[list[int]], lengths: list[int], temperature: float = 0
+) -> float:
+    """Seconds until all requests are done."""
     for prompt, length in zip(prompts, lengths, strict=True):
-        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+        params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True)
         made.add_request(prompt, params)
     start = time.perf_counter()
     while made.has_unfinished_requests:
