@@ -62,7 +62,14 @@ from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 
 BLOCK = 8
-LIMITS = {"long_context": 240.0, "line": 300.0, "nano_vllm": 240.0}  # seconds
+# Seconds, where a row takes more than others. KV of 512K tokens is 64 GiB to pin and to fill.
+LIMITS = {
+    "workload": 240.0,
+    "nano_vllm": 240.0,
+    "line": 330.0,
+    "drafts": 300.0,
+    "long_context": 300.0,
+}
 # A fixed share of the link: measured, it would cut up the work differently from run to run.
 STREAM: dict[str, Any] = {
     "stream_mib_per_step": 1024.0,
@@ -425,6 +432,8 @@ def make_rows(
             "lightly_streamed": lambda: lightly_streamed(large, scale, link_speed()),
             "many_streamed": lambda: many_streamed(large, scale, link_speed()),
             "sharing": lambda: sharing(large, scale),
+        },
+        "long": {
             "drafts": lambda: drafts(large, scale),
             "long_context": lambda: long_context(large, scale, link_speed()),
         },
@@ -446,7 +455,7 @@ def main() -> int:
         "--only",
         nargs="+",
         metavar="ROW",
-        help="rows, or the groups checks, line, kernels and speeds",
+        help="rows, or the groups checks, speeds, line, kernels, long",
     )
     args = parser.parse_args()
     result = heading(args.device)

@@ -81,14 +81,13 @@ def running_rounds(made: LLMEngine, num_drafts: int, num_warmups: int, num_round
     }
 
 
-def drafts(folder: Path, scale: Scale) -> list[Row]:
+def drafts(folder: Path, scale: Scale) -> Iterator[Row]:
     """For each context: without drafts, checking passes of several rows, and rounds at three shares
     of right drafts beside the arithmetic, (plain + K drafts) / plain.
     """
     most = max(scale.decode_contexts)
     with running(folder, scale, num_gpu_blocks=64) as made:
         size = token_bytes(made)
-    rows: list[Row] = []
     settings = offloaded(scale, most, size) | {"max_model_len": most + 4096}
     with running(folder, scale, speculative=f"resident:{MOST}", **settings) as made:
         for context in scale.decode_contexts:
@@ -105,8 +104,7 @@ def drafts(folder: Path, scale: Scale) -> list[Row]:
                 gain = found["tokens_a_round"] * plain_ms / (plain_ms + num_drafts * draft_ms)
                 found |= {"multiple": round(multiple, 2), "arithmetic": round(gain, 2)}
                 row["right"][share] = found | {"share": round(multiple / gain, 3)}
-            rows.append(row)
-    return rows
+            yield row
 
 
 def best_number(share: float, plain_ms: float, draft_ms: float) -> int:

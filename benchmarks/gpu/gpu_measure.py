@@ -22,6 +22,7 @@ import checkpoints
 import torch
 import transformers
 
+from benchmarks.gpu.gpu_rows import free_memory
 from nanoengine import SamplingParams
 from nanoengine.bench.niah import Sample, induction_samples
 from nanoengine.config import GIB
@@ -154,9 +155,7 @@ def running(folder: Path, scale: Scale, **settings: Any) -> Iterator[LLMEngine]:
     finally:
         made.close()
         del made
-        gc.collect()
-        if not scale.is_rehearsal:
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def offloaded(scale: Scale, num_tokens: int, token_bytes: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from benchmarks.gpu.gpu_measure import (
     running,
     time_decode,
 )
+from benchmarks.gpu.gpu_rows import free_memory
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes
 
@@ -66,6 +67,7 @@ def offloaded_cache(folder: Path, scale: Scale, link_gb_per_s: float) -> Iterato
             model = their_model(folder, scale)
             for context, (step_s, moved) in ours.items():
                 seconds, there = their_decode(model, scale, context)
+                free_memory()
                 yield {
                     "context": context,
                     "transformers": transformers.__version__,

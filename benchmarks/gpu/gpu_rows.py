@@ -82,9 +82,17 @@ def run_rows(
             result["failed"][name] = f"{type(error).__name__}: {str(error)[:600]}"
         result["seconds"][name] = round(time.perf_counter() - start, 1)
         save(result, file)
-        gc.collect()  # a failed row may have left an engine
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()  # a failed row may have left an engine
+
+
+def free_memory() -> None:
+    """Free what nobody refers to any more, pinned memory too: an engine that asks for most of the
+    RAM is refused while PyTorch keeps that of the one before.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
 
 def save(result: Result, file: Path | None) -> None:
