@@ -34,7 +34,7 @@ RIGHT = 0.8  # the share of drafts that is counted as right where speed is measu
 NUM_HASHED = 12  # tokens
 ROOM = 512  # tokens that a request may generate here
 NUM_VARIANTS = 7  # different blocks of KV
-Plain = dict[int, tuple[list[int], float]]  # by context: its first tokens, ms of a step
+Plain = dict[int, tuple[list[int], float]]  # by context: the tokens that follow, ms of a step
 
 
 def line(folder: Path, scale: Scale) -> Iterator[Row]:
@@ -43,7 +43,7 @@ def line(folder: Path, scale: Scale) -> Iterator[Row]:
     first tokens, which shall be the same however it decodes.
 
     With drafts, speed is that of rounds of which a share is counted as right; the hash is that of
-    rounds whose drafts are right.
+    rounds whose drafts are right, and oracle_right says how many of them were found to be.
     """
     plain: Plain = {}
     most = max(scale.line_contexts) + ROOM
@@ -74,8 +74,8 @@ def _plain(made: LLMEngine, how: str, contexts: Iterable[int], plain: Plain) -> 
     """Rows without drafts; `plain` gets the tokens and the time of each."""
     for context in contexts:
         with decoding(made, [context], fill_apart):
-            row = running_rounds(made, 0, 4, NUM_HASHED - 4)
-            tokens = _first_tokens(made, context)
+            row = running_rounds(made, 0, 4, NUM_HASHED)
+            tokens = _tokens_after(made, context)
         plain[context] = tokens, row["round_ms"]
         yield {"how": how, "context": context, **row, "hash": _hash(tokens)}
 
@@ -91,27 +91,28 @@ def _drafts(made: LLMEngine, plain: Plain) -> Iterator[Row]:
             with oracle(truth, context):
                 while seq.num_tokens < context + NUM_HASHED:
                     running_rounds(made, 3, 0, 1)
-            tokens = _first_tokens(made, context)
+            tokens, metrics = _tokens_after(made, context), seq.metrics
+            oracle_right = metrics.num_accepted / max(1, metrics.num_guessed)
             with right_share(RIGHT):
                 many_ms = running_rounds(made, MOST, 1, 2)["round_ms"]
                 draft_ms = max(0.0, many_ms - plain_ms) / MOST
                 row = running_rounds(made, best_number(RIGHT, plain_ms, draft_ms), 1, 8)
-        about = {"how": "drafts", "context": context, "right": RIGHT}
+        about = {"how": "drafts", "context": context, "right": RIGHT, "oracle_right": oracle_right}
         yield {**about, **row, "hash": _hash(tokens)}
 
 
-def _first_tokens(made: LLMEngine, context: int) -> list[int]:
+def _tokens_after(made: LLMEngine, context: int) -> list[int]:
     (seq,) = made.scheduler.running
-    return seq.token_ids[context : context + NUM_HASHED]
+    return seq.token_ids[context:]
 
 
 def _hash(tokens: list[int]) -> str:
-    return hashlib.sha256(str(tokens).encode()).hexdigest()[:8]
+    return hashlib.sha256(str(tokens[:NUM_HASHED]).encode()).hexdigest()[:8]
 
 
 def fill_apart(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
     """Random KV for all tokens but the last, the same on either tier. Neighbours differ, blocks and
-    layers, so that tokens change where one is read in place of another.
+    layers, so that tokens change where a block is read twice or not at all.
     """
     pool, offload, size = kv.memory.pool, kv.memory.offload, kv.spec.block_size
     generator = torch.Generator().manual_seed(0)

@@ -550,6 +550,11 @@ def targets(result: Row) -> Row:
     least("mean_piece_mib", 4, _column(long["decode"], "mean_piece_mib"))
     least("resident_decode_share_of_read", 0.7, decode[:1])
     least("times_transformers", 5, _column([work.get("beside_transformers", {})], "ratio"))
+    least("times_offloaded_cache", 1, _column(result.get("offloaded_cache", []), "ratio"))
+    least("times_nano_vllm", 1, _column([result.get("nano_vllm", {})], "ratio"))
+    least("prefill_share", 0.6, _column(result.get("prefill_share", [])[-1:], "share_of_dense"))
+    for row in result.get("drafts", []):
+        least(f"drafts_at_{row['context']}", 0.9, _column([*row["right"].values()], "share"))
     if work:
         off = abs(work["peak_gib"] / work["planned_gib"] - 1)
         least("memory_as_planned", 0.98, [round(1 - off, 3)])
