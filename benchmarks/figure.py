@@ -4,7 +4,8 @@
 
 Later files count over earlier ones. Rows of `line` are drawn, and the offloaded cache of
 transformers beside them; without them the older rows of `long_context`. What is a rehearsal, or
-lacks drafts, says so in large letters.
+lacks drafts, says so in large letters; a rehearsal in virtual time (gpu/virtual_line.py) shows what
+a GPU measured beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 from benchmarks.pictures import PICTURES, RESULTS, SCHEMES, Picture, Scheme, paint
 
-FILES = ("gpu/h200.json", "gpu/line.json")
+FILES = ("gpu/h200.json", "gpu/virtual_line.json", "gpu/line.json")
 FIRST_MEASURED = "2026-11-20"  # results without a date
 LONGEST = 1 << 20
 # What engines say of a request that KV on the GPU does not hold; vllm-project/vllm#2418.
@@ -74,8 +75,15 @@ def content(result: dict[str, Any]) -> Content:
     made = _of_line(result) if result.get("line") else _of_long_context(result)
     if not result["rehearsal"]:
         return made
-    title = f"REHEARSAL in small shapes on a CPU, {result['commit'][:7]}: no speed of a GPU"
-    return replace(made, title=title, mark="REHEARSAL")
+    if result.get("clock") != "virtual":
+        title = "REHEARSAL in small shapes on a CPU: no speed of a GPU"
+        return replace(made, title=title, mark="REHEARSAL")
+    measured, *_ = reversed(_of_long_context(result).lines)
+    measured = replace(
+        measured, label=f"measured {FIRST_MEASURED}: {measured.label}", colour="peer"
+    )
+    title = "REHEARSAL in virtual time, in proportions of Llama-3.1-8B on an H200"
+    return replace(made, title=title, mark="NOT MEASURED", lines=(*made.lines, measured))
 
 
 def _of_line(result: dict[str, Any]) -> Content:
@@ -96,7 +104,7 @@ def _of_line(result: dict[str, Any]) -> Content:
     )
     lines.append(Line("transformers, offloaded cache", "peer", theirs))
     first, longest = about["longest"], max(row["context"] for row in rows)
-    ends = longest if result["rehearsal"] else max(longest, LONGEST)
+    ends = LONGEST if longest >= 8192 else longest  # small shapes are not drawn on
     contexts = [row["context"] for row in rows if row["context"] > 1.2 * first]
     allowed = tuple(
         Point(n, link * 1e9 / (about["token_bytes"] * (n - first)))

@@ -74,6 +74,7 @@ class Scale:
     """How large the work is: on a GPU, or in a rehearsal without one."""
 
     device: str
+    is_rehearsal: bool  # there is no GPU
     decode_contexts: tuple[int, ...]
     prefill_lengths: tuple[int, ...]
     chunk: int
@@ -92,11 +93,6 @@ class Scale:
         """Of the answers that are compared."""
         return SamplingParams(temperature=0, max_tokens=self.num_out, ignore_eos=True)
 
-    @property
-    def is_rehearsal(self) -> bool:
-        """Whether there is no GPU."""
-        return self.device == "cpu"
-
     def shapes(self, folder: Path, config: dict[str, Any]) -> Path:
         """A folder with the config alone."""
         folder.mkdir(exist_ok=True)
@@ -107,6 +103,7 @@ class Scale:
 
 ON_GPU = Scale(
     device="cuda",
+    is_rehearsal=False,
     decode_contexts=(32_768, 131_072, 524_288),
     prefill_lengths=(32_768, 65_536, 131_072),
     chunk=8192,
@@ -122,6 +119,7 @@ ON_GPU = Scale(
 )
 REHEARSAL = Scale(
     device="cpu",
+    is_rehearsal=True,
     decode_contexts=(1024,),
     prefill_lengths=(1024,),
     chunk=256,

@@ -60,6 +60,14 @@ def test_a_rehearsal_and_missing_drafts_are_marked() -> None:
     assert figure.content(result(line=without)).mark == "DRAFTS ARE MISSING"
 
 
+def test_a_rehearsal_in_virtual_time_stands_beside_what_was_measured() -> None:
+    old = json.loads((RESULTS / "gpu/h200.json").read_text())
+    shown = figure.content(old | result(rehearsal=True, clock="virtual"))
+    assert shown.mark == "NOT MEASURED" and "virtual time" in shown.title
+    assert shown.lines[-1].label == "measured 2026-11-20: 1 GiB of KV on the GPU"
+    assert [point.speed for point in shown.lines[-1].points] == [16.74, 3.4, 0.81]
+
+
 def test_old_rows_stand_in_where_there_is_no_line() -> None:
     old = json.loads((RESULTS / "gpu/h200.json").read_text())
     shown = figure.content(old)
