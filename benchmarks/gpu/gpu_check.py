@@ -1,9 +1,9 @@
 """`make gpu-check`: what only a GPU can show, in one run that ends with one JSON object.
 
-    python benchmarks/gpu/gpu_check.py [--device cuda] [--json FILE]
+    python benchmarks/gpu/gpu_check.py [--device cuda] [--json FILE] [--only ROW ...]
 
 Parity and isolation on the device, what the stream checker saw, the link, and the measurements of
-gpu_measure.py. Rows name the attention that ran and, where a faster one was not taken, why.
+the other files here. Rows name the attention that ran and, where a faster one was not taken, why.
 `--device cpu` rehearses all of it in small shapes.
 Needs torch, transformers, safetensors, xxhash, tqdm and numpy, and no network.
 """
@@ -51,10 +51,10 @@ from benchmarks.gpu.gpu_measure import (
     needles,
     resident_decode,
     targets,
-    workload,
 )
-from benchmarks.gpu.gpu_peers import Peers, nano_vllm, offloaded_cache
+from benchmarks.gpu.gpu_offloaded_cache import offloaded_cache
 from benchmarks.gpu.gpu_rows import Run, chosen, is_ok, run_rows, save
+from benchmarks.gpu.gpu_workload import Peers, nano_vllm, workload
 from benchmarks.induction import write_checkpoint
 from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice, CheckedStream, Key, TraceEntry

@@ -11,8 +11,8 @@ import torch
 from marks import needs_no_gpu
 from paged_batches import make_batch, relative_error
 
-from benchmarks.gpu import gpu_peers
-from benchmarks.gpu.gpu_measure import ON_GPU, QWEN_600M, REHEARSAL, requests_of
+from benchmarks.gpu import gpu_workload
+from benchmarks.gpu.gpu_measure import ON_GPU, QWEN_600M, REHEARSAL
 
 FAKE = """
 class SamplingParams:
@@ -32,7 +32,7 @@ class LLM:
 
 
 def test_the_workload_is_that_of_nano_vllms_benchmark() -> None:
-    prompts, lengths = requests_of(ON_GPU)
+    prompts, lengths = gpu_workload.requests_of(ON_GPU)
     assert len(prompts) == 256 and sum(lengths) == 133_966  # as its README says
     assert min(map(len, prompts)) >= 100 and max(map(len, prompts)) <= 1024
 
@@ -42,16 +42,16 @@ def test_it_runs_in_a_process_of_its_own(tmp_path: Path, tiny, monkeypatch) -> N
     source.mkdir(parents=True)
     (source / "__init__.py").write_text(FAKE)
     REHEARSAL.shapes(shapes, QWEN_600M)
-    row = gpu_peers.nano_vllm(shapes, tiny("qwen3"), REHEARSAL, str(source.parent))
+    row = gpu_workload.nano_vllm(shapes, tiny("qwen3"), REHEARSAL, str(source.parent))
     assert row["nano_vllm_attention"].startswith("a stand-in for flash-attn")
     assert row["requests"] == 4 and row["nano_vllm_output_tokens_per_s"] > 0
     monkeypatch.setattr(sys, "executable", "/bin/ls")  # does not know -m: it fails
     with pytest.raises(RuntimeError, match="nano-vllm failed: /bin/ls"):
-        gpu_peers.run_nano_vllm(shapes, str(source.parent), [[1]], [1])
+        gpu_workload.run_nano_vllm(shapes, str(source.parent), [[1]], [1])
 
 
 def test_without_its_source_the_row_says_how_to_give_it() -> None:
-    row = gpu_peers.nano_vllm(Path(), Path(), REHEARSAL, None)
+    row = gpu_workload.nano_vllm(Path(), Path(), REHEARSAL, None)
     assert "--nano-vllm" in row["nano_vllm"]
 
 

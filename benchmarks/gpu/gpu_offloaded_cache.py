@@ -1,53 +1,30 @@
-"""Other engines in the same run, on the same shapes: parts of gpu_check.py."""
+"""Decode with transformers' offloaded cache, and ours beside it: a part of gpu_check.py."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import safetensors.torch
 import torch
 import transformers
 
 from benchmarks.gpu.gpu_measure import (
     Row,
     Scale,
-    answer_all,
     capped,
     card,
     offloaded,
-    requests_of,
     running,
     time_decode,
 )
 from benchmarks.gpu.gpu_rows import free_memory
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
 
-ROOT = Path(__file__).parents[2]
-NANO_TEMPERATURE = 0.6  # nano-vllm has no greedy decoding
-NANO_SECONDS = 200
 NUM_WARMUPS, NUM_STEPS = 3, 6
-
-
-@dataclass(frozen=True)
-class Peers:
-    """Where other engines are, None where they are not here. vllm: an interpreter that has it;
-    nano_vllm: a folder with its source.
-    """
-
-    vllm: str | None = None
-    nano_vllm: str | None = None
 
 
 def offloaded_cache(folder: Path, scale: Scale, link_gb_per_s: float) -> Iterator[Row]:
@@ -149,69 +126,3 @@ def their_streams(scale: Scale) -> Iterator[None]:
         mock.patch("torch.cuda.default_stream", lambda _: NoStream()),
     ):
         yield
-
-
-def nano_vllm(folder: Path, tokenizer: Path, scale: Scale, source: str | None) -> Row:
-    """The requests of nano-vllm's benchmark, by it and by us, sampled at the same temperature.
-    tokenizer: a checkpoint that has one. source: a folder with nano-vllm.
-    """
-    if source is None:
-        how = "not run: give --nano-vllm a folder with github.com/GeeeekExplorer/nano-vllm"
-        return {"nano_vllm": how}
-    prompts, lengths = requests_of(scale)
-    most = 4 * scale.workload[2]
-    with running(folder, scale, max_num_seqs=256, max_model_len=most) as made:
-        answer_all(made, prompts, [2] * len(prompts), NANO_TEMPERATURE)
-        ours = answer_all(made, prompts, lengths, NANO_TEMPERATURE)
-    theirs = run_nano_vllm(write_weights(folder, tokenizer), source, prompts, lengths)
-    tokens = sum(lengths)
-    return {
-        "requests": len(prompts),
-        "output_tokens": tokens,
-        "output_tokens_per_s": round(tokens / ours, 1),
-        "nano_vllm_output_tokens_per_s": round(tokens / theirs["seconds"], 1),
-        "nano_vllm_attention": theirs["attention"],
-        "ratio": round(theirs["seconds"] / ours, 2),
-    }
-
-
-def run_nano_vllm(
-    model: Path, source: str, prompts: list[list[int]], lengths: list[int]
-) -> dict[str, Any]:
-    """What run_nano_vllm.py says. Raises RuntimeError with the end of what it wrote if it fails."""
-    work = {
-        "model": str(model),
-        "prompts": prompts,
-        "lengths": lengths,
-        "temperature": NANO_TEMPERATURE,
-    }
-    path = os.pathsep.join((source, str(ROOT), os.environ.get("PYTHONPATH", "")))
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.run_nano_vllm"],
-        input=json.dumps(work),
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=NANO_SECONDS,
-    )
-    if run.returncode:
-        raise RuntimeError(f"nano-vllm failed: {run.stderr.strip()[-400:]}")
-    found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
-def write_weights(folder: Path, tokenizer: Path) -> Path:
-    """A checkpoint with random weights of the folder's shapes, and a tokenizer."""
-    made = folder.with_name(f"{folder.name}-weights")
-    made.mkdir(exist_ok=True)
-    for file in tokenizer.glob("*token*"):
-        shutil.copy(file, made)
-    config = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (made / "config.json").write_text(json.dumps(config))
-    weights = {
-        name: torch.randn(shape, dtype=torch.bfloat16) * 0.02
-        for name, shape in weight_shapes(read_model_config(folder)).items()
-    }
-    safetensors.torch.save_file(weights, made / "model.safetensors")
-    return made
