@@ -182,6 +182,7 @@ DTYPES = {
     "half": "float16",
 }
 MAX_GUESSES = 64
+AUTO_SPECULATIVE = "ngram:8+resident:8"
 MAX_THREADS = 1024
 MAX_GIB = 1 << 20
 FLAGS = ("enable_prefix_caching", "enforce_eager", "measure_speed", "debug_kv")
@@ -274,7 +275,8 @@ class EngineConfig:
     speculative: guesses tokens and checks them in one forward pass; the output does not change
     (None: one token a step). "ngram:K": up to K tokens per step and request, by prompt lookup.
     "resident:K": up to K for requests whose KV is streamed, by decode steps over the KV on the
-    device alone; fewer where they do not pay. "ngram:K+resident:K": lookup first.
+    device alone; fewer where they do not pay. "ngram:K+resident:K": lookup first. "auto": both
+    with K = 8.
     generation_config: default sampling parameters of requests. "auto": those of the model's
     generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
@@ -332,8 +334,8 @@ class EngineConfig:
         self._check_offload()
         if self.speculative is not None and not self._guessers:
             raise ConfigError(
-                'speculative must be "ngram:K", "resident:K" or "ngram:K+resident:K" with K from 1 '
-                f"to {MAX_GUESSES}, got {shown(self.speculative)}"
+                'speculative must be "auto", "ngram:K", "resident:K" or "ngram:K+resident:K" with '
+                f"K from 1 to {MAX_GUESSES}, got {shown(self.speculative)}"
             )
 
     @property
@@ -350,6 +352,8 @@ class EngineConfig:
     def _guessers(self) -> dict[str, int]:
         """The K of each part of `speculative`; empty if it is misspelled."""
         spelled = self.speculative if isinstance(self.speculative, str) else ""
+        if spelled == "auto":
+            spelled = AUTO_SPECULATIVE
         found = re.fullmatch(
             r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident):(\d{1,3}))?", spelled
         )

@@ -20,6 +20,8 @@ class KVSpec:
     window: keys that a query sees in the layer that sees most (0: all). step_tokens: most tokens of
     a sequence in a step. With a window, a sequence holds the blocks of both. windows: of each layer
     (None: all keys); () without any. host_codec: of host blocks (None: as on the device).
+    least_run_bytes: of one layer; fewer bytes of device blocks between streamed ones are streamed
+    too if the host has them: an attention call and a fill of their own would take longer.
     """
 
     num_layers: int
@@ -36,6 +38,7 @@ class KVSpec:
     step_tokens: int = 1
     windows: tuple[int | None, ...] = ()
     host_codec: Int8Codec | None = None
+    least_run_bytes: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -50,6 +53,15 @@ class KVSpec:
             return self.block_bytes
         row = self.host_codec.row_size(self.head_dim) * self.host_codec.dtype.itemsize
         return 2 * self.num_layers * self.block_size * self.num_kv_heads * row
+
+    @property
+    def least_run(self) -> int:
+        """Device blocks between streamed ones that are read in place; see least_run_bytes. Those
+        of a lossy host always are.
+        """
+        if self.host_codec is not None or not self.slot_blocks:
+            return 0
+        return -(-self.least_run_bytes * self.num_layers // self.block_bytes)
 
     @property
     def ring_bytes(self) -> int:

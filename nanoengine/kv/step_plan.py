@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 DEVICE, HOST = 0, 1  # segment i of the host pool is tier HOST + i
 Location = tuple[int, int]  # (tier, slot)
@@ -111,6 +112,25 @@ class StepPlan:
     reads: tuple[Part, ...]
     unseen: tuple[frozenset[int], ...] = ()
     transfers: StepTransfers = StepTransfers()
+
+
+def without_short_runs(
+    table: Sequence[Location], copies: Sequence[Location | None], least: int
+) -> list[Location]:
+    """The table of a sequence, in which runs of fewer than `least` device blocks between host
+    blocks are read from the host as well, so that one fill holds them and their neighbours.
+
+    copies: where the host has each block; None: nowhere.
+    """
+    places: list[Location] = []
+    runs = [[*run] for _, run in groupby(range(len(table)), lambda at: table[at][0] == DEVICE)]
+    for number, run in enumerate(runs):
+        on_host = [copy for at in run if (copy := copies[at]) is not None]
+        is_between = 0 < number < len(runs) - 1
+        is_short = table[run[0]][0] == DEVICE and len(run) < least
+        keeps = not (is_between and is_short and len(on_host) == len(run))
+        places += [table[at] for at in run] if keeps else on_host
+    return places
 
 
 def plan_reads(

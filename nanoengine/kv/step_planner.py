@@ -26,6 +26,7 @@ from nanoengine.kv.step_plan import (
     plan_reads,
     streamed_per_layer,
     unseen_parts,
+    without_short_runs,
 )
 from nanoengine.sequence import RequestMetrics, ScheduledBatch
 
@@ -76,7 +77,7 @@ class StepPlanner:
         ]
         seen = [t.blocks[t.num_released : stop] for t, stop in zip(step, stops, strict=True)]
         parts = plan_reads(
-            [[self._location(block) for block in blocks] for blocks in seen],
+            [self._locations(blocks) for blocks in seen],
             self._spec.slot_blocks,
             [table.num_released for table in step],
         )
@@ -114,10 +115,11 @@ class StepPlanner:
         """
         size = self._spec.block_size
         for index, (item, table) in enumerate(zip(batch.items, step, strict=True)):
+            if not item.num_drafts or item.start < table.num_shared_tokens:
+                continue
             first, stop = item.start // size, -(-(item.start + item.num_tokens) // size)
             tail = table.blocks[first:stop]
-            is_shared = item.start < table.num_shared_tokens
-            if not item.num_drafts or is_shared or any(b in placement.loads for b in tail):
+            if any(block in placement.loads for block in tail):
                 continue
             before = table.blocks[:first]
             there = (b.device_slot is not None and b not in placement.loads for b in before)
@@ -162,6 +164,17 @@ class StepPlanner:
             [table.held for table in others if table.is_preempted],
             frozenset(kept),
         )
+
+    def _locations(self, blocks: list[Block]) -> list[Location]:
+        """Where a step reads the blocks of a sequence."""
+        where = [self._location(block) for block in blocks]
+        if not self._spec.least_run or all(tier == DEVICE for tier, _ in where):
+            return where
+        copies = [
+            (HOST, block.host_slot) if block.host_slot is not None and block.is_on_host else None
+            for block in blocks
+        ]
+        return without_short_runs(where, copies, self._spec.least_run)
 
     def _location(self, block: Block) -> Location:
         """Where a step reads the block: on the device if it is there."""

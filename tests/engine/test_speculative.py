@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import SamplingParams
+from nanoengine.config import EngineConfig
 from nanoengine.engine.speculative import DOUBTFUL, LONGEST, SHORTEST, PromptLookup
 from nanoengine.errors import ConfigError
 from nanoengine.sequence import ScheduledBatch
@@ -217,3 +218,8 @@ def test_what_is_no_speculation_is_refused(tiny: Callable[[str], Path]) -> None:
     for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", 4):
         with pytest.raises(ConfigError, match=r'"ngram:K\+resident:K" with K from 1 to 64'):
             small_engine(tiny("llama"), speculative=wrong)
+
+
+def test_auto_is_lookup_and_drafts() -> None:
+    auto = EngineConfig("m", speculative="auto")
+    assert (auto.num_guesses, auto.num_drafts) == (8, 8)

@@ -124,11 +124,13 @@ class Audit:
     and that are not on the device, whole, plus the tokens of blocks that were brought back to it.
     d2h_bytes: growth of host copies that are still there (a lower bound under host pressure).
     spared_bytes: of h2d_bytes, what windowed layers see nothing of: fills without it are left out.
+    between_bytes: beside h2d_bytes, blocks on both tiers between such blocks: they may cross too.
     """
 
     def __init__(self, kv: HybridKVCacheManager) -> None:
         self.schedule: list[tuple[tuple[int, int], ...]] = []
         self.h2d_bytes = self.d2h_bytes = self.peak_streamed = self.spared_bytes = 0
+        self.between_bytes = 0
         self._kv = kv
         self._open_step = kv.open_step
         kv.open_step = self._audited
@@ -152,14 +154,19 @@ class Audit:
         spec = self._kv.spec
         token_bytes = spec.host_block_bytes // spec.block_size
         reads: list[set[Block]] = []
+        between: set[Block] = set()
         for item in batch.items:
             num_blocks = -(-(item.seq.num_computed + item.num_tokens) // spec.block_size)
             blocks = self._kv.tables[item.seq.seq_id].blocks[:num_blocks]
             on_host = (block for block in blocks if block.host_slot is not None)
             reads.append({block for block in on_host if block.device_slot is None})
+            streamed = [at for at, block in enumerate(blocks) if block in reads[-1]]
+            inner = blocks[streamed[0] : streamed[-1]] if streamed else []
+            between |= {b for b in inner if b.device_slot is not None and b.is_on_host}
         self.peak_streamed = max(self.peak_streamed, sum(map(bool, reads)))
         if spec.slot_blocks:
             self.h2d_bytes += len(set().union(*reads)) * spec.host_block_bytes
+            self.between_bytes += len(between) * spec.host_block_bytes * bool(spec.least_run)
             for window in spec.windows:
                 spared = len(set().union(*reads)) - len(self._seen(batch, reads, window))
                 self.spared_bytes += spared * spec.host_block_bytes // spec.num_layers

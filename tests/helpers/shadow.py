@@ -212,6 +212,7 @@ class ShadowEngine:
     copies: str | None = None
     stream_blocks_per_step: int | None = None
     draft_length: DraftLength | None = None
+    least_run_bytes: int = 0
 
     def __post_init__(self) -> None:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "decode_reserve_blocks": 0}
@@ -227,6 +228,7 @@ class ShadowEngine:
             self.ring_slots,
             self.slot_blocks,
             self.spare_blocks,
+            least_run_bytes=self.least_run_bytes,
         )
         self.copies = self.copies or ("threads" if self.slot_blocks else "inline")
         held = self.copies == "held"

@@ -63,7 +63,7 @@ class Shape:
 
     stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
     blocks. digests: how many different ones there are (None: as many as xxh3 has). most_drafts: of
-    a sequence and step; draft_seed: of all that is drawn for them.
+    a sequence and step; draft_seed: of all that is drawn for them. least_run_bytes: see KVSpec.
     """
 
     copies: str
@@ -85,6 +85,7 @@ class Shape:
     closes_early: bool
     most_drafts: int
     draft_seed: int
+    least_run_bytes: int
 
     def make(self) -> ShadowEngine:
         drafts = Adversary(self.draft_seed, self.most_drafts) if self.most_drafts else None
@@ -107,6 +108,7 @@ class Shape:
             },
             copies=self.copies,
             stream_blocks_per_step=self.stream_blocks_per_step,
+            least_run_bytes=self.least_run_bytes,
         )
 
 
@@ -139,6 +141,7 @@ def shapes(mode: str) -> st.SearchStrategy[Shape]:
         closes_early=one_of(False, False, False, True),
         most_drafts=one_of(0, 3, 6, 9) if streams else st.just(0),
         draft_seed=ANY,
+        least_run_bytes=one_of(0, 100, 1 << 20) if streams else st.just(0),
     )
 
 

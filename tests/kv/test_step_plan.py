@@ -17,6 +17,7 @@ from nanoengine.kv.step_plan import (
     plan_reads,
     slot_runs,
     unseen_parts,
+    without_short_runs,
 )
 
 Tables = list[list[Location]]
@@ -131,3 +132,22 @@ def test_windowed_layers_leave_out_what_lies_before_their_window() -> None:
     assert unseen == (frozenset(), {0}, {0, 1, 2, 3}, {0})
     assert fills_of_layers(parts, unseen) == ((0, 1, 2, 3), (1, 2, 3), (), (1, 2, 3))
     assert fills_of_layers(parts, [frozenset()] * 2) == fills_of_layers(parts, ()) == ()
+
+
+@settings(derandomize=True, deadline=None)
+@given(tables(), st.integers(0, 4), st.data())
+def test_only_short_runs_between_host_blocks_are_streamed_too(
+    made: Tables, least: int, data: st.DataObject
+) -> None:
+    for table in made:
+        num = len(table)
+        has_copy = data.draw(st.lists(st.booleans(), min_size=num, max_size=num))
+        copies = [(HOST, 1000 + at) if there else None for at, there in enumerate(has_copy)]
+        edges = [-1, *(at for at, (tier, _) in enumerate(table) if tier == HOST), num]
+        expected = list(table)
+        for left, right in pairwise(edges):
+            run = range(left + 1, right)
+            is_between = left >= 0 and right < num
+            if is_between and len(run) < least and all(has_copy[at] for at in run):
+                expected[run.start : run.stop] = copies[run.start : run.stop]
+        assert without_short_runs(table, copies, least) == expected

@@ -1,0 +1,82 @@
+"""From where a step reads the blocks of a streamed sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nanoengine.kv.block_manager import Block, BlockManager
+from nanoengine.kv.block_table import BlockTable
+from nanoengine.kv.kv_codec import Int8Codec
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.step_plan import DEVICE, HOST, Location
+from nanoengine.kv.step_planner import StepPlanner
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.sequence import (
+    Request,
+    RequestMetrics,
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+)
+
+SIZE = 2  # tokens of a block, 64 bytes of a layer
+SPEC = KVSpec(3, 2, SIZE, 1, 4, torch.float32, 9, 2, 4, least_run_bytes=65)
+
+
+def places(spec: KVSpec, *lengths: tuple[bool, int]) -> list[Location]:
+    """Where a decode step reads blocks, each (is on the device, tokens in its host copy)."""
+    assert sum(there for there, _ in lengths) == spec.num_blocks
+    manager = BlockManager(spec.num_blocks, spec.num_host_blocks, 0)
+    blocks = []
+    for number, (is_there, host_len) in enumerate(lengths):
+        block = Block(number, num_tokens=SIZE)
+        block.device_slot = manager.device.allocate() if is_there else None
+        block.host_slot = manager.host.allocate() if host_len else None
+        block.host_len = host_len
+        blocks.append(block)
+    num_tokens = SIZE * len(blocks)
+    blocks[-1].num_tokens -= 1
+    request = Request(SamplingParams(), 0, frozenset(), 99)
+    seq = Sequence(0, [1] * num_tokens, 1, request, RequestMetrics(0.0))
+    seq.num_computed = num_tokens - 1
+    planner = StepPlanner(spec, manager, lambda slot: (0, slot))
+    batch = ScheduledBatch((ScheduledSequence(seq, 1),))
+    planned = planner.plan(batch, {0: BlockTable(seq, blocks, is_preempted=False)})
+    return [
+        (part.tier, part.fill[slot] if part.fill else slot)
+        for part in planned.plan.reads
+        for slot in part.spans[0].slots
+    ]
+
+
+HOST_ONLY, BOTH, HALF, NONE, TAIL = (False, SIZE), (True, SIZE), (True, 1), (True, 0), (True, 0)
+
+
+def test_a_short_run_between_streamed_blocks_is_streamed() -> None:
+    found = places(SPEC, HOST_ONLY, BOTH, HOST_ONLY, TAIL)
+    assert found == [(HOST, 0), (HOST, 1), (HOST, 2), (DEVICE, 1)]
+
+
+@pytest.mark.parametrize("between", [HALF, NONE])
+def test_not_from_a_host_copy_that_lacks_tokens(between: tuple[bool, int]) -> None:
+    assert places(SPEC, HOST_ONLY, between, HOST_ONLY, TAIL)[1] == (DEVICE, 0)
+
+
+def test_not_where_it_begins_or_ends_the_sequence() -> None:
+    assert places(SPEC, BOTH, HOST_ONLY, HOST_ONLY, TAIL)[0] == (DEVICE, 0)
+
+
+def test_not_if_the_run_is_long() -> None:
+    at_once = replace(SPEC, least_run_bytes=64)
+    assert places(at_once, HOST_ONLY, BOTH, HOST_ONLY, TAIL)[1] == (DEVICE, 0)
+    wide = replace(SPEC, num_blocks=3)
+    found = places(wide, HOST_ONLY, BOTH, BOTH, HOST_ONLY, TAIL)
+    assert found[1:3] == [(DEVICE, 0), (DEVICE, 1)]
+
+
+def test_not_from_a_lossy_host() -> None:
+    lossy = replace(SPEC, host_codec=Int8Codec())
+    assert places(lossy, HOST_ONLY, BOTH, HOST_ONLY, TAIL)[1] == (DEVICE, 0)
