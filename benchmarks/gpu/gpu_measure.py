@@ -143,6 +143,7 @@ def running(folder: Path, scale: Scale, **settings: Any) -> Iterator[LLMEngine]:
         "max_num_batched_tokens": scale.chunk,
         "max_num_seqs": 64,
         "stream_mib_per_step": 1e6,
+        "measure_speed": not scale.is_rehearsal,  # takes a second
     }
     made = LLMEngine(folder, **(defaults | settings))
     try:
