@@ -31,6 +31,8 @@ from virtual_gpu import Costs, VirtualGpu
 from benchmarks.gpu.gpu_line import fill_apart, line
 from benchmarks.gpu.gpu_measure import LLAMA_8B, REHEARSAL, Row, Scale, decoding, running
 from benchmarks.gpu.gpu_rows import save
+from nanoengine.startup import memory_plan
+from nanoengine.startup.memory_plan import LEAST_RUN_BYTES
 
 TOKENS = 32
 BLOCK = 128  # tokens here
@@ -86,6 +88,8 @@ def rows_of(scale: Scale) -> Iterator[Row]:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(LLAMA_8B | TINY))
         virtual = SimpleNamespace(perf_counter=lambda: gpu.host_time)
+        least = LEAST_RUN_BYTES * TINY_TOKEN_BYTES // (TOKENS * TOKEN_BYTES)
+        patches.enter_context(mock.patch.object(memory_plan, "LEAST_RUN_BYTES", least))
         patches.enter_context(mock.patch("benchmarks.gpu.gpu_drafts.time", virtual))
         patches.enter_context(mock.patch("benchmarks.gpu.gpu_measure.free_memory", lambda: None))
         gpu.costs = costs_of(folder, scale, gpu)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from marks import needs_no_gpu
-from paged_batches import make_batch, relative_error
+from paged_batches import Batch, make_batch, relative_error
 
 from benchmarks.gpu import gpu_workload
+from benchmarks.gpu.flash_stand_in import StandIn
 from benchmarks.gpu.gpu_measure import ON_GPU, QWEN_600M, REHEARSAL
 
 FAKE = """
@@ -56,38 +58,65 @@ def test_without_its_source_the_row_says_how_to_give_it() -> None:
 
 
 @needs_no_gpu
-def test_the_stand_in_computes_what_flash_attn_does() -> None:
-    """Prompts end to end, then decode steps over paged KV: two layers, one sequence padding."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from benchmarks.gpu.flash_stand_in import StandIn
-
-    stand_in, scale = StandIn(), 64**-0.5
-    whole = make_batch([5, 33], [5, 33], dtype=torch.float32)
-    k, v = torch.cat(whole.keys), torch.cat(whole.values)
-    out = stand_in.varlen(
-        whole.q, k, v, cu_seqlens_q=whole.query_start(), softmax_scale=scale, causal=True,
-        block_table=None, cu_seqlens_k=whole.query_start(), max_seqlen_q=33, max_seqlen_k=33,
-    )  # fmt: skip
-    assert relative_error(out, whole.reference()) < 1e-5
-    pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    for length in (700, 701):
-        first = make_batch([1, 1], [length, 40], dtype=torch.float32, seed=length)
-        negated = replace(first, keys=[-k for k in first.keys], k_pool=-first.k_pool)
-        table = torch.full((3, 64), -1, dtype=torch.int32)
-        for row, blocks in zip(table, first.tables, strict=False):
-            row[: len(blocks)] = torch.tensor(blocks)
-        for layer, batch in enumerate((first, negated)):
-            k, v = pools.setdefault(layer, (batch.k_pool.clone(), batch.v_pool.clone()))
-            k.copy_(batch.k_pool)
-            v.copy_(batch.v_pool)
-            out = stand_in.with_kvcache(
-                torch.cat((batch.q, batch.q[:1])).unsqueeze(1), k, v, softmax_scale=scale,
-                cache_seqlens=torch.tensor([length, 40, 0], dtype=torch.int32), causal=True,
-                block_table=table,
-            )  # fmt: skip
-            assert relative_error(out[:2, 0], batch.reference()) < 1e-5
+def test_the_stand_in_computes_whole_prompts() -> None:
+    stand_in = StandIn()
+    batch = make_batch([5, 33], [5, 33], dtype=torch.float32)
+    about: dict[str, Any] = {"softmax_scale": batch.scale, "causal": True}
+    about |= {"cu_seqlens_q": batch.query_start(), "cu_seqlens_k": batch.query_start()}
+    kv = torch.cat(batch.keys), torch.cat(batch.values)
+    out = stand_in.varlen(batch.q, *kv, **about, block_table=None)
+    assert relative_error(out, batch.reference()) < 1e-5
     with pytest.raises(NotImplementedError, match="whole prompts"):
-        stand_in.varlen(
-            whole.q, k, v, cu_seqlens_q=whole.query_start(), softmax_scale=scale, causal=True,
-            block_table=table,
-        )  # fmt: skip
+        stand_in.varlen(batch.q, *kv, **about, block_table=torch.zeros(2, 1))
+
+
+@needs_no_gpu
+def test_a_graph_of_the_stand_in_decodes_what_its_tensors_hold_later() -> None:
+    """Two layers and a sequence that is padding, captured with one batch, replayed with another."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from virtual_gpu import VirtualGpu
+
+    stand_in = StandIn()
+    first, second = (
+        make_batch([1, 1], lengths, dtype=torch.float32, seed=lengths[0])
+        for lengths in ([520, 200], [200, 520])
+    )
+    with VirtualGpu():
+        layers = [_layer(first, sign) for sign in (1, -1)]
+        shared = [x.to("cuda") for x in _shared(first)]
+
+        def step() -> list[torch.Tensor]:
+            q, lens, table = shared
+            about: dict[str, Any] = {"cache_seqlens": lens, "block_table": table, "causal": True}
+            scale = first.scale
+            return [stand_in.with_kvcache(q, k, v, **about, softmax_scale=scale) for k, v in layers]
+
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs = step()
+        for batch in (first, second):
+            for held, tensor in zip(shared, _shared(batch), strict=True):
+                held.copy_(tensor.to("cuda"))
+            for layer, sign in zip(layers, (1, -1), strict=True):
+                for held, tensor in zip(layer, _layer(batch, sign), strict=True):
+                    held.copy_(tensor)
+            graph.replay()
+            with torch._C.DisableTorchFunction():
+                for out, sign in zip(outs, (1, -1), strict=True):
+                    wanted = replace(batch, keys=[sign * k for k in batch.keys]).reference()
+                    assert relative_error(out[:2, 0], wanted) < 1e-5
+
+
+def _layer(batch: Batch, sign: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a layer; another layer's keys are negated."""
+    return (sign * batch.k_pool).to("cuda"), batch.v_pool.clone().to("cuda")
+
+
+def _shared(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, lengths and block table, with a row of padding."""
+    table = torch.full((3, 64), -1, dtype=torch.int32)
+    for row, blocks in zip(table, batch.tables, strict=False):
+        row[: len(blocks)] = torch.tensor(blocks)
+    lens = torch.tensor([*batch.kv_lens, 0], dtype=torch.int32)
+    return torch.cat((batch.q, batch.q[:1])).unsqueeze(1), lens, table
