@@ -217,13 +217,14 @@ def _draw_wall(shown: Content, axes: Any, scheme: Scheme) -> None:
 
 def main(files: list[str]) -> None:
     """Draw it in both colour schemes."""
-    there = tuple(files) or tuple(file for file in FILES if (RESULTS / file).exists())
+    committed = (RESULTS / file for file in FILES)
+    paths = [Path(file).resolve() for file in files] or [
+        path for path in committed if path.exists()
+    ]
     result: dict[str, Any] = {}
-    for file in there:  # a file that does not lie under results/ has a path of its own
-        path = Path(file) if Path(file).exists() else RESULTS / file
+    for path in paths:
         result |= json.loads(path.read_text(encoding="utf-8"))
-    shown = content(result)
-    picture = Picture("line", partial(draw, shown), there, (8.2, 5.2))
+    picture = Picture("line", partial(draw, content(result)), tuple(map(str, paths)), (8.2, 5.2))
     for scheme in SCHEMES:
         print(paint(picture, scheme, PICTURES).relative_to(PICTURES.parents[1]))
 

@@ -87,6 +87,23 @@ def test_hashes_that_differ_are_drawn_in_another_colour() -> None:
     assert labels["128K"].get_color() == scheme.second != labels["8K"].get_color()
 
 
+def test_it_draws_the_files_that_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(figure, "PICTURES", pictures := tmp_path / "docs" / "pictures")
+    pictures.mkdir(parents=True)
+    (tmp_path / "one.json").write_text(json.dumps(result(rehearsal=True)))
+    (tmp_path / "two.json").write_text(json.dumps({"rehearsal": False}))
+    monkeypatch.chdir(tmp_path)
+    figure.main(["one.json", "two.json"])
+    assert capsys.readouterr().out.split() == [
+        "docs/pictures/line-light.svg",
+        "docs/pictures/line-dark.svg",
+    ]
+    assert "24 GB of one NVIDIA H200" in (pictures / "line-dark.svg").read_text()
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_the_figure_shows_the_results_of_today(scheme: Scheme) -> None:
     files = tuple(file for file in figure.FILES if (RESULTS / file).exists())
