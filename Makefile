@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEVICE ?= cuda
 GPU_ARGS ?=
+FIGURE_ARGS ?=
 FUZZ_ARGS ?=
 STORM_ARGS ?=
 SERVER_ARGS ?=
@@ -16,7 +17,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures notebook docs doc-commands wheels bench clean gpu-check clients server-storm
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures figure notebook docs doc-commands wheels bench clean gpu-check clients server-storm
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -61,6 +62,9 @@ else
 gpu-check: .venv/.test
 	$(PY) benchmarks/gpu/gpu_check.py --device $(DEVICE) $(GPU_ARGS)
 endif
+
+figure: .venv/.docs ## draw decode speed over context from a GPU check; FIGURE_ARGS: its JSON files
+	$(PY) -m benchmarks.figure $(FIGURE_ARGS)
 
 pictures: .venv/.docs ## draw the pictures of README from benchmarks/results/
 	$(PY) -m benchmarks.pictures

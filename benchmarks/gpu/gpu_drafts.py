@@ -57,33 +57,37 @@ def right_share(share: float) -> Iterator[None]:
 def time_rounds(made: LLMEngine, context: int, num_drafts: int, share: float) -> Row:
     """Rounds of one request with so many drafts, of which a share is right."""
     with decoding(made, [context]), right_share(share):
-        (seq,) = made.scheduler.running
-        seq.draft_length = FixedLength(num_drafts)
-        for _ in range(4):
-            made.step()
-        made.kv.reset_counters()
-        num_tokens, start = seq.num_tokens, time.perf_counter()
-        for _ in range(NUM_ROUNDS):
-            made.step()
-        seconds = time.perf_counter() - start
-        made_tokens = seq.num_tokens - num_tokens
-        return {
-            "drafts": num_drafts,
-            "round_ms": round(1000 * seconds / NUM_ROUNDS, 2),
-            "tokens_a_round": round(made_tokens / NUM_ROUNDS, 2),
-            "tokens_per_s": round(made_tokens / seconds, 2),
-            "streamed_gb_a_round": round(made.kv.counters.h2d_bytes / NUM_ROUNDS / 1e9, 3),
-        }
+        return running_rounds(made, num_drafts, 4, NUM_ROUNDS)
 
 
-def drafts(folder: Path, scale: Scale) -> list[Row]:
+def running_rounds(made: LLMEngine, num_drafts: int, num_warmups: int, num_rounds: int) -> Row:
+    """The same of the request that is running."""
+    (seq,) = made.scheduler.running
+    seq.draft_length = FixedLength(num_drafts)
+    for _ in range(num_warmups):
+        made.step()
+    made.kv.reset_counters()
+    num_tokens, start = seq.num_tokens, time.perf_counter()
+    for _ in range(num_rounds):
+        made.step()
+    seconds = time.perf_counter() - start
+    made_tokens = seq.num_tokens - num_tokens
+    return {
+        "drafts": num_drafts,
+        "round_ms": round(1000 * seconds / num_rounds, 2),
+        "tokens_a_round": round(made_tokens / num_rounds, 2),
+        "tokens_per_s": round(made_tokens / seconds, 2),
+        "streamed_gb_a_round": round(made.kv.counters.h2d_bytes / num_rounds / 1e9, 3),
+    }
+
+
+def drafts(folder: Path, scale: Scale) -> Iterator[Row]:
     """For each context: without drafts, checking passes of several rows, and rounds at three shares
     of right drafts beside the arithmetic, (plain + K drafts) / plain.
     """
     most = max(scale.decode_contexts)
     with running(folder, scale, num_gpu_blocks=64) as made:
         size = token_bytes(made)
-    rows: list[Row] = []
     settings = offloaded(scale, most, size) | {"max_model_len": most + 4096}
     with running(folder, scale, speculative=f"resident:{MOST}", **settings) as made:
         for context in scale.decode_contexts:
@@ -100,8 +104,7 @@ def drafts(folder: Path, scale: Scale) -> list[Row]:
                 gain = found["tokens_a_round"] * plain_ms / (plain_ms + num_drafts * draft_ms)
                 found |= {"multiple": round(multiple, 2), "arithmetic": round(gain, 2)}
                 row["right"][share] = found | {"share": round(multiple / gain, 3)}
-            rows.append(row)
-    return rows
+            yield row
 
 
 def best_number(share: float, plain_ms: float, draft_ms: float) -> int:
@@ -134,6 +137,7 @@ def sharing(folder: Path, scale: Scale, num_questions: int = 8) -> Row:
         "questions": num_questions,
         "first_token_s": round(first["first_token_s"], 2),
         "follow_up_first_token_s": round(alone["first_token_s"], 3),
+        "follow_up_times_faster": round(first["first_token_s"] / alone["first_token_s"], 1),
         "alone_tokens_per_s": round(alone["tokens_per_s"], 2),
         "together_tokens_per_s": round(together["tokens_per_s"], 2),
         "ratio": round(together["tokens_per_s"] / alone["tokens_per_s"], 2),

@@ -7,12 +7,10 @@ Each function returns a row or a list of rows for the JSON; gpu_check.py calls t
 
 from __future__ import annotations
 
-import gc
 import json
 import random
-import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +18,20 @@ from typing import Any
 
 import checkpoints
 import torch
-import transformers
 
+from benchmarks.gpu.gpu_rows import free_memory
 from nanoengine import SamplingParams
 from nanoengine.bench.niah import Sample, induction_samples
 from nanoengine.config import GIB
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes
-from nanoengine.sequence import Admission, SequenceStatus
+from nanoengine.sequence import Admission, Sequence, SequenceStatus
 from nanoengine.startup.probe import PROBE_ID, fill_random, probe_sequence
 
 LLAMA_8B = checkpoints.LLAMA_8B | {
+    "model_type": "llama",
     "max_position_embeddings": 1 << 20,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -62,6 +62,8 @@ SMALL = {
     "head_dim": 64,
 }
 Row = dict[str, Any]
+Fill = Callable[[HybridKVCacheManager, Sequence, bool], None]
+BUDGET_GB = 24
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class Scale:
     """How large the work is: on a GPU, or in a rehearsal without one."""
 
     device: str
+    is_rehearsal: bool  # there is no GPU
     decode_contexts: tuple[int, ...]
     prefill_lengths: tuple[int, ...]
     chunk: int
@@ -77,6 +80,7 @@ class Scale:
     resident_batches: tuple[tuple[int, int], ...]
     workload: tuple[int, int, int]  # requests, requests beside transformers, longest
     needles: tuple[tuple[int, int], ...]  # samples, length
+    line_contexts: tuple[int, ...]  # of the line of decode speed over context
     num_out: int  # tokens of an answer whose bits or ids are compared
     page: int  # tokens of a block in the comparison with large blocks
     num_neighbours: int  # requests before the one that must be as alone
@@ -85,11 +89,6 @@ class Scale:
     def greedy(self) -> SamplingParams:
         """Of the answers that are compared."""
         return SamplingParams(temperature=0, max_tokens=self.num_out, ignore_eos=True)
-
-    @property
-    def is_rehearsal(self) -> bool:
-        """Whether there is no GPU."""
-        return self.device == "cpu"
 
     def shapes(self, folder: Path, config: dict[str, Any]) -> Path:
         """A folder with the config alone."""
@@ -101,6 +100,7 @@ class Scale:
 
 ON_GPU = Scale(
     device="cuda",
+    is_rehearsal=False,
     decode_contexts=(32_768, 131_072, 524_288),
     prefill_lengths=(32_768, 65_536, 131_072),
     chunk=8192,
@@ -109,12 +109,14 @@ ON_GPU = Scale(
     resident_batches=((1, 1024), (8, 1024), (64, 1024), (256, 512)),
     workload=(256, 64, 1024),
     needles=((100, 32_768), (10, 131_072), (3, (1 << 20) - 16)),
+    line_contexts=tuple(8192 << n for n in range(7)),  # 512K: 64 GiB of RAM
     num_out=24,
     page=256,  # what flash kernels ask of a block
     num_neighbours=49,
 )
 REHEARSAL = Scale(
     device="cpu",
+    is_rehearsal=True,
     decode_contexts=(1024,),
     prefill_lengths=(1024,),
     chunk=256,
@@ -123,6 +125,7 @@ REHEARSAL = Scale(
     resident_batches=((1, 256), (4, 256)),
     workload=(4, 2, 32),
     needles=((2, 2048),),
+    line_contexts=(256, 512, 1024),
     num_out=5,
     page=32,
     num_neighbours=9,
@@ -140,6 +143,7 @@ def running(folder: Path, scale: Scale, **settings: Any) -> Iterator[LLMEngine]:
         "max_num_batched_tokens": scale.chunk,
         "max_num_seqs": 64,
         "stream_mib_per_step": 1e6,
+        "measure_speed": not scale.is_rehearsal,  # takes a second
     }
     made = LLMEngine(folder, **(defaults | settings))
     try:
@@ -147,9 +151,7 @@ def running(folder: Path, scale: Scale, **settings: Any) -> Iterator[LLMEngine]:
     finally:
         made.close()
         del made
-        gc.collect()
-        if not scale.is_rehearsal:
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def offloaded(scale: Scale, num_tokens: int, token_bytes: int) -> dict[str, Any]:
@@ -157,6 +159,31 @@ def offloaded(scale: Scale, num_tokens: int, token_bytes: int) -> dict[str, Any]
     gib = (num_tokens + 32 * 256) * token_bytes / GIB
     streams = {"enable_cpu_offload": True, "offload_mode": "stream"}
     return streams | {"kv_cache_gib": scale.device_gib, "kv_offload_gib": gib}
+
+
+def card(scale: Scale) -> dict[str, Any]:
+    """Settings: as much device memory as a card of BUDGET_GB gives by default, a share of this
+    card's.
+    """
+    if scale.is_rehearsal:
+        return {"kv_cache_gib": scale.device_gib}
+    share = 0.9 * BUDGET_GB * 1e9 / torch.cuda.mem_get_info()[1]
+    settings = {"kv_cache_gib": None, "gpu_memory_utilization": share}
+    return settings | {"max_num_batched_tokens": 2048}
+
+
+@contextmanager
+def capped(scale: Scale) -> Iterator[None]:
+    """PyTorch may allocate BUDGET_GB of the device, and no more."""
+    if scale.is_rehearsal:
+        yield
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(BUDGET_GB * 1e9 / torch.cuda.mem_get_info()[1])
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def token_bytes(made: LLMEngine) -> int:
@@ -174,9 +201,9 @@ def read_weights(made: LLMEngine) -> int:
 
 
 @contextmanager
-def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
+def decoding(made: LLMEngine, lengths: list[int], fill: Fill = fill_random) -> Iterator[None]:
     """Running requests with KV of random numbers; with offload, all on the host at first: the first
-    step brings what fits to the device.
+    step brings what fits to the device. fill: puts the numbers there.
     """
     seqs = [  # each has its first token, and no end
         probe_sequence(PROBE_ID - i, num_tokens, num_prompt=num_tokens - 1)
@@ -185,7 +212,7 @@ def decoding(made: LLMEngine, lengths: list[int]) -> Iterator[None]:
     made.kv.reset_budget()
     for seq in seqs:
         assert made.kv.admit(seq) is Admission.ADMITTED
-        fill_random(made.kv, seq, bool(made.plan.kv.num_host_blocks))
+        fill(made.kv, seq, bool(made.plan.kv.num_host_blocks))
         seq.status = SequenceStatus.RUNNING
     made.scheduler.running += seqs
     try:
@@ -395,105 +422,6 @@ def mean_piece_mib(made: LLMEngine) -> float:
     return round(counters.fill_bytes / max(1, counters.num_fill_copies) / (1 << 20), 2)
 
 
-def workload(folder: Path, scale: Scale, read_gb_per_s: float, vllm: str | None = None) -> Row:
-    """Requests of random lengths, as nano-vllm's benchmark has them (its lengths and seed), and
-    some of them beside transformers' continuous batching. vllm: an interpreter that has it, to do
-    all of them.
-    """
-    num, num_beside, longest = scale.workload
-    rng = random.Random(0)
-    vocab = 10_000 if not scale.is_rehearsal else 1000
-    low = min(100, longest // 2)
-    prompts = [rng.choices(range(vocab), k=rng.randint(low, longest)) for _ in range(num)]
-    lengths = [rng.randint(low, longest) for _ in range(num)]
-    with running(folder, scale, max_num_seqs=256, max_model_len=4 * longest) as made:
-        planned = made.plan.weight_bytes + made.plan.activation_bytes
-        planned += made.plan.kv.num_blocks * made.plan.kv.block_bytes
-        _answer(made, prompts[:2], [4, 4])
-        _answer(made, prompts, [2] * num)  # compiles, and captures the largest graphs
-        seconds = _answer(made, prompts, lengths)
-        some, short = prompts[:num_beside], [-(-n // 4) for n in lengths[:num_beside]]
-        beside = _answer(made, some, short)
-        peak = made.device.peak_memory_mib() * (1 << 20)
-        free, total = made.device.memory()
-        context = sum(len(p) * n + n * n / 2 for p, n in zip(prompts, lengths, strict=True))
-        read = max(lengths) * read_weights(made) + context * token_bytes(made)
-    row: Row = {
-        "requests": num,
-        "output_tokens": sum(lengths),
-        "seconds": round(seconds, 2),
-        "output_tokens_per_s": round(sum(lengths) / seconds, 1),
-        "share_of_read": round(read / seconds / 1e9 / read_gb_per_s, 3),
-        "planned_gib": round(planned / GIB, 2),
-        "peak_gib": round(peak / GIB, 2),
-        "used_share": round(1 - free / total, 3),
-    }
-    if vllm is not None:
-        row["vllm"] = _vllm(vllm, folder, scale, prompts, lengths)
-    try:
-        theirs = _transformers(folder, scale, some, short)
-    except Exception as error:  # a peer that cannot run here is told, not a failed check
-        return row | {"transformers": f"{type(error).__name__}: {str(error)[:300]}"}
-    return row | {
-        "beside_transformers": {
-            "requests": num_beside,
-            "output_tokens": sum(short),
-            "output_tokens_per_s": round(sum(short) / beside, 1),
-            "transformers_output_tokens_per_s": round(sum(short) / theirs, 1),
-            "ratio": round(theirs / beside, 2),
-        }
-    }
-
-
-def _answer(made: LLMEngine, prompts: list[list[int]], lengths: list[int]) -> float:
-    for prompt, length in zip(prompts, lengths, strict=True):
-        params = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-        made.add_request(prompt, params)
-    start = time.perf_counter()
-    while made.has_unfinished_requests:
-        made.step()
-    return time.perf_counter() - start
-
-
-VLLM = """
-import json, sys, time
-import vllm
-work = json.load(sys.stdin)
-llm = vllm.LLM(work["folder"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-               max_model_len=work["max_model_len"], max_num_seqs=256, enable_prefix_caching=False)
-def answer(lengths):
-    params = [vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
-              for n in lengths]
-    start = time.perf_counter()
-    prompts = [{"prompt_token_ids": p} for p in work["prompts"]]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
-    return time.perf_counter() - start
-answer([2] * len(work["lengths"]))
-print(json.dumps({"version": vllm.__version__, "seconds": answer(work["lengths"])}))
-"""
-
-
-def _vllm(
-    python: str, folder: Path, scale: Scale, prompts: list[list[int]], lengths: list[int]
-) -> Row:
-    """All requests by vLLM, random weights in the same shapes."""
-    work = {
-        "folder": str(folder),
-        "max_model_len": 4 * scale.workload[2],
-        "prompts": prompts,
-        "lengths": lengths,
-    }
-    run = subprocess.run(
-        [python, "-c", VLLM], input=json.dumps(work), capture_output=True, text=True, check=False
-    )
-    if run.returncode:
-        return {"error": run.stderr.strip().splitlines()[-1:]}
-    found = json.loads(run.stdout.splitlines()[-1])
-    tokens_per_s = round(sum(lengths) / found["seconds"], 1)
-    return {"version": found["version"], "output_tokens_per_s": tokens_per_s}
-
-
 def targets(result: Row) -> Row:
     """What was aimed at, and the worst that was measured."""
     found: Row = {}
@@ -510,6 +438,11 @@ def targets(result: Row) -> Row:
     least("mean_piece_mib", 4, _column(long["decode"], "mean_piece_mib"))
     least("resident_decode_share_of_read", 0.7, decode[:1])
     least("times_transformers", 5, _column([work.get("beside_transformers", {})], "ratio"))
+    least("times_offloaded_cache", 1, _column(result.get("offloaded_cache", []), "ratio"))
+    least("times_nano_vllm", 1, _column([result.get("nano_vllm", {})], "ratio"))
+    least("prefill_share", 0.6, _column(result.get("prefill_share", [])[-1:], "share_of_dense"))
+    for row in result.get("drafts", []):
+        least(f"drafts_at_{row['context']}", 0.9, _column([*row["right"].values()], "share"))
     if work:
         off = abs(work["peak_gib"] / work["planned_gib"] - 1)
         least("memory_as_planned", 0.98, [round(1 - off, 3)])
@@ -518,38 +451,6 @@ def targets(result: Row) -> Row:
 
 def _column(rows: list[Row], name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
-
-
-def _transformers(
-    folder: Path, scale: Scale, prompts: list[list[int]], lengths: list[int]
-) -> float:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model_class: Any = transformers.AutoModelForCausalLM
-    model = model_class.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    model = model.to(scale.device).eval()
-    settings = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(lengths)
-    )
-    seconds, options = 0.0, {}
-    if scale.is_rehearsal:  # else it takes most of the machine's memory for its KV
-        limits = transformers.ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)
-        options["continuous_batching_config"] = limits
-    begin = model.continuous_batching_context_manager
-    with begin(generation_config=settings, **options) as manager:
-        for wanted in ([4] * len(lengths), lengths):  # once to warm up
-            start = time.perf_counter()
-            for prompt, length in zip(prompts, wanted, strict=True):
-                manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
-            num_released, deadline = len(prompts), start + 150
-            while num_released:
-                result = manager.get_result(timeout=1)
-                num_released -= result is not None and result.is_finished()
-                if time.perf_counter() > deadline:
-                    raise TimeoutError(f"{num_released} requests unfinished after 150 s")
-            seconds = time.perf_counter() - start
-    del model
-    gc.collect()
-    return seconds
 
 
 def needles(folder: Path, scale: Scale) -> list[Row]:

@@ -15,5 +15,9 @@ def test_the_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(result.read_text())
-    assert found["rehearsal"] and len(found["seconds"]) > 10
-    assert found["ok"]
+    assert found["rehearsal"] and len(found["seconds"]) > 20
+    assert found["failed"] == {} and found["ok"]
+    hashes = {(row["context"], row["hash"]) for row in found["line"] if "hash" in row}
+    assert len(hashes) == len(dict(hashes)) == 3, "the same tokens however a request decodes"
+    assert [row["oracle_right"] for row in found["line"] if row.get("how") == "drafts"] == [1.0]
+    assert {row.get("how") for row in found["line"]} == {None, "resident", "streamed", "drafts"}
