@@ -1,4 +1,4 @@
-"""Offline benchmarks: `python bench.py offline`, or `python -m nanoengine.bench offline`.
+"""Benchmarks: `python bench.py offline`, or `nanoengine bench offline`.
 
 Logs and the memory plan go to stderr; the last line of stdout is one JSON object.
 """
@@ -116,6 +116,13 @@ def offload(args: argparse.Namespace) -> dict[str, Any]:
         "memcpy_gb_per_s": round(memcpy_gb_per_s(), 2),
         **rows,
     }
+
+
+def serve(args: argparse.Namespace) -> dict[str, Any]:
+    """Ask a running server."""
+    from nanoengine.bench.serve import run_serve  # imports the HTTP client
+
+    return run_serve(args)
 
 
 def _run_long(args: argparse.Namespace, llm: LLM) -> list[RequestOutput]:
@@ -263,6 +270,13 @@ def add_commands(commands: Any) -> None:
         )
         add_arguments(sub)
         common_arguments(sub)
+    _serve_arguments(
+        commands.add_parser(
+            "serve",
+            help="clients of a server: throughput and latencies",
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+    )
 
 
 def _offline_arguments(sub: argparse.ArgumentParser) -> None:
@@ -282,6 +296,25 @@ def _offload_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--num-gpu-blocks", type=int, default=8, help="device blocks when offloading")
     sub.add_argument("--kvcache-block-size", type=int, default=256, help="tokens of a block")
     sub.add_argument("--kv-offload-gib", type=float, default=2.0, help="host KV")
+
+
+def _serve_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.set_defaults(run=serve)
+    add = sub.add_argument
+    add("--base-url", default="http://127.0.0.1:8000", help="of the server")
+    add("--served-model-name", help="what the server calls the model (default: its first)")
+    add("--api-key", help="of the server")
+    add("--vocab-size", type=int, default=32000, help="prompts are ids below it")
+    add("--num-prompts", type=int, default=32, help="requests in all")
+    add("--max-concurrency", type=int, help="requests open at once (default: all)")
+    add("--request-rate", type=float, help="requests a second, at random times (default: at once)")
+    add("--min-input", type=int, default=64, help="tokens of a prompt, at least")
+    add("--max-input", type=int, default=512, help="and at most")
+    add("--min-output", type=int, default=64, help="tokens of an answer, at least")
+    add("--max-output", type=int, default=256, help="and at most")
+    add("--seed", type=int, default=0, help="of prompts, lengths and times")
+    add("--timeout", type=float, default=600.0, help="seconds without a byte")
+    add("--json", metavar="FILE", help="also write the result here, indented")
 
 
 def common_arguments(sub: argparse.ArgumentParser) -> None:

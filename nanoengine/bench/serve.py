@@ -1,0 +1,239 @@
+"""`nanoengine bench serve`: many clients at once against a server with OpenAI's /v1/completions.
+
+Sends prompts of random token ids, reads the answers as they stream, and reports throughput and
+latencies under vLLM's names. The server may be any engine's: ours, vLLM's, llama.cpp's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import resource
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from nanoengine.bench.report import versions
+from nanoengine.errors import EngineError
+
+PERCENTILES = (50, 90, 99)
+END = "[DONE]"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request: `prompt` in token ids, and how many tokens it wants."""
+
+    prompt: list[int]
+    max_tokens: int
+
+    def body(self, model: str) -> dict[str, Any]:
+        """Greedy, at full length, streamed. vLLM and llama.cpp know ignore_eos."""
+        return {
+            "model": model,
+            "prompt": self.prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+@dataclass(slots=True)
+class Answered:
+    """What became of a request. times: when each part of its text came; error: "" if none."""
+
+    asked: Asked
+    start: float
+    times: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first part."""
+        return self.times[0] - self.start
+
+    @property
+    def e2el_s(self) -> float:
+        """Seconds to the last part."""
+        return self.times[-1] - self.start
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Seconds between parts: of one token each, unless several came at once."""
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds a token after the first; None with fewer than two."""
+        if self.num_tokens < 2:
+            return None
+        return (self.times[-1] - self.times[0]) / (self.num_tokens - 1)
+
+
+def run_serve(args: argparse.Namespace) -> dict[str, Any]:
+    """Ask as the command line says. Raises EngineError if the server does not answer."""
+    asked = random_requests(args)
+    answers, elapsed, cpu_s = asyncio.run(_ask_all(args, asked))
+    failed = [answer for answer in answers if answer.error]
+    if len(failed) == len(answers):
+        raise EngineError(f"all {len(failed)} requests failed; the first: {failed[0].error}")
+    names = ("num_prompts", "min_input", "max_input", "min_output", "max_output", "seed")
+    return {
+        "workload": {"name": "serve", **{name: getattr(args, name) for name in names}},
+        "versions": versions(),
+        "request_rate": args.request_rate or "inf",
+        "max_concurrency": args.max_concurrency,
+        **report(answers, elapsed),
+        "client_cpu_s": round(cpu_s, 2),
+        "errors": sorted({answer.error for answer in failed}),
+    }
+
+
+def random_requests(args: argparse.Namespace) -> list[Asked]:
+    """The prompts of `bench offline` with the same seed and sizes."""
+    rng = random.Random(args.seed)
+    asked = []
+    for _ in range(args.num_prompts):
+        length = rng.randint(args.min_input, args.max_input)
+        prompt = [rng.randrange(args.vocab_size) for _ in range(length)]
+        asked.append(Asked(prompt, rng.randint(args.min_output, args.max_output)))
+    return asked
+
+
+async def _ask_all(
+    args: argparse.Namespace, asked: Sequence[Asked]
+) -> tuple[list[Answered], float, float]:
+    """All answers, the seconds that they took, and those of this process's CPU."""
+    room = asyncio.Semaphore(args.max_concurrency or len(asked))
+    headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx2.AsyncClient(
+        base_url=args.base_url, headers=headers, timeout=args.timeout, limits=limits
+    ) as client:
+        model = args.served_model_name or await _served_model(client)
+
+        async def ask(each: Asked) -> Answered:
+            async with room:
+                return await _ask(client, model, each)
+
+        before, start = _cpu_s(), time.perf_counter()
+        tasks = [
+            asyncio.create_task(ask(each))
+            async for each in _arriving(asked, args.request_rate, args.seed)
+        ]
+        answers = await asyncio.gather(*tasks)
+        return answers, time.perf_counter() - start, _cpu_s() - before
+
+
+async def _served_model(client: httpx2.AsyncClient) -> str:
+    """The first model that the server has."""
+    try:
+        answer = await client.get("/v1/models")
+        answer.raise_for_status()
+        return str(answer.json()["data"][0]["id"])
+    except (httpx2.HTTPError, LookupError, ValueError) as error:
+        raise EngineError(
+            f"no model was found at {client.base_url}v1/models: {error!r}; start a server with "
+            "`nanoengine serve MODEL`, or give --base-url"
+        ) from error
+
+
+async def _arriving(asked: Sequence[Asked], rate: float | None, seed: int) -> AsyncIterator[Asked]:
+    """The requests one after the other, `rate` a second on average (a Poisson process); None: at
+    once.
+    """
+    rng = random.Random(seed)
+    for each in asked:
+        yield each
+        if rate is not None:
+            await asyncio.sleep(rng.expovariate(rate))
+
+
+async def _ask(client: httpx2.AsyncClient, model: str, asked: Asked) -> Answered:
+    answer = Answered(asked, time.perf_counter())
+    try:
+        async with client.stream("POST", "/v1/completions", json=asked.body(model)) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode("utf-8", "replace")
+                answer.error = f"HTTP {response.status_code}: {text[:200]}"
+                return answer
+            async for line in response.aiter_lines():
+                _read_line(answer, line)
+    except httpx2.HTTPError as error:
+        answer.error = repr(error)
+    if not answer.times:
+        answer.error = answer.error or "the answer has no text"
+    return answer
+
+
+def _read_line(answer: Answered, line: str) -> None:
+    """One line of server-sent events."""
+    if not line.startswith("data:"):
+        return
+    data = line.removeprefix("data:").strip()
+    if data == END:
+        return
+    chunk = json.loads(data)
+    if "error" in chunk:
+        answer.error = str(chunk["error"])
+    if chunk.get("choices"):
+        answer.times.append(time.perf_counter())
+    if usage := chunk.get("usage"):
+        answer.num_tokens = usage["completion_tokens"]
+
+
+def report(answers: Sequence[Answered], elapsed_s: float) -> dict[str, Any]:
+    """vLLM's keys; times in milliseconds."""
+    done = [answer for answer in answers if not answer.error]
+    num_in = sum(len(answer.asked.prompt) for answer in done)
+    num_out = sum(answer.num_tokens for answer in done)
+    rows: dict[str, Any] = {
+        "duration": round(elapsed_s, 3),
+        "completed": len(done),
+        "failed": len(answers) - len(done),
+        "total_input_tokens": num_in,
+        "total_output_tokens": num_out,
+        "request_throughput": round(len(done) / elapsed_s, 3),
+        "output_throughput": round(num_out / elapsed_s, 2),
+        "total_token_throughput": round((num_in + num_out) / elapsed_s, 2),
+    }
+    for name, values in (
+        ("ttft", [answer.ttft_s for answer in done]),
+        ("tpot", [tpot for answer in done if (tpot := answer.tpot_s) is not None]),
+        ("itl", [gap for answer in done for gap in answer.itl_s]),
+        ("e2el", [answer.e2el_s for answer in done]),
+    ):
+        rows |= _spread(name, values)
+    return rows
+
+
+def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """Mean and percentiles; nothing of nothing."""
+    if not seconds:
+        return {}
+    rows = {f"mean_{name}_ms": statistics.fmean(seconds), f"median_{name}_ms": _at(seconds, 50)}
+    rows |= {f"p{share}_{name}_ms": _at(seconds, share) for share in PERCENTILES}
+    return {key: round(1000 * value, 3) for key, value in rows.items()}
+
+
+def _at(values: Sequence[float], percent: int) -> float:
+    """The percentile, between the two nearest values, as numpy has it."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime

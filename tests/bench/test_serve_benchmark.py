@@ -1,0 +1,150 @@
+"""`bench serve` against a small server whose answers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoengine.bench.main import main
+from nanoengine.bench.serve import Answered, Asked, _arriving, _at, report
+from nanoengine.errors import EngineError
+
+GAP_S = 0.02
+
+
+class Toy(BaseHTTPRequestHandler):
+    """Answers each prompt with as many words as it wants; refuses prompts of 7 tokens."""
+
+    protocol_version = "HTTP/1.1"
+    num_open = most_open = 0
+    lock = threading.Lock()
+
+    def do_GET(self) -> None:
+        self._whole(200, {"object": "list", "data": [{"id": "toy"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert body["model"] == "toy" and body["stream"] and body["ignore_eos"]
+        if len(body["prompt"]) == 7:
+            self._whole(400, {"error": {"message": "seven"}})
+            return
+        with self.lock:
+            Toy.num_open += 1
+            Toy.most_open = max(Toy.most_open, Toy.num_open)
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for _ in range(body["max_tokens"]):
+            time.sleep(GAP_S)
+            self._event({"choices": [{"text": " word"}], "usage": None})
+        usage = {"completion_tokens": body["max_tokens"]}
+        self._event({"choices": [], "usage": usage})
+        self.wfile.write(b"data: [DONE]\n\n")
+        with self.lock:
+            Toy.num_open -= 1
+
+    def _event(self, chunk: dict[str, Any]) -> None:
+        self.wfile.write(b": keep-alive\n\ndata: " + json.dumps(chunk).encode() + b"\n\n")
+
+    def _whole(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing on stderr."""
+
+
+@contextmanager
+def toy_server() -> Iterator[str]:
+    Toy.num_open = Toy.most_open = 0
+    with ThreadingHTTPServer(("127.0.0.1", 0), Toy) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    with toy_server() as url:
+        main(["serve", "--base-url", url, *arguments])
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_figures_are_those_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--min-input", "5", "--max-input", "5", "--min-output", "4", "--max-output", "4"]
+    found = bench(capsys, "--num-prompts", "6", "--max-concurrency", "3", *sizes)
+    assert found["completed"] == 6 and found["failed"] == 0 and not found["errors"]
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (30, 24)
+    assert found["output_throughput"] == pytest.approx(24 / found["duration"], rel=0.01)
+    assert Toy.most_open == 3
+    gap_ms = 1000 * GAP_S
+    assert gap_ms <= found["median_ttft_ms"] < found["median_e2el_ms"]
+    assert found["p99_e2el_ms"] >= 4 * gap_ms
+    assert found["mean_itl_ms"] >= 0.9 * gap_ms and found["client_cpu_s"] > 0
+
+
+def test_requests_come_at_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Poisson process: independent waits, exponential with the mean 1 / rate."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asked = [Asked([1], 1)] * 4000
+
+    async def arrive(rate: float | None) -> list[Asked]:
+        return [each async for each in _arriving(asked, rate, seed=0)]
+
+    assert asyncio.run(arrive(None)) == asked and not waits
+    assert asyncio.run(arrive(20)) == asked
+    assert np.mean(waits) == pytest.approx(1 / 20, rel=0.05)
+    assert np.std(waits) == pytest.approx(1 / 20, rel=0.05)
+
+
+def test_a_failed_request_is_counted_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--min-input", "6", "--max-input", "8", "--min-output", "1", "--max-output", "1"]
+    found = bench(capsys, "--num-prompts", "12", *sizes)
+    assert found["failed"] and found["completed"] + found["failed"] == 12
+    assert found["errors"] == ['HTTP 400: {"error": {"message": "seven"}}']
+    with pytest.raises(EngineError, match=r"all 2 requests failed.*seven"):
+        bench(capsys, "--num-prompts", "2", "--min-input", "7", "--max-input", "7")
+
+
+def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with toy_server() as url:
+        pass
+    with pytest.raises(EngineError, match=r"no model was found at .*nanoengine serve MODEL"):
+        main(["serve", "--base-url", url])
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=20), st.sampled_from((50, 90, 99)))
+def test_percentiles_are_numpys(values: list[float], percent: int) -> None:
+    assert _at(values, percent) == pytest.approx(np.percentile(values, percent))
+
+
+def test_a_failed_answer_adds_no_times() -> None:
+    asked = Asked([1, 2], 2)
+    good = Answered(asked, 0.0, [1.0, 3.0], num_tokens=3)
+    bad = Answered(asked, 0.0, [100.0], num_tokens=9, error="broken")
+    rows = report([good, bad], 4.0)
+    assert rows["median_tpot_ms"] == rows["mean_tpot_ms"] == 1000
+    assert rows["median_itl_ms"] == 2000 and rows["total_output_tokens"] == 3
