@@ -1,4 +1,4 @@
-"""Servers in turn under the same clients, beside `bench.py offline`: `python -m benchmarks.servers`.
+"""Servers in turn under the same clients, and `bench.py offline`: `python -m benchmarks.servers`.
 
 Starts each server on a port of its own, waits for /health, runs `bench serve` against it in another
 process, and ends it. Peers are named by the interpreter in which they are installed:
