@@ -19,6 +19,7 @@ import torch
 
 from nanoengine.bench.report import first_difference, versions
 from nanoengine.config import ATTENTION_LIMITS
+from nanoengine.errors import EngineError
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
@@ -120,8 +121,12 @@ def offload(args: argparse.Namespace) -> dict[str, Any]:
 
 def serve(args: argparse.Namespace) -> dict[str, Any]:
     """Ask a running server."""
-    from nanoengine.bench.serve import run_serve  # imports the HTTP client
-
+    try:
+        from nanoengine.bench.serve import run_serve  # imports the HTTP client
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"the benchmark of servers needs {error.name}: pip install 'nanoengine[server]'"
+        ) from error
     return run_serve(args)
 
 

@@ -168,16 +168,24 @@ missing unless (1,): mixture-of-experts models are not supported yet
   FastDeploy: enable_expert_parallel disable_sequence_parallel_moe enable_chunked_moe
     chunked_moe_size enable_eplb eplb_config routing_replay_config
   LMDeploy: ep enable_eplb enable_return_routed_experts moe_tp_size  SGLang: ep_size
-missing: there is no server yet; `nanoengine chat` and `run` are the command line
-  vLLM: served_model_name host port api_key max_num_queued_reqs max_num_queued_tokens
-    shutdown_timeout io_processor_plugin renderer_num_workers
-  FastDeploy: served_model_name port metrics_port max_waiting_time max_concurrency router
+changed: a flag of `nanoengine serve`, --served-model-name, --host, --port or --api-key; an LLM in
+Python does not listen
+  vLLM: served_model_name host port api_key  FastDeploy: served_model_name port
+  LMDeploy: server_name server_port  SGLang: served_model_name host port api_key
+changed: --max-open-texts of `nanoengine serve`, which counts the texts that run or wait
+  vLLM: max_num_queued_reqs  FastDeploy: max_concurrency
+changed: --queue-seconds of `nanoengine serve`, in seconds
+  FastDeploy: max_waiting_time
+changed: --drain-seconds of `nanoengine serve`, in seconds
+  vLLM: shutdown_timeout
+missing: `nanoengine serve` is one process with one scheduler, and shows its metrics at /metrics
+  vLLM: max_num_queued_tokens io_processor_plugin renderer_num_workers
+  FastDeploy: metrics_port router
     skip_port_check scheduler_name scheduler_max_size scheduler_ttl scheduler_host scheduler_port
     scheduler_db scheduler_password scheduler_topic scheduler_min_load_score
     scheduler_load_shards_num scheduler_sync_period scheduler_expire_period
     scheduler_release_load_expire_period scheduler_reader_parallel scheduler_writer_parallel
     scheduler_reader_batch_size scheduler_writer_batch_size tokenizer_base_url
-  LMDeploy: server_name server_port  SGLang: served_model_name host port api_key
 missing: grammars are not supported yet; describe the form in the prompt and check the text
   vLLM: structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback
     guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties
