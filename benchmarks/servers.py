@@ -64,9 +64,9 @@ def peer_server(peer: Peer, folder: Path, args: argparse.Namespace) -> Server:
 
         def vllm(port: int) -> list[str]:
             flags = ["--port", str(port), "--host", "127.0.0.1", "--dtype", args.vllm_dtype]
-            flags += ["--max-model-len", "8192", "--max-num-seqs", "64"]
-            program = str(Path(peer.python).with_name("vllm"))
-            return [program, "serve", str(folder), *flags, "--disable-log-requests"]
+            flags += ["--max-model-len", "8192", "--max-num-seqs", "64", "--model", str(folder)]
+            # The command `vllm` of its CPU wheel asks for the name of the other wheel.
+            return [peer.python, "-m", "vllm.entrypoints.openai.api_server", *flags]
 
         # Its default leaves one of two cores to the server's own process.
         variables = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
