@@ -107,6 +107,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--works", nargs="+", help='only these, as in needle "prose, sampled"')
+    others = [name for name in MODES if name != "off"]
+    parser.add_argument("--modes", nargs="+", choices=others, default=others, help="beside off")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     tokenizer = Tokenizer.from_folder(resolve_model(args.model))
@@ -126,7 +128,8 @@ def main() -> None:
     }
     with ExitStack() as opened:
         engines = {}
-        for name, spelled in MODES.items():
+        for name in ("off", *args.modes):
+            spelled = MODES[name]
             speculative = spelled and spelled.format(K=args.drafts)
             llm = LLM(args.model, speculative=speculative, **settings)
             engines[name] = opened.enter_context(llm)
