@@ -120,7 +120,10 @@ class AsyncLLM:
         Unlike generate(), each delta holds only what is new. Raises at once what LLM.generate
         raises for the prompt.
         """
-        return await self._open(lambda llm: llm.stream(prompt, sampling_params), request_id)
+        try:
+            return await self._open(lambda llm: llm.stream(prompt, sampling_params), request_id)
+        except RequestError as error:
+            raise without_our_lines(error) from error.__cause__
 
     async def abort(self, request_id: int | str) -> None:
         """End a request and free its memory; its generator yields one last output with
@@ -172,21 +175,22 @@ class AsyncLLM:
         begin = partial(self._engine.begin, mailbox, open_stream, request_id)
         try:
             return AsyncDeltaStream(self._engine, mailbox, *await self.call(begin))
-        except RequestError as error:
-            raise without_our_lines(error) from error.__cause__
-        except BaseException:  # the caller was cancelled
+        except BaseException:  # refused, or the caller was cancelled
             self._engine.leave(mailbox)
             raise
 
     async def _outputs(
         self, open_stream: Callable[[LLM], DeltaStream], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        async with await self._open(open_stream, request_id) as stream:
-            begun = stream.begun()
-            so_far: list[StreamDelta] = []  # one for each completion
-            while stream.output is None:
-                so_far = merge_deltas([*so_far, *await stream.take()])
-                yield stream.output or replace(begun, outputs=outputs_of(so_far))
+        try:
+            async with await self._open(open_stream, request_id) as stream:
+                begun = stream.begun()
+                so_far: list[StreamDelta] = []  # one for each completion
+                while stream.output is None:
+                    so_far = merge_deltas([*so_far, *await stream.take()])
+                    yield stream.output or replace(begun, outputs=outputs_of(so_far))
+        except RequestError as error:
+            raise without_our_lines(error) from error.__cause__
 
 
 class AsyncDeltaStream(AsyncIterator[StreamDelta]):
