@@ -262,7 +262,10 @@ def test_arguments_of_other_engines_become_settings() -> None:
         ({"model": "m", "max_model_len": 8, "session_len": 9}, "max_model_len is given twice"),
         ({"model": "m", "max_modell_len": 8}, "did you mean 'max_model_len'"),
         ({"max_model_len": 8}, "name no model"),
-        ({"model": "m", "max_loras": 2, "port": 1}, "'max_loras'(.|\n)*'port'; here it is a flag of `nanoengine serve`"),
+        (
+            {"model": "m", "max_loras": 2, "port": 1},
+            "'max_loras'(.|\n)*'port'; .* `nanoengine serve`",
+        ),
         (5, "a mapping or an object, got 5"),
     ],
 )
