@@ -43,6 +43,8 @@ CODES: tuple[tuple[type[RequestError], str], ...] = (
     (InvalidPromptError, "invalid_prompt"),
     (RequestError, "invalid_request"),
 )
+# LangChain and LiteLLM know this error by words of its message, not by its code.
+TOO_LONG = "the prompt is too long, this model's maximum context length is exceeded: "
 BAD_REQUEST, SERVER_ERROR = 400, 500
 # The key that an endpoint has its prompt in.
 PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", MESSAGES: "messages"}
@@ -159,8 +161,9 @@ def error_body(error: RequestError, endpoint: str | None = None) -> tuple[int, d
     code = next(code for kind, code in CODES if isinstance(error, kind))
     if isinstance(error, KeyRefusedError):
         code = error.code
+    message = f"{TOO_LONG}{error}" if isinstance(error, PromptTooLongError) else str(error)
     param = _param(error, endpoint)
-    return BAD_REQUEST, error_object(str(error), "invalid_request_error", code, param)
+    return BAD_REQUEST, error_object(message, "invalid_request_error", code, param)
 
 
 def error_object(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:

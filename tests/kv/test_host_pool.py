@@ -148,7 +148,8 @@ def test_an_engine_over_many_segments_gives_the_same_tokens(
     prompts = [[rng.randrange(256) for _ in range(n)] for n in (70, 41, 9)]
     assert driver.engine.kv.memory.offload.host.num_segments == 20
     assert token_ids(driver.run(prompts, GREEDY)) == [expected(path, p, 6) for p in prompts]
-    assert driver.engine.kv.counters.h2d_bytes == driver.audit.h2d_bytes
+    audit, h2d_bytes = driver.audit, driver.engine.kv.counters.h2d_bytes
+    assert audit.h2d_bytes <= h2d_bytes <= audit.h2d_bytes + audit.between_bytes
     driver.engine.close()
 
 

@@ -440,7 +440,6 @@ def test_of_tokens_that_look_the_same_the_likeliest_is_told() -> None:
 
 def test_errors_have_openais_codes() -> None:
     for error, status, code in (
-        (PromptTooLongError("x"), 400, "context_length_exceeded"),
         (InvalidParamsError("x"), 400, "invalid_value"),
         (InvalidPromptError("x"), 400, "invalid_prompt"),
         (RequestError("x"), 400, "invalid_request"),
@@ -448,6 +447,13 @@ def test_errors_have_openais_codes() -> None:
     ):
         found, body = error_body(error)
         assert (found, body["error"]["code"], body["error"]["message"]) == (status, code, "x")
+
+
+def test_langchain_and_litellm_know_a_prompt_that_is_too_long() -> None:
+    status, body = error_body(PromptTooLongError("600 tokens"))
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    for words in ("prompt is too long", "this model's maximum context length is", "600 tokens"):
+        assert words in body["error"]["message"]
 
 
 @pytest.mark.parametrize(
