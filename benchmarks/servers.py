@@ -229,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(number, server.name, json.dumps(row), flush=True)
             rounds["offline"].append(offline_round(args))
             print(number, "offline", json.dumps(rounds["offline"][-1]), flush=True)
-            settings = {name: str(value) for name, value in vars(args).items() if name != "peer"}
+            hidden = ("peer", "output")
+            settings = {name: str(v) for name, v in vars(args).items() if name not in hidden}
             report = {"settings": settings, "versions": versions(), "servers": summary(rounds)}
             args.output.write_text(json.dumps(report, indent=2) + "\n")
 
