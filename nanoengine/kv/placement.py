@@ -56,6 +56,7 @@ class Rank:
 PREEMPTED, RUNNING, IN_STEP = range(3)
 HOTTER = 1.5  # times as hot: or blocks would go back and forth
 SWAPPED_SHARE = 4  # one in so many blocks of the device may be swapped in a step
+SAVED_AT_ONCE = 8  # blocks of a sequence that save_between copies in a step
 ANY_LENGTH = 1  # a length_rank above that of every sequence
 
 
@@ -148,6 +149,16 @@ class Placement:
             if hot.heat <= HOTTER * cold.heat or not self._save(cold):
                 return
             self._move_in(hot, self._blocks.drop_device(cold))
+
+    def save_between(self, blocks: list[Block]) -> None:
+        """Give device blocks of a sequence that lie before a host block a host copy, a few at a
+        time, so that they can be streamed with their neighbours (step_plan.without_short_runs).
+        """
+        last = max((at for at, block in enumerate(blocks) if block.device_slot is None), default=0)
+        alone = [b for b in blocks[:last] if not b.is_on_host and b not in self._pinned]
+        for block in alone[:SAVED_AT_ONCE]:
+            if self._blocks.host.num_free:
+                self._save(block)
 
     def moved_tokens(self, blocks: list[Block]) -> tuple[int, int]:
         """How many tokens of these blocks are loaded, and how many are stored."""

@@ -145,7 +145,10 @@ class StepPlanner:
             placement.promote()
             for item in batch.items:
                 if item.seq.draft_length is not None and not item.seq.is_prefill:
-                    placement.swap_hot(tables[item.seq.seq_id].held)
+                    held = tables[item.seq.seq_id].held
+                    placement.swap_hot(held)
+                    if self._spec.least_run > 1:
+                        placement.save_between(held)
         return placement
 
     def _step_tables(self, batch: ScheduledBatch, tables: Mapping[int, BlockTable]) -> StepTables:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nanoengine.kv.block_manager import Block, BlockManager, block_key
 from nanoengine.kv.placement import (
     HOTTER,
+    SAVED_AT_ONCE,
     SWAPPED_SHARE,
     Placement,
     StepTables,
@@ -315,6 +316,23 @@ def test_the_hottest_take_the_place_of_the_coldest_a_few_at_a_time() -> None:
     assert not placement.stores
 
 
+def test_device_blocks_before_host_blocks_get_a_copy_a_few_at_a_time() -> None:
+    def saved(num_host: int, *kinds: str) -> list[int]:
+        manager = BlockManager(kinds.count("d") + kinds.count("dh"), num_host, 0)
+        table = heated(manager, *((kind, 1.0) for kind in kinds))
+        placement = Placement(manager, StepTables([table]))
+        placement.place(table[-1:])
+        placement.save_between(table)
+        manager.check(references([table]))
+        return [table.index(block) for block in placement.stores]
+
+    assert saved(9, "d", "dh", "h", "d", "h", "d", "d") == [0, 3]
+    assert saved(9, "d", "d", "d") == [], "nothing lies on the host"
+    assert saved(3, "d", "d", "h", "h", "d") == [0], "as far as the host has room"
+    many = ["d"] * (SAVED_AT_ONCE + 2)
+    assert saved(30, *many, "h", "d") == [*range(SAVED_AT_ONCE)]
+
+
 def test_a_small_device_swaps_one_block() -> None:
     manager = BlockManager(3, 9, 1)
     table = heated(manager, ("dh", 99), ("h", 5), ("h", 9), ("dh", 1), ("d", 0))
@@ -547,6 +565,10 @@ def test_swaps_lose_nothing_and_only_bring_what_is_hotter(
         placed = set(placement.loads)
         placement.swap_hot(table)
         world.check()
+        saved = set(placement.stores)
+        placement.save_between(table)
+        world.check()
+        assert len(placement.stores.keys() - saved) <= SAVED_AT_ONCE
         after = {block for block in table if block.device_slot is not None}
         gone, come = before - after, after - before
         assert len(gone) == len(come) <= max(1, len(before) // SWAPPED_SHARE)
