@@ -184,6 +184,7 @@ DTYPES = {
 MAX_GUESSES = 64
 AUTO_SPECULATIVE = "ngram:8+resident:8"
 MAX_THREADS = 1024
+MAX_RANKS = 64
 MAX_GIB = 1 << 20
 FLAGS = ("enable_prefix_caching", "enforce_eager", "measure_speed", "debug_kv")
 DEVICE_NAMES = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
@@ -211,6 +212,7 @@ COUNTS = {
     "kvcache_block_size": (1, 1 << 20),
     "seed": SEEDS,
     "num_threads": (1, MAX_THREADS),
+    "tensor_parallel_size": (1, MAX_RANKS),
     "max_num_partial_prefills": (1, MAX_COUNT),
     "max_long_partial_prefills": (1, MAX_COUNT),
     "long_prefill_token_threshold": (1, MAX_COUNT),
@@ -252,6 +254,8 @@ class EngineConfig:
     keeps the 4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay.
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
     set, else all usable cores).
+    tensor_parallel_size: processes that compute the model together, each with its heads and its
+    rows of the weights (CPU). num_threads, kv_cache_gib and kv_offload_gib are those of all.
     max_num_partial_prefills: most prompts that may be partly computed after a step.
     max_long_partial_prefills: most long prompts among them.
     long_prefill_token_threshold: a prompt with more uncomputed tokens than this is long; while
@@ -394,13 +398,6 @@ class EngineConfig:
                     f"got {shown(value)}"
                 )
             self._set(name, found)
-        if integer(self.tensor_parallel_size) != 1:
-            raise ConfigError(
-                f"tensor_parallel_size must be 1, got {shown(self.tensor_parallel_size)}: a model "
-                "runs on one GPU for now; KV that does not fit there goes to RAM with "
-                "enable_cpu_offload=True"
-            )
-        self._set("tensor_parallel_size", 1)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -162,6 +163,16 @@ class AttentionBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step in integers, as in ForwardContext."""
+
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    lengths: Sequence[tuple[int, int]]
+    logit_rows: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardContext:
     """One forward pass over the tokens of n sequences, laid end to end.
 
@@ -187,3 +198,31 @@ class ForwardContext:
     kv: KVCache
     attention: AttentionBackend
     block_mass: Tensor | None = None
+
+    @classmethod
+    def lay_out(
+        cls,
+        rows: StepRows,
+        kv: KVCache,
+        attention: AttentionBackend,
+        tensor: MakeTensor,
+        block_mass: Tensor | None = None,
+    ) -> ForwardContext:
+        """The context of these rows, with its tensors made by `tensor`."""
+        starts = [*accumulate((num for num, _ in rows.lengths), initial=0)]
+        kv_lens = [num_keys for _, num_keys in rows.lengths]
+        token_ids, positions, logit_rows = packed(
+            tensor, (rows.token_ids, rows.positions, rows.logit_rows), torch.int64
+        )
+        query_start, lens = packed(tensor, (starts, kv_lens), torch.int32)
+        return cls(
+            token_ids=token_ids,
+            positions=positions,
+            query_start=query_start,
+            kv_lens=lens,
+            lengths=tuple(rows.lengths),
+            logit_rows=logit_rows,
+            kv=kv,
+            attention=attention,
+            block_mass=block_mass,
+        )

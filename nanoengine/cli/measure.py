@@ -102,7 +102,7 @@ def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> _Measured:
             if not probe.is_taken(waiting):
                 tries = range(NUM_TRIES)
                 found = [probe.measure_decode(runner, kv, on, NUM_BLOCKS, waiting) for _ in tries]
-            link_gb_per_s = probe.measure_copy(on, kv)
+            link_gb_per_s = probe.measure_copy(kv.memory)
             num_bytes = llm.plan.weight_bytes
     if None in found:
         raise EngineError(

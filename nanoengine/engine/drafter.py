@@ -17,7 +17,7 @@ from nanoengine.context import AttentionBackend, KVCache
 from nanoengine.devices.device import Device
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
-from nanoengine.models.decoder import Decoder
+from nanoengine.models.decoder import Model
 from nanoengine.sequence import ScheduledBatch
 
 NOT_DRAFTED = 0  # stands where no draft was made; it is checked as all guesses are
@@ -65,7 +65,7 @@ class Drafter:
     """Runs the draft steps of a batch."""
 
     def __init__(
-        self, model: Decoder, attention: AttentionBackend, sampler: Sampler, device: Device
+        self, model: Model, attention: AttentionBackend, sampler: Sampler, device: Device
     ) -> None:
         self._model = model
         self._attention = attention

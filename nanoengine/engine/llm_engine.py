@@ -20,6 +20,7 @@ from nanoengine.devices.home_process import HomeProcess
 from nanoengine.engine.input_processor import InputProcessor
 from nanoengine.engine.model_runner import ModelRunner, StepTokens, make_runner
 from nanoengine.engine.output_processor import OutputProcessor, RequestState
+from nanoengine.engine.ranks import Ranks, start_ranks
 from nanoengine.engine.scheduler import Scheduler
 from nanoengine.errors import EngineClosedError, EngineError
 from nanoengine.kernels.cuda_graph import graph_size
@@ -29,7 +30,7 @@ from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine.startup.memory_plan import plan_memory
-from nanoengine.startup.parts import load_parts, make_engine_device
+from nanoengine.startup.parts import make_engine_device
 from nanoengine.startup.plan import MemoryPlan
 from nanoengine.startup.probe import DecodeCosts, predict_speed, profiled_bytes
 
@@ -47,17 +48,19 @@ class LLMEngine:
         self._home = HomeProcess()
         self.config: EngineConfig = make_config(model, settings)
         with ExitStack() as started:  # if start-up fails or is interrupted, no thread is left
-            self.device: Device = make_engine_device(self.config)
+            ranks = start_ranks(self.config)
+            started.callback(ranks.close)
+            self.device: Device = make_engine_device(ranks.config)
             started.callback(self.device.close_streams)
-            self._make_parts(started)
+            self._make_parts(ranks, started)
             self._open_parts = started.pop_all()
         self.runs_ahead = self.device.computes_later and not self.device.is_checked
         self._under_way: StepTokens | None = None
 
-    def _make_parts(self, started: ExitStack) -> None:
+    def _make_parts(self, ranks: Ranks, started: ExitStack) -> None:
         """Load the model, divide the memory, make the parts; `started` closes them."""
-        config, device = self.config, self.device
-        parts = load_parts(config, device)
+        config, device = ranks.config, self.device
+        parts = ranks.load(device)
         started.enter_context(in_use(parts.folder))
         self.model_config: ModelConfig = parts.model.config
         profiled = profiled_bytes(
@@ -68,7 +71,7 @@ class LLMEngine:
             device,
         )
         self.plan: MemoryPlan = plan_memory(
-            config, self.model_config, device, parts.facts, profiled
+            config, parts.model.part, ranks.share_of(device), parts.facts, profiled
         )
         uses_graphs = parts.can_use_graphs and not (config.enforce_eager or device.is_checked)
         self.kv = HybridKVCacheManager(
@@ -78,13 +81,14 @@ class LLMEngine:
             config.decode_reserve_blocks,
             config.debug_kv,
             pad_decode=graph_size if uses_graphs else None,
+            make_memory=ranks.make_memory,
         )
         started.callback(self.kv.close)
         self._runner: ModelRunner | None = make_runner(parts, self.kv, device)
         self.decode_costs: DecodeCosts | None = None
         if self.plan.kv.num_host_blocks:
             self.plan, self.decode_costs = predict_speed(
-                self.plan, config, self._runner, self.kv, device
+                self.plan, config, self._runner, self.kv, device, ranks.link_speeds
             )
         self.scheduler = Scheduler(
             config, self.kv, self.plan.max_num_batched_tokens, self.plan.stream_blocks_per_step

@@ -19,7 +19,7 @@ from nanoengine.engine.drafter import Drafter, Drafts, DraftStep
 from nanoengine.engine.logprobs import StepScores, TokenScorer
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
-from nanoengine.models.decoder import Decoder
+from nanoengine.models.decoder import Model
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence
 from nanoengine.startup.parts import Parts
 
@@ -83,7 +83,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         attention: AttentionBackend,
         kv: StepOpener,
         sampler: Sampler,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
+from nanoengine.context import AttentionBackend, ForwardContext, KVCache, StepRows
 from nanoengine.devices.device import Device
 
 
@@ -37,30 +36,17 @@ def forward_context(
     """
     token_ids: list[int] = []
     positions: list[int] = []
-    starts = [0]
     logit_rows: list[int] = []
     for each in rows:
         token_ids += each.token_ids
         positions += range(each.start, each.start + len(each.token_ids))
-        starts.append(len(token_ids))
         logit_rows += range(len(token_ids) - each.num_logits, len(token_ids))
     lengths = [(len(each.token_ids), each.num_keys) for each in rows]
-    for _ in range(len(rows), num_rows):
-        lengths.append((1, 0))
-        token_ids.append(0)
-        positions.append(0)
-        starts.append(len(token_ids))
-    kv_lens = [num_keys for _, num_keys in lengths]
-    tokens, at, wanted = packed(device.tensor, (token_ids, positions, logit_rows), torch.int64)
-    query_start, lens = packed(device.tensor, (starts, kv_lens), torch.int32)
-    return ForwardContext(
-        token_ids=tokens,
-        positions=at,
-        query_start=query_start,
-        kv_lens=lens,
-        lengths=tuple(lengths),
-        logit_rows=wanted,
-        kv=kv,
-        attention=attention,
-        block_mass=block_mass,
+    num_empty = max(0, num_rows - len(rows))
+    step_rows = StepRows(
+        token_ids + [0] * num_empty,
+        positions + [0] * num_empty,
+        lengths + [(1, 0)] * num_empty,
+        logit_rows,
     )
+    return ForwardContext.lay_out(step_rows, kv, attention, device.tensor, block_mass)

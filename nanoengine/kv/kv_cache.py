@@ -7,7 +7,7 @@ lies in a step, PrefixCache which blocks are shared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from nanoengine.devices.device import Device
 from nanoengine.kv.block_heat import BlockHeat
@@ -38,6 +38,7 @@ class HybridKVCacheManager:
         decode_reserve_blocks: int = 0,
         debug: bool = False,
         pad_decode: PadDecode | None = None,
+        make_memory: Callable[[KVSpec, Device, bool], KVMemory] = KVMemory,
     ) -> None:
         """decode_reserve_blocks: blocks that admission leaves free for running sequences. debug:
         freed memory is filled with NaN. pad_decode: see StepPlanner. Raises OutOfMemoryError.
@@ -46,7 +47,7 @@ class HybridKVCacheManager:
         self.peak_streamed = 0
         self.tables: dict[int, BlockTable] = {}
         self.blocks = BlockManager(spec.num_blocks, spec.num_host_blocks, spec.spare_blocks)
-        self.memory = KVMemory(spec, device, debug)
+        self.memory = make_memory(spec, device, debug)
         self._decode_reserve_blocks = decode_reserve_blocks
         self._prefix_cache = PrefixCache(self.blocks, spec, enable_prefix_caching)
         locate = self.memory.offload.host.locate if self.memory.offload else None

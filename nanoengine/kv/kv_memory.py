@@ -14,7 +14,8 @@ from torch import Tensor
 from nanoengine.devices.device import Device
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.kv.offload import OffloadEngine, slot_keys
+from nanoengine.kv.offload import OffloadEngine, TransferRun, slot_keys
+from nanoengine.kv.step_plan import StepTransfers
 from nanoengine.kv.transfers import FailedTransfer, TransferCounters
 
 
@@ -46,7 +47,7 @@ class KVMemory:
         """debug: memory that holds no KV is filled with NaN. Raises OutOfMemoryError."""
         self.device = device
         self.block_size = spec.block_size
-        self._debug = debug
+        self.is_debugged = debug
         block = (2, spec.block_size, spec.num_kv_heads, spec.head_dim)
         shape = (spec.num_layers, spec.num_blocks, *block)
         try:
@@ -74,7 +75,7 @@ class KVMemory:
             spec.num_host_blocks,
             spec.ring_slots,
             spec.slot_blocks,
-            self._debug,
+            self.is_debugged,
             spec.host_codec,
         )
 
@@ -83,10 +84,19 @@ class KVMemory:
         """Bytes moved between the tiers so far."""
         return self.offload.counters if self.offload else self._no_transfers
 
+    def allocate_rest(self) -> None:
+        """Let the host pool's memory be allocated, all of it."""
+        if self.offload:
+            self.offload.host.allocate_rest()
+
     def reset_counters(self) -> None:
         """Forget what was counted so far."""
         if self.offload:
             self.offload.counters = TransferCounters()
+
+    def start(self, transfers: StepTransfers) -> TransferRun | None:
+        """Queue a step's copies between the tiers; None without a host tier."""
+        return self.offload.start(transfers) if self.offload else None
 
     def before_write(self, layer: int, slots: Sequence[int]) -> None:
         """Compute is about to write these device slots of a layer."""
@@ -110,7 +120,7 @@ class KVMemory:
 
     def poison(self, device_slot: int | None, host_slot: int | None) -> None:
         """Fill freed slots with NaN (debug only), once nothing reads them any more."""
-        if not self._debug:
+        if not self.is_debugged:
             return
         if device_slot is not None:
             for layer, pool in enumerate(self.pool):
@@ -121,7 +131,7 @@ class KVMemory:
 
     def poison_all(self) -> None:
         """Fill everything with NaN (debug only); nothing may be in use or under way."""
-        if self._debug:
+        if self.is_debugged:
             self.pool.fill_(torch.nan)
             if self.offload:
                 self.offload.poison_all()

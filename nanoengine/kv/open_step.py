@@ -48,7 +48,7 @@ class OpenStep:
         self._counters = memory.counters
         self._before = replace(memory.counters)
         self.num_rows = planned.plan.num_rows or num_seqs
-        run = memory.offload.start(planned.plan.transfers) if memory.offload else None
+        run = memory.start(planned.plan.transfers)
         self.kv = StepKV.open(planned.plan, memory, run)
 
     @property

@@ -20,16 +20,21 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import (
     weight_shapes,
 )
-from nanoengine.models.decoder import Decoder, TensorSource
+from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
+from nanoengine.models.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A decoder in memory. `source` describes its weights for the plan."""
+    """A decoder in memory. `source` describes its weights for the plan.
+
+    config: of the model. part: of this process's part of it, see Shard.
+    """
 
     config: ModelConfig
-    decoder: Decoder
+    part: ModelConfig
+    decoder: Model
     source: str
     weight_bytes: int
 
@@ -42,23 +47,30 @@ def load_model(
     seed: int,
     ops: LayerOps,
     max_model_len: int | None = None,
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
-    """Check and load a model; with load_format "dummy" the weights are random.
+    """Check and load a model, or a shard of it; with load_format "dummy" the weights are random.
 
     max_model_len: see `read_model_config`.
 
     Raises ModelLoadError for anything wrong with the checkpoint.
     """
     config = read_model_config(folder, max_model_len=max_model_len)
-    shapes = weight_shapes(config)
-    num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    shapes, part = weight_shapes(config), shard.config(config)
+    held = shard.shapes(shapes, config)
+    num_bytes = sum(map(math.prod, held.values())) * dtype.itemsize
     if load_format == "dummy":
-        decoder = Decoder(config, _dummy_source(shapes, device, dtype, seed), device, ops)
-        return LoadedModel(config, decoder, "random weights", num_bytes)
+        dummy = _dummy_source(shapes, device, dtype, seed)
+        decoder = Decoder(part, lambda name: shard.take(name, dummy(name), config), device, ops)
+        return LoadedModel(config, part, decoder, "random weights", num_bytes)
     with CheckpointReader(folder) as reader:
         check_names(shapes, reader, ignorable_tensors(config))
-        decoder = Decoder(config, lambda name: reader.tensor(name).to(device, dtype), device, ops)
-    return LoadedModel(config, decoder, describe_weights(folder), num_bytes)
+
+        def source(name: str) -> torch.Tensor:
+            return shard.take(name, reader.tensor(name), config).to(device, dtype)
+
+        decoder = Decoder(part, source, device, ops)
+    return LoadedModel(config, part, decoder, describe_weights(folder), num_bytes)
 
 
 def _dummy_source(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ class _Layer:
     attention: Attention
     after_attention: AfterAttention
     rope: int
+
+
+class Model(Protocol):
+    """What runs the steps of a model (Decoder)."""
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab], in the dtype of the weights or in fp32."""
+        ...
 
 
 class Decoder:
@@ -147,8 +160,8 @@ class _Builder:
         config, names = self._config, self._architecture.norms
         layer = f"model.layers.{index}."
         attention, mlp = layer + "self_attn.", layer + "mlp."
-        out = self._linear(attention, "o", config.attention_bias)
-        down = self._linear(mlp, "down", config.mlp_bias)
+        out = self._summand(attention, "o", config.attention_bias)
+        down = self._summand(mlp, "down", config.mlp_bias)
         return _LayerParts(
             qkv=self._qkv(attention, self._norm_if(layer, names.before_attention)),
             attention=self._attention(index, attention),
@@ -193,9 +206,9 @@ class _Builder:
         gate_up_biases = (biases[0], biases[1]) if biases else None
         return self._ops.gate_up(gate, up, gate_up_biases, norm, self._architecture.activation)
 
-    def _linear(self, prefix: str, name: str, has_bias: bool) -> Product:
+    def _summand(self, prefix: str, name: str, has_bias: bool) -> Product:
         weights, biases = self._weights(prefix, (name,), has_bias)
-        return self._ops.linear(weights[0], biases[0] if biases else None)
+        return self._ops.summand(weights[0], biases[0] if biases else None)
 
     def _weights(
         self, prefix: str, names: tuple[str, ...], has_bias: bool

@@ -51,6 +51,10 @@ class LayerOps(Protocol):
         """norm(x) @ weight.T + bias; weight is [out_features, in_features]."""
         ...
 
+    def summand(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """x @ weight.T + bias, whose result is added to the residual stream."""
+        ...
+
     def gate_up(
         self,
         gate: Tensor,
@@ -170,6 +174,9 @@ class TorchOps:
     ) -> Product:
         quantized = None if self._quantizer is None else self._quantizer.product(weight)
         return self._linear(weight, bias, norm, quantized)
+
+    def summand(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        return self.linear(weight, bias)
 
     def head(self, weight: Tensor, norm: Norm | None) -> Product:
         return self._linear(weight, None, norm, None)

@@ -108,6 +108,7 @@ def plan_memory(
         device_bytes=total if has_gpu else free + facts.weight_bytes,
         ram_bytes=device.host_memory() if has_gpu else 0,
         reserved_bytes=max(0, total - free - facts.weight_bytes) if has_gpu else 0,
+        ranks=config.tensor_parallel_size,
     )
 
 

@@ -6,13 +6,14 @@ Knows no requests and no steps.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from nanoengine.attention.select import AttentionSetup, make_attention
-from nanoengine.config import EngineConfig
+from nanoengine.config import EngineConfig, ModelConfig
 from nanoengine.context import AttentionBackend
 from nanoengine.devices.device import Device
 from nanoengine.devices.select import make_device
@@ -26,26 +27,47 @@ from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
 from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, load_model
+from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.models.quant import Quantizer
+from nanoengine.models.shard import WHOLE, Shard
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
 from nanoengine.text.tokenizer import Tokenizer
 
 
+class Sharding(Protocol):
+    """How tensor parallelism divides a model (workers.ranks)."""
+
+    @property
+    def shard(self) -> Shard:
+        """The part of this process."""
+        ...
+
+    def sharded(self, ops: LayerOps, model: ModelConfig) -> LayerOps:
+        """The operations of a rank. model: the shape of the whole model."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """The parts of an engine. model: decoder, weights and shape; ops: computes its layers.
-    tokenizer: None if the model has none. default_params: for requests without parameters.
-    """
+class ComputeParts:
+    """What computes a step. model: decoder, weights and shape; ops: computes its layers."""
 
     folder: Path
     model: LoadedModel
     ops: LayerOps
     attention: AttentionBackend
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(ComputeParts):
+    """The parts of an engine. tokenizer: None if the model has none. default_params: for requests
+    without parameters.
+    """
+
     tokenizer: Tokenizer | None
     default_params: SamplingParams
-    facts: ModelFacts
 
     @property
     def can_use_graphs(self) -> bool:
@@ -61,28 +83,45 @@ def make_engine_device(config: EngineConfig) -> Device:
     return CheckedDevice(device) if config.debug_kv else device
 
 
-def load_parts(config: EngineConfig, device: Device) -> Parts:
-    """Choose the kernels, load the model and its tokenizer. Raises ConfigError, ModelLoadError."""
+def load_parts(config: EngineConfig, device: Device, sharding: Sharding | None = None) -> Parts:
+    """Choose the kernels, load the model and its tokenizer. Raises ConfigError, ModelLoadError.
+
+    sharding: None loads the whole model.
+    """
+    folder = find_model(config.model, config.load_format)
+    is_asked = config.generation_config == "auto"
+    params = read_sampling_params(folder) if is_asked else SamplingParams()
+    with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
+        tokenizer = thread.submit(load_tokenizer, config, folder)
+        loaded = load_compute_parts(config, device, folder, sharding)
+    own = {field.name: getattr(loaded, field.name) for field in fields(loaded)}
+    return Parts(**own, tokenizer=tokenizer.result(), default_params=params)
+
+
+def load_compute_parts(
+    config: EngineConfig, device: Device, folder: Path, sharding: Sharding | None = None
+) -> ComputeParts:
+    """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)
     kernels, no_kernels = find_kernels(device)
     quantizer = None
     if config.quantization is not None:
         quantizer = Quantizer(config.quantization, device.torch_device, dtype)
     ops = choose_ops(config, device, kernels, dtype, quantizer)
-    folder = find_model(config.model, config.load_format)
-    is_asked = config.generation_config == "auto"
-    params = read_sampling_params(folder) if is_asked else SamplingParams()
-    with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
-        tokenizer = thread.submit(load_tokenizer, config, folder)
-        model = load_model(
-            folder,
-            config.load_format,
-            device.torch_device,
-            dtype,
-            config.seed,
-            ops,
-            config.max_model_len,
-        )
+    if sharding is not None:
+        model_config = read_model_config(folder, max_model_len=config.max_model_len)
+        sharding.shard.check(model_config)
+        ops = sharding.sharded(ops, model_config)
+    model = load_model(
+        folder,
+        config.load_format,
+        device.torch_device,
+        dtype,
+        config.seed,
+        ops,
+        config.max_model_len,
+        sharding.shard if sharding is not None else WHOLE,
+    )
     setup = AttentionSetup(
         device.torch_device,
         dtype,
@@ -105,7 +144,7 @@ def load_parts(config: EngineConfig, device: Device) -> Parts:
             config.kv_offload_dtype == "int8",
         ),
     )
-    return Parts(folder, model, ops, attention, tokenizer.result(), params, facts)
+    return ComputeParts(folder, model, ops, attention, facts)
 
 
 def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:

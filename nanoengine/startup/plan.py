@@ -36,7 +36,8 @@ class MemoryPlan:
     offload cannot be had. is_slowed: other programs used the processor while the speed was
     measured, or kept it from being measured. device_bytes, ram_bytes: all of a GPU's memory, and
     the RAM that is there for KV; of a CPU the memory that weights and KV share, and 0.
-    reserved_bytes: of the GPU, taken by others.
+    reserved_bytes: of the GPU, taken by others. ranks: processes that compute together; weights,
+    KV and bytes are those of each. link_gb_per_s: of the copies of each, measured at once.
     """
 
     model: str
@@ -52,7 +53,7 @@ class MemoryPlan:
     max_model_len_bound: str
     max_num_seqs: int
     max_num_batched_tokens: int
-    copy_gb_per_s: float = 0.0
+    link_gb_per_s: tuple[float, ...] = ()
     stream_blocks_per_step: int | None = None
     decode_tokens_per_s: float = 0.0
     is_slowed: bool = False
@@ -63,6 +64,12 @@ class MemoryPlan:
     device_bytes: int = 0
     ram_bytes: int = 0
     reserved_bytes: int = 0
+    ranks: int = 1
+
+    @property
+    def copy_gb_per_s(self) -> float:
+        """GB/s of copies from host memory, of all ranks together; 0: not measured, or no copies."""
+        return sum(self.link_gb_per_s)
 
     @property
     def has_gpu(self) -> bool:
@@ -111,6 +118,7 @@ class MemoryPlan:
         lines = [
             f"model        {self.model} ({self.source})",
             f"device       {self.device}, {self.dtype}; attention: {self.attention}",
+            *([f"ranks        {self.ranks} processes; figures are of each"] * (self.ranks > 1)),
             f"weights      {_gib(self.weight_bytes)}; a step takes up to "
             f"{_gib(self.activation_bytes)} more",
             *([f"quantised    {self.quantization}"] if self.quantization else []),
@@ -140,6 +148,8 @@ class MemoryPlan:
         if not self.decode_tokens_per_s:
             return "not measured, as other programs use the processor"
         copies = f"; copies at {self.copy_gb_per_s:.1f} GB/s" if self.copy_gb_per_s else ""
+        if copies and self.ranks > 1:
+            copies += f" together, the slowest at {min(self.link_gb_per_s):.1f}"
         what = f"one request of {self.max_model_len} tokens decodes at"
         if not self.is_slowed:
             return f"{what} about {self.decode_tokens_per_s:.1f} tok/s{copies}"

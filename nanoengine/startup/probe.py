@@ -25,6 +25,7 @@ from nanoengine.context import KVChunk, KVTarget
 from nanoengine.devices.device import Device
 from nanoengine.devices.waiting import WaitingShare
 from nanoengine.kv.kv_cache import HybridKVCacheManager
+from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import (
@@ -298,22 +299,29 @@ def predict_speed(
     runner: Runner,
     kv: HybridKVCacheManager,
     device: Device,
+    link_speeds: Callable[[KVMemory], list[float]],
 ) -> tuple[MemoryPlan, DecodeCosts | None]:
-    """The plan with what was measured of decode steps, and their costs; None if nothing was."""
+    """The plan with what was measured of decode steps, and their costs; None if nothing was.
+
+    link_speeds: GB/s of each rank's copies from host blocks into its ring, all at once.
+    """
     costs = None
     if config.measure_speed:
         logger.info(
             "measuring decode steps for about %.0f s (measure_speed=False leaves it out)", BUDGET_S
         )
-        plan, costs = _measured(plan, runner, kv, device)
-    if kv.memory.offload is not None:  # any earlier, taking the rest would disturb the timing
-        kv.memory.offload.host.allocate_rest()
+        plan, costs = _measured(plan, runner, kv, device, link_speeds)
+    kv.memory.allocate_rest()  # any earlier, this would disturb the timing
     kv.memory.poison_all()
     return replace(plan, stream_blocks_per_step=stream_budget(config, plan.kv, costs)), costs
 
 
 def _measured(
-    plan: MemoryPlan, runner: Runner, kv: HybridKVCacheManager, device: Device
+    plan: MemoryPlan,
+    runner: Runner,
+    kv: HybridKVCacheManager,
+    device: Device,
+    link_speeds: Callable[[KVMemory], list[float]],
 ) -> tuple[MemoryPlan, DecodeCosts | None]:
     """The plan with its speeds, and the costs of a decode step; without them if other programs use
     the processor.
@@ -328,10 +336,9 @@ def _measured(
         costs = measure_decode(runner, kv, device, num_blocks, waiting)
     if costs is None:
         return replace(plan, is_slowed=True), None
-    copy_gb_per_s = measure_copy(device, kv)
     predicted = replace(
         plan,
-        copy_gb_per_s=copy_gb_per_s,
+        link_gb_per_s=tuple(link_speeds(kv.memory)),
         decode_tokens_per_s=costs.tokens_per_s(num_blocks, spec.num_blocks),
         is_slowed=waiting.is_long(),
     )
@@ -365,10 +372,10 @@ def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts | None)
     return max(1, int(num_bytes) // spec.host_block_bytes)
 
 
-def measure_copy(device: Device, kv: HybridKVCacheManager) -> float:
+def measure_copy(memory: KVMemory) -> float:
     """GB/s of copies from host blocks into the ring; 0 without a ring."""
-    offload = kv.memory.offload
-    if offload is None or not kv.spec.slot_blocks:
+    offload, device = memory.offload, memory.device
+    if offload is None or not offload.slot_blocks:
         return 0.0
     copies = _ring_copies(offload.ring, offload.host.segment(0, 0))
     best = float("inf")

@@ -1,0 +1,122 @@
+"""Shard: which part of a model one rank of tensor parallelism holds. Arithmetic on shapes.
+
+Every product is split by its outputs, and the ranks gather what each of them computed. An element
+is one whole dot product on one rank, so it has the bits of one process. A split by inputs
+(Megatron, arXiv 1909.08053) adds partial products in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from torch import Tensor, cat
+
+from nanoengine.config import ModelConfig
+from nanoengine.errors import ConfigError
+
+UNIT = 16  # outputs: where a size does not divide, ranks get multiples of it
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of rank `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ConfigError if the heads of the model cannot be divided among the ranks."""
+        heads, kv_heads = model.num_heads, model.num_kv_heads
+        allowed = [
+            size
+            for size in range(1, heads + 1)
+            if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        ]
+        if self.size not in allowed:
+            raise ConfigError(
+                f"tensor_parallel_size={self.size} does not divide the model's {heads} heads and "
+                f"{kv_heads} KV heads; it can be {', '.join(map(str, allowed))}"
+            )
+
+    def config(self, model: ModelConfig) -> ModelConfig:
+        """The shape of this rank's part. Ranks share a KV head where there are more ranks."""
+        return replace(
+            model,
+            num_heads=model.num_heads // self.size,
+            num_kv_heads=len(self._kv_heads(model)),
+            intermediate_size=self.widths(model.intermediate_size)[self.rank],
+        )
+
+    def widths(self, num: int) -> list[int]:
+        """How many of `num` outputs each rank computes."""
+        if num % self.size == 0:
+            return [num // self.size] * self.size
+        units = -(-num // UNIT)
+        ends = [min(num, UNIT * (units * rank // self.size)) for rank in range(self.size)] + [num]
+        return [stop - start for start, stop in pairwise(ends)]
+
+    def rows(self, name: str, model: ModelConfig) -> tuple[range, ...] | None:
+        """The rows of a tensor of the model (as weight_shapes names it) that this rank holds; None:
+        all of them.
+        """
+        if self.size == 1:
+            return None
+        part = name.split(".")[-2].removesuffix("_proj")
+        if part in ("lm_head", "o", "down", "gate", "up"):
+            nums = {"lm_head": model.vocab_size, "gate": 0, "up": 0}
+            is_inner = part in ("gate", "up")
+            num = model.intermediate_size if is_inner else nums.get(part, model.hidden_size)
+            return (self._range(num),)
+        if part == "gate_up":
+            inner = self._range(model.intermediate_size)
+            return inner, _moved(inner, model.intermediate_size)
+        if part not in ("q", "k", "v", "qkv"):
+            return None
+        size = model.head_dim
+        q = self._range(model.num_heads * size)
+        kv_heads = self._kv_heads(model)
+        kv = range(kv_heads.start * size, kv_heads.stop * size)
+        if part != "qkv":
+            return (q,) if part == "q" else (kv,)
+        num_q, num_kv = model.num_heads * size, model.num_kv_heads * size
+        return q, _moved(kv, num_q), _moved(kv, num_q + num_kv)
+
+    def take(self, name: str, tensor: Tensor, model: ModelConfig) -> Tensor:
+        """This rank's rows of a whole tensor of the model."""
+        rows = self.rows(name, model)
+        if rows is None:
+            return tensor
+        parts = [tensor[each.start : each.stop] for each in rows]
+        return parts[0] if len(parts) == 1 else cat(parts)
+
+    def shapes(
+        self, whole: Mapping[str, tuple[int, ...]], model: ModelConfig
+    ) -> dict[str, tuple[int, ...]]:
+        """The shapes of this rank's tensors. whole: those of the model."""
+        shapes = dict(whole)
+        for name, shape in whole.items():
+            rows = self.rows(name, model)
+            if rows is not None:
+                shapes[name] = (sum(map(len, rows)), *shape[1:])
+        return shapes
+
+    def _range(self, num: int) -> range:
+        widths = self.widths(num)
+        start = sum(widths[: self.rank])
+        return range(start, start + widths[self.rank])
+
+    def _kv_heads(self, model: ModelConfig) -> range:
+        num = model.num_kv_heads
+        if num % self.size == 0:
+            return self._range(num)
+        head = self.rank * num // self.size
+        return range(head, head + 1)
+
+
+WHOLE = Shard(0, 1)  # one process
+
+
+def _moved(rows: range, by: int) -> range:
+    return range(rows.start + by, rows.stop + by)

@@ -1,0 +1,130 @@
+"""A rank above 0: does what rank 0 tells, over its own part of the model and of the KV."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from nanoengine.config import EngineConfig
+from nanoengine.context import ForwardContext, StepRows
+from nanoengine.devices.device import Device
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.offload import TransferRun
+from nanoengine.kv.step_kv import StepKV
+from nanoengine.loading.find_model import find_model
+from nanoengine.startup.parts import ComputeParts, load_compute_parts, make_engine_device
+from nanoengine.startup.probe import measure_copy
+from nanoengine.workers.channel import Channel
+from nanoengine.workers.group import Group
+from nanoengine.workers.orders import Order, spec_from_json
+from nanoengine.workers.rank_setup import RankSetup, RankSharding, fingerprint
+from nanoengine.workers.step_record import StepRecord, decode
+
+
+def main(channel: Channel, hello: Mapping[str, Any]) -> None:
+    """The work of the process of one rank, until rank 0 ends it. hello: a RankSetup as JSON, and
+    the rank.
+    """
+    setup = RankSetup.from_json(hello)
+    config = EngineConfig(**setup.settings)
+    device = make_engine_device(config)
+    group = setup.join(hello["rank"])
+    sharding = RankSharding(hello["rank"], group)
+    folder = find_model(config.model, config.load_format)
+    parts = load_compute_parts(config, device, folder, sharding)
+    channel.reply(fingerprint(parts).encode())
+    requests = channel.requests()
+    try:
+        order, body = next(requests)
+        assert order == Order.MEMORY
+        memory = KVMemory(spec_from_json(json.loads(body)), device, config.debug_kv)
+        channel.reply()
+        rank = FollowingRank(parts, memory, device, group, channel)
+        with torch.inference_mode():
+            for order, body in requests:
+                rank.do(Order(order), body)
+    finally:
+        device.close_streams()
+        group.close()
+
+
+class FollowingRank:
+    """Carries out orders."""
+
+    def __init__(
+        self,
+        parts: ComputeParts,
+        memory: KVMemory,
+        device: Device,
+        group: Group,
+        channel: Channel,
+    ) -> None:
+        self._decoder = parts.model.decoder
+        self._attention = parts.attention
+        self._hidden_size = parts.model.config.hidden_size
+        self._dtype = parts.facts.dtype
+        self._memory = memory
+        self._device = device
+        self._group = group
+        self._channel = channel
+        self._run: TransferRun | None = None
+
+    def do(self, order: Order, body: bytes) -> None:
+        """Carry out one order."""
+        match order:
+            case Order.START:
+                self._start(decode(body))
+            case Order.DRAFT:
+                self._draft(decode(body))
+            case Order.STEP:
+                self._step(decode(body))
+            case Order.LOGITS:
+                shape = json.loads(body), self._hidden_size
+                x = torch.empty(shape, dtype=self._dtype, device=self._device.torch_device)
+                self._decoder.logits(self._group.broadcast(x))
+            case Order.COPY_BLOCK:
+                self._memory.copy_block(*json.loads(body))
+            case Order.POISON:
+                self._memory.poison(*json.loads(body))
+            case Order.POISON_ALL:
+                self._memory.poison_all()
+            case Order.ALLOCATE:
+                self._memory.allocate_rest()
+            case Order.LINK_SPEED:
+                self._channel.reply(json.dumps(measure_copy(self._memory)).encode())
+            case Order.CLOSE:
+                self._memory.close()
+            case Order.MEMORY:
+                raise AssertionError("the KV memory is there")
+
+    def _start(self, record: StepRecord) -> None:
+        if self._run is not None:  # of a step that rank 0 was interrupted in
+            self._run.finish()
+        self._run = self._memory.start(record.plan.transfers)
+
+    def _draft(self, record: StepRecord) -> None:
+        if self._run is not None:
+            self._run.share_cores(False)
+        self._forward(record, StepKV.open(record.plan, self._memory))
+
+    def _step(self, record: StepRecord) -> None:
+        run = self._run or self._memory.start(record.plan.transfers)
+        self._run = None
+        if run is not None:
+            run.share_cores(True)
+        kv = StepKV.open(record.plan, self._memory, run)
+        try:
+            self._forward(record, kv)
+        finally:
+            kv.finish()
+        failures = [[*asdict(failure).values()] for failure in self._memory.take_failures()]
+        self._channel.reply(json.dumps(failures).encode())
+
+    def _forward(self, record: StepRecord, kv: StepKV) -> None:
+        rows = StepRows(record.token_ids, record.positions, record.lengths)
+        ctx = ForwardContext.lay_out(rows, kv, self._attention, self._device.tensor)
+        self._decoder.forward(ctx)

@@ -1,0 +1,111 @@
+"""The parts of rank 0 that tell the other ranks what it does: its decoder and its KV memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from nanoengine.context import ForwardContext
+from nanoengine.devices.device import Device
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.offload import TransferRun
+from nanoengine.kv.step_kv import StepKV
+from nanoengine.kv.step_plan import StepPlan, StepTransfers
+from nanoengine.kv.transfers import FailedTransfer
+from nanoengine.models.decoder import Model
+from nanoengine.workers.group import Group
+from nanoengine.workers.orders import Order
+from nanoengine.workers.step_record import StepRecord, encode
+
+Result = TypeVar("Result")
+
+
+class Leader(Protocol):
+    """Gives orders (leading_rank.LeadingRank)."""
+
+    @property
+    def group(self) -> Group: ...
+    def lead(self, order: Order, body: bytes, work: Callable[[], Result]) -> Result:
+        """Tell the other ranks, and do this rank's part of it."""
+        ...
+
+    def step_replies(self) -> list[bytes]:
+        """What the other ranks said to the steps since the last call."""
+        ...
+
+
+class LeadingDecoder:
+    """Runs each step on all ranks."""
+
+    def __init__(self, decoder: Model, leader: Leader) -> None:
+        self._decoder = decoder
+        self._leader = leader
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        """As Decoder.forward."""
+        kv = ctx.kv
+        assert isinstance(kv, StepKV)
+        record = StepRecord(
+            kv.plan,
+            tuple(ctx.token_ids.tolist()),
+            tuple(ctx.positions.tolist()),
+            ctx.lengths,
+            may_replay=False,
+        )
+        is_draft = kv.run is None and kv.memory.offload is not None
+        order = Order.DRAFT if is_draft else Order.STEP
+        return self._leader.lead(order, encode(record), lambda: self._decoder.forward(ctx))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """As Decoder.logits."""
+
+        def work() -> Tensor:
+            return self._decoder.logits(self._leader.group.broadcast(x))
+
+        return self._leader.lead(Order.LOGITS, json.dumps(len(x)).encode(), work)
+
+
+class LeadingMemory(KVMemory):
+    """Rank 0's KV memory; the other ranks hold the same blocks of their heads."""
+
+    def __init__(self, spec: KVSpec, device: Device, debug: bool, leader: Leader) -> None:
+        self._leader = leader
+        super().__init__(spec, device, debug)
+
+    def start(self, transfers: StepTransfers) -> TransferRun | None:
+        if transfers.is_none:
+            return super().start(transfers)
+        plan = StepPlan(0, 0, (), (), (), (), transfers)
+        body = encode(StepRecord(plan, (), (), (), may_replay=False))
+        return self._leader.lead(Order.START, body, lambda: KVMemory.start(self, transfers))
+
+    def copy_block(self, source: int, target: int, num_tokens: int) -> None:
+        said = source, target, num_tokens
+        self._lead(Order.COPY_BLOCK, said, lambda: KVMemory.copy_block(self, *said))
+
+    def poison(self, device_slot: int | None, host_slot: int | None) -> None:
+        if self.is_debugged:
+            said = device_slot, host_slot
+            self._lead(Order.POISON, said, lambda: KVMemory.poison(self, *said))
+
+    def poison_all(self) -> None:
+        if self.is_debugged:
+            self._lead(Order.POISON_ALL, (), lambda: KVMemory.poison_all(self))
+
+    def allocate_rest(self) -> None:
+        self._lead(Order.ALLOCATE, (), lambda: KVMemory.allocate_rest(self))
+
+    def take_failures(self) -> list[FailedTransfer]:
+        """Those of all ranks."""
+        told = [each for reply in self._leader.step_replies() for each in json.loads(reply)]
+        return [
+            *super().take_failures(),
+            *(FailedTransfer(tuple(ids), is_lost, reason) for ids, is_lost, reason in told),
+        ]
+
+    def _lead(self, order: Order, said: tuple[int | None, ...], work: Callable[[], None]) -> None:
+        self._leader.lead(order, json.dumps(said).encode(), work)

@@ -1,0 +1,153 @@
+"""LeadingRank: rank 0. It starts the other ranks, and tells them each thing that it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+from nanoengine.config import EngineConfig
+from nanoengine.devices.device import Device
+from nanoengine.errors import ConfigError, EngineError, ModelLoadError
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.startup.memory_plan import Memory
+from nanoengine.startup.parts import Parts, load_parts
+from nanoengine.startup.probe import measure_copy
+from nanoengine.workers.group import Group
+from nanoengine.workers.interrupts import deferred_interrupts
+from nanoengine.workers.leading_parts import LeadingDecoder, LeadingMemory
+from nanoengine.workers.orders import Order, spec_to_json
+from nanoengine.workers.processes import WorkerProcesses
+from nanoengine.workers.rank_setup import (
+    RankSetup,
+    RankSharding,
+    fingerprint,
+    settings_of_a_rank,
+)
+
+ENTRY = "nanoengine.workers.following_rank:main"
+START_S, STEP_S = 120.0, 300.0  # silence after which a rank counts as stuck
+Result = TypeVar("Result")
+
+
+class LeadingRank:
+    """Rank 0 of `config.tensor_parallel_size` (engine.ranks.Ranks)."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = settings_of_a_rank(config)
+        self._size = config.tensor_parallel_size
+        self._num_steps = 0  # told and not yet replied to
+        self._failure: BaseException | None = None
+        self._joined: list[Group] = []
+        self._folder = TemporaryDirectory(prefix="nanoengine-")
+        self._setup = RankSetup(asdict(self.config), self._size, folder=self._folder.name)
+        self._processes = WorkerProcesses(
+            ENTRY, self._size - 1, self._setup.to_json(), on_death=partial(_abort, self._joined)
+        )
+
+    @property
+    def group(self) -> Group:
+        return self._joined[0]
+
+    def load(self, device: Device) -> Parts:
+        if device.name != "cpu":
+            raise ConfigError(
+                f"tensor_parallel_size={self._size} computes on a CPU for now, not on "
+                f'{device.name}; set device="cpu", or leave it at 1: KV that does not fit a GPU '
+                "goes to RAM with enable_cpu_offload=True"
+            )
+        try:
+            self._joined.append(self._setup.join(0))
+        except EngineError:
+            self._processes.check(1.0)
+            raise
+        self._folder.cleanup()  # they have met
+        parts = load_parts(self.config, device, RankSharding(0, self.group))
+        mine = fingerprint(parts)
+        for rank, theirs in enumerate(self._processes.receive(START_S), 1):
+            if theirs.decode() != mine:
+                raise ModelLoadError(
+                    f"rank {rank} of {self._size} found another model than rank 0 in "
+                    f"{parts.folder}: was it changed while it was loaded?"
+                )
+        decoder = LeadingDecoder(parts.model.decoder, self)
+        return replace(parts, model=replace(parts.model, decoder=decoder))
+
+    def share_of(self, device: Device) -> Memory:
+        return MemoryShare(device, self._size)
+
+    def make_memory(self, spec: KVSpec, device: Device, debug: bool) -> KVMemory:
+        self._processes.send(Order.MEMORY, json.dumps(spec_to_json(spec)).encode())
+        memory = LeadingMemory(spec, device, debug, self)
+        self._processes.receive(START_S)
+        return memory
+
+    def link_speeds(self, memory: KVMemory) -> list[float]:
+        mine = self.lead(Order.LINK_SPEED, b"", lambda: measure_copy(memory))
+        self._drain()
+        return [mine, *(json.loads(reply) for reply in self._processes.receive(STEP_S))]
+
+    def lead(self, order: Order, body: bytes, work: Callable[[], Result]) -> Result:
+        """Tell the other ranks, and do this rank's part of it. A failure half-way is for good:
+        raises EngineError then and at every later call.
+        """
+        if self._failure is not None:
+            raise EngineError(f"a rank has failed: {self._failure}; make a new LLM")
+        with deferred_interrupts():
+            try:
+                self._processes.send(order, body)
+                result = work()
+                self._num_steps += order is Order.STEP
+            except BaseException as error:
+                self._failure = error
+                _abort(self._joined)
+                self._processes.check(1.0)
+                raise
+        return result
+
+    def step_replies(self) -> list[bytes]:
+        """What the other ranks said to the steps since the last call."""
+        with deferred_interrupts():
+            return self._drain()
+
+    def _drain(self) -> list[bytes]:
+        replies: list[bytes] = []
+        for _ in range(self._num_steps):
+            replies += self._processes.receive(STEP_S)
+        self._num_steps = 0
+        return replies
+
+    def close(self) -> None:
+        self._processes.close()
+        for group in self._joined:
+            group.close()
+        self._folder.cleanup()
+
+
+def _abort(joined: list[Group]) -> None:
+    """Wake whoever waits for a rank that will not come."""
+    for group in joined:
+        group.abort()
+
+
+class MemoryShare:
+    """The memory of a machine that one of `size` ranks may plan with."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device = device
+        self._size = size
+        self.name = device.name
+        self.computes_later = device.computes_later
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        free, total = self._device.memory()
+        return free // self._size, total // self._size
+
+    def host_memory(self) -> int:
+        """Available bytes of host memory."""
+        return self._device.host_memory() // self._size

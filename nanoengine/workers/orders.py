@@ -1,0 +1,51 @@
+"""What rank 0 tells the other ranks to do; each of them then does the same over its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from nanoengine.kv.kv_codec import Int8Codec
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.workers.channel import FIRST_KIND
+
+
+class Order(IntEnum):
+    """Kinds of messages. Their bodies: a StepRecord for START, DRAFT and STEP, else JSON."""
+
+    MEMORY = FIRST_KIND  # a KVSpec: make the KV memory; replied to
+    START = FIRST_KIND + 1  # begin the transfers of the next step
+    DRAFT = FIRST_KIND + 2  # run a step that drafts: over the device's KV alone
+    STEP = FIRST_KIND + 3  # run a step; replied to with the copies that failed
+    LOGITS = FIRST_KIND + 4  # the number of rows; their hidden states follow by broadcast
+    COPY_BLOCK = FIRST_KIND + 5
+    POISON = FIRST_KIND + 6
+    POISON_ALL = FIRST_KIND + 7
+    ALLOCATE = FIRST_KIND + 8  # the rest of the host pool
+    LINK_SPEED = FIRST_KIND + 9  # replied to with GB/s
+    CLOSE = FIRST_KIND + 10  # drop the KV memory
+
+
+def spec_to_json(spec: KVSpec) -> dict[str, Any]:
+    """A KVSpec as JSON can hold it."""
+    said = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return said | {
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "host_codec": spec.host_codec is not None,
+    }
+
+
+def spec_from_json(said: Mapping[str, Any]) -> KVSpec:
+    """The KVSpec of `spec_to_json`."""
+    return KVSpec(
+        **{
+            **said,
+            "dtype": getattr(torch, said["dtype"]),
+            "windows": tuple(said["windows"]),
+            "host_codec": Int8Codec() if said["host_codec"] else None,
+        }
+    )

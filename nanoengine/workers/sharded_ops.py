@@ -1,0 +1,97 @@
+"""LayerOps of a rank: products of its outputs, and a gather where the whole is needed.
+
+    attended (this rank's heads) -> gather -> out (this rank's rows) -> gather -> added to x
+    gate_up (this rank's rows) -> gather -> down (this rank's rows) -> gather -> added to x
+
+Gathers move data and compute nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nanoengine.config import ModelConfig
+from nanoengine.context import KVTarget, ReplayKey
+from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.models.shard import Shard
+from nanoengine.workers.group import Group
+
+
+class ShardedOps:
+    """Makes the products of a rank from the operations of one process."""
+
+    def __init__(self, ops: LayerOps, shard: Shard, group: Group, model: ModelConfig) -> None:
+        """model: the shape of the whole model."""
+        self._ops = ops
+        self._shard = shard
+        self._group = group
+        self._model = model
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return self._ops.is_batch_invariant
+
+    def linear(
+        self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+    ) -> Product:
+        return self._ops.linear(weight, bias, norm)
+
+    def summand(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """Its input is this rank's part, its result is whole."""
+        product, gather = self._ops.summand(weight, bias), self._group.gather
+        inputs = self._shard.widths(weight.shape[1])
+        outputs = self._shard.widths(self._model.hidden_size)
+        return lambda x: gather(product(gather(x, inputs)), outputs)
+
+    def gate_up(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        biases: tuple[Tensor, Tensor] | None,
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        return self._ops.gate_up(gate, up, biases, norm, activation)
+
+    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+        """Its result is whole on rank 0, and empty on others."""
+        product, gather = self._ops.head(weight, norm), self._group.gather_to_first
+        outputs = self._shard.widths(self._model.vocab_size)
+
+        def run(x: Tensor) -> Tensor:
+            logits = gather(product(x), outputs)
+            return x.new_empty(0) if logits is None else logits
+
+        return run
+
+    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+        """Every rank holds all embeddings; its head takes its rows of them."""
+        rows = self._shard.take("lm_head.weight", weight, self._model)
+        return functools.partial(torch.embedding, weight), self.head(rows, norm)
+
+    def after_attention(
+        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+    ) -> AfterAttention:
+        return self._ops.after_attention(out, gate_up, down, next_qkv)
+
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        return self._ops.rms_norm(x, norm)
+
+    def rotate_and_store(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
+    ) -> Tensor:
+        return self._ops.rotate_and_store(q, k, v, cos, sin, target)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return self._ops.argmax(logits)
+
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
+        """Never: a recording would leave out the gathers."""
+        return forward()
+
+    def to_static_buffer(self, x: Tensor) -> Tensor:
+        return x
