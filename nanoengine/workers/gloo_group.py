@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import FileStore, ProcessGroupGloo, Work
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Work
 
 from nanoengine.errors import EngineError
 from nanoengine.workers.group import check_part, check_whole

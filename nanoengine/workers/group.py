@@ -1,4 +1,4 @@
-"""Group: how the ranks of one engine put their columns together. And checks that all groups make."""
+"""Group: how the ranks of one engine put columns together. And the checks that all groups make."""
 
 from __future__ import annotations
 

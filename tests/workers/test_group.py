@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,17 +14,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from marks import needs_compiler
 from torch import Tensor
 
 from nanoengine.errors import EngineError
 from nanoengine.workers.gloo_group import GlooGroup
 from nanoengine.workers.group import DTYPES, Group
+from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
 
 Make = Callable[..., Any]
 
 
 @contextmanager
-def gloo_ranks(size: int, **options: float) -> Iterator[list[Group]]:
+def gloo_ranks(size: int, **options: Any) -> Iterator[list[Group]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:
         store = Path(folder) / "store"
         met = [pool.submit(GlooGroup, store, rank, size, **options) for rank in range(size)]
@@ -35,10 +38,23 @@ def gloo_ranks(size: int, **options: float) -> Iterator[list[Group]]:
                 group.close()
 
 
-RANKS = {"gloo": gloo_ranks}
+@contextmanager
+def sharing_ranks(size: int, **options: Any) -> Iterator[list[Group]]:
+    fd = make_region(size)
+    groups = [SharedMemoryGroup(fd, rank, size, **options) for rank in range(size)]
+    os.close(fd)
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            group.close()
 
 
-@pytest.fixture(params=RANKS)
+RANKS = {"gloo": gloo_ranks, "shared memory": sharing_ranks}
+BOTH = [pytest.param("gloo"), pytest.param("shared memory", marks=needs_compiler)]
+
+
+@pytest.fixture(params=BOTH)
 def ranks(request: pytest.FixtureRequest) -> Make:
     """A context manager from a number of ranks to their groups."""
     return RANKS[request.param]
