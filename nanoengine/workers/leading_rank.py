@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 from nanoengine.config import EngineConfig
@@ -23,6 +22,7 @@ from nanoengine.workers.leading_parts import LeadingDecoder, LeadingMemory
 from nanoengine.workers.orders import Order, spec_to_json
 from nanoengine.workers.processes import WorkerProcesses
 from nanoengine.workers.rank_setup import (
+    MeetingPlace,
     RankSetup,
     RankSharding,
     fingerprint,
@@ -43,10 +43,16 @@ class LeadingRank:
         self._num_steps = 0  # told and not yet replied to
         self._failure: BaseException | None = None
         self._joined: list[Group] = []
-        self._folder = TemporaryDirectory(prefix="nanoengine-")
-        self._setup = RankSetup(asdict(self.config), self._size, folder=self._folder.name)
+        self._meeting = MeetingPlace(self._size)
+        self._setup = RankSetup(
+            asdict(self.config), self._size, self._meeting.memory, self._meeting.folder
+        )
         self._processes = WorkerProcesses(
-            ENTRY, self._size - 1, self._setup.to_json(), on_death=partial(_abort, self._joined)
+            ENTRY,
+            self._size - 1,
+            self._setup.to_json(),
+            self._meeting.fds,
+            on_death=partial(_abort, self._joined),
         )
 
     @property
@@ -65,7 +71,6 @@ class LeadingRank:
         except EngineError:
             self._processes.check(1.0)
             raise
-        self._folder.cleanup()  # they have met
         parts = load_parts(self.config, device, RankSharding(0, self.group))
         mine = fingerprint(parts)
         for rank, theirs in enumerate(self._processes.receive(START_S), 1):
@@ -74,6 +79,7 @@ class LeadingRank:
                     f"rank {rank} of {self._size} found another model than rank 0 in "
                     f"{parts.folder}: was it changed while it was loaded?"
                 )
+        self._meeting.close()  # all have met
         decoder = LeadingDecoder(parts.model.decoder, self)
         return replace(parts, model=replace(parts.model, decoder=decoder))
 
@@ -125,7 +131,7 @@ class LeadingRank:
         self._processes.close()
         for group in self._joined:
             group.close()
-        self._folder.cleanup()
+        self._meeting.close()
 
 
 def _abort(joined: list[Group]) -> None:

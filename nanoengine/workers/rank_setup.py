@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanoengine.config import EngineConfig, ModelConfig
 from nanoengine.devices.cpu import default_threads
+from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import Shard
 from nanoengine.startup.parts import ComputeParts
+from nanoengine.workers.gloo_group import GlooGroup
 from nanoengine.workers.group import Group
 from nanoengine.workers.sharded_ops import ShardedOps
+from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,34 @@ class RankSetup:
     def join(self, rank: int) -> Group:
         """Join the group; returns once all ranks have."""
         if self.memory >= 0:
-            from nanoengine.workers.shared_memory_group import SharedMemoryGroup
-
             return SharedMemoryGroup(self.memory, rank, self.size)
-        from nanoengine.workers.gloo_group import GlooGroup
-
         return GlooGroup(Path(self.folder, "store"), rank, self.size)
+
+
+class MeetingPlace:
+    """Where ranks meet: memory that they share, or without a C compiler a folder of ours, for gloo.
+
+    memory: its descriptor; -1: there is none. fds: descriptors that the processes must inherit.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.memory = -1
+        self.folder = ""
+        self._folder: TemporaryDirectory[str] | None = None
+        try:
+            self.memory = make_region(size)
+        except KernelBuildError:
+            self._folder = TemporaryDirectory(prefix="nanoengine-")
+            self.folder = self._folder.name
+        self.fds = [] if self.memory < 0 else [self.memory]
+
+    def close(self) -> None:
+        """Release it, once all ranks have joined; twice is fine."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 class RankSharding:
