@@ -63,15 +63,12 @@ class LLMEngine:
         parts = ranks.load(device)
         started.enter_context(in_use(parts.folder))
         self.model_config: ModelConfig = parts.model.config
+        part, dtype = parts.model.part, parts.facts.dtype
         profiled = profiled_bytes(
-            lambda kv: make_runner(parts, kv, device),
-            self.model_config,
-            config,
-            parts.facts.dtype,
-            device,
+            lambda kv: make_runner(parts, kv, device), part, config, dtype, device
         )
         self.plan: MemoryPlan = plan_memory(
-            config, parts.model.part, ranks.share_of(device), parts.facts, profiled
+            config, part, ranks.share_of(device), parts.facts, profiled
         )
         uses_graphs = parts.can_use_graphs and not (config.enforce_eager or device.is_checked)
         self.kv = HybridKVCacheManager(

@@ -240,8 +240,8 @@ def _host_bytes(config: EngineConfig, spec: KVSpec, device: Memory, activations:
     if config.kv_offload_gib is not None:
         return _asked_on_host(config)
     on_device = activations + spec.ring_bytes + spec.num_blocks * spec.block_bytes
-    quarter = device.host_memory() // 4
-    return min(DEFAULT_HOST_KV_BYTES, quarter, _host_room(device, on_device))
+    quarter, ranks = device.host_memory() // 4, config.tensor_parallel_size
+    return min(DEFAULT_HOST_KV_BYTES // ranks, quarter, _host_room(device, on_device))
 
 
 def _device_blocks(
@@ -254,12 +254,12 @@ def _device_blocks(
     positions = min(config.max_model_len or model.max_position, model.max_position)
     # Not more than all requests at full length can use.
     most = config.max_num_seqs * -(-positions // spec.block_size) * spec.block_bytes
-    setting = "kv_cache_gib"
+    setting, ranks = "kv_cache_gib", config.tensor_parallel_size
     if config.kv_cache_gib is not None:
         _, budget = _asked_on_device(config, spec)
     elif device.name == "cpu":
         half, beside_host = (free - activations) // 2, room - _asked_on_host(config)
-        budget = min(DEFAULT_CPU_KV_BYTES, half, beside_host, most)
+        budget = min(DEFAULT_CPU_KV_BYTES // ranks, half, beside_host, most)
     else:
         setting = "gpu_memory_utilization"
         budget = min(room - total + int(total * config.gpu_memory_utilization), most)

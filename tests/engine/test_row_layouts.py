@@ -16,12 +16,12 @@ import pytest
 import torch
 from driver import Driver, host_gib, small_engine
 from marks import EMULATED, emulate, needs_compiler
+from plain_products import use_plain_products
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kernels import cpu_linear
-from nanoengine.models import layer_ops
 from nanoengine.outputs import RequestOutput
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
@@ -48,29 +48,13 @@ def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param in EMULATED:
         emulate(monkeypatch, request.param)
     else:
-        monkeypatch.setattr(layer_ops.Linear, "__init__", keep_weight)
-        monkeypatch.setattr(layer_ops.Linear, "__call__", multiply_in_order)
+        use_plain_products(monkeypatch)
     return str(request.param)
 
 
 def stored_as(arithmetic: str) -> str:
     """The dtype of an arithmetic."""
     return "float32" if arithmetic == "float32" else "bfloat16"
-
-
-def keep_weight(self: layer_ops.Linear, weight: Tensor, bias: Any = None, _: Any = None) -> None:
-    self._columns, self._bias = weight.float().T.contiguous().unsqueeze(1), bias
-
-
-def multiply_in_order(self: layer_ops.Linear, x: Tensor) -> Tensor:
-    """A sum in the order of a tree, by operators that take each number by itself."""
-    parts = x.float().T.unsqueeze(2) * self._columns  # [in, tokens, out]
-    while len(parts) > 1:
-        half = len(parts) // 2
-        parts[:half] += parts[-half:]
-        parts = parts[:-half]
-    out = parts[0]
-    return (out if self._bias is None else out + self._bias.float()).to(x.dtype)
 
 
 class Recorder:

@@ -1,0 +1,144 @@
+"""Ranks as processes: the same log probabilities, and what a user sees when one of them dies or
+the work is interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from marks import needs_compiler
+
+from nanoengine import LLM, EngineError, SamplingParams
+from nanoengine.devices.device import Device
+from nanoengine.workers import leading_rank
+from nanoengine.workers.processes import WorkerProcesses
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
+
+PROMPTS = [[5, 6, 7, 8] * 9, [9, 10, 11]]
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+SCORED = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
+Make = Callable[..., LLM]
+
+
+@pytest.fixture
+def make(tiny: Callable[[str], Path]) -> Iterator[Make]:
+    """Makes engines of two ranks, and closes them."""
+    made: list[LLM] = []
+
+    def of_two(**settings: object) -> LLM:
+        settings = {"num_gpu_blocks": 64, "kvcache_block_size": 8, "dtype": "bfloat16"} | settings
+        made.append(LLM(tiny("llama"), tensor_parallel_size=2, num_threads=2, **settings))
+        return made[-1]
+
+    yield of_two
+    for llm in made:
+        llm.close()
+
+
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes of ranks that are started."""
+    found: list[int] = []
+
+    class Seen(WorkerProcesses):
+        def __init__(self, *args: object, **named: object) -> None:
+            super().__init__(*args, **named)  # type: ignore[arg-type]
+            found.extend(self.pids)
+
+    monkeypatch.setattr(leading_rank, "WorkerProcesses", Seen)
+    return found
+
+
+def scores(llm: LLM) -> list[list[list[tuple[int, float]]]]:
+    outputs = llm.generate(PROMPTS, SCORED, use_tqdm=False)
+    return [
+        [[(i, found.logprob) for i, found in each.items()] for each in o.outputs[0].logprobs or []]
+        for o in outputs
+    ]
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def test_two_processes_have_the_bits_of_one(
+    make: Make, pids: list[int], tiny: Callable[[str], Path]
+) -> None:
+    settings = {"num_gpu_blocks": 64, "kvcache_block_size": 8, "dtype": "bfloat16"}
+    with LLM(tiny("llama"), num_threads=1, **settings) as llm:
+        expected = scores(llm)
+    llm = make()
+    assert scores(llm) == expected
+    assert torch.distributed.is_initialized() is False
+    llm.close()
+    assert len(pids) == 1 and is_gone(pids[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_dies_in_a_step_is_an_error_within_a_second(
+    make: Make, pids: list[int], number: signal.Signals
+) -> None:
+    llm = make(enable_prefix_caching=False)
+    scores(llm)
+    died: list[float] = []
+
+    def kill() -> None:
+        time.sleep(0.2)
+        died.append(time.monotonic())
+        os.kill(pids[0], number)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(EngineError, match=f"worker 1 of 1 was .*{number.name}"):
+        for _ in range(1000):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+    took = time.monotonic() - died[0]
+    killer.join()
+    assert took < 5.0, took  # a second on an idle machine
+    with pytest.raises(EngineError):
+        llm.generate(PROMPTS, SCORED, use_tqdm=False)
+    llm.close()
+    assert is_gone(pids[0])
+
+
+def test_an_interrupt_waits_for_the_end_of_a_step_and_the_engine_goes_on(make: Make) -> None:
+    llm = make()
+    expected = scores(llm)
+    for delay in (0.02, 0.05, 0.11, 0.17):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                llm.generate(PROMPTS, LONG, use_tqdm=False)
+        timer.join()
+        assert scores(llm) == expected
+
+
+def test_a_rank_that_finds_another_model_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading_rank, "fingerprint", lambda parts: "another")
+    with pytest.raises(EngineError, match="rank 1 of 2 found another model"):
+        make()
+
+
+def test_other_devices_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = leading_rank.LeadingRank.load
+
+    class Gpu:
+        name = "cuda"
+
+    def load_on_gpu(self: leading_rank.LeadingRank, device: Device) -> object:
+        return load(self, Gpu())  # type: ignore[arg-type]
+
+    monkeypatch.setattr(leading_rank.LeadingRank, "load", load_on_gpu)
+    with pytest.raises(EngineError, match=r"tensor_parallel_size=2 computes on a CPU for now"):
+        make()

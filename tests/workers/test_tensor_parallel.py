@@ -1,0 +1,177 @@
+"""Tensor parallelism has the bits of one process: every log probability of prompts and outputs is
+equal, whatever happens to the KV of the ranks.
+
+Ranks are threads here, over the channels and the memory of processes; test_rank_processes.py has
+processes.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import TINY
+from marks import needs_compiler
+from plain_products import use_plain_products
+from rank_threads import RankThreads
+
+from nanoengine import LLM, ConfigError, EngineError, SamplingParams
+from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.models.decoder import Decoder
+from nanoengine.outputs import RequestOutput, TokenLogprobs
+from nanoengine.workers import leading_rank, rank_setup
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before", "plain_ranks")]
+
+Tiny = Callable[[str], Path]
+Scores = list[list[tuple[int, float]]]
+BLOCK = 8
+SMALL = {"num_gpu_blocks": 8, "kv_offload_gib": 0.01, "measure_speed": False}
+STREAM = SMALL | {"offload_mode": "stream", "ring_slots": 2, "slot_tokens": 16}
+# What the KV of the ranks goes through, by name: the settings.
+WAYS: dict[str, dict[str, Any]] = {
+    "resident": {"num_gpu_blocks": 64},
+    "streamed": STREAM,
+    "streamed, ring of 3": STREAM | {"ring_slots": 3, "slot_tokens": 8},
+    "in place": SMALL | {"offload_mode": "in_place"},
+    "checked": STREAM | {"debug_kv": True, "debug_copy_delay_ms": 1.0},
+    "chunks and preemption": {
+        "num_gpu_blocks": 18,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 8,
+        "decode_reserve_blocks": 0,
+    },
+    "guesses": {"num_gpu_blocks": 64, "speculative": "ngram:3"},
+    "drafts": STREAM | {"speculative": "ngram:2+resident:3"},
+    "int8 weights": {"num_gpu_blocks": 64, "quantization": "int8"},
+    "int8 KV": STREAM | {"kv_offload_dtype": "int8", "kvcache_block_size": 16},
+}
+NUM_OUT = 10
+
+
+@pytest.fixture
+def plain_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are threads, and products give every output by itself."""
+    monkeypatch.setattr(leading_rank, "WorkerProcesses", RankThreads)
+    use_plain_products(monkeypatch)
+
+
+def prompts() -> list[list[int]]:
+    """Of several lengths; the last begins as another one does."""
+    source = random.Random(0)
+    made = [[source.randrange(5, 60) for _ in range(length)] for length in (3, 17, 40, 70, 33)]
+    return [*made, [*made[3][:48], 9, 8, 7]]
+
+
+def read(scores: list[TokenLogprobs] | list[TokenLogprobs | None] | None) -> Scores:
+    """Ids and log probabilities, as they are."""
+    assert scores is not None
+    return [[(i, found.logprob) for i, found in (each or {}).items()] for each in scores]
+
+
+def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> list[list[Scores]]:
+    """Log probabilities of prompts and outputs, greedy and sampled, alone and two at a time."""
+    params = [
+        SamplingParams(
+            temperature=0.9 * (at % 2),
+            n=1 + at % 2,
+            seed=at,
+            max_tokens=NUM_OUT,
+            logprobs=5,
+            prompt_logprobs=3,
+        )
+        for at in range(6)
+    ]
+    known = {"kvcache_block_size": BLOCK, "max_model_len": 96, "seed": 7, "dtype": dtype}
+    with LLM(folder, tensor_parallel_size=size, num_threads=size, **(known | settings)) as llm:
+        assert llm.plan.ranks == size
+        outputs: list[RequestOutput] = []
+        for _ in range(2):  # the second time the prefix cache serves
+            outputs += llm.generate(prompts(), params, use_tqdm=False)
+        assert not any(output.error for output in outputs)
+    return [
+        [read(output.prompt_logprobs), *(read(each.logprobs) for each in output.outputs)]
+        for output in outputs
+    ]
+
+
+@functools.cache
+def alone(folder: Path, dtype: str, way: str) -> list[list[Scores]]:
+    """What one process finds."""
+    return run(folder, 1, dtype, **WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> None:
+    """4 heads and 2 KV heads: with 4 ranks, two share each KV head."""
+    folder = tiny("llama")
+    assert run(folder, size, **WAYS[way]) == alone(folder, "float32", way)
+
+
+@pytest.mark.parametrize("name", sorted({*TINY} - {"llama", "llama-sharded"}))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_architecture(tiny: Tiny, name: str, dtype: str) -> None:
+    way = "streamed" if dtype == "float32" else "resident"
+    assert run(tiny(name), 2, dtype, **WAYS[way]) == alone(tiny(name), dtype, way)
+
+
+def test_beams_are_those_of_one_process(tiny: Tiny) -> None:
+    found = []
+    for size in (1, 2):
+        with LLM(tiny("llama"), tensor_parallel_size=size, num_gpu_blocks=64) as llm:
+            [output] = llm.beam_search([prompts()[1]], beam_width=3, max_tokens=8)
+            found.append([(beam.token_ids, beam.cumulative_logprob) for beam in output.sequences])
+    assert found[0] == found[1]
+
+
+def test_ranks_meet_by_gloo_without_a_compiler(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(size: int) -> int:
+        raise KernelBuildError("no compiler")
+
+    expected = alone(tiny("llama"), "float32", "streamed")
+    monkeypatch.setattr(rank_setup, "make_region", refuse)
+    assert run(tiny("llama"), 2, **WAYS["streamed"]) == expected
+
+
+def test_a_rank_moves_its_part_of_the_bytes(tiny: Tiny) -> None:
+    moved = []
+    for size in (1, 2):
+        settings = WAYS["streamed"] | {"kvcache_block_size": BLOCK}
+        with LLM(tiny("llama"), tensor_parallel_size=size, **settings) as llm:
+            llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+            moved.append(llm.llm_engine.kv.counters.h2d_bytes)
+    assert moved[1] * 2 == moved[0] > 0
+
+
+def test_who_cannot_be_divided_is_told_so(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 does not divide.*1, 2, 4"):
+        LLM(tiny("llama"), tensor_parallel_size=3, num_threads=1)
+
+
+def test_a_failure_in_a_step_is_for_good(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait in the step that this one left: no later one can be right."""
+    forward = Decoder.forward
+    fails_now: list[bool] = []
+
+    def fail(self: Decoder, ctx: Any) -> Any:
+        if fails_now and ctx.attention is rank_0:
+            raise MemoryError("no memory")
+        return forward(self, ctx)
+
+    monkeypatch.setattr(Decoder, "forward", fail)
+    with LLM(tiny("llama"), tensor_parallel_size=2, num_gpu_blocks=64) as llm:
+        rank_0 = llm.llm_engine.runner.attention
+        fails_now.append(True)
+        params = SamplingParams(temperature=0, max_tokens=2)
+        with pytest.raises((EngineError, MemoryError)):
+            llm.generate([[5, 6]], params, use_tqdm=False)
+        fails_now.clear()
+        with pytest.raises(EngineError, match="rank has failed"):
+            llm.generate([[5, 6]], params, use_tqdm=False)
