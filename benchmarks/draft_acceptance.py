@@ -38,6 +38,7 @@ from nanoengine.bench.niah import NiahBuilder, PromptFormat
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.loader import load_model
+from nanoengine.models.decoder import Decoder
 from nanoengine.models.layer_ops import TorchOps
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -262,6 +263,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     folder = resolve_model(args.model)
     tokenizer = Tokenizer.from_folder(folder)
     loaded = load_model(folder, "auto", torch.device("cpu"), torch.float32, 0, TorchOps())
+    assert isinstance(loaded.decoder, Decoder)
     model = CutDecoder(loaded.config, loaded.decoder, args.context, BATCH)
     result: dict[str, Any] = {
         "model": args.model,

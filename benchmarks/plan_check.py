@@ -71,7 +71,7 @@ def main() -> None:
 
 def _rows(name: str, context: int, speed: MachineSpeed) -> Iterator[dict[str, Any]]:
     """A row for each mode of one model."""
-    with _model_of(name) as (model, load_format):
+    with model_of(name) as (model, load_format):
         made = _forecast(model, context, speed)
         for mode in ("resident", "offloaded"):
             row = _row(model, load_format, made, mode)
@@ -79,7 +79,7 @@ def _rows(name: str, context: int, speed: MachineSpeed) -> Iterator[dict[str, An
 
 
 @contextmanager
-def _model_of(name: str) -> Iterator[tuple[str, str]]:
+def model_of(name: str) -> Iterator[tuple[str, str]]:
     """The model to load and its load_format; a shape is a folder with a config.json."""
     if name == SMOLLM2:
         yield name, "auto"

@@ -33,7 +33,7 @@ SETTINGS = {
         "attention_backend": "kernels of attention",
         "num_threads": "CPU threads",
         "enforce_eager": "no CUDA graphs",
-        "tensor_parallel_size": "GPUs; 1 for now",
+        "tensor_parallel_size": "processes that share the model (CPU)",
     },
     "memory and length": {
         "max_model_len": "most tokens of a request, prompt and output",

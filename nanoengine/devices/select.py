@@ -12,6 +12,13 @@ from nanoengine.devices.device import Device
 from nanoengine.errors import ConfigError
 
 
+def resolved(name: str) -> str:
+    """The name of a device, with "auto" as what this machine has."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def make_device(
     name: str, num_threads: int | None, copy_workers: bool = False, max_delay_s: float = 0.0
 ) -> Device:
@@ -20,8 +27,7 @@ def make_device(
     copy_workers: run a CPU's copies on threads. max_delay_s: longest random delay in seconds before
     a copy on a stream or thread.
     """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = resolved(name)
     if name == "cpu":
         return CpuDevice(num_threads, copy_workers, max_delay_s)
     if name == "cuda":

@@ -28,7 +28,10 @@ class Leader(Protocol):
     """Gives orders (leading_rank.LeadingRank)."""
 
     @property
-    def group(self) -> Group: ...
+    def group(self) -> Group:
+        """The group of all ranks."""
+        ...
+
     def lead(self, order: Order, body: bytes, work: Callable[[], Result]) -> Result:
         """Tell the other ranks, and do this rank's part of it."""
         ...

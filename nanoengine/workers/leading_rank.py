@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from nanoengine.config import EngineConfig
 from nanoengine.devices.device import Device
+from nanoengine.devices.select import resolved
 from nanoengine.errors import ConfigError, EngineError, ModelLoadError
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
@@ -38,6 +39,13 @@ class LeadingRank:
     """Rank 0 of `config.tensor_parallel_size` (engine.ranks.Ranks)."""
 
     def __init__(self, config: EngineConfig) -> None:
+        """Start the other ranks. Raises ConfigError."""
+        if (device := resolved(config.device)) != "cpu":
+            raise ConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size} is for CPUs for now, and the "
+                f'device is {device}; set device="cpu", or leave it at 1: KV that does not fit a '
+                "GPU goes to RAM with enable_cpu_offload=True"
+            )
         self.config = settings_of_a_rank(config)
         self._size = config.tensor_parallel_size
         self._num_steps = 0  # told and not yet replied to
@@ -60,12 +68,6 @@ class LeadingRank:
         return self._joined[0]
 
     def load(self, device: Device) -> Parts:
-        if device.name != "cpu":
-            raise ConfigError(
-                f"tensor_parallel_size={self._size} computes on a CPU for now, not on "
-                f'{device.name}; set device="cpu", or leave it at 1: KV that does not fit a GPU '
-                "goes to RAM with enable_cpu_offload=True"
-            )
         try:
             self._joined.append(self._setup.join(0))
         except EngineError:

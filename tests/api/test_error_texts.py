@@ -145,8 +145,12 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("layers do not split", "enable_cpu_offload=True"),
     ),
     "21 two GPUs": (
+        lambda b: b.loaded(tensor_parallel_size=2, device="cuda"),
+        ("=2 is for CPUs for now", "device is cuda", "enable_cpu_offload=True"),
+    ),
+    "21 heads that do not divide": (
         lambda b: b.loaded(tensor_parallel_size=2),
-        ("must be 1, got 2", "one GPU for now", "enable_cpu_offload=True"),
+        ("=2 does not divide", "9 heads and 3 KV heads", "1, 3, 9"),
     ),
     "22 Apple's GPU": (
         lambda b: b.loaded(device="mps"),

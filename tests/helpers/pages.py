@@ -38,7 +38,6 @@ OTHER_VALUES = {
     "dtype": ", ".join(sorted(set(DTYPES.values()))),
     "device": "auto, cpu, cuda, cuda:N",
     "gpu_memory_utilization": "above 0, up to 1",
-    "tensor_parallel_size": "1",
     "speculative": f"auto, ngram:K, resident:K, ngram:K+resident:K; K from 1 to {MAX_GUESSES}",
     "debug_copy_delay_ms": "0 to 1000",
 }

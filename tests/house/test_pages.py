@@ -32,7 +32,6 @@ ENDS: dict[str, tuple[list[Any], list[Any]]] = {
     "dtype": (["auto", "bfloat16", "float16", "float32"], ["float64"]),
     "device": (["auto", "cpu", "cuda", "cuda:7"], ["mps"]),
     "gpu_memory_utilization": ([0.001, 1], [0, 1.001]),
-    "tensor_parallel_size": ([1], [2]),
     "speculative": (["ngram:1", "ngram:64"], ["ngram:0", "ngram:65"]),
     "debug_copy_delay_ms": ([0, 1000], [-1, 1000.5]),
 }

@@ -15,8 +15,7 @@ import pytest
 import torch
 from marks import needs_compiler
 
-from nanoengine import LLM, EngineError, SamplingParams
-from nanoengine.devices.device import Device
+from nanoengine import LLM, ConfigError, EngineError, SamplingParams
 from nanoengine.workers import leading_rank
 from nanoengine.workers.processes import WorkerProcesses
 
@@ -130,15 +129,7 @@ def test_a_rank_that_finds_another_model_is_refused(
         make()
 
 
-def test_other_devices_are_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    load = leading_rank.LeadingRank.load
-
-    class Gpu:
-        name = "cuda"
-
-    def load_on_gpu(self: leading_rank.LeadingRank, device: Device) -> object:
-        return load(self, Gpu())  # type: ignore[arg-type]
-
-    monkeypatch.setattr(leading_rank.LeadingRank, "load", load_on_gpu)
-    with pytest.raises(EngineError, match=r"tensor_parallel_size=2 computes on a CPU for now"):
-        make()
+def test_a_gpu_is_refused_before_anything_starts(make: Make, pids: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 is for CPUs .* is cuda:1;"):
+        make(device="cuda:1")
+    assert not pids

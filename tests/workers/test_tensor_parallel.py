@@ -129,9 +129,7 @@ def test_beams_are_those_of_one_process(tiny: Tiny) -> None:
     assert found[0] == found[1]
 
 
-def test_ranks_meet_by_gloo_without_a_compiler(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_meet_by_gloo_without_a_compiler(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(size: int) -> int:
         raise KernelBuildError("no compiler")
 
