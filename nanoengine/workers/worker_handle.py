@@ -92,6 +92,14 @@ class WorkerHandle:
             os.close(self.pidfd)
             self.pidfd = None
 
+    def has_ended(self, within_s: float) -> bool:
+        """Whether the process ends in that time; what is left of it is then removed."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def take_in(self) -> Failure | None:
         """Take in what the worker has sent, up to READ_BYTES; why it failed, if it has ended."""
         try:
@@ -133,11 +141,9 @@ class WorkerHandle:
 
     def _end(self) -> Failure:
         """Why a worker ended whose connection has."""
-        try:
-            code = self.process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
+        if not self.has_ended(EXIT_S):
             return self.failed("closed its connection")
-        return self._told or self.failed(_ending(code))
+        return self._told or self.failed(_ending(self.process.returncode))
 
     def _last_lines(self) -> str:
         # pread: the worker writes at the offset of the same open file.
