@@ -22,17 +22,14 @@ from typing import IO
 
 from nanoengine import errors
 from nanoengine.errors import ConfigError, EngineError
-from nanoengine.workers.channel import ERROR, PROGRESS, REPLY, Channel, pidfd_of
+from nanoengine.workers.channel import ERROR, PROGRESS, REPLY, Channel
 
 LAST_LINES, LAST_BYTES = 20, 1 << 14  # of a worker's stderr that an error shows
 EXIT_S = 1.0  # from the end of a worker's connection to its exit
 STANDARD = 3  # descriptors below are stdin, stdout and stderr
 
 _PACKAGE = str(Path(errors.__file__).parents[1])
-_RUN = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from nanoengine.workers.worker_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
-)
+_SCRIPT = str(Path(__file__).with_name("worker_process.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class WorkerHandle:
             self.channel.close()
             self._stderr.close()
             raise
-        self.pidfd = pidfd_of(self.process.pid)
+        self.pidfd = _pidfd(self.process.pid)
 
     def __str__(self) -> str:
         return self._name
@@ -154,6 +151,16 @@ class WorkerHandle:
         return "\n".join(f"  {line}" for line in lines)
 
 
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process `pid` ends; None where there are none (a
+    build of Python or a sandbox without them): then the end of its connection says it.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
 def _ending(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
@@ -197,7 +204,7 @@ def _command(link: int) -> list[str]:
     # there is none of ours. A checkout that was found there comes last.
     places = [entry for entry in sys.path if os.path.isabs(entry)]
     places += [] if _PACKAGE in places else [_PACKAGE]
-    return [sys.executable, *_flags(), "-P", "-c", _RUN, str(link), str(os.getpid()), *places]
+    return [sys.executable, *_flags(), "-P", _SCRIPT, str(link), str(os.getpid()), *places]
 
 
 def _flags() -> list[str]:
