@@ -9,11 +9,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from nanoengine.errors import EngineError
 from nanoengine.kv.step_plan import (
@@ -27,7 +26,7 @@ from nanoengine.kv.step_plan import (
 )
 
 MAGIC, VERSION = 0x4345524E, 1
-NUMBER = np.dtype("<i4")
+NUM_BYTES = 4
 
 Item = TypeVar("Item")
 
@@ -55,9 +54,10 @@ def encode(record: StepRecord) -> bytes:
     numbers += _list(plan.write_slots)
     numbers.append(len(plan.reads))
     for part in plan.reads:
-        numbers += (part.tier, *_list(part.fill), len(part.spans))
+        numbers += (part.tier, *_list(part.fill))
+        numbers += _rows([(span.index, span.first, len(span.slots)) for span in part.spans])
         for span in part.spans:
-            numbers += (span.index, span.first, *_list(span.slots))
+            numbers += span.slots
     numbers += _lists([sorted(hidden) for hidden in plan.unseen])
     numbers += _rows([(s.device_slot, s.host_slot, s.start, s.stop) for s in moves.stores])
     numbers += _rows([(m.host_slot, m.device_slot, m.num_tokens) for m in moves.loads])
@@ -75,9 +75,9 @@ def encode(record: StepRecord) -> bytes:
 
 def decode(body: bytes) -> StepRecord:
     """The record that `encode` wrote. Raises EngineError if it is damaged or of another version."""
-    if len(body) % NUMBER.itemsize:
+    if len(body) % NUM_BYTES:
         raise _damaged(f"it has {len(body)} bytes")
-    reader = _Reader(np.frombuffer(body, NUMBER))
+    reader = _Reader(body)
     found = reader.number(), reader.number()
     if found != (MAGIC, VERSION):
         raise _damaged(f"it begins with {found}, and not with {(MAGIC, VERSION)}")
@@ -86,20 +86,20 @@ def decode(body: bytes) -> StepRecord:
     plan = StepPlan(
         num_tokens,
         num_rows,
-        writes=tuple(SlotWrite(*row) for row in reader.rows(4)),
+        writes=tuple(map(SlotWrite, *reader.columns(4))),
         write_slots=reader.numbers(),
         reads=reader.items(reader.part),
         unseen=tuple(map(frozenset, reader.lists())),
         transfers=StepTransfers(
-            stores=tuple(Store(*row) for row in reader.rows(4)),
-            loads=tuple(Load(*row) for row in reader.rows(3)),
+            stores=tuple(map(Store, *reader.columns(4))),
+            loads=tuple(map(Load, *reader.columns(3))),
             fills=reader.lists(),
             fills_of=reader.lists(),
-            block_ids={slot: block for slot, block in reader.rows(2)},  # noqa: C416 (typed)
+            block_ids=dict(reader.pairs()),
             is_decode=is_decode,
         ),
     )
-    lengths = tuple((queries, keys) for queries, keys in reader.rows(2))
+    lengths = tuple(reader.pairs())
     positions = reader.numbers()
     reader.refuse_negative()
     token_ids = reader.numbers()
@@ -128,12 +128,12 @@ def _damaged(what: str) -> EngineError:
 class _Reader:
     """Takes numbers in order. Raises EngineError where there are fewer than it should take."""
 
-    def __init__(self, numbers: npt.NDArray[np.int32]) -> None:
-        self._array = numbers
-        self._numbers: list[int] = numbers.tolist()
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._numbers: tuple[int, ...] = struct.unpack(f"<{len(body) // NUM_BYTES}i", body)
         self._at = 0
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int) -> tuple[int, ...]:
         start, self._at = self._at, self._at + count
         if not start <= self._at <= len(self._numbers):
             raise _damaged(f"{count} numbers at {start} of {len(self._numbers)}")
@@ -149,7 +149,7 @@ class _Reader:
         return number == 1
 
     def numbers(self) -> tuple[int, ...]:
-        return tuple(self._take(self.number()))
+        return self._take(self.number())
 
     def items(self, item: Callable[[], Item]) -> tuple[Item, ...]:
         """As many as the next number says; each takes a number or more, or fails."""
@@ -158,20 +158,27 @@ class _Reader:
     def lists(self) -> tuple[tuple[int, ...], ...]:
         return self.items(self.numbers)
 
-    def rows(self, width: int) -> Iterator[tuple[int, ...]]:
-        numbers = iter(self._take(self.number() * width))
-        return zip(*[numbers] * width, strict=True)
+    def columns(self, width: int) -> list[tuple[int, ...]]:
+        """Of as many rows of `width` numbers as the next number says."""
+        numbers = self._take(self.number() * width)
+        return [numbers[column::width] for column in range(width)]
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        return zip(*self.columns(2), strict=True)
 
     def part(self) -> Part:
         tier, fill = self.number(), self.numbers()
-        return Part(tier, self.items(self.span), fill)
-
-    def span(self) -> SequenceSpan:
-        return SequenceSpan(self.number(), self.number(), self.numbers())
+        indices, firsts, counts = self.columns(3)
+        # The slots of all spans, end to end.
+        slots = self._take(sum(counts))
+        cuts = pairwise(accumulate(counts, initial=0))
+        spans = map(SequenceSpan, indices, firsts, [slots[start:stop] for start, stop in cuts])
+        return Part(tier, tuple(spans), fill)
 
     def refuse_negative(self) -> None:
         """Raise EngineError if a number that was taken is negative."""
-        if self._array[: self._at].min() < 0:
+        # By NumPy in 5 us; Python's min takes a third of all the time.
+        if np.frombuffer(self._body, "<i4", self._at).min() < 0:
             raise _damaged("a negative number")
 
     def refuse_rest(self) -> None:

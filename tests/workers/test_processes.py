@@ -30,6 +30,8 @@ from nanoengine.errors import (
 from nanoengine.workers import channel, processes, worker_handle
 from nanoengine.workers.processes import WorkerProcesses
 
+# Of the watching threads, which should never end so.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 START_S = 60.0  # on a busy machine
 ECHO = "worker_entries:echo"
 Start = Callable[..., WorkerProcesses]
@@ -320,8 +322,10 @@ def test_a_worker_that_hears_nothing(start: Start, monkeypatch: pytest.MonkeyPat
     group = start("worker_entries:deaf")
     group.receive(START_S)
     monkeypatch.setattr(processes, "SEND_S", 0.3)
+    begin = time.monotonic()
     with pytest.raises(EngineError, match=r"worker 1 of 2 has not taken a message for 0\.3 s"):
         group.send(entries.ECHO, b"x" * 10_000_000)
+    assert time.monotonic() - begin < 3.0
     assert all_gone(group)
 
 
@@ -376,9 +380,9 @@ def test_a_python_inside_another_program(
 ) -> None:
     before = open_descriptors()
     monkeypatch.setattr(sys, "executable", executable)
-    with pytest.raises(ConfigError, match=r"sys\.executable"):
+    with pytest.raises(ConfigError, match=r"sys\.executable") as raised:
         WorkerProcesses(ECHO, 2, {})
-    assert open_descriptors() == before
+    assert open_descriptors() == before, raised  # whose traceback holds what was made
 
 
 def test_a_frozen_program_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
