@@ -97,6 +97,8 @@ class SharedMemoryGroup:
                 self._library.abort_group(self._handle)
 
     def close(self) -> None:
+        if self._calling.locked():
+            self.abort()
         with self._calling, self._closing:
             if self._handle is not None:
                 self._library.close_group(self._handle)
