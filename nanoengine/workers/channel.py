@@ -7,7 +7,6 @@ nothing of what the bodies say, and imports no torch.
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import struct
@@ -134,18 +133,6 @@ class Channel:
     def progress(self) -> None:
         """In a worker: show that it is at work, so that the driver waits on."""
         self.send(PROGRESS)
-
-
-def pidfd_of(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process `pid` ends; None where there are none
-    (another system, or a sandbox that refuses them).
-    """
-    if not hasattr(os, "pidfd_open"):  # some builds of Python lack it
-        return None
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
 
 
 def _deadline(timeout_s: float | None) -> float | None:

@@ -47,7 +47,10 @@ class Group(Protocol):
         ...
 
     def close(self) -> None:
-        """Releases what this rank holds, after a call in progress; twice is fine."""
+        """Releases what this rank holds; twice is fine.
+
+        A call in another thread ends as if aborted.
+        """
         ...
 
 

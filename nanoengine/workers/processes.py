@@ -13,7 +13,6 @@ import json
 import logging
 import select
 import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.errors import EngineClosedError, EngineError
 from nanoengine.workers.channel import HELLO, STOP
-from nanoengine.workers.worker_handle import Failure, WorkerHandle
+from nanoengine.workers.worker_handle import EXIT_S, Failure, WorkerHandle
 
 SILENCE_S = 120.0  # a worker that starts, and shows no progress for so long, will not
 SEND_S = 120.0  # a worker that does not take a message for so long has stopped
@@ -192,12 +191,9 @@ class _Team:
 
     def _have_ended(self, within_s: float) -> bool:
         deadline = time.monotonic() + within_s
-        for worker in self.workers:
-            try:
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                return False
-        return True
+        return all(
+            worker.has_ended(max(0.0, deadline - time.monotonic())) for worker in self.workers
+        )
 
     def _signal(self, means: signal.Signals) -> None:
         for worker in self.workers:
@@ -235,6 +231,7 @@ class _Team:
                         self._news.notify_all()
                     continue
                 self._fail(failure)
+                worker.has_ended(EXIT_S)  # was killed now, if it had not ended
                 for fd in [fd for fd, other in alive.items() if other is worker]:
                     poll.unregister(fd)
                     del alive[fd]

@@ -26,8 +26,8 @@ SOURCE = Path(c_build.__file__).with_name("shared_gather.c")
 _CALL = "=3Q4q{}q"
 _ENDINGS = {
     1: "it was aborted, or another rank has failed",
-    2: "rank {} did not come within {} s",
-    3: "rank {} gives rows of another shape than rank {}",
+    2: "rank {0} did not come within {1:g} s",
+    3: "rank {0} gives rows of another shape than rank {2}",
 }
 
 
@@ -97,6 +97,8 @@ class SharedMemoryGroup:
                 self._library.abort_group(self._handle)
 
     def close(self) -> None:
+        if self._calling.locked():
+            self.abort()
         with self._calling, self._closing:
             if self._handle is not None:
                 self._library.close_group(self._handle)
@@ -106,7 +108,9 @@ class SharedMemoryGroup:
         if part.stride(1) != 1:
             part = part.contiguous()
         item = part.itemsize
-        members = (
+        call = struct.pack(
+            _CALL.format(self.size),
+            self._handle or 0,
             part.data_ptr(),
             0 if out is None else out.data_ptr(),
             part.stride(0) * item,
@@ -115,21 +119,17 @@ class SharedMemoryGroup:
             int(self._timeout_s * 1e9),
             *(width * item for width in widths),
         )
-        self._tape.call(self._call, members, part, out)
+        self._tape.call(self._gather, (call,), part, out)
 
-    def _call(self, *members: int) -> None:
+    def _gather(self, call: bytes) -> None:
         with self._calling:
             if self._handle is None:
                 raise EngineError("the group of ranks was closed")
-            call = struct.pack(_CALL.format(self.size), self._handle, *members)
             status = self._library.gather(call)
         if status:
             self.abort()
-            ending, rank = status & 0xFF, status >> 8
-            other = self._timeout_s if ending == 2 else self.rank
-            raise EngineError(
-                f"the group of ranks has ended: {_ENDINGS[ending].format(rank, other)}"
-            )
+            why = _ENDINGS[status & 0xFF].format(status >> 8, self._timeout_s, self.rank)
+            raise EngineError(f"the group of ranks has ended: {why}")
 
 
 def _load(folder: Path | None) -> ctypes.CDLL:

@@ -22,17 +22,14 @@ from typing import IO
 
 from nanoengine import errors
 from nanoengine.errors import ConfigError, EngineError
-from nanoengine.workers.channel import ERROR, PROGRESS, REPLY, Channel, pidfd_of
+from nanoengine.workers.channel import ERROR, PROGRESS, REPLY, Channel
 
 LAST_LINES, LAST_BYTES = 20, 1 << 14  # of a worker's stderr that an error shows
 EXIT_S = 1.0  # from the end of a worker's connection to its exit
 STANDARD = 3  # descriptors below are stdin, stdout and stderr
 
 _PACKAGE = str(Path(errors.__file__).parents[1])
-_RUN = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from nanoengine.workers.worker_process import main; main(int(sys.argv[1]), int(sys.argv[2]))"
-)
+_SCRIPT = str(Path(__file__).with_name("worker_process.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +76,7 @@ class WorkerHandle:
             self.channel.close()
             self._stderr.close()
             raise
-        self.pidfd = pidfd_of(self.process.pid)
+        self.pidfd = _pidfd(self.process.pid)
 
     def __str__(self) -> str:
         return self._name
@@ -91,6 +88,14 @@ class WorkerHandle:
         if self.pidfd is not None:
             os.close(self.pidfd)
             self.pidfd = None
+
+    def has_ended(self, within_s: float) -> bool:
+        """Whether the process ends in that time; what is left of it is then removed."""
+        try:
+            self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def take_in(self) -> Failure | None:
         """Take in what the worker has sent, up to READ_BYTES; why it failed, if it has ended."""
@@ -133,11 +138,9 @@ class WorkerHandle:
 
     def _end(self) -> Failure:
         """Why a worker ended whose connection has."""
-        try:
-            code = self.process.wait(EXIT_S)
-        except subprocess.TimeoutExpired:
+        if not self.has_ended(EXIT_S):
             return self.failed("closed its connection")
-        return self._told or self.failed(_ending(code))
+        return self._told or self.failed(_ending(self.process.returncode))
 
     def _last_lines(self) -> str:
         # pread: the worker writes at the offset of the same open file.
@@ -146,6 +149,16 @@ class WorkerHandle:
         data = os.pread(fd, LAST_BYTES, max(0, size - LAST_BYTES))
         lines = data.decode("utf-8", "replace").splitlines()[-LAST_LINES:]
         return "\n".join(f"  {line}" for line in lines)
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor that becomes readable when the process `pid` ends; None where there are none (a
+    build of Python or a sandbox without them): then the end of its connection says it.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def _ending(code: int) -> str:
@@ -191,7 +204,7 @@ def _command(link: int) -> list[str]:
     # there is none of ours. A checkout that was found there comes last.
     places = [entry for entry in sys.path if os.path.isabs(entry)]
     places += [] if _PACKAGE in places else [_PACKAGE]
-    return [sys.executable, *_flags(), "-P", "-c", _RUN, str(link), str(os.getpid()), *places]
+    return [sys.executable, *_flags(), "-P", _SCRIPT, str(link), str(os.getpid()), *places]
 
 
 def _flags() -> list[str]:

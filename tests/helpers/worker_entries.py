@@ -6,8 +6,8 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
+from importlib.util import find_spec
 from typing import Any
 
 from nanoengine.errors import ModelLoadError
@@ -63,15 +63,14 @@ def _talk(channel: Channel, hello: dict[str, Any], body: bytes) -> None:
 
 
 def _facts(channel: Channel, hello: dict[str, Any], body: bytes) -> None:
-    found = [name for name in json.loads(body or b"[]") if __import__(name)]
     facts = {
         "pid": os.getpid(),
         "group": os.getpgrp(),
-        "torch": "torch" in sys.modules,
-        "files": [getattr(sys.modules[name], "__file__", None) for name in found],
+        "has_torch": "torch" in sys.modules,
+        "origins": [getattr(find_spec(name), "origin", None) for name in json.loads(body)],
         "path": sys.path,
-        "threads": [thread.name for thread in threading.enumerate()],
         "optimize": sys.flags.optimize,
+        "stdin": os.readlink("/proc/self/fd/0"),
     }
     for fd in hello.get("fds", []):
         os.write(fd, b"x")
@@ -114,3 +113,11 @@ def deaf(channel: Channel, hello: dict[str, Any]) -> None:
 def raises_at_once(channel: Channel, hello: dict[str, Any]) -> None:
     """Fails while it starts."""
     raise ValueError("no such thing")
+
+
+def with_a_child(channel: Channel, hello: dict[str, Any]) -> None:
+    """Like `echo`; a process that it started holds its connection for some seconds."""
+    if os.fork() == 0:
+        time.sleep(3)
+        os._exit(0)
+    echo(channel, hello)
