@@ -149,8 +149,8 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("=2 is for CPUs for now", "device is cuda", "enable_cpu_offload=True"),
     ),
     "21 heads that do not divide": (
-        lambda b: b.loaded(tensor_parallel_size=2),
-        ("=2 does not divide", "9 heads and 3 KV heads", "1, 3, 9"),
+        lambda b: b.loaded(tensor_parallel_size=3),
+        ("=3 does not divide", "4 heads and 2 KV heads", "1, 2, 4"),
     ),
     "22 Apple's GPU": (
         lambda b: b.loaded(device="mps"),
