@@ -15,15 +15,19 @@ from typing import Any
 
 import pytest
 from checkpoints import TINY
+from driver import fail_copies
 from marks import needs_compiler
 from plain_products import use_plain_products
 from rank_threads import RankThreads
 
-from nanoengine import LLM, ConfigError, EngineError, SamplingParams
+from nanoengine import LLM, ConfigError, EngineError, SamplingParams, TransferError
+from nanoengine.config import EngineConfig
+from nanoengine.devices.device import Device
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import RequestOutput, TokenLogprobs
-from nanoengine.workers import leading_rank, rank_setup
+from nanoengine.startup.parts import make_engine_device
+from nanoengine.workers import following_rank, leading_rank, rank_setup
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before", "plain_ranks")]
 
@@ -50,6 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "int8 weights": {"num_gpu_blocks": 64, "quantization": "int8"},
     "int8 KV": STREAM | {"kv_offload_dtype": "int8", "kvcache_block_size": 16},
 }
+KNOWN: dict[str, Any] = {"kvcache_block_size": BLOCK, "max_model_len": 96, "seed": 7}
 NUM_OUT = 10
 
 
@@ -86,8 +91,8 @@ def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> lis
         )
         for at in range(6)
     ]
-    known = {"kvcache_block_size": BLOCK, "max_model_len": 96, "seed": 7, "dtype": dtype}
-    with LLM(folder, tensor_parallel_size=size, num_threads=size, **(known | settings)) as llm:
+    settings = KNOWN | {"dtype": dtype} | settings
+    with LLM(folder, tensor_parallel_size=size, num_threads=size, **settings) as llm:
         assert llm.plan.ranks == size
         outputs: list[RequestOutput] = []
         for _ in range(2):  # the second time the prefix cache serves
@@ -141,11 +146,32 @@ def test_ranks_meet_by_gloo_without_a_compiler(tiny: Tiny, monkeypatch: pytest.M
 def test_a_rank_moves_its_part_of_the_bytes(tiny: Tiny) -> None:
     moved = []
     for size in (1, 2):
-        settings = WAYS["streamed"] | {"kvcache_block_size": BLOCK}
-        with LLM(tiny("llama"), tensor_parallel_size=size, **settings) as llm:
+        with LLM(tiny("llama"), tensor_parallel_size=size, **WAYS["streamed"], **KNOWN) as llm:
             llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
             moved.append(llm.llm_engine.kv.counters.h2d_bytes)
     assert moved[1] * 2 == moved[0] > 0
+
+
+def test_a_copy_that_fails_on_another_rank_fails_its_request(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only rank 1 loses copies; requests whose KV stays on the device do not notice."""
+    streams: list[Any] = []
+
+    def kept(config: EngineConfig) -> Device:
+        device = make_engine_device(config)
+        streams.append(device.h2d)
+        return device
+
+    monkeypatch.setattr(following_rank, "make_engine_device", kept)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with LLM(tiny("llama"), tensor_parallel_size=2, **WAYS["streamed"], **KNOWN) as llm:
+        expected = llm.generate([prompts()[0]], params, use_tqdm=False)[0].outputs[0].token_ids
+        fail_copies(streams[0], set(range(1000)))
+        [lost] = llm.generate([prompts()[3]], params, use_tqdm=False)
+        assert isinstance(lost.error, TransferError)
+        [found] = llm.generate([prompts()[0]], params, use_tqdm=False)
+        assert found.outputs[0].token_ids == expected
 
 
 def test_who_cannot_be_divided_is_told_so(tiny: Tiny) -> None:
