@@ -18,7 +18,6 @@ from nanoengine.startup.memory_plan import Memory
 from nanoengine.startup.parts import Parts, load_parts
 from nanoengine.startup.probe import measure_copy
 from nanoengine.workers.group import Group
-from nanoengine.workers.interrupts import deferred_interrupts
 from nanoengine.workers.leading_parts import LeadingDecoder, LeadingMemory
 from nanoengine.workers.orders import Order, spec_to_json
 from nanoengine.workers.processes import WorkerProcesses
@@ -96,7 +95,7 @@ class LeadingRank:
 
     def link_speeds(self, memory: KVMemory) -> list[float]:
         mine = self.lead(Order.LINK_SPEED, b"", lambda: measure_copy(memory))
-        self._drain()
+        self.step_replies()  # of those that were timed
         return [mine, *(json.loads(reply) for reply in self._processes.receive(STEP_S))]
 
     def lead(self, order: Order, body: bytes, work: Callable[[], Result]) -> Result:
@@ -105,28 +104,23 @@ class LeadingRank:
         """
         if self._failure is not None:
             raise EngineError(f"a rank has failed: {self._failure}; make a new LLM")
-        with deferred_interrupts():
-            try:
-                self._processes.send(order, body)
-                result = work()
-                self._num_steps += order is Order.STEP
-            except BaseException as error:
-                self._failure = error
-                _abort(self._joined)
-                self._processes.check(1.0)
-                raise
+        try:
+            self._processes.send(order, body)
+            result = work()
+        except BaseException as error:
+            self._failure = error
+            _abort(self._joined)
+            self._processes.check(1.0)
+            raise
+        self._num_steps += order is Order.STEP
         return result
 
     def step_replies(self) -> list[bytes]:
         """What the other ranks said to the steps since the last call."""
-        with deferred_interrupts():
-            return self._drain()
-
-    def _drain(self) -> list[bytes]:
         replies: list[bytes] = []
-        for _ in range(self._num_steps):
+        while self._num_steps:
             replies += self._processes.receive(STEP_S)
-        self._num_steps = 0
+            self._num_steps -= 1
         return replies
 
     def close(self) -> None:
