@@ -69,25 +69,32 @@ class WorkerHandle:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         mine, theirs = socket.socketpair()
         self.channel = Channel(mine)
+        # Nothing is ever written: the end of all its writers is the end of this process.
+        read_end, self._lifeline = os.pipe()
         try:
-            with theirs:
-                self.process = _start(theirs, fds, self._stderr)
+            self.process = _start((theirs.fileno(), read_end), fds, self._stderr)
         except BaseException:
-            self.channel.close()
-            self._stderr.close()
+            self._close()
             raise
+        finally:
+            theirs.close()
+            os.close(read_end)
         self.pidfd = _pidfd(self.process.pid)
 
     def __str__(self) -> str:
         return self._name
 
     def close(self) -> None:
-        """Close the descriptors of a worker that has ended."""
+        """Close the descriptors of a worker that has ended; twice is fine."""
+        if self.channel.fileno() >= 0:
+            self._close()
+            if self.pidfd is not None:
+                os.close(self.pidfd)
+
+    def _close(self) -> None:
         self.channel.close()
         self._stderr.close()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        os.close(self._lifeline)
 
     def has_ended(self, within_s: float) -> bool:
         """Whether the process ends in that time; what is left of it is then removed."""
@@ -171,14 +178,14 @@ def _ending(code: int) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
 
 
-def _start(theirs: socket.socket, fds: Sequence[int], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start a worker at the other end of a connection."""
-    # A parent without stdin has its socket there, where the worker's stdin will be.
-    link = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, STANDARD)
+def _start(ends: Sequence[int], fds: Sequence[int], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start a worker that gets these ends of its connection and of its lifeline."""
+    # A parent without stdin has one of them there, where the worker's stdin will be.
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, STANDARD) for end in ends]
     try:
         return subprocess.Popen(
-            _command(link),
-            pass_fds=[link, *fds],
+            _command(ends),
+            pass_fds=[*ends, *fds],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr,
@@ -190,10 +197,11 @@ def _start(theirs: socket.socket, fds: Sequence[int], stderr: IO[bytes]) -> subp
             "a Python that may be started"
         ) from error
     finally:
-        os.close(link)
+        for end in ends:
+            os.close(end)
 
 
-def _command(link: int) -> list[str]:
+def _command(ends: Sequence[int]) -> list[str]:
     if not sys.executable or getattr(sys, "frozen", False):
         raise ConfigError(
             "several ranks run in Python processes of their own, and this Python, which is part "
@@ -204,7 +212,8 @@ def _command(link: int) -> list[str]:
     # there is none of ours. A checkout that was found there comes last.
     places = [entry for entry in sys.path if os.path.isabs(entry)]
     places += [] if _PACKAGE in places else [_PACKAGE]
-    return [sys.executable, *_flags(), "-P", _SCRIPT, str(link), str(os.getpid()), *places]
+    numbers = map(str, (*ends, os.getpid()))
+    return [sys.executable, *_flags(), "-P", _SCRIPT, *numbers, *places]
 
 
 def _flags() -> list[str]:

@@ -5,8 +5,10 @@ worker_handle.py runs this file as a script. The watch begins before anything of
 imported, which takes time in which the driver may be killed. Imports no torch.
 """
 
+import fcntl
 import os
 import select
+import signal
 import sys
 import threading
 
@@ -37,6 +39,18 @@ def watch(driver: int, link: int) -> None:
         os._exit(0)
 
     threading.Thread(target=look, name="nanoengine-driver-watch", daemon=True).start()
+
+
+def hang_on(lifeline: int) -> None:
+    """Have the system kill this process when the pipe `lifeline` has lost its writer, the driver.
+
+    The watching thread sees it, too, but cannot run while C code holds the interpreter. And it sees
+    what the pipe does not: the end of a driver whose fork lives on.
+    """
+    os.set_inheritable(lifeline, False)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 
 
 def work(link: int) -> None:
@@ -73,8 +87,9 @@ def work(link: int) -> None:
         os._exit(FAILED)  # threads and destructors of what has failed may never end
 
 
-def main(link: int, driver: int, places: list[str]) -> None:
+def main(link: int, lifeline: int, driver: int, places: list[str]) -> None:
     """Run a worker. places: the import path of its driver."""
+    hang_on(lifeline)
     watch(driver, link)
     sys.path[:] = places
     # A crash leaves its stack in the last lines.
@@ -85,4 +100,4 @@ def main(link: int, driver: int, places: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -70,6 +71,7 @@ def _facts(channel: Channel, hello: dict[str, Any], body: bytes) -> None:
         "origins": [getattr(find_spec(name), "origin", None) for name in json.loads(body)],
         "path": sys.path,
         "optimize": sys.flags.optimize,
+        "inheritable": os.get_inheritable(channel.fileno()),
         "stdin": os.readlink("/proc/self/fd/0"),
     }
     for fd in hello.get("fds", []):
@@ -121,3 +123,9 @@ def with_a_child(channel: Channel, hello: dict[str, Any]) -> None:
         time.sleep(3)
         os._exit(0)
     echo(channel, hello)
+
+
+def holds_the_interpreter(channel: Channel, hello: dict[str, Any]) -> None:
+    """Lets no other thread run: a regular expression that takes for ever, and never looks up."""
+    channel.reply(b"begins")
+    re.match(r"(a+)+$", "a" * 64 + "b")

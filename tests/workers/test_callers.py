@@ -29,7 +29,8 @@ from nanoengine.workers.processes import WorkerProcesses
 print("begins", flush=True)
 group = WorkerProcesses("worker_entries:echo", 2, {"bad": [1, 2]})
 group.send(entries.FACTS, json.dumps(["torch", "nanoengine", "worker_entries"]).encode())
-print(json.dumps(json.loads(group.receive(60)[0])["origins"]), flush=True)
+facts = json.loads(group.receive(60)[0])
+print(json.dumps([facts["stdin"], *facts["origins"]]), flush=True)
 """
 # The same, and then it waits to be killed.
 WAITS = """
@@ -71,6 +72,7 @@ def assert_ours(lines: list[str]) -> None:
 
     assert lines[0] == "begins" and len(lines) == 2
     assert json.loads(lines[1]) == [
+        os.devnull,
         torch.__file__,
         nanoengine.__file__,
         str(HELPERS / "worker_entries.py"),
@@ -171,11 +173,14 @@ def test_workers_of_a_killed_program_end(ready: bool) -> None:
         assert_gone(pids, 1.0 if ready else START_S)
 
 
-def test_workers_at_work_end_with_their_program() -> None:
-    """They read nothing, so only their watching thread can see it."""
-    deaf = "worker_entries:deaf"
-    with waiting(deaf, more="group.receive(60)", ready=False) as (program, pids):
-        time.sleep(START_S)
+@pytest.mark.parametrize("entry", ["deaf", "holds_the_interpreter"])
+def test_workers_at_work_end_with_their_program(entry: str) -> None:
+    """They read nothing; a thread of theirs cannot run in the second case."""
+    receive = "group.receive(60); print('ready', flush=True)"
+    with waiting(f"worker_entries:{entry}", more=receive, ready=False) as (program, pids):
+        assert program.stdout is not None
+        assert program.stdout.readline() == "ready\n"
+        time.sleep(0.1)
         program.kill()
         assert_gone(pids)
 
