@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from marks import needs_compiler
 from torch import Tensor
@@ -104,6 +104,7 @@ def test_every_rank_gets_all_columns(ranks: Make, size: int) -> None:
     )
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+    @example([(1, [1] * size, torch.int64, 2)], 0)
     @given(st.lists(shapes, min_size=1, max_size=4), st.integers(0, 1 << 30))
     def check(calls: list[Any], seed: int) -> None:
         def run(group: Group) -> None:
