@@ -103,7 +103,7 @@ NO_ORDER = Fault(
     "shared_gather.c",
     "atomic_store(&mine->published, piece + 1);",
     "atomic_store_explicit(&mine->published, piece + 1, memory_order_relaxed);",
-    r"data race(?:.*\n)+.* copy_rows ",
+    r"data race(?:.*\n)+.* pass_piece ",
 )
 KERNELS = "tests/kernels/test_cpu_kernels.py tests/attention/test_windows.py::test_the_c_kernel"
 PRODUCTS = (
