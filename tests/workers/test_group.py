@@ -28,13 +28,14 @@ from nanoengine.workers.group import DTYPES, Group
 from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
 
 Make = Callable[..., Any]
+PATIENCE_S = 20.0
 
 
 @contextmanager
-def gloo_ranks(size: int, **options: Any) -> Iterator[list[Group]]:
+def gloo_ranks(size: int, timeout_s: float = PATIENCE_S) -> Iterator[list[Group]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:
         store = Path(folder) / "store"
-        met = [pool.submit(GlooGroup, store, rank, size, **options) for rank in range(size)]
+        met = [pool.submit(GlooGroup, store, rank, size, timeout_s) for rank in range(size)]
         groups = [future.result() for future in met]
         try:
             yield groups
@@ -44,9 +45,11 @@ def gloo_ranks(size: int, **options: Any) -> Iterator[list[Group]]:
 
 
 @contextmanager
-def sharing_ranks(size: int, folder: Path | None = None, **options: Any) -> Iterator[list[Group]]:
+def sharing_ranks(
+    size: int, folder: Path | None = None, timeout_s: float = PATIENCE_S
+) -> Iterator[list[Group]]:
     fd = make_region(size, folder)
-    groups = [SharedMemoryGroup(fd, rank, size, folder=folder, **options) for rank in range(size)]
+    groups = [SharedMemoryGroup(fd, rank, size, None, timeout_s, folder) for rank in range(size)]
     os.close(fd)
     try:
         yield groups
@@ -213,7 +216,7 @@ def test_ten_thousand_small_gathers_lose_no_wake_up(
             part = torch.full((1, 1), group.rank + i)
             assert group.gather(part, (1, 1)).tolist() == [[i, i + 1]]
 
-    with sharing_ranks(2, build_folder, timeout_s=20) as groups:
+    with sharing_ranks(2, build_folder) as groups:
         assert at_once(groups, run) == [None] * 2
 
 
