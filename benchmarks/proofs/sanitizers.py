@@ -99,12 +99,19 @@ NO_BARRIER = Fault(
 NONE_BETWEEN = Fault(
     "cpu_linear.c", "#pragma omp barrier\n", "\n", r"data race(?:.*\n)+.* linear_in_team "
 )
+NO_ORDER = Fault(
+    "shared_gather.c",
+    "atomic_store(&mine->published, piece + 1);",
+    "atomic_store_explicit(&mine->published, piece + 1, memory_order_relaxed);",
+    r"data race(?:.*\n)+.* pass_piece ",
+)
 KERNELS = "tests/kernels/test_cpu_kernels.py tests/attention/test_windows.py::test_the_c_kernel"
 PRODUCTS = (
     "tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_bounds.py "
     "tests/kernels/test_call_tape.py"
 )
 ENGINES = "tests/sanitize/engine_smoke.py"
+GATHERS = "tests/workers/test_group.py"
 SILU = "tests/kernels/test_cpu_kernels.py::test_silu_mul -k native"
 FLOAT64 = "tests/kernels/test_cpu_linear.py::test_against_float64 -k native"
 CHECKS = (  # the longest first
@@ -112,12 +119,15 @@ CHECKS = (  # the longest first
     Check("memory: products, bounds, call tape", PRODUCTS),
     Check("memory: engines", ENGINES),
     Check("memory: engines without AMX", ENGINES, cflags=NO_AMX),
+    Check("memory: gathers", GATHERS),
     Check("planted: overrun and overflow", SILU, faults=(OVERRUN, OVERFLOW)),
     Check("planted: overrun of a tile", FLOAT64, faults=(TILE_OVERRUN,), needs_avx512=True),
     Check("threads: kernels", program="races_kernels"),
     Check("threads: kernels without AMX", program="races_kernels", cflags=NO_AMX),
     Check("threads: products", program="races_linear", needs_avx512=True),
     Check("threads: products without AMX", "", "races_linear", NO_AMX, needs_avx512=True),
+    Check("threads: gathers", program="races_gather"),
+    Check("planted: no order of gathers", program="races_gather", faults=(NO_ORDER,)),
     Check("planted: no barrier in attention", program="races_kernels", faults=(NO_BARRIER,)),
     Check("planted: none of products", "", "races_linear", "", (NONE_BETWEEN,), needs_avx512=True),
 )

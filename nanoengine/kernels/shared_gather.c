@@ -9,7 +9,6 @@
  * have read piece n - 2, the last one in the same slot. A reader has seen it on its way, so two slots
  * make one wait a piece enough; a rank that only writes is at most one piece ahead.
  */
-#define _GNU_SOURCE
 #include <limits.h>
 #include <linux/futex.h>
 #include <sched.h>

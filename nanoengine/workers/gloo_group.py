@@ -86,12 +86,9 @@ class GlooGroup:
         gloo = self._gloo
         if gloo is None or self._end:
             raise EngineError(f"the group of ranks has ended: {self._end}")
+        rows = {rank: _bytes(tensor) for rank, tensor in tensors.items() if tensor.numel()}
         try:
-            self._works = [
-                gloo.broadcast(tensor.view(-1).view(torch.uint8), rank)
-                for rank, tensor in tensors.items()
-                if tensor.numel()
-            ]
+            self._works = [gloo.broadcast(row, rank) for rank, row in rows.items()]
             for work in self._works:
                 work.wait()
         except RuntimeError as error:  # a peer has died or is late, or another thread aborts
@@ -99,6 +96,11 @@ class GlooGroup:
             self._end = self._end or f"a rank has died, or did not come in time: {text}"
             self.abort()
             raise EngineError(f"the group of ranks has ended: {self._end}") from error
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as a row of bytes; PyTorch's view refuses some that have one element."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _close_connections(gloo: Any, peer: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from marks import needs_compiler
 from torch import Tensor
@@ -28,13 +28,14 @@ from nanoengine.workers.group import DTYPES, Group
 from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
 
 Make = Callable[..., Any]
+PATIENCE_S = 20.0
 
 
 @contextmanager
-def gloo_ranks(size: int, **options: Any) -> Iterator[list[Group]]:
+def gloo_ranks(size: int, timeout_s: float = PATIENCE_S) -> Iterator[list[Group]]:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(size) as pool:
         store = Path(folder) / "store"
-        met = [pool.submit(GlooGroup, store, rank, size, **options) for rank in range(size)]
+        met = [pool.submit(GlooGroup, store, rank, size, timeout_s) for rank in range(size)]
         groups = [future.result() for future in met]
         try:
             yield groups
@@ -44,9 +45,11 @@ def gloo_ranks(size: int, **options: Any) -> Iterator[list[Group]]:
 
 
 @contextmanager
-def sharing_ranks(size: int, folder: Path | None = None, **options: Any) -> Iterator[list[Group]]:
+def sharing_ranks(
+    size: int, folder: Path | None = None, timeout_s: float = PATIENCE_S
+) -> Iterator[list[Group]]:
     fd = make_region(size, folder)
-    groups = [SharedMemoryGroup(fd, rank, size, folder=folder, **options) for rank in range(size)]
+    groups = [SharedMemoryGroup(fd, rank, size, None, timeout_s, folder) for rank in range(size)]
     os.close(fd)
     try:
         yield groups
@@ -104,6 +107,7 @@ def test_every_rank_gets_all_columns(ranks: Make, size: int) -> None:
     )
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[*HealthCheck])
+    @example([(1, [1] * size, torch.int64, 2)], 0)
     @given(st.lists(shapes, min_size=1, max_size=4), st.integers(0, 1 << 30))
     def check(calls: list[Any], seed: int) -> None:
         def run(group: Group) -> None:
@@ -212,7 +216,7 @@ def test_ten_thousand_small_gathers_lose_no_wake_up(
             part = torch.full((1, 1), group.rank + i)
             assert group.gather(part, (1, 1)).tolist() == [[i, i + 1]]
 
-    with sharing_ranks(2, build_folder, timeout_s=20) as groups:
+    with sharing_ranks(2, build_folder) as groups:
         assert at_once(groups, run) == [None] * 2
 
 
