@@ -14,13 +14,11 @@ from typing import Any
 from nanoengine.errors import ModelLoadError
 from nanoengine.workers.channel import FIRST_KIND, MAX_BYTES, Channel
 
-ECHO, DIE, RAISE, OURS, SLEEP, GARBAGE, TALK, FACTS, RETURN, CLOSE, BABBLE = range(
-    FIRST_KIND, FIRST_KIND + 11
-)
+ECHO, DIE, RAISE, OURS, SLEEP, GARBAGE, TALK, FACTS, RETURN = range(FIRST_KIND, FIRST_KIND + 9)
 
 
 def echo(channel: Channel, hello: dict[str, Any]) -> None:
-    """Does what each request says, on its rank or (without one) on all."""
+    """Does what each request says on the ranks hello["bad"], or on rank 1; others send it back."""
     for kind, body in channel.requests():
         if kind != ECHO and hello["rank"] not in (hello.get("bad", [1])):
             kind = ECHO
@@ -79,17 +77,6 @@ def _facts(channel: Channel, hello: dict[str, Any], body: bytes) -> None:
     channel.reply(json.dumps(facts).encode())
 
 
-def _close(channel: Channel, hello: dict[str, Any], body: bytes) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    channel.shut_down()
-    time.sleep(60)
-
-
-def _babble(channel: Channel, hello: dict[str, Any], body: bytes) -> None:
-    channel.send(77, b"")
-    time.sleep(60)
-
-
 ACTIONS = {
     ECHO: _echo,
     DIE: _die,
@@ -99,8 +86,6 @@ ACTIONS = {
     GARBAGE: _garbage,
     TALK: _talk,
     FACTS: _facts,
-    CLOSE: _close,
-    BABBLE: _babble,
 }
 TOO_LONG = (MAX_BYTES + 1).to_bytes(4, "little") + b"\x02"
 

@@ -30,7 +30,8 @@ print("begins", flush=True)
 group = WorkerProcesses("worker_entries:echo", 2, {"bad": [1, 2]})
 group.send(entries.FACTS, json.dumps(["torch", "nanoengine", "worker_entries"]).encode())
 facts = json.loads(group.receive(60)[0])
-print(json.dumps([facts["stdin"], *facts["origins"]]), flush=True)
+same = facts["optimize"] == sys.flags.optimize
+print(json.dumps([same, facts["stdin"], *facts["origins"]]), flush=True)
 """
 # The same, and then it waits to be killed.
 WAITS = """
@@ -72,6 +73,7 @@ def assert_ours(lines: list[str]) -> None:
 
     assert lines[0] == "begins" and len(lines) == 2
     assert json.loads(lines[1]) == [
+        True,
         os.devnull,
         torch.__file__,
         nanoengine.__file__,
@@ -116,8 +118,9 @@ def test_a_checkout_that_is_the_working_directory() -> None:
 
 
 def test_a_program_without_standard_streams(tmp_path: Path) -> None:
-    """Descriptors 0 to 2 are free, and a socket may get one of them."""
-    code = f"import os; os.close(0); os.close(2)\n{SCRIPT}"
+    """Descriptors 0 to 2 are free, and the end of a socket gets one of them."""
+    free = "import os, sys; out = os.dup(1); os.closerange(0, 3); sys.stdout = os.fdopen(out, 'w')"
+    code = f"{free}\n{SCRIPT}"
     assert_ours(run("-c", code, cwd=tmp_path))
 
 
