@@ -211,7 +211,7 @@ static int64_t pass_piece(const call_t *c, uint64_t shape, int64_t row, int64_t 
 int64_t gather(const call_t *c) {
     int64_t widest = 0, status = DONE;
     for (int64_t q = 0; q < c->group->size; q++) widest = max64(widest, c->widths[q]);
-    if (widest == 0) return atomic_load(&c->group->region->is_aborted) ? ABORTED : DONE;
+    if (widest == 0) return DONE;
     const uint64_t shape = shape_of(c);
     const int64_t rows = max64(PIECE / widest, 1), columns = min64(widest, PIECE);
     for (int64_t row = 0; row < c->rows; row += rows)

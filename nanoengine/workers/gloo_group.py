@@ -84,7 +84,7 @@ class GlooGroup:
     def _send(self, tensors: dict[int, Tensor]) -> None:
         """Each tensor from the rank of its number to all, at once; they are contiguous."""
         gloo = self._gloo
-        if gloo is None or self._end:
+        if gloo is None:
             raise EngineError(f"the group of ranks has ended: {self._end}")
         rows = {rank: _bytes(tensor) for rank, tensor in tensors.items() if tensor.numel()}
         try:

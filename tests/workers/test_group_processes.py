@@ -44,7 +44,7 @@ def two_processes(kind: str) -> Iterator[tuple[Group, subprocess.Popen[str]]]:
                 if kind == "gloo":
                     group: Group = GlooGroup(store, 0, 2)
                 else:
-                    group = SharedMemoryGroup(fd, 0, 2)
+                    group = SharedMemoryGroup(fd, 0, 2, timeout_s=20)
                     os.close(fd)
                 yield group, second
                 group.close()
