@@ -74,7 +74,11 @@ def serve(args: argparse.Namespace) -> int:
         ) from error
     if not args.log_level and LOG_LEVEL not in os.environ:
         show_logs("warning" if args.quiet else "info")
-    say = _silent if args.quiet else _say
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(text, file=sys.stderr, flush=True)
+
     listener = server.listen(options.host, options.port)
     say(f"loading {config.model} ...")
     from nanoengine import AsyncLLM  # imports torch, which takes a second
@@ -100,11 +104,3 @@ def serve(args: argparse.Namespace) -> int:
 def url(host: str, port: int) -> str:
     """Where clients on this machine find the server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _silent(_: str) -> None:
-    pass

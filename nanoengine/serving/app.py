@@ -22,18 +22,16 @@ from nanoengine.serving.event_stream import DONE, GONE
 from nanoengine.serving.guards import KeyGuard
 from nanoengine.serving.messages_answers import MessagesWriter, count_body
 from nanoengine.serving.messages_requests import read_count, read_messages
-from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from nanoengine.serving.openai_requests import read_request
 from nanoengine.serving.openapi import body_of, request_schema
-from nanoengine.serving.refusals import MESSAGES, Refusal, told_of
+from nanoengine.serving.refusals import Refusal, told_of
 from nanoengine.serving.report import report
 from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import read_responses
 from nanoengine.serving.service import Service, json_response
 from nanoengine.serving.tokens import TokenEndpoints
 from nanoengine.serving.writers import ChatWriter, CompletionWriter
-
-RESPONSES = "/v1/responses"
 
 
 def make_app(service: Service) -> FastAPI:

@@ -19,9 +19,8 @@ from nanoengine.serving.openai_keys import (
 )
 from nanoengine.serving.openai_requests import (
     ChatRequest,
-    Streaming,
+    common_keys,
     params_from,
-    read_flag,
     read_text,
     template_kwargs,
     text_content,
@@ -67,9 +66,7 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
         _messages(given),
         params_from(defaults, params, {"stop": "stop_sequences"}),
         template_kwargs(given),
-        cache_salt=read_text(given, "cache_salt"),
-        streaming=Streaming() if read_flag(given, "stream") else None,
-        model=read_text(given, "model"),
+        **common_keys(given),
     )
 
 

@@ -30,6 +30,7 @@ REQUEST_SECONDS = (
 TOKENS = tuple(k * 10.0**e for e in range(6) for k in (1, 2, 5))
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("from arrival to the first token", SECONDS),
+    "inter_token_latency_seconds": ("between two tokens of a stream", SECONDS),
     "request_time_per_output_token_seconds": ("mean between tokens after the first", SECONDS),
     "e2e_request_latency_seconds": ("from arrival to the end", REQUEST_SECONDS),
     "request_queue_time_seconds": ("from arrival to the first step", REQUEST_SECONDS),
@@ -58,9 +59,6 @@ class Metrics:
             ).labels(**self._labels)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        name, text = f"{prefix}:inter_token_latency_seconds", "between two tokens of a stream"
-        gaps = Histogram(name, text, LABELS, buckets=SECONDS, registry=self._registry)
-        self._gaps = gaps.labels(**self._labels)
         self._ended = Counter(
             f"{prefix}:request_success",
             "requests that ended, by their reason",
@@ -86,7 +84,7 @@ class Metrics:
 
     def gap_ended(self, seconds: float, num_tokens: int) -> None:
         """A stream got tokens so long after those before."""
-        self._gaps.observe(seconds / num_tokens)
+        self._histograms["inter_token_latency_seconds"].observe(seconds / num_tokens)
 
     def _count_end(self, reason: str) -> None:
         self._ended.labels(**self._labels, finished_reason=reason).inc()

@@ -10,13 +10,14 @@ import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
 from nanoengine.engine.request_forms import template_variables
 from nanoengine.errors import PromptTooLongError
 from nanoengine.llm import LLM
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 from nanoengine.serving.refusals import Refusal
 from nanoengine.text.detokenizer import token_bytes
@@ -53,7 +54,7 @@ class Prompts:
         self._facts = facts
         self._tokenizer = facts.tokenizer
         self._threads = ThreadPoolExecutor(NUM_THREADS, "nanoengine-prompts")
-        self._token_bytes: dict[int, bytes] = {}
+        self.bytes_of: TokenBytes = cache(partial(token_bytes, facts.tokenizer))
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, done in one of the threads."""
@@ -86,13 +87,6 @@ class Prompts:
                 f"the limit, have at most {most}"
             )
         return self._tokenizer.encode(text, add_special_tokens)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """What a token adds to a text."""
-        found = self._token_bytes.get(token_id)
-        if found is None:
-            found = self._token_bytes[token_id] = token_bytes(self._tokenizer, token_id)
-        return found
 
     def _prompt(self, request: Asked, given: Any, is_rendered: bool) -> dict[str, Any]:
         # A template has written the special tokens already.

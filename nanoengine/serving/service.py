@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanoengine.async_llm import AsyncDeltaStream, AsyncLLM
+from nanoengine.errors import shown
 from nanoengine.outputs import StreamDelta
 from nanoengine.serving.event_stream import GONE, EventStream, ended, event, unless_gone
 from nanoengine.serving.guards import read_body
@@ -53,7 +54,7 @@ class Service:
             raise Refusal(
                 404,
                 "model_not_found",
-                f"the model {name!r} is not here; this server has {self.name!r}",
+                f"the model {shown(name)} is not here; this server has {self.name!r}",
                 "model",
             )
 

@@ -23,13 +23,13 @@ from nanoengine.cli.main import FAILED, INTERRUPTED, MISUSED, main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import OutputProcessor
 from nanoengine.errors import TransferError
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
 from nanoengine.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--num-threads", "1", "--dtype", "float32", "--kvcache-block-size", "16"]
 SETTINGS = {"num_threads": 1, "dtype": "float32", "kvcache_block_size": 16}
 MESSAGES = [{"role": "user", "content": "Häuser am Meer"}]
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")

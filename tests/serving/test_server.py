@@ -12,8 +12,8 @@ from live_server import SETTINGS, LiveServer, live_server
 
 import nanoengine
 from nanoengine import LLM, SamplingParams
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 pytestmark = pytest.mark.usefixtures("threads_as_before")
