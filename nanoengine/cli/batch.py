@@ -150,16 +150,22 @@ class Runner:
 
         A cache_salt keeps users apart; all lines of a file are one user's.
         """
-        llm = self._model.llm
+        llm, most = self._model.llm, request.params.max_tokens
+        streams: tuple[Any, ...]
         if isinstance(request, ChatRequest):
             params = self._seeded(line, request.params)
             variables = request.template_kwargs
-            return (llm.stream_chat(request.messages, params, chat_template_kwargs=variables),)
-        # If one is refused, those before it are dropped, and that aborts them.
-        return tuple(
-            llm.stream(prompt, self._seeded(line, request.params, index))
-            for index, prompt in enumerate(request.prompts)
-        )
+            streams = (llm.stream_chat(request.messages, params, chat_template_kwargs=variables),)
+        else:
+            # If one is refused, those before it are dropped, and that aborts them.
+            streams = tuple(
+                llm.stream(prompt, self._seeded(line, request.params, index))
+                for index, prompt in enumerate(request.prompts)
+            )
+        if most is not None and not request.may_be_cut:
+            for stream in streams:
+                llm.llm_engine.inputs.check_room(len(stream.request.prompt_token_ids), most)
+        return streams
 
     def _seeded(self, line: Line, params: SamplingParams, index: int = 0) -> SamplingParams:
         """A line without a seed gets one that it has in every run; index: of its prompt."""

@@ -102,7 +102,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def count_tokens(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_count(body, defaults))
         (prompt,) = await service.prompts_of(asked)
-        return json_response(count_body(len(prompt["prompt_token_ids"])))
+        return json_response(count_body(len(prompt.token_ids)))
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:

@@ -1,6 +1,7 @@
 """Reads the body of /v1/messages, Anthropic's API, as a chat. Knows no HTTP.
 
-There are texts alone: no tools, images or documents, and no thinking apart from the text.
+There are texts alone: no tools, images or documents, and no thinking apart from the text. Every
+body has max_tokens, so an answer that reaches beyond the context is cut, and says so.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
         _messages(given),
         params_from(defaults, params, {"stop": "stop_sequences"}),
         template_kwargs(given),
+        may_be_cut=True,
         **common_keys(given),
     )
 
@@ -73,8 +75,13 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
 def read_count(body: object, defaults: SamplingParams) -> ChatRequest:
     """The request in a body of /v1/messages/count_tokens: one whose prompt is to be counted."""
     given = given_keys(body, KNOWN, REFUSED)
-    model = read_text(given, "model")
-    return ChatRequest(_messages(given), defaults, template_kwargs(given), model=model)
+    return ChatRequest(
+        _messages(given),
+        defaults,
+        template_kwargs(given),
+        may_be_cut=True,
+        model=read_text(given, "model"),
+    )
 
 
 def _messages(given: dict[str, Any]) -> list[Any]:

@@ -107,6 +107,24 @@ def test_answers_are_the_librarys(
     assert summary["output_tokens"] == 6 + 5 + 20 + 5
 
 
+def test_a_line_that_asks_for_more_than_the_context_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    rows = [
+        ask("chat", CHAT, messages=MESSAGES, max_tokens=9999),
+        ask("many", prompt=["a", [5] * 500], max_tokens=13),
+        ask("full", prompt=[5] * 500, max_tokens=12, ignore_eos=True),
+        ask("default", prompt=[5] * 500, ignore_eos=True),
+    ]
+    target = tmp_path / "out.jsonl"
+    run(write(tmp_path / "in.jsonl", rows), target, folder, status=1)
+    found = answers(target)
+    for name in ("chat", "many"):
+        assert found[name]["error"]["code"] == "context_length_exceeded"
+    for name in ("full", "default"):
+        assert found[name]["response"]["body"]["usage"]["completion_tokens"] == 12
+
+
 def test_log_probabilities_are_the_librarys(folder: Path, tmp_path: Path) -> None:
     chat_asked = {"max_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 2}
     rows = [
