@@ -28,6 +28,7 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
         request: RequestState,
     ) -> None:
         self.output: RequestOutput | None = None  # once the request has ended
+        self.error: Exception | None = None  # once take() has raised it
         self._engine = engine
         self._mailbox = mailbox
         self._request_id = request_id
@@ -63,8 +64,11 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
             return []
         try:
             deltas, self.output = await self._mailbox.take()
-        except RequestError as error:
-            raise without_our_lines(error) from error.__cause__
+        except Exception as error:
+            self.error = error
+            if isinstance(error, RequestError):
+                raise without_our_lines(error) from error.__cause__
+            raise
         return deltas
 
     async def whole(self) -> RequestOutput:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import nanoengine
-from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.serving import openapi
 from nanoengine.serving.event_stream import DONE, GONE
 from nanoengine.serving.guards import KeyGuard
@@ -50,6 +50,7 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.router.route_class = _ToldRoute
     _add_errors(app)
     _add_texts(app, service)
     _add_facts(app, service)
@@ -143,13 +144,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every error becomes OpenAI's error object."""
-
-    async def told(request: Request, error: Exception) -> Response:
-        answer = told_of(error, request.url.path)
-        response = json_response(answer.body, answer.status)
-        response.headers.update(answer.headers)
-        return response
+    """Errors before an endpoint is reached."""
 
     async def of_http(request: Request, error: Exception) -> Response:
         """A path or a method that there is not."""
@@ -160,13 +155,37 @@ def _add_errors(app: FastAPI) -> None:
             405: ("method_not_allowed", f"there is no {what}; the path has another method"),
         }.get(status, ("invalid_request", str(error)))
         headers = getattr(error, "headers", None)
-        return await told(request, Refusal(status, code, text, headers=headers))
+        return _told(request, Refusal(status, code, text, headers=headers))
 
     async def gone(_: Request, __: Exception) -> Response:
         """The client left before its body had come."""
         return GONE
 
     app.add_exception_handler(ClientDisconnect, gone)
-    for kind in (RequestError, Refusal, EngineClosedError, Exception):
-        app.add_exception_handler(kind, told)
     app.add_exception_handler(HTTPException, of_http)
+
+
+class _ToldRoute(APIRoute):
+    """Answers with the error of an endpoint. A handler of the application would do so, too, but
+    Starlette raises an unexpected error once more after it, and the server logs it once more.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def told(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (HTTPException, ClientDisconnect):
+                raise
+            except Exception as error:
+                return _told(request, error)
+
+        return told
+
+
+def _told(request: Request, error: Exception) -> Response:
+    answer = told_of(error, request.url.path)
+    response = json_response(answer.body, answer.status)
+    response.headers.update(answer.headers)
+    return response

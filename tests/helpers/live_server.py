@@ -133,10 +133,13 @@ def live_server(
 
     async def work() -> None:
         made = ServerOptions(port=0, served_model_name="tiny", **options)
-        async with running_service(llm, made) as service:
-            server = make_server(service, ready.set)
-            started.append(LiveServer(service, server, listener.getsockname()[1]))
-            await server.serve([listener])
+        try:
+            async with running_service(llm, made) as service:
+                server = make_server(service, ready.set)
+                started.append(LiveServer(service, server, listener.getsockname()[1]))
+                await server.serve([listener])
+        finally:
+            ready.set()
 
     with (
         closing(AsyncLLM(path, **SETTINGS | (settings or {}))) as llm,
@@ -145,7 +148,7 @@ def live_server(
         thread = threading.Thread(target=asyncio.run, args=(work(),), name="server")
         thread.start()
         try:
-            assert ready.wait(PATIENCE_S)
+            assert ready.wait(PATIENCE_S) and started[0].server.started, "it does not start"
             yield started[0]
         finally:
             if started:

@@ -244,6 +244,22 @@ def test_an_engine_that_fails_for_good_is_seen_by_all(tiny: Callable[[str], Path
             assert (status, body["error"]["code"]) == (503, "engine_closed")
 
 
+def test_an_unexpected_error_is_logged_once(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: Any) -> None:
+        raise RuntimeError("oh")
+
+    with live_server(tiny("llama")) as server:
+        monkeypatch.setattr(server.service, "check_model", broken)
+        status, body = server.get("/v1/models/tiny")
+    error = body["error"]
+    assert (status, error["code"]) == (500, "server_error") and "oh" not in error["message"]
+    (record,) = caplog.records
+    assert record.exc_info and str(record.exc_info[1]) == "oh"
+    assert record.args and str(record.args[0]) in error["message"]
+
+
 def dechunked(data: bytes) -> bytes:
     """The body of an answer in chunks."""
     rest, body = data.partition(b"\r\n\r\n")[2], b""
