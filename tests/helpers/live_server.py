@@ -16,8 +16,9 @@ from typing import Any
 from driver import assert_all_free
 
 from nanoengine import LLM, AsyncLLM
+from nanoengine.serving.listener import listen
 from nanoengine.serving.options import ServerOptions
-from nanoengine.serving.server import Server, listen, make_server
+from nanoengine.serving.server import Server, make_server
 from nanoengine.serving.service import Service, running_service
 
 SETTINGS: dict[str, Any] = {
