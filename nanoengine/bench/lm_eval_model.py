@@ -1,4 +1,5 @@
-"""The engine as a model of lm-eval, which is not a dependency: only lm_eval.py imports this file.
+"""The engine as a model of lm-eval. Only lm_eval.py, and programs that have lm-eval, import this
+file: it is no dependency.
 
 lm-eval (EleutherAI's lm-evaluation-harness) makes the prompts and scores the answers.
 """

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from nanoengine.bench.report import first_difference, versions
+from nanoengine.bench.workload import random_requests
 from nanoengine.config import ATTENTION_LIMITS
 from nanoengine.errors import EngineError
 from nanoengine.llm import LLM
@@ -215,12 +216,9 @@ def workload(
     args: argparse.Namespace, vocab_size: int
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts of random token ids and their parameters, from the seed and the sizes only."""
-    rng = random.Random(args.seed)
     prompts, params = [], []
-    for _ in range(args.num_seqs):
-        length = rng.randint(args.min_input, args.max_input)
-        prompts.append([rng.randrange(vocab_size) for _ in range(length)])
-        max_tokens = rng.randint(args.min_output, args.max_output)
+    for prompt, max_tokens in random_requests(args, args.num_seqs, vocab_size):
+        prompts.append(prompt)
         params.append(SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens))
     return prompts, params
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
-import resource
-import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
+import numpy as np
 
 from nanoengine.bench.report import versions
+from nanoengine.bench.workload import random_requests
 from nanoengine.errors import EngineError
 
 PERCENTILES = (50, 90, 99)
@@ -69,7 +70,7 @@ class Answered:
     @property
     def itl_s(self) -> list[float]:
         """Seconds between parts: of one token each, unless several came at once."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(self.times)]
 
     @property
     def tpot_s(self) -> float | None:
@@ -81,7 +82,8 @@ class Answered:
 
 def run_serve(args: argparse.Namespace) -> dict[str, Any]:
     """Ask as the command line says. Raises EngineError if the server does not answer."""
-    asked = random_requests(args)
+    requests = random_requests(args, args.num_prompts, args.vocab_size)
+    asked = [Asked(prompt, max_tokens) for prompt, max_tokens in requests]
     answers, elapsed, cpu_s = asyncio.run(_ask_all(args, asked))
     failed = [answer for answer in answers if answer.error]
     if len(failed) == len(answers):
@@ -96,17 +98,6 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
         "client_cpu_s": round(cpu_s, 2),
         "errors": sorted({answer.error for answer in failed}),
     }
-
-
-def random_requests(args: argparse.Namespace) -> list[Asked]:
-    """The prompts of `bench offline` with the same seed and sizes."""
-    rng = random.Random(args.seed)
-    asked = []
-    for _ in range(args.num_prompts):
-        length = rng.randint(args.min_input, args.max_input)
-        prompt = [rng.randrange(args.vocab_size) for _ in range(length)]
-        asked.append(Asked(prompt, rng.randint(args.min_output, args.max_output)))
-    return asked
 
 
 async def _ask_all(
@@ -125,13 +116,13 @@ async def _ask_all(
             async with room:
                 return await _ask(client, model, each)
 
-        before, start = _cpu_s(), time.perf_counter()
+        cpu_start, start = time.process_time(), time.perf_counter()
         tasks = [
             asyncio.create_task(ask(each))
             async for each in _arriving(asked, args.request_rate, args.seed)
         ]
         answers = await asyncio.gather(*tasks)
-        return answers, time.perf_counter() - start, _cpu_s() - before
+        return answers, time.perf_counter() - start, time.process_time() - cpu_start
 
 
 async def _served_model(client: httpx2.AsyncClient) -> str:
@@ -152,10 +143,10 @@ async def _arriving(asked: Sequence[Asked], rate: float | None, seed: int) -> As
     once.
     """
     rng = random.Random(seed)
-    for each in asked:
-        yield each
-        if rate is not None:
+    for number, each in enumerate(asked):
+        if number and rate is not None:
             await asyncio.sleep(rng.expovariate(rate))
+        yield each
 
 
 async def _ask(client: httpx2.AsyncClient, model: str, asked: Asked) -> Answered:
@@ -220,20 +211,6 @@ def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
     """Mean and percentiles; nothing of nothing."""
     if not seconds:
         return {}
-    rows = {f"mean_{name}_ms": statistics.fmean(seconds), f"median_{name}_ms": _at(seconds, 50)}
-    rows |= {f"p{share}_{name}_ms": _at(seconds, share) for share in PERCENTILES}
-    return {key: round(1000 * value, 3) for key, value in rows.items()}
-
-
-def _at(values: Sequence[float], percent: int) -> float:
-    """The percentile, between the two nearest values, as numpy has it."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def _cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+    rows = {f"mean_{name}_ms": np.mean(seconds), f"median_{name}_ms": np.median(seconds)}
+    rows |= {f"p{share}_{name}_ms": np.percentile(seconds, share) for share in PERCENTILES}
+    return {key: round(1000 * float(value), 3) for key, value in rows.items()}

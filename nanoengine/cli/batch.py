@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from nanoengine.cli.flags import engine_config
 from nanoengine.errors import RequestError, shown
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
-from nanoengine.serving.openai_keys import KeyRefusedError
+from nanoengine.serving.openai_keys import check_refused
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, read_request
 
 OK = 200
+NO_STREAM = ((False,), "each line of the output is a whole answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,8 @@ class Runner:
     def __init__(
         self, model: Model, name: str, answers: AnswerFile, counts: Counts, seed: int, room: int
     ) -> None:
+        from nanoengine.text.detokenizer import token_bytes  # imports tokenizers
+
         self._model = model
         self._name = name
         self._answers = answers
@@ -106,6 +110,12 @@ class Runner:
         self._seed = seed
         self._room = room
         self._open: list[_Open] = []
+
+        @cache
+        def bytes_of(token_id: int) -> bytes:  # a model without a tokenizer need not be asked
+            return token_bytes(model.llm.tokenizer, token_id)
+
+        self._bytes_of = bytes_of
 
     def run(self, lines: Iterator[Line], bar: Any) -> None:
         """Answer all lines; bar: progress, a tqdm."""
@@ -130,9 +140,7 @@ class Runner:
             return
         try:
             request = read_request(line.url, line.body, self._model.params)
-            if request.streaming is not None:
-                text = "stream=True is not supported: each line of the output is a whole answer"
-                raise KeyRefusedError(text, "stream", "unsupported_parameter")
+            check_refused("stream", request.streaming is not None, NO_STREAM)
             self._open.append(_Open(line, request, self._streams(line, request)))
         except RequestError as error:
             self._refuse(line, error)
@@ -142,16 +150,22 @@ class Runner:
 
         A cache_salt keeps users apart; all lines of a file are one user's.
         """
-        llm = self._model.llm
+        llm, most = self._model.llm, request.params.max_tokens
+        streams: tuple[Any, ...]
         if isinstance(request, ChatRequest):
             params = self._seeded(line, request.params)
             variables = request.template_kwargs
-            return (llm.stream_chat(request.messages, params, chat_template_kwargs=variables),)
-        # If one is refused, those before it are dropped, and that aborts them.
-        return tuple(
-            llm.stream(prompt, self._seeded(line, request.params, index))
-            for index, prompt in enumerate(request.prompts)
-        )
+            streams = (llm.stream_chat(request.messages, params, chat_template_kwargs=variables),)
+        else:
+            # If one is refused, those before it are dropped, and that aborts them.
+            streams = tuple(
+                llm.stream(prompt, self._seeded(line, request.params, index))
+                for index, prompt in enumerate(request.prompts)
+            )
+        if most is not None and not request.may_be_cut:
+            for stream in streams:
+                llm.llm_engine.inputs.check_room(len(stream.request.prompt_token_ids), most)
+        return streams
 
     def _seeded(self, line: Line, params: SamplingParams, index: int = 0) -> SamplingParams:
         """A line without a seed gets one that it has in every run; index: of its prompt."""
@@ -182,15 +196,10 @@ class Runner:
 
     def _body(self, each: _Open, outputs: list[Any]) -> dict[str, Any]:
         """The answer to a line. Raises the error of an output that failed."""
-        from nanoengine.text.detokenizer import token_bytes  # imports tokenizers
-
         if failed := [output.error for output in outputs if output.error is not None]:
             raise failed[0]
 
-        def bytes_of(token_id: int) -> bytes:
-            return token_bytes(self._model.llm.tokenizer, token_id)
-
-        rest = each.line.id, self._name, bytes_of
+        rest = each.line.id, self._name, self._bytes_of
         if isinstance(each.request, ChatRequest):
             return chat_body(each.request, *rest, outputs[0])
         return completion_body(each.request, *rest, outputs)

@@ -8,16 +8,21 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import asdict, fields
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from nanoengine.cli.flags import PREFIX, add_flag, engine_config
 from nanoengine.cli.usage import UsageError
 from nanoengine.devices.logs import LOG_LEVEL, show_logs
 from nanoengine.errors import ConfigError
+from nanoengine.serving.listener import listen
 from nanoengine.serving.options import ServerOptions
 
+LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")  # of the extra `server`
 API_KEY = PREFIX + "API_KEY"
 OPTIONS = {
     "host": "address to listen on; 0.0.0.0 lets other machines in",
@@ -66,21 +71,26 @@ def serve(args: argparse.Namespace) -> int:
     """Load the model and answer requests; returns the exit status."""
     start = time.perf_counter()
     config, options = engine_config(args), server_options(args)
-    try:
-        from nanoengine.serving import server
-    except ModuleNotFoundError as error:
-        raise UsageError(
-            f"the server needs {error.name}: pip install 'nanoengine[server]'"
-        ) from error
+    for name in LIBRARIES:
+        if find_spec(name) is None:
+            raise UsageError(f"the server needs {name}: pip install 'nanoengine[server]'")
     if not args.log_level and LOG_LEVEL not in os.environ:
         show_logs("warning" if args.quiet else "info")
-    say = _silent if args.quiet else _say
-    listener = server.listen(options.host, options.port)
-    say(f"loading {config.model} ...")
-    from nanoengine import AsyncLLM  # imports torch, which takes a second
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(text, file=sys.stderr, flush=True)
 
     settings = asdict(config)
-    with closing(listener), closing(AsyncLLM(settings.pop("model"), **settings)) as llm:
+    with ExitStack() as started:
+        listener = started.enter_context(listen(options.host, options.port))
+        say(f"loading {config.model} ...")
+        from nanoengine import AsyncLLM  # imports torch, which takes a second
+
+        with ThreadPoolExecutor(1) as thread:  # import the HTTP libraries while weights are packed
+            library = thread.submit(import_module, "nanoengine.serving.server")
+            llm = started.enter_context(closing(AsyncLLM(settings.pop("model"), **settings)))
+            server = library.result()
         address = url(options.host, listener.getsockname()[1])
         if options.is_open:
             print(
@@ -100,11 +110,3 @@ def serve(args: argparse.Namespace) -> int:
 def url(host: str, port: int) -> str:
     """Where clients on this machine find the server."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _silent(_: str) -> None:
-    pass

@@ -178,6 +178,18 @@ class InputProcessor:
         self._plan.kv.check_fits(num_prompt, min(params.max_tokens, most), advice)
         return min(limit, num_prompt + params.max_tokens)
 
+    def check_room(self, num_prompt: int, max_tokens: int) -> None:
+        """Raise PromptTooLongError if a prompt and an answer of so many tokens are more than
+        max_model_len, where a request would be cut.
+        """
+        plan, asked = self._plan, num_prompt + max_tokens
+        if asked > plan.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt} tokens and the answer may have {max_tokens}: {asked} "
+                f"in all, but the limit is {plan.max_model_len} ({plan.max_model_len_bound}); "
+                f"{self._how_to_raise(num_prompt, max_tokens)}, or ask for less"
+            )
+
     def _check_choice(self, request: Request) -> None:
         """Raise InvalidParamsError for ids outside the vocabulary, or if no token may be chosen."""
         params, vocab = request.params, self._model_config.vocab_size
@@ -206,13 +218,13 @@ class InputProcessor:
     def _how_to_raise(self, num_prompt: int, max_tokens: int) -> str:
         """How such a request fits, as text."""
         positions = self._model_config.max_position
+        if self._plan.max_model_len >= positions:
+            return "the model cannot read more; shorten the prompt"
         if self._config.max_model_len is not None:
             return f"raise max_model_len (the model has {positions} positions)"
         if num_prompt < positions:
             return self._plan.how_to_hold(min(num_prompt + max_tokens, positions))
-        if self._plan.max_model_len < positions:
-            return f"the model itself has {positions} positions; shorten the prompt"
-        return "the model cannot read more; shorten the prompt"
+        return f"the model itself has {positions} positions; shorten the prompt"
 
     def _request_seed(self, seq_id: int) -> int:
         return xxhash.xxh3_64_intdigest(f"{self._config.seed}:{seq_id}".encode())

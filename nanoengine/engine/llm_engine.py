@@ -166,7 +166,7 @@ class LLMEngine:
         ended = scheduler.postprocess(batch, token_ids, failed)
         if not scheduler.running:
             self._under_way = None  # no sequence is left that wants its tokens
-        return self.outputs.finish(ended)
+        return self.outputs.finish(ended, batch.num_tokens)
 
     def abort(self, request_ids: int | Iterable[int]) -> list[RequestOutput]:
         """End requests, free what they hold, and return what they had generated."""

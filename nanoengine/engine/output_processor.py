@@ -5,6 +5,7 @@ Owns the unfinished requests: a request gives its output when its last completio
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -103,6 +104,7 @@ class OutputProcessor:
         self._tokenizer = tokenizer
         self._requests: dict[int, RequestState] = {}
         self._ended = Totals()
+        self.step_sizes: Counter[int] = Counter()  # tokens of a step -> steps that had so many
 
     def expect(self, seqs: list[Sequence]) -> RequestState:
         """Take a new request; seqs: one for each completion."""
@@ -115,8 +117,13 @@ class OutputProcessor:
         states = (self._requests[i] for i in request_ids if i in self._requests)
         return [seq for state in states for seq in state.seqs]
 
-    def finish(self, ended: Iterable[Sequence]) -> list[RequestOutput]:
-        """The outputs of the requests whose last completion is among the ended sequences."""
+    def finish(self, ended: Iterable[Sequence], step_tokens: int = 0) -> list[RequestOutput]:
+        """The outputs of the requests whose last completion is among the ended sequences.
+
+        step_tokens: of the step that ended them, which is counted.
+        """
+        if step_tokens:
+            self.step_sizes[step_tokens] += 1
         ids = dict.fromkeys((seq.prompt_owner or seq).seq_id for seq in ended)
         done = [i for i in ids if i in self._requests and self._requests[i].has_ended]
         ready = [self._requests.pop(i) for i in done]

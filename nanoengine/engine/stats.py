@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from nanoengine.engine.llm_engine import LLMEngine
@@ -37,6 +38,7 @@ class EngineStats:
     all that a step needed. num_prompt_tokens: of the requests so far; num_cached_tokens: those of
     them that the prefix cache had, num_host_cached_tokens: on the host alone. num_output_tokens:
     generated so far; num_guessed, num_accepted: tokens guessed ahead, and those that were right.
+    step_sizes: how many steps computed so many tokens.
     """
 
     tiers: tuple[str, str]
@@ -55,6 +57,7 @@ class EngineStats:
     num_preemptions: int
     num_guessed: int
     num_accepted: int
+    step_sizes: Mapping[int, int]
 
     @property
     def hit_rate(self) -> float:
@@ -98,6 +101,7 @@ def engine_stats(engine: LLMEngine) -> EngineStats:
         num_copies=counters.num_stalls + counters.num_prefetch_hits,
         num_prompt_tokens=hits.num_tokens,
         num_cached_tokens=hits.num_cached,
+        step_sizes=dict(engine.outputs.step_sizes),
         **asdict(engine.outputs.totals()),
     )
 

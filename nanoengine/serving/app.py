@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 import nanoengine
-from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.serving import openapi
 from nanoengine.serving.event_stream import DONE, GONE
 from nanoengine.serving.guards import KeyGuard
 from nanoengine.serving.messages_answers import MessagesWriter, count_body
 from nanoengine.serving.messages_requests import read_count, read_messages
-from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from nanoengine.serving.openai_requests import read_request
 from nanoengine.serving.openapi import body_of, request_schema
-from nanoengine.serving.refusals import MESSAGES, Refusal, told_of
+from nanoengine.serving.refusals import Refusal, told_of
 from nanoengine.serving.report import report
 from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import read_responses
 from nanoengine.serving.service import Service, json_response
 from nanoengine.serving.tokens import TokenEndpoints
 from nanoengine.serving.writers import ChatWriter, CompletionWriter
-
-RESPONSES = "/v1/responses"
 
 
 def make_app(service: Service) -> FastAPI:
@@ -52,6 +50,7 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.router.route_class = _ToldRoute
     _add_errors(app)
     _add_texts(app, service)
     _add_facts(app, service)
@@ -104,7 +103,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def count_tokens(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_count(body, defaults))
         (prompt,) = await service.prompts_of(asked)
-        return json_response(count_body(len(prompt["prompt_token_ids"])))
+        return json_response(count_body(len(prompt.token_ids)))
 
 
 def _add_facts(app: FastAPI, service: Service) -> None:
@@ -145,13 +144,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every error becomes OpenAI's error object."""
-
-    async def told(request: Request, error: Exception) -> Response:
-        answer = told_of(error, request.url.path)
-        response = json_response(answer.body, answer.status)
-        response.headers.update(answer.headers)
-        return response
+    """Errors before an endpoint is reached."""
 
     async def of_http(request: Request, error: Exception) -> Response:
         """A path or a method that there is not."""
@@ -162,13 +155,37 @@ def _add_errors(app: FastAPI) -> None:
             405: ("method_not_allowed", f"there is no {what}; the path has another method"),
         }.get(status, ("invalid_request", str(error)))
         headers = getattr(error, "headers", None)
-        return await told(request, Refusal(status, code, text, headers=headers))
+        return _told(request, Refusal(status, code, text, headers=headers))
 
     async def gone(_: Request, __: Exception) -> Response:
         """The client left before its body had come."""
         return GONE
 
     app.add_exception_handler(ClientDisconnect, gone)
-    for kind in (RequestError, Refusal, EngineClosedError, Exception):
-        app.add_exception_handler(kind, told)
     app.add_exception_handler(HTTPException, of_http)
+
+
+class _ToldRoute(APIRoute):
+    """Answers with the error of an endpoint. A handler of the application would do so, too, but
+    Starlette raises an unexpected error once more after it, and the server logs it once more.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def told(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except (HTTPException, ClientDisconnect):
+                raise
+            except Exception as error:
+                return _told(request, error)
+
+        return told
+
+
+def _told(request: Request, error: Exception) -> Response:
+    answer = told_of(error, request.url.path)
+    response = json_response(answer.body, answer.status)
+    response.headers.update(answer.headers)
+    return response

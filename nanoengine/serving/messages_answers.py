@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
-from nanoengine.serving.openai_answers import Event
+from nanoengine.serving.openai_answers import SERVER, Event
 from nanoengine.serving.openai_requests import ChatRequest
 
 # Anthropic's name of an error, by HTTP's status; others below 500 are invalid requests.
@@ -69,7 +69,7 @@ class MessagesWriter:
 
     def failed(self, body: dict[str, Any]) -> list[Event]:
         """The event of an error in the middle of a stream; body: OpenAI's error object."""
-        is_ours = body["error"]["type"] == "server_error"
+        is_ours = body["error"]["type"] == SERVER
         return [("error", messages_error(500 if is_ours else 400, body))]
 
     def _end_of(self, made: CompletionOutput) -> dict[str, Any]:

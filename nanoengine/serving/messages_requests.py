@@ -1,6 +1,7 @@
 """Reads the body of /v1/messages, Anthropic's API, as a chat. Knows no HTTP.
 
-There are texts alone: no tools, images or documents, and no thinking apart from the text.
+There are texts alone: no tools, images or documents, and no thinking apart from the text. Every
+body has max_tokens, so an answer that reaches beyond the context is cut, and says so.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from nanoengine.serving.openai_keys import (
 )
 from nanoengine.serving.openai_requests import (
     ChatRequest,
-    Streaming,
+    common_keys,
     params_from,
-    read_flag,
     read_text,
     template_kwargs,
     text_content,
@@ -67,17 +67,21 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
         _messages(given),
         params_from(defaults, params, {"stop": "stop_sequences"}),
         template_kwargs(given),
-        cache_salt=read_text(given, "cache_salt"),
-        streaming=Streaming() if read_flag(given, "stream") else None,
-        model=read_text(given, "model"),
+        may_be_cut=True,
+        **common_keys(given),
     )
 
 
 def read_count(body: object, defaults: SamplingParams) -> ChatRequest:
     """The request in a body of /v1/messages/count_tokens: one whose prompt is to be counted."""
     given = given_keys(body, KNOWN, REFUSED)
-    model = read_text(given, "model")
-    return ChatRequest(_messages(given), defaults, template_kwargs(given), model=model)
+    return ChatRequest(
+        _messages(given),
+        defaults,
+        template_kwargs(given),
+        may_be_cut=True,
+        model=read_text(given, "model"),
+    )
 
 
 def _messages(given: dict[str, Any]) -> list[Any]:

@@ -6,13 +6,19 @@ as requests end. Each server has a registry of its own.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from nanoengine.async_llm import AsyncDeltaStream
@@ -27,9 +33,11 @@ REQUEST_SECONDS = (
     *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+STEP_TOKENS = (1, *(2**e for e in range(3, 15)))
 TOKENS = tuple(k * 10.0**e for e in range(6) for k in (1, 2, 5))
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("from arrival to the first token", SECONDS),
+    "inter_token_latency_seconds": ("between two tokens of a stream", SECONDS),
     "request_time_per_output_token_seconds": ("mean between tokens after the first", SECONDS),
     "e2e_request_latency_seconds": ("from arrival to the end", REQUEST_SECONDS),
     "request_queue_time_seconds": ("from arrival to the first step", REQUEST_SECONDS),
@@ -58,9 +66,6 @@ class Metrics:
             ).labels(**self._labels)
             for name, (text, buckets) in HISTOGRAMS.items()
         }
-        name, text = f"{prefix}:inter_token_latency_seconds", "between two tokens of a stream"
-        gaps = Histogram(name, text, LABELS, buckets=SECONDS, registry=self._registry)
-        self._gaps = gaps.labels(**self._labels)
         self._ended = Counter(
             f"{prefix}:request_success",
             "requests that ended, by their reason",
@@ -75,18 +80,20 @@ class Metrics:
 
     @contextmanager
     def counted(self, stream: AsyncDeltaStream) -> Iterator[None]:
-        """Counts a request when the block ends; one that has no output by then was aborted."""
+        """Counts a request when the block ends; one that has neither output nor error by then was
+        aborted.
+        """
         try:
             yield
         finally:
-            if stream.output is None:
-                self._count_end("abort")
-            else:
+            if stream.output is not None:
                 self._observe(stream.output)
+            else:
+                self._count_end("abort" if stream.error is None else "error")
 
     def gap_ended(self, seconds: float, num_tokens: int) -> None:
         """A stream got tokens so long after those before."""
-        self._gaps.observe(seconds / num_tokens)
+        self._histograms["inter_token_latency_seconds"].observe(seconds / num_tokens)
 
     def _count_end(self, reason: str) -> None:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
@@ -159,6 +166,7 @@ class _EngineMetrics(Collector):
         )
         config.add_metric([*self._labels, *self._config.values()], 1.0)
         yield config
+        yield self._steps(stats.step_sizes)
         yield self._blocks({"device": use} | ({} if host is None else {"host": host}))
         if host is not None:
             text = "share of the host's KV blocks that requests hold, 0 to 1"
@@ -176,6 +184,19 @@ class _EngineMetrics(Collector):
     def _counter(self, name: str, text: str, value: float) -> Metric:
         made = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=LABELS)
         made.add_metric(self._labels, value, created=self._start)
+        return made
+
+    def _steps(self, sizes: Mapping[int, int]) -> Metric:
+        """A histogram of the tokens of steps."""
+        made = HistogramMetricFamily(
+            f"{self._prefix}:iteration_tokens_total", "tokens that a step computed", labels=LABELS
+        )
+        limits = {str(float(most)): most for most in STEP_TOKENS} | {"+Inf": math.inf}
+        buckets = [
+            (name, float(sum(count for size, count in sizes.items() if size <= most)))
+            for name, most in limits.items()
+        ]
+        made.add_metric(self._labels, buckets, sum(size * count for size, count in sizes.items()))
         return made
 
     def _blocks(self, tiers: dict[str, TierUse]) -> Metric:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from nanoengine.async_llm import AsyncDeltaStream
 from nanoengine.serving.refusals import Refusal
 
-RETRY_S = "1"
+RETRY = {"Retry-After": "1"}  # seconds
 
 
 class OpenRequests:
@@ -20,7 +20,7 @@ class OpenRequests:
         self._most = most
         self._queue_seconds = queue_seconds
         self._streams: set[AsyncDeltaStream] = set()
-        self._refusal: Refusal | None = None
+        self._end_reason: str | None = None  # why every request is refused
         self.num_texts = 0
 
     @contextmanager
@@ -40,7 +40,7 @@ class OpenRequests:
                 "rate_limit_exceeded",
                 f"{self.num_texts} texts are generated or wait, and at most {self._most} may "
                 "(--max-open-texts); try again",
-                headers={"Retry-After": RETRY_S},
+                headers=RETRY,
             )
         self.num_texts += num_texts
         try:
@@ -67,17 +67,17 @@ class OpenRequests:
 
     def refuse_all(self, reason: str) -> None:
         """From now on every request is refused; those that are open go on."""
-        self._refusal = Refusal(503, "server_stopping", reason, headers={"Retry-After": RETRY_S})
+        self._end_reason = reason
 
     def end_all(self, reason: str) -> None:
         """End every open request; its client is told the reason."""
         self.refuse_all(reason)
         for stream in list(self._streams):
-            stream.fail(Refusal(503, "server_stopping", reason))
+            stream.fail(_stopping(reason))
 
     def _check_open(self) -> None:
-        if self._refusal is not None:
-            raise self._refusal
+        if self._end_reason is not None:
+            raise _stopping(self._end_reason)
 
     def _end_if_queued(self, stream: AsyncDeltaStream) -> None:
         if stream.is_queued:
@@ -87,6 +87,10 @@ class OpenRequests:
                     "queue_timeout",
                     f"the request waited {self._queue_seconds:g} s for its first step "
                     "(--queue-seconds); try again when the server is less busy",
-                    headers={"Retry-After": RETRY_S},
+                    headers=RETRY,
                 )
             )
+
+
+def _stopping(reason: str) -> Refusal:
+    return Refusal(503, "server_stopping", reason, headers=RETRY)

@@ -20,7 +20,6 @@ from nanoengine.serving.openai_keys import (
     CHAT,
     COMMON,
     COMPLETIONS,
-    MESSAGES,
     OWN,
     PARAMS,
     RESPONSES,
@@ -36,6 +35,8 @@ from nanoengine.serving.openai_logprobs import (
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 
 Event = tuple[str | None, dict[str, Any]]  # of a stream: its name, if it has one, and its data
+# The types of errors: the client's and the server's.
+INVALID, SERVER = "invalid_request_error", "server_error"
 # The error's code in OpenAI's words, for the first class that fits.
 CODES: tuple[tuple[type[RequestError], str], ...] = (
     (PromptTooLongError, "context_length_exceeded"),
@@ -46,8 +47,8 @@ CODES: tuple[tuple[type[RequestError], str], ...] = (
 # LangChain and LiteLLM know this error by words of its message, not by its code.
 TOO_LONG = "the prompt is too long, this model's maximum context length is exceeded: "
 BAD_REQUEST, SERVER_ERROR = 400, 500
-# The key that an endpoint has its prompt in.
-PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input", MESSAGES: "messages"}
+# The key that an endpoint has its prompt in; Anthropic's errors name no key.
+PROMPTS = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 NAMES = {*PARAMS, *COMMON, *OWN[CHAT], *OWN[COMPLETIONS], "max_output_tokens"}
 
 
@@ -157,13 +158,13 @@ def error_body(error: RequestError, endpoint: str | None = None) -> tuple[int, d
     came; with it, errors about prompts name their key.
     """
     if isinstance(error, TransferError | LogitsError):
-        return SERVER_ERROR, error_object(str(error), "server_error", "server_error")
+        return SERVER_ERROR, error_object(str(error), SERVER, SERVER)
     code = next(code for kind, code in CODES if isinstance(error, kind))
     if isinstance(error, KeyRefusedError):
         code = error.code
     message = f"{TOO_LONG}{error}" if isinstance(error, PromptTooLongError) else str(error)
     param = _param(error, endpoint)
-    return BAD_REQUEST, error_object(message, "invalid_request_error", code, param)
+    return BAD_REQUEST, error_object(message, INVALID, code, param)
 
 
 def error_object(message: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ The chunks of a choice, joined, are that choice of the whole answer (openai_answ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from nanoengine.outputs import RequestOutput, StreamDelta
@@ -21,13 +21,29 @@ from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, S
 
 
 class _Chunks:
-    """What chunks of both endpoints share: how they begin, and the tokens so far."""
+    """What chunks of both endpoints share: how they begin and end, and the tokens so far."""
 
-    def __init__(self, head: dict[str, Any], streaming: Streaming) -> None:
+    def __init__(self, head: dict[str, Any], streaming: Streaming, echo_only: bool = False) -> None:
         self._head = head
         self._streaming = streaming
+        self._echo_only = echo_only
         self._num_in = 0
         self._num_out = 0
+
+    def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[dict[str, Any]]:
+        """The chunks before the first delta of a prompt; there may be none, but continuous usage
+        counts the prompt from here on.
+
+        output: its ids, its text and its prompt_logprobs, if the request asks for them.
+        """
+        self._num_in += len(output.prompt_token_ids)
+        return []
+
+    def end(self, outputs: Iterable[RequestOutput]) -> list[dict[str, Any]]:
+        """The chunks after the last delta: the usage, if it is wanted. outputs: of each prompt."""
+        if not self._streaming.include_usage:
+            return []
+        return [self._head | {"choices": [], "usage": usage(outputs, self._echo_only)}]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         made = self._head | {"choices": choices}
@@ -36,11 +52,6 @@ class _Chunks:
         elif self._streaming.include_usage:
             made["usage"] = None
         return made
-
-    def _end(self, outputs: Iterable[RequestOutput], echo_only: bool) -> list[dict[str, Any]]:
-        if not self._streaming.include_usage:
-            return []
-        return [self._head | {"choices": [], "usage": usage(outputs, echo_only)}]
 
 
 class ChatChunks(_Chunks):
@@ -55,14 +66,7 @@ class ChatChunks(_Chunks):
         self._token_bytes = token_bytes
         self._begun: set[int] = set()
 
-    def begin(self, output: RequestOutput) -> list[dict[str, Any]]:
-        """The chunks before the first token: there are none, but continuous usage counts the
-        prompt from here on.
-        """
-        self._num_in = len(output.prompt_token_ids)
-        return []
-
-    def of(self, deltas: Iterable[StreamDelta]) -> list[dict[str, Any]]:
+    def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[dict[str, Any]]:
         """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as
         OpenAI's do.
         """
@@ -80,10 +84,6 @@ class ChatChunks(_Chunks):
                 chunks.append(self._chunk([choice]))
         return chunks
 
-    def end(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """The chunks after the last delta: the usage, if it is wanted."""
-        return self._end(outputs, echo_only=False)
-
 
 class CompletionChunks(_Chunks):
     """The chunks of the answer to one completion, of one prompt or several."""
@@ -92,23 +92,19 @@ class CompletionChunks(_Chunks):
         self, request: CompletionRequest, answer_id: str, model: str, token_bytes: TokenBytes
     ) -> None:
         head = answer_head("cmpl", answer_id, "text_completion", model)
-        super().__init__(head, request.streaming or Streaming())
+        super().__init__(head, request.streaming or Streaming(), request.echo_only)
         self._request = request
         self._token_bytes = token_bytes
         # By the number of the choice; with echo, a choice begins with the prompt.
         self._logprobs = [CompletionLogprobs(token_bytes) for _ in range(request.num_completions)]
 
     def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[dict[str, Any]]:
-        """The chunks before the first delta of a prompt: with echo, its text in each choice.
-
-        output: its ids, its text and its prompt_logprobs, if the request asks for them.
-        """
-        self._num_in += len(output.prompt_token_ids)
+        """With echo, the prompt's text in each choice."""
+        chunks = super().begin(output, prompt_index)
         if not self._request.echo:
-            return []
+            return chunks
         text = prompt_text(output, self._token_bytes)
         lists = prompt_lists(output, text, self._token_bytes)
-        chunks = []
         for index in self._choices(prompt_index):
             self._logprobs[index] = CompletionLogprobs(self._token_bytes, len(text))
             chunks.append(self._chunk([_text_choice(index, text, lists, None)]))
@@ -119,7 +115,7 @@ class CompletionChunks(_Chunks):
         chunks = []
         for delta in deltas:
             index = self._choices(prompt_index)[delta.index]
-            if self._request.echo_only:
+            if self._echo_only:
                 if delta.finish_reason is not None:
                     choice = _text_choice(index, "", None, delta.finish_reason)
                     chunks.append(self._chunk([choice]))
@@ -128,10 +124,6 @@ class CompletionChunks(_Chunks):
             if _says_something(delta):
                 chunks.append(self._chunk([self._choice(index, delta)]))
         return chunks
-
-    def end(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """The chunks after the last delta: the usage, if it is wanted. outputs: of each prompt."""
-        return self._end(outputs, self._request.echo_only)
 
     def _choices(self, prompt_index: int) -> range:
         n = self._request.params.n

@@ -97,16 +97,22 @@ def given_keys(
     are here, and pass with values that ask for nothing.
     Raises InvalidPromptError if the body is no object, KeyRefusedError for a key.
     """
-    if not isinstance(body, dict):
-        raise InvalidPromptError(f"the body must be a JSON object, got {shown(body)}")
-    for name, value in body.items():
+    given = check_object(body)
+    for name, value in given.items():
         if value is None or name in known or name in IGNORED:
             continue
         if name in refused:
             check_refused(name, value, refused[name])
         elif (row := KNOWN.get((PARAMETER, name))) is None or not row.asks_nothing(value):
             raise unknown_key(name, {*known, *refused})
-    return {name: body[name] for name in known if body.get(name) is not None}
+    return {name: given[name] for name in known if given.get(name) is not None}
+
+
+def check_object(body: object) -> dict[str, Any]:
+    """The body, which must be a JSON object. Raises InvalidPromptError for another value."""
+    if not isinstance(body, dict):
+        raise InvalidPromptError(f"the body must be a JSON object, got {shown(body)}")
+    return body
 
 
 def check_refused(name: str, value: object, row: tuple[tuple[Any, ...], str]) -> None:

@@ -56,13 +56,15 @@ class CompletionRequest:
     """Texts to complete, as text or token ids, each with `params`.
 
     echo: the answer begins with the prompt; echo_only: and ends with it, so what is generated (the
-    engine needs one token) is dropped. model: the name in the body, which nobody has checked.
+    engine needs one token) is dropped. may_be_cut: max_tokens may reach beyond the context. model:
+    the name in the body, which nobody has checked.
     """
 
     prompts: tuple[str | list[int], ...]
     params: SamplingParams
     echo: bool = False
     echo_only: bool = False
+    may_be_cut: bool = False
     cache_salt: str | None = None
     streaming: Streaming | None = None
     model: str | None = None
@@ -76,12 +78,14 @@ class CompletionRequest:
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """A conversation to go on with; the chat template checks the messages and the values of its
-    variables. model: the name in the body, which nobody has checked.
+    variables. may_be_cut: max_tokens may reach beyond the context. model: the name in the body,
+    which nobody has checked.
     """
 
     messages: Any
     params: SamplingParams
     template_kwargs: dict[str, Any] | None = None
+    may_be_cut: bool = False
     cache_salt: str | None = None
     streaming: Streaming | None = None
     model: str | None = None
@@ -118,7 +122,8 @@ def _completion(given: dict[str, Any], defaults: SamplingParams) -> CompletionRe
         params["prompt_logprobs"] = params.get("logprobs")
     made = params_from(defaults, params)
     prompts = _prompts(given.get("prompt"), made.n)
-    return CompletionRequest(prompts, made, echo, echo_only, **_common(given))
+    may_be_cut = "max_tokens" not in params  # nobody asked for the default
+    return CompletionRequest(prompts, made, echo, echo_only, may_be_cut, **common_keys(given))
 
 
 def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
@@ -129,7 +134,7 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
         plain_messages(given["messages"]),
         params_from(defaults, params),
         template_kwargs(given),
-        **_common(given),
+        **common_keys(given),
     )
 
 
@@ -142,8 +147,8 @@ def _params(given: dict[str, Any]) -> dict[str, Any]:
     return params
 
 
-def _common(given: dict[str, Any]) -> dict[str, Any]:
-    """What requests of both endpoints have."""
+def common_keys(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields that the requests of all endpoints have. Raises InvalidParamsError."""
     return {
         "cache_salt": read_text(given, "cache_salt"),
         "streaming": _streaming(given),
@@ -159,12 +164,14 @@ def read_text(given: dict[str, Any], name: str) -> str | None:
     return value
 
 
-def read_flag(given: dict[str, Any], name: str) -> bool:
-    """A key that is false by default. Raises InvalidParamsError if it is no true or false."""
+def read_flag(given: dict[str, Any], name: str, default: bool = False) -> bool:
+    """A key that is true or false. Raises InvalidParamsError for another value."""
     value = given.get(name)
-    if value is not None and not isinstance(value, bool):
+    if value is None:
+        return default
+    if not isinstance(value, bool):
         raise InvalidParamsError(f"{name} must be true or false, got {shown(value)}")
-    return bool(value)
+    return value
 
 
 def _streaming(given: dict[str, Any]) -> Streaming | None:

@@ -15,6 +15,7 @@ Schema = dict[str, Any]
 
 TEXT: Schema = {"type": "string"}
 WHOLE: Schema = {"type": "integer"}
+NUMBER: Schema = {"type": "number"}
 FLAG: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
 IDS: Schema = {"type": "array", "items": WHOLE}
@@ -22,13 +23,13 @@ TEXTS: Schema = {"type": "array", "items": TEXT}
 # A part of a field's type, as the dataclass writes it.
 PARTS: dict[str, Schema] = {
     "int": WHOLE,
-    "float": {"type": "number"},
+    "float": NUMBER,
     "bool": FLAG,
     "str": TEXT,
     "None": {"type": "null"},
     "list[int]": IDS,
     "list[str]": TEXTS,
-    "Mapping[int, float]": {"type": "object", "additionalProperties": {"type": "number"}},
+    "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},
 }
 PART: Schema = {
     "type": "object",
@@ -77,16 +78,15 @@ DETOKENIZE: Schema = {
     "properties": {"model": TEXT, "tokens": IDS},
     "required": ["tokens"],
 }
-
 RESPONSES: Schema = {
     "type": "object",
     "properties": {
         "model": TEXT,
-        "input": {"anyOf": [TEXT, {"type": "array", "items": MESSAGE, "minItems": 1}]},
+        "input": {"anyOf": [TEXT, MESSAGES]},
         "instructions": TEXT,
         "max_output_tokens": WHOLE,
-        "temperature": {"type": "number"},
-        "top_p": {"type": "number"},
+        "temperature": NUMBER,
+        "top_p": NUMBER,
         "stream": FLAG,
         "store": FLAG,
         "metadata": OBJECT,
@@ -101,8 +101,8 @@ MESSAGES_BODY: Schema = {
         "system": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
         "max_tokens": WHOLE,
         "stop_sequences": TEXTS,
-        "temperature": {"type": "number"},
-        "top_p": {"type": "number"},
+        "temperature": NUMBER,
+        "top_p": NUMBER,
         "top_k": WHOLE,
         "stream": FLAG,
     },

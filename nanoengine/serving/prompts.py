@@ -9,14 +9,15 @@ import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
 from nanoengine.engine.request_forms import template_variables
 from nanoengine.errors import PromptTooLongError
 from nanoengine.llm import LLM
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 from nanoengine.serving.refusals import Refusal
 from nanoengine.text.detokenizer import token_bytes
@@ -30,20 +31,36 @@ NUM_THREADS = 4
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a server must know of a loaded model. model: as it was given to the engine; defaults:
-    parameters that a body lacks.
+    parameters that a body lacks; check_room: raises PromptTooLongError unless the context has room
+    for so many tokens of a prompt and of its answer.
     """
 
     model: str
     tokenizer: Tokenizer
     defaults: SamplingParams
     max_model_len: int
+    check_room: Callable[[int, int], None]
 
     @classmethod
     def of(cls, llm: LLM) -> Facts:
         """Those of a model. Raises InvalidPromptError if it has no tokenizer."""
         engine = llm.llm_engine
-        defaults = engine.inputs.default_params
-        return cls(str(engine.config.model), llm.tokenizer, defaults, llm.plan.max_model_len)
+        return cls(
+            str(engine.config.model),
+            llm.tokenizer,
+            engine.inputs.default_params,
+            llm.plan.max_model_len,
+            engine.inputs.check_room,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt as AsyncLLM takes it, its token ids, and the parameters that it goes with."""
+
+    prompt: dict[str, Any]
+    token_ids: list[int]
+    params: SamplingParams
 
 
 class Prompts:
@@ -53,7 +70,7 @@ class Prompts:
         self._facts = facts
         self._tokenizer = facts.tokenizer
         self._threads = ThreadPoolExecutor(NUM_THREADS, "nanoengine-prompts")
-        self._token_bytes: dict[int, bytes] = {}
+        self.bytes_of: TokenBytes = cache(partial(token_bytes, facts.tokenizer))
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """The result of `work`, done in one of the threads."""
@@ -63,8 +80,8 @@ class Prompts:
         """End the threads; work that has not begun is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def made_of(self, request: Asked) -> list[dict[str, Any]]:
-        """A request's prompts as token ids, as AsyncLLM takes them. Raises RequestErrors."""
+    def made_of(self, request: Asked) -> list[Prepared]:
+        """A request's prompts. Raises RequestErrors."""
         if isinstance(request, ChatRequest):
             text = self.rendered(request.messages, request.template_kwargs)
             return [self._prompt(request, text, is_rendered=True)]
@@ -87,19 +104,23 @@ class Prompts:
             )
         return self._tokenizer.encode(text, add_special_tokens)
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """What a token adds to a text."""
-        found = self._token_bytes.get(token_id)
-        if found is None:
-            found = self._token_bytes[token_id] = token_bytes(self._tokenizer, token_id)
-        return found
-
-    def _prompt(self, request: Asked, given: Any, is_rendered: bool) -> dict[str, Any]:
+    def _prompt(self, request: Asked, given: Any, is_rendered: bool) -> Prepared:
         # A template has written the special tokens already.
         is_text = isinstance(given, str)
         ids = self.encode(given, add_special_tokens=not is_rendered) if is_text else given
         made = {"prompt_token_ids": ids, "cache_salt": request.cache_salt}
-        return made | ({"prompt": given} if is_text else {})
+        made |= {"prompt": given} if is_text else {}
+        return Prepared(made, ids, self._params(request, len(ids)))
+
+    def _params(self, request: Asked, num_prompt: int) -> SamplingParams:
+        """A request's parameters for a prompt of so many tokens. Raises PromptTooLongError."""
+        params, limit = request.params, self._facts.max_model_len
+        if params.max_tokens is None or num_prompt >= limit:  # the engine refuses such a prompt
+            return params
+        if request.may_be_cut:
+            return replace(params, max_tokens=min(params.max_tokens, limit - num_prompt))
+        self._facts.check_room(num_prompt, params.max_tokens)
+        return params
 
     @cached_property
     def _longest_token(self) -> int:

@@ -10,12 +10,10 @@ from typing import Any
 
 from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.serving.messages_answers import messages_error
-from nanoengine.serving.openai_answers import error_body
+from nanoengine.serving.openai_answers import INVALID, SERVER, error_body, error_object
+from nanoengine.serving.openai_keys import MESSAGES
 
 logger = logging.getLogger(__name__)
-
-MESSAGES = "/v1/messages"  # Anthropic's
-INVALID, SERVER = "invalid_request_error", "server_error"
 
 
 class Refusal(Exception):
@@ -33,8 +31,7 @@ class Refusal(Exception):
         self.status = status
         self.headers = dict(headers or {})
         kind = SERVER if status >= 500 else INVALID
-        told = {"message": message, "type": kind, "param": param, "code": code}
-        self.body: dict[str, Any] = {"error": told}
+        self.body = error_object(message, kind, code, param)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,6 @@ class ResponsesWriter:
         self._token_bytes = token_bytes
         self._item_id = f"msg_{answer_id}"
         self._number = 0  # of the next event
-        self._text: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
         self._head = {
             "id": f"resp_{answer_id}",
             "object": "response",
@@ -81,8 +79,6 @@ class ResponsesWriter:
         events = []
         for delta in deltas:
             entries = self._entries(delta)
-            self._text.append(delta.text)
-            self._logprobs += entries
             if delta.text or entries:
                 events.append(
                     self._event(
@@ -99,20 +95,20 @@ class ResponsesWriter:
         """The events after the last delta; outputs: the only one."""
         whole = self.whole(outputs)
         (message,) = whole["output"]
-        text = "".join(self._text)
+        (part,) = message["content"]
         return [
             self._event(
                 "response.output_text.done",
                 **PLACE,
                 item_id=self._item_id,
-                text=text,
-                logprobs=_without_bytes(self._logprobs),
+                text=part["text"],
+                logprobs=_without_bytes(part["logprobs"]),
             ),
             self._event(
                 "response.content_part.done",
                 **PLACE,
                 item_id=self._item_id,
-                part=self._part(text, self._logprobs),
+                part=part,
             ),
             self._event("response.output_item.done", output_index=0, item=message),
             self._event(f"response.{whole['status']}", response=whole),

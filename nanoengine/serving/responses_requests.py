@@ -14,11 +14,9 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_keys import IN_KWARGS, NO_CALLS, NO_FORM, PARAMS, Refused, given_keys
 from nanoengine.serving.openai_requests import (
     ChatRequest,
-    Streaming,
+    common_keys,
     params_from,
     plain_messages,
-    read_flag,
-    read_text,
     template_kwargs,
     text_content,
     top_logprobs,
@@ -79,18 +77,11 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
     given = given_keys(body, KNOWN, REFUSED)
     params = {name: given[name] for name in SAME if name in given}
     params |= {"max_tokens": given.get("max_output_tokens"), "logprobs": _logprobs(given)}
-    for name in given.get("stream_options", ()):
-        if name != "include_obfuscation":
-            raise InvalidParamsError(
-                f"stream_options has no {shown(name)} here: usage always comes"
-            )
     chat = ChatRequest(
         _messages(given),
         params_from(defaults, params, {"max_tokens": "max_output_tokens"}),
         template_kwargs(given),
-        cache_salt=read_text(given, "cache_salt"),
-        streaming=Streaming() if read_flag(given, "stream") else None,
-        model=read_text(given, "model"),
+        **common_keys(given),
     )
     return ResponsesRequest(chat, {name: given.get(name) for name in REPEATED})
 

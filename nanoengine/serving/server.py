@@ -1,4 +1,4 @@
-"""Runs the application: listens, and ends on SIGTERM or Ctrl-C when open requests have ended."""
+"""Runs the application, and ends it on SIGTERM or Ctrl-C when open requests have ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from types import FrameType
 import uvicorn
 
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.errors import EngineError
 from nanoengine.serving.app import make_app
 from nanoengine.serving.open_requests import OpenRequests
 from nanoengine.serving.options import ServerOptions
@@ -21,24 +20,6 @@ from nanoengine.serving.service import Service, running_service
 STOPPING = "the server is stopping"
 GRACE_S = 2.0  # to tell clients that their request was ended
 BACKLOG = 2048
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket of this address; nobody can connect yet. Raises EngineError if it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Asyncio turns Nagle's algorithm off only for sockets that name TCP; with it, each answer on a
-    # connection that is used again takes 40 ms more.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        made.close()
-        reason = getattr(error, "strerror", None) or str(error)
-        raise EngineError(
-            f"cannot listen on {host}:{port}: {reason}; try another --port"
-        ) from error
-    return made
 
 
 async def serve(

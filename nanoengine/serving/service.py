@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanoengine.async_llm import AsyncDeltaStream, AsyncLLM
+from nanoengine.errors import shown
 from nanoengine.outputs import StreamDelta
 from nanoengine.serving.event_stream import GONE, EventStream, ended, event, unless_gone
 from nanoengine.serving.guards import read_body
@@ -24,7 +25,7 @@ from nanoengine.serving.metrics import Metrics
 from nanoengine.serving.open_requests import OpenRequests
 from nanoengine.serving.openai_answers import Event
 from nanoengine.serving.options import ServerOptions
-from nanoengine.serving.prompts import Asked, Facts, Prompts, json_of
+from nanoengine.serving.prompts import Asked, Facts, Prepared, Prompts, json_of
 from nanoengine.serving.refusals import Refusal, told_of
 from nanoengine.serving.writers import Writer
 
@@ -53,12 +54,12 @@ class Service:
             raise Refusal(
                 404,
                 "model_not_found",
-                f"the model {name!r} is not here; this server has {self.name!r}",
+                f"the model {shown(name)} is not here; this server has {self.name!r}",
                 "model",
             )
 
-    async def prompts_of(self, asked: Asked) -> list[dict[str, Any]]:
-        """The prompts of a request for this model as token ids. Raises Refusal, RequestErrors."""
+    async def prompts_of(self, asked: Asked) -> list[Prepared]:
+        """The prompts of a request for this model. Raises Refusal, RequestErrors."""
         self.check_model(asked.model)
         return await self.prompts.run(lambda: self.prompts.made_of(asked))
 
@@ -81,11 +82,11 @@ class Service:
             return EventStream(events, held.pop_all(), *seconds)
 
     async def _streams(
-        self, asked: Asked, prompts: list[dict[str, Any]], held: ExitStack
+        self, asked: Asked, prompts: list[Prepared], held: ExitStack
     ) -> list[AsyncDeltaStream]:
         """The streams of all prompts, closed with `held`. Raises why one of them is refused."""
         held.enter_context(self.open.room_for(asked.num_completions))
-        begun = (self.llm.stream(prompt, asked.params) for prompt in prompts)
+        begun = (self.llm.stream(each.prompt, each.params) for each in prompts)
         found = await asyncio.gather(*begun, return_exceptions=True)
         streams = [each for each in found if isinstance(each, AsyncDeltaStream)]
         for stream in streams:
@@ -96,7 +97,7 @@ class Service:
                 raise each
         return streams
 
-    async def _whole(self, asked: Asked, prompts: list[dict[str, Any]], writer: Writer) -> Response:
+    async def _whole(self, asked: Asked, prompts: list[Prepared], writer: Writer) -> Response:
         with ExitStack() as held:
             streams = await self._streams(asked, prompts, held)
             waiting = [asyncio.ensure_future(stream.whole()) for stream in streams]

@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from nanoengine.errors import InvalidParamsError, InvalidPromptError, integer, shown
-from nanoengine.serving.openai_requests import plain_messages
+from nanoengine.errors import InvalidPromptError, integer, shown
+from nanoengine.serving.openai_keys import check_object
+from nanoengine.serving.openai_requests import plain_messages, read_flag, template_kwargs
 from nanoengine.serving.openapi import DETOKENIZE, TOKENIZE, body_of
 from nanoengine.serving.service import Service, json_response
 
@@ -45,11 +46,11 @@ class TokenEndpoints:
         given = self._checked(body)
         prompts = self._service.prompts
         is_chat = "messages" in given
-        special = _flag(given, "add_special_tokens", not is_chat)
+        special = read_flag(given, "add_special_tokens", not is_chat)
         text = given.get("prompt")
         if is_chat:
-            wants_answer = _flag(given, "add_generation_prompt", True)
-            kwargs = given.get("chat_template_kwargs")
+            wants_answer = read_flag(given, "add_generation_prompt", True)
+            kwargs = template_kwargs(given)
             text = prompts.rendered(plain_messages(given["messages"]), kwargs, wants_answer)
         if not isinstance(text, str):
             raise InvalidPromptError(f"prompt must be a text, got {shown(text)}")
@@ -59,7 +60,7 @@ class TokenEndpoints:
             "count": len(ids),
             "max_model_len": self._service.facts.max_model_len,
         }
-        if _flag(given, "return_token_strs", False):
+        if read_flag(given, "return_token_strs"):
             backend = self._service.facts.tokenizer.backend
             made["token_strs"] = [backend.id_to_token(token_id) for token_id in ids]
         return made
@@ -73,19 +74,11 @@ class TokenEndpoints:
         return {"prompt": tokenizer.decode(ids, skip_special_tokens=False)}
 
     def _checked(self, body: Any) -> dict[str, Any]:
-        if not isinstance(body, dict):
-            raise InvalidPromptError(f"the body must be a JSON object, got {shown(body)}")
-        self._service.check_model(body.get("model"))
-        return body
+        given = check_object(body)
+        self._service.check_model(given.get("model"))
+        return given
 
 
 def _is_id(value: Any) -> bool:
     whole = integer(value)
     return whole is not None and 0 <= whole <= MAX_ID
-
-
-def _flag(given: dict[str, Any], name: str, default: bool) -> bool:
-    value = given.get(name, default)
-    if not isinstance(value, bool):
-        raise InvalidParamsError(f"{name} must be true or false, got {shown(value)}")
-    return value

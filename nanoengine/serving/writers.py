@@ -34,39 +34,11 @@ class Writer(Protocol):
         """For an error in the middle of a stream; body: OpenAI's error object."""
 
 
-class ChatWriter:
-    """Of /v1/chat/completions."""
+class _ChunkWriter:
+    """What the writers of OpenAI's two first endpoints share: events without names."""
 
-    def __init__(
-        self, request: ChatRequest, answer_id: str, model: str, token_bytes: TokenBytes
-    ) -> None:
-        self._given = request, answer_id, model, token_bytes
-        self._chunks = ChatChunks(*self._given)
-
-    def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
-        return _unnamed(self._chunks.begin(output))
-
-    def of(self, deltas: Sequence[StreamDelta], prompt_index: int) -> list[Event]:
-        return _unnamed(self._chunks.of(deltas))
-
-    def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
-        return _unnamed(self._chunks.end(outputs))
-
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return chat_body(*self._given, outputs[0])
-
-    def failed(self, body: dict[str, Any]) -> list[Event]:
-        return [(None, body)]
-
-
-class CompletionWriter:
-    """Of /v1/completions."""
-
-    def __init__(
-        self, request: CompletionRequest, answer_id: str, model: str, token_bytes: TokenBytes
-    ) -> None:
-        self._given = request, answer_id, model, token_bytes
-        self._chunks = CompletionChunks(*self._given)
+    def __init__(self, chunks: ChatChunks | CompletionChunks) -> None:
+        self._chunks = chunks
 
     def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         return _unnamed(self._chunks.begin(output, prompt_index))
@@ -77,11 +49,34 @@ class CompletionWriter:
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
         return _unnamed(self._chunks.end(outputs))
 
+    def failed(self, body: dict[str, Any]) -> list[Event]:
+        return _unnamed([body])
+
+
+class ChatWriter(_ChunkWriter):
+    """Of /v1/chat/completions."""
+
+    def __init__(
+        self, request: ChatRequest, answer_id: str, model: str, token_bytes: TokenBytes
+    ) -> None:
+        self._given = request, answer_id, model, token_bytes
+        super().__init__(ChatChunks(*self._given))
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return chat_body(*self._given, outputs[0])
+
+
+class CompletionWriter(_ChunkWriter):
+    """Of /v1/completions."""
+
+    def __init__(
+        self, request: CompletionRequest, answer_id: str, model: str, token_bytes: TokenBytes
+    ) -> None:
+        self._given = request, answer_id, model, token_bytes
+        super().__init__(CompletionChunks(*self._given))
+
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return completion_body(*self._given, outputs)
-
-    def failed(self, body: dict[str, Any]) -> list[Event]:
-        return [(None, body)]
 
 
 def _unnamed(chunks: list[dict[str, Any]]) -> list[Event]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import assert_all_free, fail_copies, host_gib
+from driver import assert_all_free, break_engine, fail_copies, host_gib
 
 from nanoengine import (
     LLM,
@@ -447,12 +447,6 @@ def test_over_two_tiers(tiny: Callable[[str], Path], plain: LLM) -> None:
 def test_an_engine_that_fails_tells_everyone(tiny: Callable[[str], Path]) -> None:
     known = len(engine_threads())
     llm = AsyncLLM(tiny("llama"), **SETTINGS)
-
-    def break_engine(inner: LLM) -> None:
-        def broken(*_: Any) -> None:
-            raise RuntimeError("device lost")
-
-        inner.llm_engine.runner.launch = broken
 
     async def work() -> None:
         tasks = [asyncio.create_task(collect(llm, f"p{i}", LONG)) for i in range(5)]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import EOS_IDS, reference, reference_greedy, reference_logits
+from driver import device_lost
 
 from nanoengine import (
     LLM,
@@ -256,12 +257,9 @@ def test_ctrl_c_frees_the_requests_and_leaves_the_engine_usable(llm: LLM) -> Non
 
 
 def test_a_failing_step_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("device lost")
-
     before = llm.generate("still", GREEDY, use_tqdm=False)[0]["token_ids"]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine.runner, "launch", broken)
+        patch.setattr(llm.llm_engine.runner, "launch", device_lost)
         with pytest.raises(RuntimeError, match="device lost"):
             llm.generate(["a", "b"], GREEDY, use_tqdm=False)
     llm.llm_engine.kv.check()

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from nanoengine.cli.batch_files import AnswerFile, BatchFileError, read_lines, survey
+from nanoengine.serving.openai_keys import COMPLETIONS
 
 
 def line(custom_id: object = "a", **other: Any) -> str:
-    row = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {}}
+    row = {"custom_id": custom_id, "method": "POST", "url": COMPLETIONS, "body": {}}
     return json.dumps(row | other)
 
 

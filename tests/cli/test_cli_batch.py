@@ -23,13 +23,13 @@ from nanoengine.cli.main import FAILED, INTERRUPTED, MISUSED, main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import OutputProcessor
 from nanoengine.errors import TransferError
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
 from nanoengine.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--num-threads", "1", "--dtype", "float32", "--kvcache-block-size", "16"]
 SETTINGS = {"num_threads": 1, "dtype": "float32", "kvcache_block_size": 16}
 MESSAGES = [{"role": "user", "content": "Häuser am Meer"}]
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,24 @@ def test_answers_are_the_librarys(
     assert body["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
     assert (summary["requests"], summary["failed"], summary["resumed"]) == (4, 0, 0)
     assert summary["output_tokens"] == 6 + 5 + 20 + 5
+
+
+def test_a_line_that_asks_for_more_than_the_context_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    rows = [
+        ask("chat", CHAT, messages=MESSAGES, max_tokens=9999),
+        ask("many", prompt=["a", [5] * 500], max_tokens=13),
+        ask("full", prompt=[5] * 500, max_tokens=12, ignore_eos=True),
+        ask("default", prompt=[5] * 500, ignore_eos=True),
+    ]
+    target = tmp_path / "out.jsonl"
+    run(write(tmp_path / "in.jsonl", rows), target, folder, status=1)
+    found = answers(target)
+    for name in ("chat", "many"):
+        assert found[name]["error"]["code"] == "context_length_exceeded"
+    for name in ("full", "default"):
+        assert found[name]["response"]["body"]["usage"]["completion_tokens"] == 12
 
 
 def test_log_probabilities_are_the_librarys(folder: Path, tmp_path: Path) -> None:

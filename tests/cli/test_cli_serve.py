@@ -19,8 +19,8 @@ from nanoengine.cli.main import FAILED, MISUSED, main, make_parser
 from nanoengine.cli.serve import OPTIONS, server_options, url
 from nanoengine.cli.usage import UsageError
 from nanoengine.errors import ConfigError
+from nanoengine.serving.listener import listen
 from nanoengine.serving.options import ServerOptions
-from nanoengine.serving.server import listen
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--device", "cpu", "--num-gpu-blocks", "8", "--num-threads", "1"]
@@ -84,15 +84,29 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(
     )
 
 
+def test_a_mistake_is_said_before_anything_large_is_imported() -> None:
+    code = """
+import sys
+from nanoengine.cli.main import main
+print(main(["serve", "m", "--port", sys.argv[1]]))
+print([name for name in ("torch", "fastapi", "uvicorn") if name in sys.modules])
+"""
+    with listen("127.0.0.1", 0) as taken:
+        taken.listen()
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(taken.getsockname()[1])],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=True,
+        )
+    assert ran.stdout == f"{FAILED}\n[]\n" and "cannot listen on" in ran.stderr
+
+
 def test_without_its_extra_it_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    for name in ("server", "app"):
-        monkeypatch.delitem(sys.modules, f"nanoengine.serving.{name}", raising=False)
-    import nanoengine.serving
-
-    monkeypatch.delattr(nanoengine.serving, "server", raising=False)
     assert main(["serve", "m"]) == MISUSED
     assert "the server needs uvicorn: pip install 'nanoengine[server]'" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import assert_all_free, fail_copies, host_gib
+from driver import assert_all_free, device_lost, fail_copies, host_gib
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -395,11 +395,8 @@ def test_a_failing_step_ends_the_stream_that_stepped(
     deltas = [next(other), next(other)]
     next(stream)
 
-    def broken(*_: Any) -> None:
-        raise RuntimeError("device lost")
-
     with monkeypatch.context() as patch:
-        patch.setattr(llm.llm_engine.runner, "launch", broken)
+        patch.setattr(llm.llm_engine.runner, "launch", device_lost)
         with pytest.raises(RuntimeError, match="device lost"):
             list(stream)
     assert [seq.seq_id for seq in llm.llm_engine.scheduler.running] == [deltas[0].request_id]

@@ -31,6 +31,16 @@ from nanoengine.sequence import Sequence as EngineSequence
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
+def device_lost(*_: Any) -> None:
+    """In place of what a step does: it fails."""
+    raise RuntimeError("device lost")
+
+
+def break_engine(llm: Any) -> None:
+    """From here on every step of an LLM fails."""
+    llm.llm_engine.runner.launch = device_lost
+
+
 class Driver:
     """Runs requests to their end; `logits[request_id]` are the rows their tokens were chosen
     from.

@@ -16,8 +16,9 @@ from typing import Any
 from driver import assert_all_free
 
 from nanoengine import LLM, AsyncLLM
+from nanoengine.serving.listener import listen
 from nanoengine.serving.options import ServerOptions
-from nanoengine.serving.server import Server, listen, make_server
+from nanoengine.serving.server import Server, make_server
 from nanoengine.serving.service import Service, running_service
 
 SETTINGS: dict[str, Any] = {
@@ -71,18 +72,19 @@ class LiveServer:
         assert headers["x-accel-buffering"] == "no"
         return events_of(data)
 
-    def connect(self, path: str, **body: Any) -> socket.socket:
+    def open(self) -> socket.socket:
+        """A raw connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+
+    def connect(self, path: str, key: str | None = None, **body: Any) -> socket.socket:
         """A raw connection that has sent a POST."""
-        made = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
-        made.sendall(request_bytes(path, body))
+        made = self.open()
+        made.sendall(request_bytes(path, body, key))
         return made
 
     def wait_until_idle(self) -> None:
         """Wait until nothing is left of any request, on either side."""
-        deadline = time.monotonic() + PATIENCE_S
-        while self.service.open.num_texts or self.on_engine(_is_busy):
-            assert time.monotonic() < deadline, "a request does not end"
-            time.sleep(0.01)
+        until(lambda: not self.service.open.num_texts and not self.on_engine(_is_busy))
         self.on_engine(lambda llm: assert_all_free(llm.llm_engine))
 
     def on_engine(self, function: Callable[[LLM], Any]) -> Any:
@@ -98,10 +100,20 @@ def _is_busy(llm: LLM) -> bool:
     return llm.llm_engine.has_unfinished_requests
 
 
-def request_bytes(path: str, body: Any) -> bytes:
-    """A POST as it goes over the wire."""
-    data = json.dumps(body).encode()
+def until(condition: Callable[[], Any]) -> None:
+    """Wait until it is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "what is waited for does not come"
+        time.sleep(0.005)
+
+
+def request_bytes(path: str, body: Any, key: str | None = None) -> bytes:
+    """A POST as it goes over the wire; bytes are sent as they are."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    if key is not None:
+        head += f"Authorization: Bearer {key}\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -122,10 +134,13 @@ def live_server(
 
     async def work() -> None:
         made = ServerOptions(port=0, served_model_name="tiny", **options)
-        async with running_service(llm, made) as service:
-            server = make_server(service, ready.set)
-            started.append(LiveServer(service, server, listener.getsockname()[1]))
-            await server.serve([listener])
+        try:
+            async with running_service(llm, made) as service:
+                server = make_server(service, ready.set)
+                started.append(LiveServer(service, server, listener.getsockname()[1]))
+                await server.serve([listener])
+        finally:
+            ready.set()
 
     with (
         closing(AsyncLLM(path, **SETTINGS | (settings or {}))) as llm,
@@ -134,7 +149,7 @@ def live_server(
         thread = threading.Thread(target=asyncio.run, args=(work(),), name="server")
         thread.start()
         try:
-            assert ready.wait(PATIENCE_S)
+            assert ready.wait(PATIENCE_S) and started[0].server.started, "it does not start"
             yield started[0]
         finally:
             if started:

@@ -100,6 +100,8 @@ Names of [other engines](parameters.md) are told what they are here. `null` is n
 - `temperature`, `top_p` and others that a body lacks are those of `SamplingParams`, or the model's
   own with `generation_config="auto"`. Without a limit, a chat and a response may fill the context;
   a completion has 16 tokens.
+- A `max_tokens` that reaches beyond the context is an error, but at `/v1/messages`, where the
+  answer is cut.
 - `n` times the number of prompts is at most {MAX_COMPLETIONS:,}; `top_logprobs` and `logprobs` are
   at most {MAX_LOGPROBS}; there are at most {MAX_STOPS} stops and as many `bad_words`, each of at
   most {MAX_WORD:,} characters; `logit_bias` names at most {MAX_BIASES:,} tokens.

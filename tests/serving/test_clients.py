@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from driver import break_engine
 from live_server import LiveServer, live_server
 
 openai = pytest.importorskip("openai")
@@ -164,12 +165,6 @@ def test_claudes_errors(claude: Any) -> None:
 
 
 def test_an_error_in_the_middle_of_a_stream_raises(tiny: Callable[[str], Path]) -> None:
-    def break_engine(llm: Any) -> None:
-        def broken(*_: Any) -> None:
-            raise RuntimeError("device lost")
-
-        llm.llm_engine.runner.launch = broken
-
     with live_server(tiny("llama")) as server:
         url = f"http://127.0.0.1:{server.port}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from nanoengine.serving.server import listen
+from nanoengine.serving.listener import listen
 
 
 def test_what_is_written_is_sent_at_once() -> None:

@@ -15,6 +15,7 @@ from checkpoints import reference, reference_logits
 from nanoengine import LLM
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_answers import completion_body
+from nanoengine.serving.openai_keys import COMPLETIONS
 from nanoengine.serving.openai_requests import CompletionRequest, read_request
 from nanoengine.text.detokenizer import token_bytes
 
@@ -47,9 +48,7 @@ def test_log_likelihoods_are_transformers(tiny: Callable[[str], Path], name: str
     # One that goes on as the model itself would, so that its tokens are the likeliest.
     greedy = prompts[1] + [int(reference_logits(model, prompts[1])[-1].argmax())]
     asked = {"prompt": [*prompts, greedy], "temperature": 0, "max_tokens": 1, "seed": 1234}
-    request = read_request(
-        "/v1/completions", asked | {"logprobs": 1, "echo": True}, SamplingParams()
-    )
+    request = read_request(COMPLETIONS, asked | {"logprobs": 1, "echo": True}, SamplingParams())
     assert isinstance(request, CompletionRequest)
     with LLM(folder, **SETTINGS) as llm:
         outputs = llm.generate(list(request.prompts), request.params, use_tqdm=False)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from driver import host_gib
-from live_server import LiveServer, live_server
+from driver import fail_copies, host_gib
+from live_server import LiveServer, live_server, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoengine.engine.stats import EngineStats, TierUse
 from nanoengine.serving import report
+from nanoengine.serving.openai_keys import COMPLETIONS
 from nanoengine.serving.report import line
 
-COMPLETIONS = "/v1/completions"
 PROMPT = [5 + i for i in range(40)]
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
@@ -35,17 +35,15 @@ def figures(server: LiveServer) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
+def offload(path: Path) -> dict[str, Any]:
+    gib = host_gib(path, 40, 8)
+    return {"num_gpu_blocks": 8, "offload_mode": "stream", "kv_offload_gib": gib}
+
+
 @pytest.fixture(scope="module")
 def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
-    path = tiny("llama")
-    settings = {
-        "num_gpu_blocks": 8,
-        "enable_cpu_offload": True,
-        "offload_mode": "stream",
-        "kv_offload_gib": host_gib(path, 40, 8),
-        "speculative": "ngram:2",
-    }
-    with live_server(path, settings, metrics_prefix="vllm") as made:
+    settings = offload(tiny("llama")) | {"speculative": "ngram:2"}
+    with live_server(tiny("llama"), settings, metrics_prefix="vllm") as made:
         yield made
         made.wait_until_idle()
 
@@ -92,6 +90,11 @@ def test_what_requests_did_is_counted(server: LiveServer) -> None:
     assert value("request_prompt_tokens_sum") == 4 * len(PROMPT)
     assert value("request_generation_tokens_sum") == 123
     assert value("inter_token_latency_seconds_count") > 10
+    sizes = server.on_engine(lambda llm: llm.stats().step_sizes)
+    steps = after["vllm:iteration_tokens_total_bucket"]
+    assert value("iteration_tokens_total_count") == steps["+Inf",] == sum(sizes.values())
+    assert value("iteration_tokens_total_sum") == sum(k * n for k, n in sizes.items())
+    assert steps["1.0",] == sizes[1] and steps["8.0",] == sum(n for k, n in sizes.items() if k <= 8)
 
 
 def test_a_client_that_leaves_is_counted_as_an_abort(server: LiveServer) -> None:
@@ -102,6 +105,18 @@ def test_a_client_that_leaves_is_counted_as_an_abort(server: LiveServer) -> None
     assert figures(server)["vllm:request_success_total"]["abort",] == 1
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_request_that_fails_is_counted_as_an_error(
+    tiny: Callable[[str], Path], is_stream: bool
+) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+    with live_server(tiny("llama"), offload(tiny("llama"))) as server:
+        server.on_engine(lambda llm: fail_copies(llm.llm_engine.device.h2d, set(range(10_000))))
+        server.ask("POST", COMPLETIONS, asked | {"stream": is_stream})
+        assert figures(server)["nanoengine:request_success_total"] == {("error",): 1}
+        server.wait_until_idle()
+
+
 def stats(**changes: Any) -> EngineStats:
     use = TierUse(num_blocks=10, num_used=5, num_cached=1, num_free=4)
     values: dict[str, Any] = dict.fromkeys(EngineStats.__slots__, 0)
@@ -109,10 +124,10 @@ def stats(**changes: Any) -> EngineStats:
 
 
 def test_the_line_of_the_log() -> None:
-    before = stats(num_prompt_tokens=100, num_output_tokens=10)
+    before = stats(num_prompt_tokens=100, num_output_tokens=10, num_cached_tokens=30)
     now = stats(
         **{"num_prompt_tokens": 300, "num_output_tokens": 60, "num_running": 2, "num_waiting": 1},
-        **{"num_cached_tokens": 75, "num_preemptions": 3},
+        **{"num_cached_tokens": 80, "num_preemptions": 3},
     )
     assert line(before, now, 10.0) == (
         "Avg prompt throughput: 20.0 tokens/s, Avg generation throughput: 5.0 tokens/s, "
@@ -131,13 +146,9 @@ def test_the_log_is_silent_without_work(
 ) -> None:
     monkeypatch.setattr(report, "INTERVAL_S", 0.05)
     with caplog.at_level(logging.INFO, "nanoengine"), live_server(tiny("llama")) as server:
-        before = len(lines_of(caplog))
+        assert not lines_of(caplog)
         server.post(COMPLETIONS, prompt="a", max_tokens=300, temperature=0, ignore_eos=True)
-        deadline = 400
-        while len(lines_of(caplog)) == before and deadline:
-            server.get("/health")
-            deadline -= 1
-        assert before == 0 and lines_of(caplog)
+        until(lambda: lines_of(caplog))
         count = len(lines_of(caplog))
         time.sleep(0.3)
         assert len(lines_of(caplog)) <= count + 1

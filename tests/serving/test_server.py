@@ -12,8 +12,9 @@ from live_server import SETTINGS, LiveServer, live_server
 
 import nanoengine
 from nanoengine import LLM, SamplingParams
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, RESPONSES
+from nanoengine.serving.openai_keys import MESSAGES as MESSAGES_PATH
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -192,6 +193,49 @@ def test_an_error_is_openais_object(
     assert (found, error["code"]) == (status, code), error
     assert words in error["message"]
     assert error["type"] == "invalid_request_error" and set(error) >= {"param"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"messages": MESSAGES, "max_tokens": 600}, "messages"),
+        (CHAT, {"messages": MESSAGES, "max_completion_tokens": 600, "stream": True}, "messages"),
+        (COMPLETIONS, {"prompt": [5] * 500, "max_tokens": 13}, "prompt"),
+        (COMPLETIONS, {"prompt": [[5], [5] * 500], "max_tokens": 13, "stream": True}, "prompt"),
+        (RESPONSES, {"input": "hello", "max_output_tokens": 600}, "input"),
+    ],
+)
+def test_an_answer_that_cannot_have_all_its_tokens_is_refused(
+    server: LiveServer, path: str, body: dict[str, Any], param: str
+) -> None:
+    status, found = server.post(path, **body)
+    error = found["error"]
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert "but the limit is 512 (the model's positions)" in error["message"]
+    if path == COMPLETIONS:
+        assert "has 500 tokens and the answer may have 13: 513 in all" in error["message"]
+    server.wait_until_idle()
+
+
+def test_an_answer_may_fill_the_context(server: LiveServer) -> None:
+    asked = {"prompt": [5] * 500, **GREEDY}
+    for more in ({"max_tokens": 12}, {}):  # nobody asks for the 16 that are the default
+        status, body = server.post(COMPLETIONS, **asked, **more)
+        assert (status, body["usage"]["completion_tokens"]) == (200, 12)
+        assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_where_max_tokens_is_required_an_answer_is_cut(tiny: Callable[[str], Path]) -> None:
+    asked = {"messages": MESSAGES, "max_tokens": 600}
+    with live_server(tiny("llama"), {"num_gpu_blocks": 6}) as server:
+        status, body = server.post(MESSAGES_PATH, **asked)
+        assert status == 200
+        assert body["stop_reason"] in ("model_context_window_exceeded", "end_turn")
+        assert server.post(f"{MESSAGES_PATH}/count_tokens", **asked)[0] == 200
+        status, body = server.post(CHAT, **asked)
+        assert status == 400
+        text = "the limit is 48 (what the KV cache holds); set enable_cpu_offload=True and"
+        assert text in body["error"]["message"]
 
 
 def test_an_error_in_a_stream_that_was_asked_for_comes_with_its_status(server: LiveServer) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import LiveServer, events_of, live_server, request_bytes
+from driver import break_engine
+from live_server import LiveServer, events_of, live_server, request_bytes, until
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
+
 LONG = {"prompt": "long", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 3}
 pytestmark = pytest.mark.usefixtures("threads_as_before")
@@ -29,7 +31,8 @@ def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
         made.wait_until_idle()
 
 
-KEY = {"Authorization": "Bearer secret"}
+SECRET = "secret"
+KEY = {"Authorization": f"Bearer {SECRET}"}
 
 
 @contextmanager
@@ -49,20 +52,6 @@ def held(server: LiveServer) -> Iterator[None]:
         finally:
             gate.set()
             waiting.result()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def connect(server: LiveServer, **body: Any) -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", server.port), timeout=60)
-    data = request_bytes(COMPLETIONS, body)
-    made.sendall(data.replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret"))
-    return made
 
 
 def reset(connection: socket.socket) -> None:
@@ -98,7 +87,7 @@ def test_a_body_in_chunks_is_counted_too(server: LiveServer) -> None:
         f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n"
         "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+    with server.open() as link:
         link.sendall(head.encode())
         chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
         for _ in range(17):
@@ -107,9 +96,8 @@ def test_a_body_in_chunks_is_counted_too(server: LiveServer) -> None:
 
 
 def test_a_body_must_come_in_time(server: LiveServer) -> None:
-    data = request_bytes(COMPLETIONS, SHORT)
-    data = data.replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+    data = request_bytes(COMPLETIONS, SHORT, SECRET)
+    with server.open() as link:
         link.sendall(data[:-1])
         found = rest_of(link)
     assert found.startswith(b"HTTP/1.1 408 ") and b"within 0.5 s" in found
@@ -118,9 +106,8 @@ def test_a_body_must_come_in_time(server: LiveServer) -> None:
 def test_a_client_that_leaves_within_its_body_is_no_error(
     server: LiveServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = request_bytes(COMPLETIONS, SHORT)
-    data = data.replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer secret")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+    data = request_bytes(COMPLETIONS, SHORT, SECRET)
+    with server.open() as link:
         link.sendall(data[:-1])
     assert server.ask("POST", COMPLETIONS, SHORT, **KEY)[0] == 200  # a round of the loop later
     server.wait_until_idle()
@@ -128,7 +115,7 @@ def test_a_client_that_leaves_within_its_body_is_no_error(
 
 
 def test_headers_have_a_largest_size(server: LiveServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as link:
+    with server.open() as link:
         link.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"a" * 2_000_000 + b"\r\n\r\n")
         assert link.recv(4096)[:13] == b"HTTP/1.1 400 "
 
@@ -137,7 +124,7 @@ def test_too_many_open_texts_are_429(server: LiveServer) -> None:
     status, _, data = server.ask("POST", COMPLETIONS, LONG | {"n": 5, "temperature": 1}, **KEY)
     assert status == 400 and b"asks for 5 texts" in data
     with held(server):
-        link = connect(server, **LONG | {"prompt": ["a", "b", "c"]})
+        link = server.connect(COMPLETIONS, SECRET, **LONG | {"prompt": ["a", "b", "c"]})
         until(lambda: server.service.open.num_texts == 3)
         status, headers, data = server.ask(
             "POST", COMPLETIONS, SHORT | {"n": 2, "temperature": 1}, **KEY
@@ -153,7 +140,7 @@ def test_too_many_open_texts_are_429(server: LiveServer) -> None:
 def test_a_client_that_leaves_ends_its_request(
     server: LiveServer, is_stream: bool, leave: Callable[[socket.socket], None]
 ) -> None:
-    with connect(server, **LONG, stream=is_stream) as link:
+    with server.connect(COMPLETIONS, SECRET, **LONG, stream=is_stream) as link:
         if is_stream:
             assert b"data: " in link.recv(4096) + link.recv(4096)
         else:
@@ -165,7 +152,7 @@ def test_a_client_that_leaves_ends_its_request(
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_a_client_that_leaves_while_its_request_waits(server: LiveServer, is_stream: bool) -> None:
     with held(server):
-        with connect(server, **LONG, stream=is_stream) as link:
+        with server.connect(COMPLETIONS, SECRET, **LONG, stream=is_stream) as link:
             until(lambda: server.service.open.num_texts)
             reset(link)
         until(lambda: not server.service.open.num_texts)
@@ -223,7 +210,7 @@ def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Pat
         short = server.connect(COMPLETIONS, **SHORT, stream=True)
         long = server.connect(COMPLETIONS, **LONG, stream=True)
         whole = server.connect(COMPLETIONS, **LONG)
-        late = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        late = server.open()
         late.sendall(request_bytes(COMPLETIONS, SHORT)[:-1])
         until(lambda: server.service.open.num_texts == 3)
         server.server.should_exit = True
@@ -242,12 +229,6 @@ def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Pat
 
 
 def test_an_engine_that_fails_for_good_is_seen_by_all(tiny: Callable[[str], Path]) -> None:
-    def break_engine(llm: Any) -> None:
-        def broken(*_: Any) -> None:
-            raise RuntimeError("device lost")
-
-        llm.llm_engine.runner.launch = broken
-
     with live_server(tiny("llama")) as server:
         slow_down(server, 0.01)
         with server.connect(COMPLETIONS, **LONG, stream=True) as link:
@@ -261,6 +242,22 @@ def test_an_engine_that_fails_for_good_is_seen_by_all(tiny: Callable[[str], Path
             server.get("/metrics"),
         ):
             assert (status, body["error"]["code"]) == (503, "engine_closed")
+
+
+def test_an_unexpected_error_is_logged_once(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(_: Any) -> None:
+        raise RuntimeError("oh")
+
+    with live_server(tiny("llama")) as server:
+        monkeypatch.setattr(server.service, "check_model", broken)
+        status, body = server.get("/v1/models/tiny")
+    error = body["error"]
+    assert (status, error["code"]) == (500, "server_error") and "oh" not in error["message"]
+    (record,) = caplog.records
+    assert record.exc_info and str(record.exc_info[1]) == "oh"
+    assert record.args and str(record.args[0]) in error["message"]
 
 
 def dechunked(data: bytes) -> bytes:

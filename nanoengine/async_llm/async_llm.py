@@ -1,0 +1,179 @@
+"""AsyncLLM: what callers on event loops use."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeVar, Unpack
+
+from nanoengine.async_llm.delta_stream import AsyncDeltaStream
+from nanoengine.async_llm.engine_thread import EngineThread
+from nanoengine.async_llm.mailbox import Mailbox
+from nanoengine.config import NAMES, Settings, shows_settings
+from nanoengine.engine.completion import merge_deltas, outputs_of
+from nanoengine.engine.request_forms import Messages, OneParams, Prompt, TemplateKwargs, Tools
+from nanoengine.engine.stats import EngineStats
+from nanoengine.engine.streaming import DeltaStream
+from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
+from nanoengine.llm import LLM
+from nanoengine.outputs import RequestOutput, StreamDelta
+from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
+from nanoengine.text.tokenizer import Tokenizer
+
+Answer = TypeVar("Answer")
+
+
+class AsyncLLM:
+    """A loaded model for asyncio; event loops in any number of threads may call it.
+
+    `async with AsyncLLM(...) as llm`, `await aclose()` or `close()` ends its thread and frees it.
+    """
+
+    @ends_at_the_user
+    @shows_settings
+    def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
+        """Takes LLM's arguments; returns when the model is loaded. Inside an event loop use `await
+        asyncio.to_thread(AsyncLLM, model)`. Raises ConfigError and ModelLoadError.
+        """
+        self._engine = EngineThread(model, settings)
+        # Runs also when this object is collected and when Python exits.
+        self._close = weakref.finalize(self, self._engine.stop)
+
+    @classmethod
+    @ends_at_the_user
+    def from_engine_args(cls, engine_args: object) -> Self:
+        """An AsyncLLM from other engines' arguments; see LLM.from_engine_args."""
+        return cls(**translated(engine_args, NAMES))
+
+    @property
+    def plan(self) -> Any:
+        """What start-up decided and allocated; print it to read it."""
+        return self._engine.plan
+
+    def __repr__(self) -> str:
+        plan = self.plan
+        return f"<AsyncLLM {plan.model!r} on {plan.device}, up to {plan.max_model_len} tokens>"
+
+    @explains_unknown(ARGUMENT, " of generate()")
+    def generate(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: OneParams = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt: `async for output in llm.generate("The sea is"): ...`
+
+        prompt: one prompt, as for LLM.stream. request_id: shown on the outputs and used by
+        abort(); by default a number. Each output holds the whole text so far; the last one, with
+        `finished`, equals LLM.generate's. Cancelling the task or closing the generator aborts it.
+        Raises at the first output what LLM.generate raises for the prompt, and RequestError for a
+        request_id in use. Raises later TransferError if the request's KV is lost, the engine's
+        error if the engine fails, EngineClosedError if it is closed.
+        """
+        return self._outputs(lambda llm: llm.stream(prompt, sampling_params), request_id)
+
+    @explains_unknown(ARGUMENT, " of chat()")
+    def chat(
+        self,
+        messages: Messages,
+        sampling_params: OneParams = None,
+        request_id: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: TemplateKwargs = None,
+        tools: Tools = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation; see generate() and LLM.chat."""
+        return self._outputs(
+            lambda llm: llm.stream_chat(
+                messages, sampling_params, add_generation_prompt, chat_template_kwargs, tools
+            ),
+            request_id,
+        )
+
+    @explains_unknown(ARGUMENT, " of stream()")
+    async def stream(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: OneParams = None,
+        request_id: str | None = None,
+    ) -> AsyncDeltaStream:
+        """Queue one prompt: `async for delta in await llm.stream("The sea is"): ...`
+
+        Unlike generate(), each delta holds only what is new. Raises at once what LLM.generate
+        raises for the prompt.
+        """
+        try:
+            return await self._open(lambda llm: llm.stream(prompt, sampling_params), request_id)
+        except RequestError as error:
+            raise without_our_lines(error) from error.__cause__
+
+    async def abort(self, request_id: int | str) -> None:
+        """End a request and free its memory; its generator yields one last output with
+        finish_reason "abort". An unknown id is not an error.
+        """
+        await self.call(partial(self._engine.abort, request_id))
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; any thread may use it."""
+        return await self.call(lambda llm: llm.tokenizer)
+
+    async def stats(self) -> EngineStats:
+        """What LLM.stats gives, between two steps."""
+        return await self.call(LLM.stats)
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop all cached KV that no running request uses."""
+        await self.call(LLM.reset_prefix_cache)
+
+    async def check_health(self) -> None:
+        """Raise EngineClosedError if the engine failed or was closed; does not wait for a step."""
+        self._engine.check_open()
+
+    def close(self) -> None:
+        """End open requests with EngineClosedError, end the thread, free weights and KV.
+
+        Waits for the step that is under way. Closing twice is fine.
+        """
+        self._close()
+
+    async def aclose(self) -> None:
+        """close() without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def call(self, function: Callable[[LLM], Answer]) -> Answer:
+        """What `function(llm)` returns: the engine's thread calls it between two steps."""
+        return await asyncio.wrap_future(self._engine.post(function))
+
+    async def _open(
+        self, open_stream: Callable[[LLM], DeltaStream], request_id: str | None
+    ) -> AsyncDeltaStream:
+        mailbox = Mailbox()
+        begin = partial(self._engine.begin, mailbox, open_stream, request_id)
+        try:
+            return AsyncDeltaStream(self._engine, mailbox, *await self.call(begin))
+        except BaseException:  # refused, or the caller was cancelled
+            self._engine.leave(mailbox)
+            raise
+
+    async def _outputs(
+        self, open_stream: Callable[[LLM], DeltaStream], request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        try:
+            async with await self._open(open_stream, request_id) as stream:
+                begun = stream.begun()
+                so_far: list[StreamDelta] = []  # one for each completion
+                while stream.output is None:
+                    so_far = merge_deltas([*so_far, *await stream.take()])
+                    yield stream.output or replace(begun, outputs=outputs_of(so_far))
+        except RequestError as error:
+            raise without_our_lines(error) from error.__cause__

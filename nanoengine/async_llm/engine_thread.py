@@ -1,0 +1,212 @@
+"""EngineThread: the one thread that calls the LLM, and what others may ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nanoengine.async_llm.mailbox import Mailbox
+from nanoengine.config import Settings
+from nanoengine.devices.home_process import HomeProcess, join
+from nanoengine.engine.output_processor import RequestState
+from nanoengine.engine.streaming import DeltaStream
+from nanoengine.errors import EngineClosedError, RequestError
+from nanoengine.llm import LLM
+from nanoengine.outputs import RequestOutput
+
+Answer = TypeVar("Answer")
+
+
+class EngineThread:
+    """The thread that owns the LLM. Others may call `post`, `check_open`, `leave` and `stop`."""
+
+    def __init__(self, model: str | Path, settings: Settings) -> None:
+        self._home = HomeProcess()
+        self._changed = threading.Condition()  # guards the next three
+        self._posted: list[tuple[Callable[[LLM], Any], Future[Any]]] = []
+        self._is_closed = False
+        self._cause: BaseException | None = None
+        self._open: dict[Mailbox, tuple[int | str, DeltaStream]] = {}
+        self._by_id: dict[int | str, Mailbox] = {}
+        ready: Future[Any] = Future()
+        # A daemon: Python joins other threads before it runs the finalizer that would stop them.
+        self._thread = threading.Thread(
+            target=self._run, args=(model, settings, ready), name="nanoengine", daemon=True
+        )
+        self._thread.start()
+        try:
+            self.plan = ready.result()
+        except BaseException:
+            self._refuse(None)
+            if ready.done():  # otherwise Ctrl-C came here: the thread ends once it has loaded
+                self._thread.join()
+            raise
+
+    # -- for every thread
+
+    def post(self, function: Callable[[LLM], Answer]) -> Future[Answer]:
+        """Have the engine's thread call `function(llm)` before its next step."""
+        self._home.check("this engine")
+        done: Future[Answer] = Future()
+        with self._changed:
+            if self._is_closed:
+                raise self._refusal()
+            self._posted.append((function, done))
+            self._changed.notify()
+        return done
+
+    def check_open(self) -> None:
+        """Raise EngineClosedError if the thread takes no more work."""
+        with self._changed:
+            if self._is_closed:
+                raise self._refusal()
+
+    def leave(self, mailbox: Mailbox) -> None:
+        """End a request whose caller is gone."""
+        if not self._home.is_here:
+            return
+        with self._changed:
+            if not self._is_closed:
+                self._posted.append((lambda _: self._forget(mailbox), Future()))
+                self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread and wait for its end; a forked process has no such thread."""
+        if not self._home.is_here:
+            return
+        self._refuse(None)
+        join(self._thread)
+
+    def _refuse(self, cause: BaseException | None) -> None:
+        with self._changed:
+            self._cause = self._cause or cause
+            self._is_closed = True
+            self._changed.notify()
+
+    def _refusal(self) -> EngineClosedError:
+        if self._cause is None:
+            return EngineClosedError("the engine was closed; make a new AsyncLLM")
+        refusal = EngineClosedError(f"the engine failed and was closed: {self._cause!r}")
+        refusal.__cause__ = self._cause
+        return refusal
+
+    # -- in the engine's thread, by `post`
+
+    def begin(
+        self,
+        mailbox: Mailbox,
+        open_stream: Callable[[LLM], DeltaStream],
+        request_id: str | None,
+        llm: LLM,
+    ) -> tuple[int | str, RequestState]:
+        """Queue a request; returns the id that its outputs show, and its state."""
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"request_id must be a string or None, got {request_id!r}")
+        if request_id in self._by_id:
+            raise RequestError(f"request_id {request_id!r} is in use by an open request")
+        stream = open_stream(llm)
+        shown = stream.request.request_id if request_id is None else request_id
+        self._open[mailbox] = shown, stream
+        self._by_id[shown] = mailbox
+        return shown, stream.request
+
+    def abort(self, request_id: int | str, llm: LLM) -> None:
+        """End a request and tell its caller."""
+        mailbox = self._by_id.get(request_id)
+        if mailbox is not None:
+            _, stream = self._open[mailbox]
+            for output in llm.llm_engine.abort(stream.request.request_id):
+                self._wake([mailbox] if self._deliver(mailbox, output) else [])
+
+    def _forget(self, mailbox: Mailbox) -> None:
+        """Remove a request for which no caller waits any more."""
+        if mailbox in self._open:
+            shown, stream = self._open.pop(mailbox)
+            del self._by_id[shown]
+            stream.close()
+
+    # -- the thread itself
+
+    def _run(self, model: str | Path, settings: Settings, ready: Future[Any]) -> None:
+        try:
+            llm = LLM(model, **settings)
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(llm.plan)
+        try:
+            self._serve(llm)
+        except BaseException as error:
+            self._refuse(error)
+        self._end_all()
+        llm.close()
+
+    def _serve(self, llm: LLM) -> None:
+        """Run posted functions and step until closed; wait when there is nothing to do."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._posted or self._open or self._is_closed)
+                if self._is_closed:
+                    return
+                posted, self._posted = self._posted, []
+            for function, done in posted:
+                if not done.set_running_or_notify_cancel():
+                    continue
+                try:
+                    done.set_result(function(llm))
+                except BaseException as error:
+                    done.set_exception(error)
+            if self._open:
+                self._step(llm)
+
+    def _step(self, llm: LLM) -> None:
+        for mailbox in list(self._open):
+            if mailbox.loop.is_closed():  # its caller can no longer end the request
+                self._forget(mailbox)
+        ended = {output.request_id: output for output in llm.llm_engine.step()}
+        self._wake(
+            [
+                mailbox
+                for mailbox, (_, stream) in list(self._open.items())
+                if self._deliver(mailbox, ended.get(stream.request.request_id))
+            ]
+        )
+
+    def _deliver(self, mailbox: Mailbox, output: RequestOutput | None) -> bool:
+        """Put new output of a request into its mailbox; True if the caller must be woken."""
+        shown, stream = self._open[mailbox]
+        deltas = stream.request.new_deltas() if mailbox.wants_deltas else []
+        if output is None:
+            return bool(deltas) and mailbox.put(deltas)
+        self._forget(mailbox)
+        return mailbox.put(deltas, output.error or replace(output, request_id=shown))
+
+    def _wake(self, mailboxes: Iterable[Mailbox]) -> None:
+        """Wake the callers, with one call for each event loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+        for mailbox in mailboxes:
+            by_loop.setdefault(mailbox.loop, []).append(mailbox)
+        for loop, group in by_loop.items():
+            with suppress(RuntimeError):  # the loop was closed just now
+                loop.call_soon_threadsafe(_wake_all, group)
+
+    def _end_all(self) -> None:
+        """After the last step, give every waiting caller the reason."""
+        with self._changed:
+            posted, self._posted = self._posted, []
+        for _, done in posted:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(self._refusal())
+        waiting = [box for box in self._open if box.put([], self._cause or self._refusal())]
+        self._wake(waiting)
+
+
+def _wake_all(mailboxes: list[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()
