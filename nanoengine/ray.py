@@ -102,7 +102,9 @@ class Generate:
         the engine fails.
         """
         self._check(batch)
-        params = self._params or await self._llm.call(_default_params)
+        params = self._params
+        if params is None:
+            params = await self._llm.call(_default_params)
         prompts, ids = list(batch[self._prompt]), list(batch[self._id])
         seeds = [None] * len(ids) if self._seed is None else list(batch[self._seed])
         rows = zip(prompts, ids, seeds, strict=True)
@@ -122,8 +124,8 @@ class Generate:
     def _check(self, batch: object) -> None:
         if not isinstance(batch, Mapping):
             raise ConfigError(
-                f"a batch must be a dict of columns, got {type(batch).__name__}; leave batch_format "
-                'of map_batches out, or say "numpy"'
+                f"a batch must be a dict of columns, got {type(batch).__name__}; leave "
+                'batch_format of map_batches out, or say "numpy"'
             )
         there = list(batch)
         for name in self._given:

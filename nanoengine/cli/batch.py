@@ -153,7 +153,7 @@ class Runner:
 
     def _seeded(self, line: Line, params: SamplingParams, index: int = 0) -> SamplingParams:
         """A line without a seed gets one that it has in every run; index: of its prompt."""
-        name = line.custom_id + (f":{index}" if index else "")
+        name = f"{line.custom_id}:{index}" if index else f"{line.custom_id}"
         return seeded(params, self._seed, name)
 
     def _step(self) -> None:
