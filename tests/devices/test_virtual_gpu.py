@@ -40,10 +40,11 @@ STREAMED: dict[str, Any] = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+    """One with torch.cuda's names, or with those of the kind that a test asks for."""
     monkeypatch.setattr(probe, "NUM_WARMUPS", 0)
     monkeypatch.setattr(probe, "NUM_BLOCKS", 2)
-    with VirtualGpu() as made:
+    with VirtualGpu(getattr(request, "param", "cuda")) as made:
         yield made
 
 
@@ -95,6 +96,30 @@ def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
     if "enable_cpu_offload" in settings:
         assert made.kv.counters.h2d_bytes > 3 * made.plan.kv.block_bytes
     assert any(graph.num_replays for graph in gpu.graphs)
+    made.close()
+
+
+@pytest.mark.parametrize("gpu", ["xpu"], indirect=True)
+@pytest.mark.parametrize("settings", [RESIDENT, STREAMED | {"debug_kv": True}], ids=str)
+def test_an_accelerator_does_the_same(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    """Under PyTorch's names for all vendors; the streamed one with the race checker."""
+    prompts = [prompt(n) for n in (1, 47)]
+    with gpu.left():
+        wanted = [expected(tiny("llama"), p, NUM_TOKENS) for p in prompts]
+    made = engine(tiny("llama"), device="xpu", **settings)
+    assert made.plan.device == "xpu" and made.device.torch_device == torch.device("xpu", 0)
+    gpu.strict, before = True, gpu.num_waits
+    driver = Driver(made)
+    outputs = driver.run(prompts, GREEDY)
+    waits = gpu.num_waits - before
+    gpu.strict = False
+    assert token_ids(outputs) == wanted
+    assert driver.num_steps - 2 < waits <= driver.num_steps
+    assert any(graph.num_replays for graph in gpu.graphs)
+    if "enable_cpu_offload" in settings:
+        assert made.kv.counters.h2d_bytes > 3 * made.plan.kv.block_bytes
     made.close()
 
 
