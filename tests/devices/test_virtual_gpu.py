@@ -123,6 +123,25 @@ def test_an_accelerator_does_the_same(
     made.close()
 
 
+@pytest.mark.parametrize("gpu", ["cuda", "xpu"], indirect=True)
+def test_streams_copy_by_themselves_and_wait_for_events(gpu: VirtualGpu) -> None:
+    """Two seconds of a copy: beside compute, until that waits for it."""
+    device = make_device(gpu.device.type, None)
+    x, host = device.tensor([0.0, 0.0], torch.float32), device.empty_host((2,), torch.float32)
+    compute, h2d, d2h = gpu.streams
+    gpu.costs = Costs(link_bytes_per_s=4)
+    device.h2d.copy(x, host.fill_(3))
+    assert [stream.time for stream in (compute, h2d, d2h)] == [0, 2, 0]
+    arrived = device.h2d.record()
+    assert not arrived.is_done()
+    device.compute.wait(arrived)
+    assert compute.time == 2 and gpu.host_time == 0
+    assert device.read_back(x).tolist() == [3, 3]
+    assert arrived.is_done() and gpu.host_time == 4 and not device.h2d.take_failed()
+    device.d2h.copy(host[:1], x, owner="it")
+    assert [failed.owner for failed in device.d2h.take_failed()] == ["it"]
+
+
 def test_what_requests_ask_for_needs_no_other_wait(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:
