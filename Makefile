@@ -17,7 +17,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures figure notebook docs doc-commands wheels bench clean gpu-check clients server-storm
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures figure notebook docs doc-commands wheels bench clean gpu-check clients ray server-storm
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -33,6 +33,10 @@ test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow -n 0 -s' f
 
 clients: .venv/.clients ## the official clients of OpenAI and Anthropic, and schemathesis, against the server
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m '' tests/serving/test_clients.py tests/serving/test_official_types.py
+
+ray: .venv/.ray .venv/.model ## jobs of Ray on this machine: columns, and actors that are killed; some minutes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m ray tests/api/test_ray_data.py
+	$(PY) -m benchmarks.ray_resume
 
 mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
 	$(PY) benchmarks/proofs/mutants.py
@@ -124,6 +128,11 @@ clean: ## remove .venv and what was built here; `nanoengine models` shows the ca
 .venv/.clients: .venv/.test
 	@echo "installing clients of the server"
 	@$(INSTALL) --no-build-isolation --editable '.[clients]'
+	@touch $@
+
+.venv/.ray: .venv/.test
+	@echo "installing Ray"
+	@$(INSTALL) --no-build-isolation --editable '.[ray]'
 	@touch $@
 
 .venv/.docs: .venv/.runtime

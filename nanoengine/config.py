@@ -120,6 +120,14 @@ ATTENTION_LIMITS = {
     "flash-attn": _FLASH,
     "varlen": _FLASH,
     "triton": AttentionLimits(),
+    "ascend": AttentionLimits(
+        ("bfloat16", "float16"),
+        head_dim_step=128,
+        max_head_dim=128,
+        page=128,
+        windows=False,
+        softcap=False,
+    ),
     "sdpa": AttentionLimits(head_dim_step=8, windows=False, softcap=False),
     "c": AttentionLimits(("float32", "bfloat16")),
     "torch": AttentionLimits(),
@@ -187,7 +195,7 @@ MAX_THREADS = 1024
 MAX_RANKS = 64
 MAX_GIB = 1 << 20
 FLAGS = ("enable_prefix_caching", "enforce_eager", "measure_speed", "debug_kv")
-DEVICE_NAMES = r"auto|cpu|cuda(:(0|[1-9][0-9]{0,2}))?"
+DEVICE_NAMES = r"auto|cpu|(cuda|xpu|npu)(:(0|[1-9][0-9]{0,2}))?"
 # A setting whose default is None may be None, whatever else these tables allow.
 CHOICES = {
     "load_format": ("auto", "safetensors", "gguf", "dummy"),
@@ -235,7 +243,8 @@ class EngineConfig:
     model: a Hugging Face folder, a .gguf file, a hub id ("organisation/model"), or a name in
     loading/packaged.py: "smollm2-135m", "gemma3-270m".
     tokenizer: another folder for it.
-    dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda", "cuda:N".
+    dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda",
+    "cuda:N"; "xpu" (Intel) and "npu" (Ascend), which no such device has run.
     max_model_len: most tokens of one request, prompt and output.
     max_num_seqs: most requests running at once.
     max_num_batched_tokens: most tokens computed in one step; longer prompts are chunked.
@@ -246,9 +255,9 @@ class EngineConfig:
     enforce_eager: on a GPU, run decode steps without CUDA graphs. load_format: "auto",
     "safetensors", "gguf" or "dummy" (random weights of the right shapes). attention_backend: "auto"
     takes the first that can be used: on a GPU of "triton", "flash-attn", "varlen" (PyTorch's
-    varlen_attn), "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on a CPU of "c" and
-    "torch" ("sdpa" on request). The split of a context into chunks changes the bits of
-    "flash-attn", "varlen" and "sdpa" only.
+    varlen_attn), "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on an "npu" of
+    "ascend", "sdpa" and "torch", on a CPU of "c" and "torch" ("sdpa" on request). The split of a
+    context into chunks changes the bits of "flash-attn", "varlen", "ascend" and "sdpa" only.
     quantization: None, or lossy weights in all layers: "int8" (a scale for each output) or "int4"
     (a scale and a zero for each 128 inputs, or 64 or 32 where 128 does not divide them); "gguf"
     keeps the 4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay.
@@ -376,8 +385,8 @@ class EngineConfig:
         device = _torch_name(self.device)
         if not re.fullmatch(DEVICE_NAMES, device):
             raise ConfigError(
-                f'device must be "auto", "cpu", "cuda" or "cuda:N", got {shown(self.device)}; '
-                "GPUs other than NVIDIA's, Apple's too, are not supported"
+                'device must be "auto", "cpu", "cuda", "xpu" or "npu", or with a number as in '
+                f'"cuda:1", got {shown(self.device)}; other GPUs, Apple\'s too, are not supported'
             )
         self._set("device", device)
         for name, allowed in CHOICES.items():

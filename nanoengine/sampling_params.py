@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import xxhash
+
 from nanoengine.errors import (
     MAX_COUNT,
     SEEDS,
@@ -239,6 +241,16 @@ class BeamSearchParams:
                 f'early_stopping must be True, False or "never", got {shown(ends)}'
             )
         _flag("ignore_eos", self.ignore_eos)
+
+
+def seeded(params: SamplingParams, engine_seed: int, name: str) -> SamplingParams:
+    """The parameters as they are, or, without a seed, with one made of the engine's and of a name,
+    so that the request of this name has the same seed in every run, order and process.
+    """
+    if params.seed is not None:
+        return params
+    told = f"{engine_seed}:{name}".encode("utf-8", "replace")
+    return replace(params, seed=xxhash.xxh3_64_intdigest(told))
 
 
 def _flag(name: str, value: object) -> None:

@@ -141,7 +141,7 @@ class SdpaKernel:
 
     def __init__(self, device: torch.device) -> None:
         self.name = f"SDPA of torch {torch.__version__}"
-        self._is_gpu = device.type == "cuda"
+        self._is_gpu = device.type != "cpu"
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: KernelCall, scale: float
@@ -461,6 +461,7 @@ def try_kernel(
         for shape in ((5, 2, head_dim), *[(2, block_size, 1, head_dim)] * 2)
     )
     k[0, -1] = 2 * q[3, :1]  # the last key counts for the first query that sees them all
+    k[0, -2] = 2 * q[1, :1]  # and the last one of the second decode for it
     index, table = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [[1, 0]] * 2))
     spans = ((0, 0, (1,)), (1, 0, (1, 0)))
     chunk = KVChunk(k, v, index, index, index, table.to(device), spans)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoengine.attention.ascend_kernel import ascend_kernels
 from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.flash_attention import (
     flash_attn_kernels,
@@ -23,8 +24,18 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 Found = tuple[AttentionBackend | None, str]  # a backend, and the reasons against others
 # The first backend that works is used; on a CPU "sdpa" only on request.
 # On a GPU, backends proved by a GPU run come first.
-ORDER = {"cuda": ("triton", "flash-attn", "varlen", "sdpa", "torch"), "cpu": ("c", "torch", "sdpa")}
-FLASH_KERNELS = {"flash-attn": flash_attn_kernels, "varlen": varlen_kernels, "sdpa": sdpa_kernels}
+ORDER = {
+    "cuda": ("triton", "flash-attn", "varlen", "sdpa", "torch"),
+    "xpu": ("triton", "sdpa", "torch"),
+    "npu": ("ascend", "sdpa", "torch"),
+    "cpu": ("c", "torch", "sdpa"),
+}
+FLASH_KERNELS = {
+    "flash-attn": flash_attn_kernels,
+    "varlen": varlen_kernels,
+    "ascend": ascend_kernels,
+    "sdpa": sdpa_kernels,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,16 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from nanoengine.cli.answers import Model, open_model
 from nanoengine.cli.batch_files import AnswerFile, Line, read_lines, survey
 from nanoengine.cli.flags import engine_config
 from nanoengine.errors import RequestError, shown
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams, seeded
 from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
 from nanoengine.serving.openai_keys import check_refused
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, read_request
@@ -169,10 +167,8 @@ class Runner:
 
     def _seeded(self, line: Line, params: SamplingParams, index: int = 0) -> SamplingParams:
         """A line without a seed gets one that it has in every run; index: of its prompt."""
-        if params.seed is not None:
-            return params
-        told = f"{self._seed}:{line.custom_id}" + (f":{index}" if index else "")
-        return replace(params, seed=xxhash.xxh3_64_intdigest(told.encode("utf-8", "replace")))
+        name = f"{line.custom_id}:{index}" if index else f"{line.custom_id}"
+        return seeded(params, self._seed, name)
 
     def _step(self) -> None:
         """One step of the engine for all; write what has ended."""

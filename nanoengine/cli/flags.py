@@ -27,7 +27,7 @@ SETTINGS = {
     "model and device": {
         "tokenizer": "folder of another tokenizer",
         "dtype": "of weights and KV: auto, float32, bfloat16 or float16",
-        "device": "where the model runs: auto, cpu, cuda or cuda:N",
+        "device": "where the model runs: auto, cpu, cuda, cuda:N, xpu or npu",
         "quantization": "weights in fewer bits",
         "load_format": "how weights are stored (dummy: random ones)",
         "attention_backend": "kernels of attention",

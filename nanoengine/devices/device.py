@@ -21,7 +21,7 @@ def to_device(values: object, dtype: torch.dtype, device: torch.device) -> Tenso
     host does not wait for queued work.
     """
     host = torch.as_tensor(values, dtype=dtype)
-    if device.type == "cuda":
+    if device.type != "cpu":
         host = host.pin_memory()
     return host.to(device, non_blocking=True)
 

@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from nanoengine.devices.accelerator import ACCELERATORS, AcceleratorDevice
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.cuda import CudaDevice
 from nanoengine.devices.device import Device
@@ -22,7 +23,8 @@ def resolved(name: str) -> str:
 def make_device(
     name: str, num_threads: int | None, copy_workers: bool = False, max_delay_s: float = 0.0
 ) -> Device:
-    """The Device called "auto", "cpu", "cuda" or "cuda:N". Raises ConfigError for anything else.
+    """The Device called "auto", "cpu", "cuda", "xpu" or "npu", or "cuda:N" and so on. "auto" is a
+    CUDA GPU or the CPU: the others are new. Raises ConfigError for anything else.
 
     copy_workers: run a CPU's copies on threads. max_delay_s: longest random delay in seconds before
     a copy on a stream or thread.
@@ -39,4 +41,6 @@ def make_device(
                 f"device={name!r} was asked for, but the last of {num_gpus} is cuda:{num_gpus - 1}"
             )
         return CudaDevice(name, max_delay_s)
-    raise ConfigError(f'device must be "auto", "cpu", "cuda" or "cuda:N", got {name!r}')
+    if re.fullmatch(f"({'|'.join(ACCELERATORS)})(:(0|[1-9][0-9]{{0,8}}))?", name):
+        return AcceleratorDevice(name, max_delay_s)
+    raise ConfigError(f'device must be "auto", "cpu", "cuda", "xpu" or "npu", got {name!r}')

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import ReplayKey
+from nanoengine.devices.gpu import VendorGraphs
 from nanoengine.models.layer_ops import AfterAttention
 
 SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
@@ -24,7 +25,8 @@ PIECE_ROWS = 64  # every layer keeps a result of its own for each size up to thi
 class CudaGraphs:
     """Owns the graphs of an engine; they share one memory pool, as only one runs at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, vendor: VendorGraphs) -> None:
+        self._vendor = vendor
         self._graphs: dict[object, _Graph | None] = {}
         # By rows: the static buffers of residual streams, and of the attended values of all layers.
         self._residuals: dict[int, Tensor] = {}
@@ -87,17 +89,16 @@ class CudaGraphs:
 
     def _capture(self, tensors: tuple[Tensor, ...], forward: Callable[[], Tensor]) -> _Graph:
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may be taking host memory just then.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._pool = self._vendor.new_pool()
+        graph = self._vendor.new()
+        with self._vendor.capture(graph, self._pool):
             result = forward()
         return _Graph(graph, tensors, result)
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    graph: torch.cuda.CUDAGraph
+    graph: Any
     tensors: tuple[Tensor, ...]
     result: Tensor
 

@@ -49,14 +49,15 @@ class Int8Codec:
         """Quantise `src` [..., head_dim] to `dst` [..., head_dim + 4], both contiguous."""
         rows, codes = _rows(src), _rows(dst)
         head_dim = rows.shape[1]
-        for part in _parts(len(rows), head_dim, src.is_cuda):
+        is_on_gpu = src.device.type != "cpu"
+        for part in _parts(len(rows), head_dim, is_on_gpu):
             values = rows[part].float()
             scale = values.abs().amax(-1, keepdim=True).div_(127).clamp_min_(TINY)
             target = codes[part]
-            staged = torch.empty_like(target, device=src.device) if src.is_cuda else target
+            staged = torch.empty_like(target, device=src.device) if is_on_gpu else target
             staged[:, head_dim:].view(torch.float32).copy_(scale)
             staged[:, :head_dim] = (values / scale).round_()
-            if src.is_cuda:
+            if is_on_gpu:
                 target.copy_(staged, non_blocking=True)
 
     @classmethod
@@ -72,7 +73,7 @@ class Int8Codec:
         """The inverse: `src` [..., head_dim + 4] to `dst` [..., head_dim], both contiguous."""
         rows, codes = _rows(dst), _rows(src)
         head_dim = rows.shape[1]
-        for part in _parts(len(rows), head_dim, dst.is_cuda):
+        for part in _parts(len(rows), head_dim, dst.device.type != "cpu"):
             staged = codes[part].to(dst.device, non_blocking=True)
             scale = staged[:, head_dim:].view(torch.float32)
             torch.mul(staged[:, :head_dim], scale, out=rows[part])

@@ -16,6 +16,7 @@ from nanoengine.attention.select import AttentionSetup, make_attention
 from nanoengine.config import EngineConfig, ModelConfig
 from nanoengine.context import AttentionBackend
 from nanoengine.devices.device import Device
+from nanoengine.devices.gpu import find_graphs
 from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.errors import ConfigError, ModelNotFoundError
@@ -175,8 +176,10 @@ def choose_ops(
     quantizer: Quantizer | None,
 ) -> LayerOps:
     """The fastest implementation of the layers on this machine."""
+    if device.torch_device.type == "npu":
+        return TorchOps(quantizer)  # Triton for it is another package, which nobody has tried here
     if device.name != "cpu":
-        return _gpu_ops(config, quantizer)
+        return _gpu_ops(config, device, quantizer)
     if kernels is None:
         return TorchOps(quantizer)
     if dtype is not torch.bfloat16:
@@ -187,12 +190,13 @@ def choose_ops(
         return KernelOps(kernels, kernels.tape, quantizer)
 
 
-def _gpu_ops(config: EngineConfig, quantizer: Quantizer | None) -> LayerOps:
+def _gpu_ops(config: EngineConfig, device: Device, quantizer: Quantizer | None) -> LayerOps:
     try:
         from nanoengine.kernels.triton_kernels import TritonKernels  # comes with a GPU's PyTorch
     except ImportError:
         return TorchOps(quantizer)
-    graphs = None if config.enforce_eager else CudaGraphs()
+    vendor = None if config.enforce_eager else find_graphs(device.torch_device)
+    graphs = None if vendor is None else CudaGraphs(vendor)
     return GpuOps(TritonKernels(), graphs, quantizer)
 
 

@@ -104,7 +104,7 @@ def test_a_bad_quantization_names_the_allowed_and_the_nearest() -> None:
         ),
         ({"quantization": "wint8"}, "did you mean 'int8'"),
         ({"attention_backend": "flash_attn"}, "did you mean 'flash-attn'"),
-        ({"device": "mps"}, "got 'mps'; GPUs other than NVIDIA's, Apple's too"),
+        ({"device": "mps"}, "got 'mps'; other GPUs, Apple's too"),
     ],
 )
 def test_a_value_of_another_engine_is_explained(settings: dict[str, Any], text: str) -> None:

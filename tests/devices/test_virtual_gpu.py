@@ -40,10 +40,11 @@ STREAMED: dict[str, Any] = {
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+    """One with torch.cuda's names, or with those of the kind that a test asks for."""
     monkeypatch.setattr(probe, "NUM_WARMUPS", 0)
     monkeypatch.setattr(probe, "NUM_BLOCKS", 2)
-    with VirtualGpu() as made:
+    with VirtualGpu(getattr(request, "param", "cuda")) as made:
         yield made
 
 
@@ -96,6 +97,49 @@ def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
         assert made.kv.counters.h2d_bytes > 3 * made.plan.kv.block_bytes
     assert any(graph.num_replays for graph in gpu.graphs)
     made.close()
+
+
+@pytest.mark.parametrize("gpu", ["xpu"], indirect=True)
+@pytest.mark.parametrize("settings", [RESIDENT, STREAMED | {"debug_kv": True}], ids=str)
+def test_an_accelerator_does_the_same(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    """Under PyTorch's names for all vendors; the streamed one with the race checker."""
+    prompts = [prompt(n) for n in (1, 47)]
+    with gpu.left():
+        wanted = [expected(tiny("llama"), p, NUM_TOKENS) for p in prompts]
+    made = engine(tiny("llama"), device="xpu", **settings)
+    assert made.plan.device == "xpu" and made.device.torch_device == torch.device("xpu", 0)
+    gpu.strict, before = True, gpu.num_waits
+    driver = Driver(made)
+    outputs = driver.run(prompts, GREEDY)
+    waits = gpu.num_waits - before
+    gpu.strict = False
+    assert token_ids(outputs) == wanted
+    assert driver.num_steps - 2 < waits <= driver.num_steps
+    assert any(graph.num_replays for graph in gpu.graphs)
+    if "enable_cpu_offload" in settings:
+        assert made.kv.counters.h2d_bytes > 3 * made.plan.kv.block_bytes
+    made.close()
+
+
+@pytest.mark.parametrize("gpu", ["cuda", "xpu"], indirect=True)
+def test_streams_copy_by_themselves_and_wait_for_events(gpu: VirtualGpu) -> None:
+    """Two seconds of a copy: beside compute, until that waits for it."""
+    device = make_device(gpu.device.type, None)
+    x, host = device.tensor([0.0, 0.0], torch.float32), device.empty_host((2,), torch.float32)
+    compute, h2d, d2h = gpu.streams
+    gpu.costs = Costs(link_bytes_per_s=4)
+    device.h2d.copy(x, host.fill_(3))
+    assert [stream.time for stream in (compute, h2d, d2h)] == [0, 2, 0]
+    arrived = device.h2d.record()
+    assert not arrived.is_done()
+    device.compute.wait(arrived)
+    assert compute.time == 2 and gpu.host_time == 0
+    assert device.read_back(x).tolist() == [3, 3]
+    assert arrived.is_done() and gpu.host_time == 4 and not device.h2d.take_failed()
+    device.d2h.copy(host[:1], x, owner="it")
+    assert [failed.owner for failed in device.d2h.take_failed()] == ["it"]
 
 
 def test_what_requests_ask_for_needs_no_other_wait(

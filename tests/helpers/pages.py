@@ -36,7 +36,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 OTHER_VALUES = {
     "tokenizer": "a path",
     "dtype": ", ".join(sorted(set(DTYPES.values()))),
-    "device": "auto, cpu, cuda, cuda:N",
+    "device": "auto, cpu, cuda, xpu, npu; cuda:N, xpu:N, npu:N",
     "gpu_memory_utilization": "above 0, up to 1",
     "speculative": f"auto, ngram:K, resident:K, ngram:K+resident:K; K from 1 to {MAX_GUESSES}",
     "debug_copy_delay_ms": "0 to 1000",

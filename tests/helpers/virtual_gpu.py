@@ -1,9 +1,10 @@
-"""A CUDA GPU made of the CPU, for what no test could see without one: which tensors lie where, when
+"""A GPU made of the CPU, for what no test could see without one: which tensors lie where, when
 the host waits, what a graph replays, and how long a step would take.
 
-While it is entered, `torch.cuda` is a stand-in, so that CudaDevice, CudaGraphs and everything above
-them run as they are; Triton's kernels are interpreted. Numbers are computed at once, in the order
-in which work is queued; time is virtual. Streams run in order, wait for events, and begin no work
+While it is entered, `torch.cuda` is a stand-in, or, for an accelerator, `torch.accelerator` and
+`torch.Stream` are, so that CudaDevice or AcceleratorDevice, CudaGraphs and everything above them
+run as they are; Triton's kernels are interpreted. Numbers are computed at once, in the order in
+which work is queued; time is virtual. Streams run in order, wait for events, and begin no work
 before the host has queued it; queueing takes the host no time.
 """
 
@@ -22,9 +23,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
-from nanoengine.devices.cuda import CYCLES_PER_S, CudaDevice
+from nanoengine.devices.cuda import CYCLES_PER_S
+from nanoengine.devices.gpu import GpuDevice
 
-GPU = torch.device("cuda", 0)
 GET_DEVICE = Tensor.device.__get__
 GET_IS_CUDA = Tensor.is_cuda.__get__
 # What copies between host and GPU, and may be told so.
@@ -56,7 +57,7 @@ class Costs:
 
 
 class VirtualEvent:
-    """torch.cuda.Event."""
+    """torch.cuda.Event and torch.Event."""
 
     def __init__(self, gpu: VirtualGpu, time: float) -> None:
         self._gpu, self.time = gpu, time
@@ -69,7 +70,9 @@ class VirtualEvent:
 
 
 class VirtualStream:
-    """torch.cuda.Stream. time: when all that was queued is done; busy: how long it works."""
+    """torch.cuda.Stream and torch.Stream. time: when all that was queued is done; busy: how long
+    it works.
+    """
 
     device = torch.device("cpu")  # where tensors made for it really are
 
@@ -88,13 +91,19 @@ class VirtualStream:
     def wait_event(self, event: VirtualEvent) -> None:
         self.time = max(self.time, event.time)
 
+    def __enter__(self) -> None:
+        self._before, self._gpu.current = self._gpu.current, self
+
+    def __exit__(self, *_: object) -> None:
+        self._gpu.current = self._before
+
 
 Work = Callable[[], None]
 
 
 @dataclass
 class VirtualGraph:
-    """torch.cuda.CUDAGraph: what was queued while it was captured."""
+    """torch.cuda.CUDAGraph and torch.xpu.XPUGraph: what was queued while it was captured."""
 
     work: list[Work] = field(default_factory=list)
     num_replays: int = 0
@@ -106,14 +115,15 @@ class VirtualGraph:
 
 
 class VirtualGpu(TorchFunctionMode):
-    """Enter it, and make engines with device="cuda".
+    """Enter it, and make engines with device="cuda", or that of another kind.
 
     strict: the host may not wait but for an event. num_waits counts those that it waited for,
     num_crossings the copies between host and GPU. graphs: all that were captured.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "cuda") -> None:
         super().__init__()
+        self.device = torch.device(kind, 0)
         self.costs, self.memory_bytes = Costs(), 1 << 30
         self.strict = False
         self.host_time, self.num_waits, self.num_crossings = 0.0, 0, 0
@@ -125,33 +135,15 @@ class VirtualGpu(TorchFunctionMode):
         self.allocated = self.peak = 0
         self._patch = pytest.MonkeyPatch()
 
-    # -- torch.cuda
+    # -- torch.cuda, or torch.accelerator
     # -----------------------------------------------------------------------------------------
 
     def __enter__(self) -> VirtualGpu:
-        for name, replacement in {
-            "is_available": lambda: True,
-            "set_device": lambda _: None,
-            "empty_cache": lambda: None,
-            "reset_peak_memory_stats": self._forget_peak,
-            "is_bf16_supported": lambda **_: True,
-            "current_device": lambda: 0,
-            "current_stream": lambda *_: self.current,
-            "synchronize": lambda *_: self.wait_until(max(s.time for s in self.streams)),
-            "mem_get_info": lambda *_: (self.memory_bytes - self.allocated, self.memory_bytes),
-            "memory_allocated": lambda *_: self.allocated,
-            "max_memory_allocated": lambda *_: self.peak,
-            "get_device_properties": lambda *_: SimpleNamespace(
-                shared_memory_per_block_optin=227 << 10
-            ),
-            "_sleep": lambda cycles: self.current.work(cycles / CYCLES_PER_S),
-            "Stream": lambda: VirtualStream(self),
-            "stream": self._in_stream,
-            "graph_pool_handle": lambda: (0, 1),
-            "CUDAGraph": VirtualGraph,
-            "graph": self._capture,
-        }.items():
-            self._patch.setattr(torch.cuda, name, replacement)
+        for module, names in (
+            self._cuda_names() if self.device.type == "cuda" else self._accelerator_names()
+        ):
+            for name, replacement in names.items():
+                self._patch.setattr(module, name, replacement)
         launch = GridExecutor.__call__
         self._patch.setattr(
             GridExecutor, "__call__", lambda kernel, *a, **k: self._launch(launch, kernel, a, k)
@@ -160,16 +152,69 @@ class VirtualGpu(TorchFunctionMode):
         self._patch.setattr(torch, "Generator", lambda *_: generator())
         gpu = self
 
-        def empty_host(_: CudaDevice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        def empty_host(_: GpuDevice, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return gpu._pin(torch.empty(shape, dtype=dtype))  # on a thread, where no mode is on
 
-        self._patch.setattr(CudaDevice, "empty_host", empty_host)
+        self._patch.setattr(GpuDevice, "empty_host", empty_host)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patch.undo()
+
+    def _shared_names(self) -> dict[str, Any]:
+        """What torch.cuda and torch.accelerator call alike."""
+        return {
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": self._forget_peak,
+            "current_stream": lambda *_: self.current,
+            "synchronize": lambda *_: self.wait_until(max(s.time for s in self.streams)),
+            "memory_allocated": lambda *_: self.allocated,
+            "max_memory_allocated": lambda *_: self.peak,
+        }
+
+    def _memory(self, *_: object) -> tuple[int, int]:
+        return self.memory_bytes - self.allocated, self.memory_bytes
+
+    def _cuda_names(self) -> list[tuple[Any, dict[str, Any]]]:
+        others = {
+            "is_available": lambda: True,
+            "set_device": lambda _: None,
+            "is_bf16_supported": lambda **_: True,
+            "current_device": lambda: 0,
+            "mem_get_info": self._memory,
+            "get_device_properties": lambda *_: SimpleNamespace(
+                shared_memory_per_block_optin=227 << 10
+            ),
+            "_sleep": lambda cycles: self.current.work(cycles / CYCLES_PER_S),
+            "Stream": lambda: VirtualStream(self),
+            "stream": lambda stream: stream,
+            "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": VirtualGraph,
+            "graph": self._capture,
+        }
+        return [(torch.cuda, self._shared_names() | others)]
+
+    def _accelerator_names(self) -> list[tuple[Any, dict[str, Any]]]:
+        others = {
+            "current_accelerator": lambda check_available=False: torch.device(self.device.type),
+            "device_count": lambda: 1,
+            "current_device_index": lambda: 0,
+            "set_device_index": lambda _: None,
+            "get_memory_info": self._memory,
+            "get_device_capability": lambda _: {"supported_dtypes": {torch.bfloat16}},
+        }
+        graphs = {
+            "graph_pool_handle": lambda: (0, 1),
+            "XPUGraph": VirtualGraph,
+            "graph": lambda graph, pool: self._capture(graph),  # it takes no error mode
+        }
+        return [
+            (torch.accelerator, self._shared_names() | others),
+            (torch, {"Stream": lambda _: VirtualStream(self)}),
+            (torch.xpu, graphs),
+        ]
 
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
@@ -180,12 +225,6 @@ class VirtualGpu(TorchFunctionMode):
 
     def _forget_peak(self, _: object) -> None:
         self.peak = self.allocated
-
-    @contextlib.contextmanager
-    def _in_stream(self, stream: VirtualStream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
     @contextlib.contextmanager
     def _capture(self, graph: VirtualGraph, **_: object) -> Iterator[None]:
@@ -228,9 +267,9 @@ class VirtualGpu(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func == GET_DEVICE:
-            return GPU if self._is_here(args[0]) else func(*args)
+            return self.device if self._is_here(args[0]) else func(*args)
         if func == GET_IS_CUDA:
-            return self._is_here(args[0])
+            return self.device.type == "cuda" and self._is_here(args[0])
         if func is torch.device:
             return func(*args, **kwargs)
         name = func.__name__
@@ -246,7 +285,7 @@ class VirtualGpu(TorchFunctionMode):
             return self._move(args[0], target, func(*args, **kwargs))
         if here:
             self._check(name, args, given, here)
-        is_ours = bool(here) or (target is not None and target.type == "cuda")
+        is_ours = bool(here) or (target is not None and target.type != "cpu")
         if not is_ours:
             out = func(*args, **kwargs)
             if is_pinned or any(_is_pinned(t) and _shares(t, out) for t in given):
@@ -269,7 +308,7 @@ class VirtualGpu(TorchFunctionMode):
             raise WrongPlaceError(f"{name}: tensors of the host and of the GPU")
 
     def _move(self, source: Tensor, target: torch.device, out: Tensor) -> Tensor:
-        if target.type == "cuda":
+        if target.type != "cpu":
             if self._is_here(source):
                 return self._place(out)
             self._cross(source)
@@ -429,7 +468,7 @@ def _to_cpu(
     named: list[torch.device] = []
 
     def moved(value: Any) -> Any:
-        if isinstance(value, str) and value.partition(":")[0] in ("cuda", "cpu"):
+        if isinstance(value, str) and value.partition(":")[0] in ("cuda", "xpu", "cpu"):
             value = torch.device(value)
         if isinstance(value, torch.device):
             named.append(value)

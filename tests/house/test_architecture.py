@@ -47,6 +47,7 @@ FOLDERS = {
 FRONT = {
     "llm": {"engine", "text"},
     "async_llm": {"llm", "engine", "text", "devices"},
+    "ray": {"async_llm", "llm", "engine"},
     "__init__": {"llm", "async_llm", "engine", "devices"},
     "__main__": {"cli"},
 }
@@ -337,7 +338,8 @@ def test_readme_tree_is_the_package() -> None:
     entries = (ROOT / PACKAGE).iterdir()
     there = {p.name + "/" * p.is_dir() for p in entries if p.name != "__pycache__"}
     assert set(tree_in((ROOT / "README.md").read_text(encoding="utf-8"))) == there - {"py.typed"}
-    assert len(there) <= 24
+    # 25 since ray.py: what users name as nanoengine.ray can lie in no folder.
+    assert len(there) <= 25
 
 
 def test_the_law_has_no_circle() -> None:

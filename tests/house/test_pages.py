@@ -30,7 +30,7 @@ def test_the_settings_page_has_every_setting_once() -> None:
 ENDS: dict[str, tuple[list[Any], list[Any]]] = {
     "tokenizer": (["folder"], [5]),
     "dtype": (["auto", "bfloat16", "float16", "float32"], ["float64"]),
-    "device": (["auto", "cpu", "cuda", "cuda:7"], ["mps"]),
+    "device": (["auto", "cpu", "cuda", "cuda:7", "xpu", "npu:1"], ["mps", "xpu:", "npu:01"]),
     "gpu_memory_utilization": ([0.001, 1], [0, 1.001]),
     "speculative": (["ngram:1", "ngram:64"], ["ngram:0", "ngram:65"]),
     "debug_copy_delay_ms": ([0, 1000], [-1, 1000.5]),

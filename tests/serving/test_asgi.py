@@ -1,0 +1,68 @@
+"""The server as an application that another program serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import SETTINGS
+
+from nanoengine import LLM, ModelNotFoundError, SamplingParams
+from nanoengine.serving.asgi import asgi_app
+from nanoengine.serving.options import ServerOptions
+
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
+
+async def ask(app: Any, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    """Status and JSON of one request, given to the application itself."""
+    sent: list[MutableMapping[str, Any]] = []
+    gone = asyncio.Event()
+    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> MutableMapping[str, Any]:
+        if not messages:
+            await gone.wait()
+        return messages.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "http_version": "1.1", "method": method, "path": path}
+    scope |= {"raw_path": path.encode(), "query_string": b"", "headers": headers, "root_path": ""}
+    await app(scope, receive, send)
+    data = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], json.loads(data or b"null")
+
+
+def test_the_application_answers_while_it_lives(tiny: Callable[[str], Path]) -> None:
+    asked = {"prompt": "the sea", "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+
+    async def work() -> list[tuple[int, Any]]:
+        app = asgi_app(tiny("llama"), ServerOptions(served_model_name="small"), **SETTINGS)
+        async with app.router.lifespan_context(app):
+            calls = ("GET", "/health", None), ("POST", "/v1/completions", asked)
+            found = [await ask(app, *call) for call in (*calls, ("GET", "/nothing", None))]
+        return [*found, await ask(app, *calls[0])]
+
+    health, answer, nothing, ended = asyncio.run(work())
+    with LLM(tiny("llama"), **SETTINGS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        expected = llm.generate("the sea", params, use_tqdm=False)[0]["text"]
+    assert health[0] == 200 and nothing[0] == 404 and ended[0] == 503
+    assert answer[1]["choices"][0]["text"] == expected and answer[1]["model"] == "small"
+
+
+def test_a_model_that_is_not_there_ends_the_start() -> None:
+    async def work() -> None:
+        app = asgi_app("nowhere/at/all")
+        async with app.router.lifespan_context(app):
+            raise AssertionError("it started")
+
+    with pytest.raises(ModelNotFoundError):
+        asyncio.run(work())
