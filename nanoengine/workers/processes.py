@@ -99,8 +99,6 @@ class WorkerProcesses:
         connection between ranks that broke).
         """
         self._home.check("this engine's group of worker processes")
-        if not self._end.alive:
-            raise EngineClosedError("the worker processes of this engine were closed")
         self._team.check(within_s)
 
     def close(self) -> None:
@@ -149,7 +147,8 @@ class _Team:
         begin = time.monotonic()
         with self._news:
             while waiting := [worker for worker in self.workers if not worker.replies]:
-                self._raise_failure()
+                if self._is_over():
+                    raise self._error()
                 silent = min(waiting, key=lambda worker: worker.heard)
                 left = max(begin, silent.heard) + timeout_s - time.monotonic()
                 if left <= 0:
@@ -158,17 +157,17 @@ class _Team:
             else:
                 return [worker.replies.popleft() for worker in self.workers]
         self._fail(silent.failed(f"was silent for {timeout_s:g} s"))
-        self.check(STOP_S)
-        raise AssertionError("a failure was not kept")
+        raise self._error()
 
     def check(self, within_s: float) -> None:
         with self._news:
-            self._news.wait_for(lambda: self._failure, within_s)
-            self._raise_failure()
+            if self._news.wait_for(self._is_over, within_s):
+                raise self._error()
 
     def close(self) -> None:
         with self._news:
             self._is_closing = True
+            self._news.notify_all()
         try:
             for worker in self.workers:
                 with contextlib.suppress(OSError):
@@ -199,14 +198,19 @@ class _Team:
         for worker in self.workers:
             worker.process.send_signal(means)  # does nothing to one that has ended
 
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure.error()
+    def _is_over(self) -> bool:
+        return self._is_closing or self._failure is not None
+
+    def _error(self) -> EngineError:
+        """Why nothing can be said or heard any more."""
+        if self._failure is None or self._is_closing:
+            return EngineClosedError("the worker processes of this engine were closed")
+        return self._failure.error()
 
     def _fail(self, failure: Failure) -> None:
         """Keep the first failure, and end all workers."""
         with self._news:
-            if self._is_closing or self._failure is not None:
+            if self._is_over():
                 return
             self._failure = failure
             self._news.notify_all()

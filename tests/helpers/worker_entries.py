@@ -105,7 +105,7 @@ def raises_at_once(channel: Channel, hello: dict[str, Any]) -> None:
 def with_a_child(channel: Channel, hello: dict[str, Any]) -> None:
     """Like `echo`; a process that it started holds its connection for some seconds."""
     if os.fork() == 0:
-        time.sleep(3)
+        time.sleep(9)
         os._exit(0)
     echo(channel, hello)
 

@@ -518,6 +518,33 @@ def test_a_death_is_seen_while_a_child_of_the_worker_holds_its_socket(start: Sta
         group.close()
 
 
+def test_closing_does_not_wait_for_a_child_of_the_worker(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without pidfds only the socket, which that child holds, could say that the worker ended."""
+    monkeypatch.delattr(os, "pidfd_open")
+    group = ready(start("worker_entries:with_a_child", count=1))
+    begin = time.monotonic()
+    group.close()
+    assert time.monotonic() - begin < 5.0
+    assert threading_names() == []
+
+
+def test_closing_wakes_who_waits_for_a_reply(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ready(start())
+    monkeypatch.setattr(processes, "STOP_S", 1.0)
+    group.send(entries.SLEEP, b"60")
+    timer = threading.Timer(0.2, group.close)
+    timer.start()
+    try:
+        begin = time.monotonic()
+        with pytest.raises(EngineClosedError, match="were closed"):
+            group.receive(START_S)
+        assert time.monotonic() - begin < 2.0
+    finally:
+        timer.join()
+
+
 @pytest.mark.parametrize("rounds", [10, pytest.param(50, marks=pytest.mark.slow)])
 def test_many_groups_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
