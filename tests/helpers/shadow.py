@@ -34,6 +34,7 @@ from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.open_step import OpenStep
 from nanoengine.kv.step_kv import StepKV
+from nanoengine.kv.step_plan import StepPlan
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import (
     DraftLength,
@@ -44,6 +45,7 @@ from nanoengine.sequence import (
     SequenceStatus,
 )
 from nanoengine.sequence import Sequence as EngineSequence
+from nanoengine.workers.step_record import StepRecord, decode, encode
 
 NUM_LAYERS = 3
 VOCAB = 5  # few tokens: equal beginnings happen by themselves
@@ -356,6 +358,7 @@ class ShadowEngine:
         """
         self._misread = set()
         step = self.kv.open_step(batch)
+        check_record(step.kv.plan)
         for kind in self.num_moved:
             self.num_moved[kind] += len(getattr(step.kv.plan.transfers, kind))
         try:
@@ -588,3 +591,9 @@ def rows(hashes: list[int], layer: float) -> Tensor:
     keys = np.empty((len(hashes), 1, 2), np.float32)
     keys[:, 0, 0], keys[:, 0, 1] = hashes, layer
     return torch.from_numpy(keys)
+
+
+def check_record(plan: StepPlan) -> None:
+    """What other ranks read of a step is what rank 0 planned."""
+    record = StepRecord(plan, (), (), (), may_replay=False)
+    assert decode(encode(record)) == record
