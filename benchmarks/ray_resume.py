@@ -64,7 +64,7 @@ class Noting(Generate):
         """The same batch, noted when it has its answers."""
         answered = await super().__call__(batch)
         with self._notes.open("a") as notes:
-            notes.write(json.dumps(answered["id"].tolist()) + "\n")
+            notes.write(json.dumps(list(answered["id"])) + "\n")
         return answered
 
 
