@@ -244,7 +244,7 @@ class EngineConfig:
     loading/packaged.py: "smollm2-135m", "gemma3-270m".
     tokenizer: another folder for it.
     dtype: "auto", "float32", "bfloat16" or "float16". device: "auto", "cpu", "cuda",
-    "cuda:N"; "xpu" (Intel) and "npu" (Ascend), which no such device has run.
+    "cuda:N"; "xpu" (Intel) and "npu" (Ascend), which nobody has tried on such a device.
     max_model_len: most tokens of one request, prompt and output.
     max_num_seqs: most requests running at once.
     max_num_batched_tokens: most tokens computed in one step; longer prompts are chunked.

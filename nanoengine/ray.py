@@ -115,7 +115,8 @@ class Generate:
             [answer.finish_reason for answer in answers],
             [answer.error for answer in answers],
         )
-        return {**batch, **dict(zip(self._made, columns, strict=True))}
+        kept = {name: _kept(column) for name, column in batch.items()}
+        return kept | dict(zip(self._made, columns, strict=True))
 
     def close(self) -> None:
         """End the engine and free its memory; closing twice is fine."""
@@ -177,6 +178,16 @@ def _with_seed(params: SamplingParams, seed: Any) -> SamplingParams:
     if isinstance(seed, float) and seed.is_integer() and abs(seed) <= EXACT_IN_A_FLOAT:
         seed = int(seed)
     return replace(params, seed=seed)
+
+
+def _kept(column: Any) -> Any:
+    """A column to give back. Arrow's lists come as arrays, and Ray takes arrays for tensors: a
+    column would be lists in one file and tensors in the next.
+    """
+    if not isinstance(column, np.ndarray) or column.dtype != object:
+        return column
+    is_list = [isinstance(value, np.ndarray) and value.ndim == 1 for value in column]
+    return [v.tolist() if listed else v for v, listed in zip(column, is_list, strict=True)]
 
 
 def _plain(value: Any) -> Any:

@@ -2,7 +2,8 @@
 everything between two attentions as one graph.
 
 The GPU's counterpart of CallTape. Work is captured when it occurs for the second time, and replayed
-from then on: what differs is copied into the tensors that it was captured with.
+from then on: what differs is copied into the tensors that it was captured with. Other vendors have
+the same (find_graphs).
 """
 
 from __future__ import annotations

@@ -125,6 +125,15 @@ def test_token_ids_of_one_length_come_as_one_array(generate: Generate, plain: LL
     assert found["text"] == [output["text"] for output in expected]
 
 
+def test_lists_are_given_back_as_lists(generate: Generate) -> None:
+    """Ray takes arrays for tensors; those that are, and numbers, stay what they are."""
+    image = np.zeros((2, 2))
+    given = batch([1, 2], column(np.array([5, 6]), None)) | {"image": column(image, image)}
+    (found,) = run(generate, given)
+    assert found["prompt"] == [[5, 6], None] and type(found["prompt"][0]) is list
+    assert found["image"][0] is image and found["id"] is given["id"]
+
+
 def test_a_row_may_bring_its_seed(generate: Generate, plain: LLM) -> None:
     """A column with nulls holds floating numbers."""
     seeds = np.array([3.0, np.nan, 0.5, 3.0])
