@@ -254,14 +254,14 @@ def test_an_engine_that_nobody_closes_leaves_no_thread(tiny: Tiny, our_threads: 
     assert not our_threads()
 
 
-@pytest.mark.parametrize("where", ["load_parts", "predict_speed"])
+@pytest.mark.parametrize("where", ["ranks.load_parts", "llm_engine.predict_speed"])
 def test_a_start_that_fails_leaves_no_thread(
     tiny: Tiny, where: str, our_threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"nanoengine.engine.llm_engine.{where}", failing)
+    monkeypatch.setattr(f"nanoengine.engine.{where}", failing)
     with pytest.raises(KeyboardInterrupt) as raised:
         LLM(tiny("llama"), **STREAM)
     assert raised.value and not our_threads()
