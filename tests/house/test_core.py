@@ -14,7 +14,7 @@ from marks import needs_compiler
 from nanoengine import LLM, SamplingParams
 
 PACKAGE = Path(__file__).parents[2] / "nanoengine"
-AROUND_THE_CORE = ("bench", "cli", "serving", "engine/workers", "engine/grammar.py", "__main__.py")
+AROUND_THE_CORE = ("bench", "cli", "serving", "workers", "engine/grammar.py", "__main__.py")
 RUN = """
 import sys
 from nanoengine import LLM, SamplingParams
