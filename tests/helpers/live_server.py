@@ -17,6 +17,7 @@ from driver import assert_all_free
 
 from nanoengine import LLM, AsyncLLM
 from nanoengine.serving.listener import listen
+from nanoengine.serving.loaded_model import connected
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.server import Server, make_server
 from nanoengine.serving.service import Service, running_service
@@ -34,7 +35,8 @@ PATIENCE_S = 60.0
 class LiveServer:
     """A running server: its address, its parts, and what a client does."""
 
-    def __init__(self, service: Service, server: Server, port: int) -> None:
+    def __init__(self, llm: AsyncLLM, service: Service, server: Server, port: int) -> None:
+        self.llm = llm
         self.service = service
         self.server = server
         self.port = port
@@ -89,7 +91,7 @@ class LiveServer:
 
     def on_engine(self, function: Callable[[LLM], Any]) -> Any:
         """What a function of the engine's LLM returns, called on its thread."""
-        return asyncio.run(_called(self.service.llm.call(function)))
+        return asyncio.run(_called(self.llm.call(function)))
 
 
 async def _called(work: Coroutine[Any, Any, Any]) -> Any:
@@ -135,9 +137,9 @@ def live_server(
     async def work() -> None:
         made = ServerOptions(port=0, served_model_name="tiny", **options)
         try:
-            async with running_service(llm, made) as service:
+            async with running_service(connected(llm), made) as service:
                 server = make_server(service, ready.set)
-                started.append(LiveServer(service, server, listener.getsockname()[1]))
+                started.append(LiveServer(llm, service, server, listener.getsockname()[1]))
                 await server.serve([listener])
         finally:
             ready.set()
