@@ -52,6 +52,7 @@ def main(_: Channel, hello: dict[str, Any]) -> None:
     link.sendall(line_of(told_of_model(facts)))
     with closing(llm):
         asyncio.run(answer(llm, facts, link))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of a server that has waited long enough
 
 
 def told_of_model(facts: Facts) -> dict[str, Any]:
@@ -75,7 +76,6 @@ async def answer(llm: AsyncLLM, facts: Facts, link: socket.socket) -> None:
     except ConnectionError:  # the server was killed
         pass
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of a server that has waited long enough
         writer.close()
 
 

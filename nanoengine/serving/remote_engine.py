@@ -113,8 +113,9 @@ class RemoteEngine:
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         """Give what the worker says to who waits for it, until the worker ends."""
         try:
-            while (line := await reader.readline()).endswith(b"\n"):
-                self._take(message_of(line))
+            with suppress(ConnectionError):
+                while (line := await reader.readline()).endswith(b"\n"):
+                    self._take(message_of(line))
             cause = await asyncio.to_thread(self._why_ended)
         except Exception as error:  # a damaged message, which no later one mends
             cause = error
