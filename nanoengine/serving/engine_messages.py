@@ -30,7 +30,7 @@ def line_of(message: Mapping[str, Any]) -> bytes:
     Raises EngineError for a line beyond MAX_LINE.
     """
     # JSON in ASCII can hold any text, also half of a surrogate pair.
-    line = json.dumps(message, default=_object_of, separators=(",", ":")).encode() + b"\n"
+    line = _ENCODER.encode(message).encode() + b"\n"
     if len(line) > MAX_LINE:
         raise EngineError(
             f"a message of the engine has {len(line)} bytes, the limit is {MAX_LINE}: ask for "
@@ -89,6 +89,9 @@ def _cause(error: BaseException) -> str:
     import traceback
 
     return "".join(traceback.format_exception(error))
+
+
+_ENCODER = json.JSONEncoder(default=_object_of, separators=(",", ":"))
 
 
 @cache
