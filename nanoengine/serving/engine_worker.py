@@ -14,9 +14,8 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Coroutine
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoengine.async_llm import AsyncDeltaStream, AsyncLLM
@@ -86,12 +85,14 @@ def _without_prompt(output: RequestOutput) -> RequestOutput:
 
 @dataclass(slots=True)
 class _Request:
-    """A request of the server. reads: whether it wants deltas, once it reads."""
+    """A request of the server. reads: whether it wants deltas, once it reads. is_told: the server
+    knows that its first step has begun.
+    """
 
+    task: asyncio.Task[None]
     reads: asyncio.Future[bool]
     stream: AsyncDeltaStream | None = None
-    is_told: bool = False  # that its first step has begun
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    is_told: bool = False
 
 
 class Requests:
@@ -107,42 +108,44 @@ class Requests:
         self._lines: list[bytes] = []
         self._looking: asyncio.TimerHandle | None = None
 
+    @property
+    def num_open(self) -> int:
+        """How many requests have not ended."""
+        return len(self._open)
+
     def hear(self, message: dict[str, Any]) -> None:
         """Do what a message asks for."""
         number = message["id"]
         match message["do"]:
             case "open":
-                self._open[number] = asked = _Request(self._loop.create_future())
-                self._start(self._run(number, asked, message), asked.tasks)
+                task = self._loop.create_task(self._run(number, message))
+                self._open[number] = _Request(task, self._loop.create_future())
+                # Here, as a task that is cancelled before it has begun runs none of its lines.
+                task.add_done_callback(lambda _: self._open.pop(number))
                 self._look_later()
             case "read":
                 if number in self._open and not self._open[number].reads.done():
                     self._open[number].reads.set_result(message["deltas"])
             case "close":
                 if number in self._open:
-                    for task in self._open[number].tasks:
-                        task.cancel()
+                    self._open[number].task.cancel()
             case _:
-                self._start(self._tell(number, message), self._tasks)
+                task = self._loop.create_task(self._tell(number, message))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
-    def _start(self, work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> None:
-        task = self._loop.create_task(work)
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    async def _run(self, number: int, asked: _Request, message: dict[str, Any]) -> None:
+    async def _run(self, number: int, message: dict[str, Any]) -> None:
         """Open a request and send its output; whatever ends it, nothing of it stays."""
         prompt = {"prompt_token_ids": message["ids"], "cache_salt": message["salt"]}
         try:
             params = record(SamplingParams, message["params"])
             async with await self._llm.stream(prompt, params) as stream:
+                asked = self._open[number]
                 asked.stream = stream
                 self._say(id=number, answer=None)
                 await self._send(number, stream, await asked.reads)
         except Exception as error:
             self._say(id=number, error=error)
-        finally:
-            del self._open[number]
 
     async def _send(self, number: int, stream: AsyncDeltaStream, wants_deltas: bool) -> None:
         if not wants_deltas:

@@ -33,7 +33,7 @@ from nanoengine.serving.engine_messages import (
     message_of,
     record,
 )
-from nanoengine.serving.engine_worker import LOOK_S, answer, told_of_model
+from nanoengine.serving.engine_worker import LOOK_S, Requests, answer, told_of_model
 from nanoengine.serving.loaded_model import facts_of
 from nanoengine.serving.remote_engine import RemoteEngine
 
@@ -152,8 +152,30 @@ def test_whatever_ends_a_stream_frees_its_request(llm: AsyncLLM, how: str) -> No
             del stream
         await engine.stats()  # comes after what was said
         await wait_until_free(llm)
+        assert (await engine.stats()).num_output_tokens < 400
 
     run(llm, work)
+
+
+def test_a_request_that_is_closed_before_it_has_begun(llm: AsyncLLM) -> None:
+    """Both messages come at once."""
+
+    async def main() -> None:
+        mine, theirs = socket.socketpair()
+        with mine:
+            _, writer = await asyncio.open_connection(sock=theirs)
+            requests = Requests(llm, await llm.call(facts_of), writer)
+            opened = line_of({"do": "open", "id": 3, "ids": [5], "salt": None, "params": GREEDY})
+            requests.hear(message_of(opened))
+            requests.hear({"do": "close", "id": 3})
+            requests.hear({"do": "close", "id": 3})
+            async with asyncio.timeout(PATIENCE_S):
+                while requests.num_open:
+                    await asyncio.sleep(0.005)
+            await wait_until_free(llm)
+            writer.close()
+
+    asyncio.run(main())
 
 
 def test_errors_are_of_their_classes(llm: AsyncLLM) -> None:
