@@ -19,6 +19,7 @@ from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
 from nanoengine.engine.progress import progress_bar
+from nanoengine.engine.read_stats import engine_stats
 from nanoengine.engine.request_forms import (
     GivenPrompt,
     Messages,
@@ -34,7 +35,7 @@ from nanoengine.engine.request_forms import (
     params_for,
     template_variables,
 )
-from nanoengine.engine.stats import EngineStats, engine_stats
+from nanoengine.engine.stats import EngineStats
 from nanoengine.engine.streaming import DeltaStream
 from nanoengine.engine.turns import Turn, Turns
 from nanoengine.errors import (

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractAsyncContextManager, ExitStack, closing
 from dataclasses import asdict, fields
 from importlib import import_module
 from importlib.util import find_spec
@@ -39,6 +39,7 @@ OPTIONS = {
     "allow_origins": "a web page that may call, https://HOST or *; may be given again",
     "metrics_prefix": "of the names at /metrics: nanoengine or vllm",
     "tokenizer_info": "show the chat template at /tokenizer_info",
+    "engine_process": "run the engine in a process of its own, apart from HTTP and tokenising",
 }
 
 
@@ -81,15 +82,12 @@ def serve(args: argparse.Namespace) -> int:
         if not args.quiet:
             print(text, file=sys.stderr, flush=True)
 
-    settings = asdict(config)
     with ExitStack() as started:
         listener = started.enter_context(listen(options.host, options.port))
         say(f"loading {config.model} ...")
-        from nanoengine import AsyncLLM  # imports torch, which takes a second
-
         with ThreadPoolExecutor(1) as thread:  # import the HTTP libraries while weights are packed
             library = thread.submit(import_module, "nanoengine.serving.server")
-            llm = started.enter_context(closing(AsyncLLM(settings.pop("model"), **settings)))
+            engine = _loaded(asdict(config), options, started)
             server = library.result()
         address = url(options.host, listener.getsockname()[1])
         if options.is_open:
@@ -102,9 +100,24 @@ def serve(args: argparse.Namespace) -> int:
         def on_start() -> None:
             say(f"ready after {time.perf_counter() - start:.1f} s; OpenAI's API is at {address}/v1")
 
-        asyncio.run(server.serve(llm, options, listener, on_start))
+        asyncio.run(server.serve(engine, options, listener, on_start))
     say("stopped")
     return 0
+
+
+def _loaded(
+    settings: dict[str, Any], options: ServerOptions, started: ExitStack
+) -> AbstractAsyncContextManager[Any]:
+    """Load the model, here or in a process of its own, until `started` ends; connects to it."""
+    if options.engine_process:
+        from nanoengine.serving.engine_process import EngineProcess
+
+        return started.enter_context(closing(EngineProcess(settings))).connected()
+    from nanoengine import AsyncLLM  # imports torch, which takes a second
+    from nanoengine.serving.loaded_model import connected
+
+    model = settings.pop("model")
+    return connected(started.enter_context(closing(AsyncLLM(model, **settings))))
 
 
 def url(host: str, port: int) -> str:

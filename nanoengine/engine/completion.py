@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nanoengine.engine.logprobs import token_logprobs
 from nanoengine.errors import RequestError
-from nanoengine.outputs import CompletionOutput, StreamDelta
-from nanoengine.sequence import Sequence
+from nanoengine.outputs import CompletionOutput, Logprob, StreamDelta, TokenLogprobs
+from nanoengine.sequence import Sequence, TokenScore
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -137,3 +136,15 @@ def output_of(whole: StreamDelta) -> CompletionOutput:
 def outputs_of(wholes: Iterable[StreamDelta]) -> list[CompletionOutput]:
     """The outputs of a request's completions, in the order of their indices."""
     return [output_of(whole) for whole in sorted(wholes, key=lambda whole: whole.index)]
+
+
+def token_logprobs(score: TokenScore, tokenizer: Tokenizer | None) -> TokenLogprobs:
+    """A score as users see it: the likeliest tokens of a position and the one that is there."""
+    ranked = [(i, value, rank) for rank, (i, value) in enumerate(score.likeliest, 1)]
+    if all(i != score.token_id for i, _, _ in ranked):
+        ranked.append((score.token_id, score.logprob, score.rank))
+    return {i: Logprob(value, rank, _decoded(i, tokenizer)) for i, value, rank in ranked}
+
+
+def _decoded(token_id: int, tokenizer: Tokenizer | None) -> str | None:
+    return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)

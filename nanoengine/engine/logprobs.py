@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.devices.device import Device, Readable
-from nanoengine.outputs import Logprob, TokenLogprobs
 from nanoengine.sequence import ScheduledBatch, Sequence, TokenScore
-from nanoengine.text.tokenizer import Tokenizer
 
 PROMPT_ROWS = 256  # logits of so many tokens of a prompt are held at once
 
@@ -124,15 +122,3 @@ def read_scores(row: Seq[float], token_id: int, num_likeliest: int) -> TokenScor
     values, ids = row[2 : 2 + (len(row) - 2) // 2], row[2 + (len(row) - 2) // 2 :]
     likeliest = tuple((int(i), value) for i, value in zip(ids, values, strict=True))
     return TokenScore(token_id, row[0], int(row[1]), likeliest[:num_likeliest])
-
-
-def token_logprobs(score: TokenScore, tokenizer: Tokenizer | None) -> TokenLogprobs:
-    """A score as users see it: the likeliest tokens of a position and the one that is there."""
-    ranked = [(i, value, rank) for rank, (i, value) in enumerate(score.likeliest, 1)]
-    if all(i != score.token_id for i, _, _ in ranked):
-        ranked.append((score.token_id, score.logprob, score.rank))
-    return {i: Logprob(value, rank, _decoded(i, tokenizer)) for i, value, rank in ranked}
-
-
-def _decoded(token_id: int, tokenizer: Tokenizer | None) -> str | None:
-    return None if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)

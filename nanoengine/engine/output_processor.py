@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from nanoengine.engine.completion import Completion
-from nanoengine.engine.logprobs import token_logprobs
+from nanoengine.engine.completion import Completion, token_logprobs
 from nanoengine.errors import RequestError
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta, TokenLogprobs
 from nanoengine.sequence import Sequence

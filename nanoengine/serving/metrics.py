@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -21,9 +20,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from nanoengine.async_llm import AsyncDeltaStream
 from nanoengine.engine.stats import EngineStats, TierUse
 from nanoengine.outputs import RequestOutput
+from nanoengine.serving.engine import TokenStream
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -54,11 +53,11 @@ ENGINE = "0"  # vLLM numbers its engines; here there is one
 class Metrics:
     """Counts ended requests and writes everything in Prometheus' format."""
 
-    def __init__(self, prefix: str, model: str, plan: Any) -> None:
-        """plan: the engine's, whose sizes are shown."""
+    def __init__(self, prefix: str, model: str, kv_config: Mapping[str, str]) -> None:
+        """kv_config: sizes of the KV cache, by name."""
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model, "engine": ENGINE}
-        self._engine = _EngineMetrics(prefix, tuple(self._labels.values()), plan)
+        self._engine = _EngineMetrics(prefix, tuple(self._labels.values()), kv_config)
         self._registry.register(self._engine)
         self._histograms = {
             name: Histogram(
@@ -79,7 +78,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     @contextmanager
-    def counted(self, stream: AsyncDeltaStream) -> Iterator[None]:
+    def counted(self, stream: TokenStream) -> Iterator[None]:
         """Counts a request when the block ends; one that has neither output nor error by then was
         aborted.
         """
@@ -139,17 +138,12 @@ def _times(output: RequestOutput) -> dict[str, float | None]:
 class _EngineMetrics(Collector):
     """Shows EngineStats. stats: those of the moment when metrics are asked for."""
 
-    def __init__(self, prefix: str, labels: tuple[str, ...], plan: Any) -> None:
+    def __init__(self, prefix: str, labels: tuple[str, ...], kv_config: Mapping[str, str]) -> None:
         self.stats: EngineStats | None = None
         self._prefix = prefix
         self._labels = labels
         self._start = time.time()
-        self._config = {
-            "block_size": str(plan.kv.block_size),
-            "num_gpu_blocks": str(plan.kv.num_blocks),
-            "num_cpu_blocks": str(plan.kv.num_host_blocks),
-            "max_model_len": str(plan.max_model_len),
-        }
+        self._config = kv_config
 
     def collect(self) -> Iterable[Metric]:
         """The metrics of this moment; none before there are statistics."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanoengine.async_llm import AsyncDeltaStream
+from nanoengine.serving.engine import TokenStream
 from nanoengine.serving.refusals import Refusal
 
 RETRY = {"Retry-After": "1"}  # seconds
@@ -19,7 +19,7 @@ class OpenRequests:
         """most: texts at once. queue_seconds: longest wait for the first step; 0: no limit."""
         self._most = most
         self._queue_seconds = queue_seconds
-        self._streams: set[AsyncDeltaStream] = set()
+        self._streams: set[TokenStream] = set()
         self._end_reason: str | None = None  # why every request is refused
         self.num_texts = 0
 
@@ -49,7 +49,7 @@ class OpenRequests:
             self.num_texts -= num_texts
 
     @contextmanager
-    def watched(self, stream: AsyncDeltaStream) -> Iterator[None]:
+    def watched(self, stream: TokenStream) -> Iterator[None]:
         """Ends a stream at shutdown, or when it has waited too long; closes it at the end."""
         self._streams.add(stream)
         timer = None
@@ -79,7 +79,7 @@ class OpenRequests:
         if self._end_reason is not None:
             raise _stopping(self._end_reason)
 
-    def _end_if_queued(self, stream: AsyncDeltaStream) -> None:
+    def _end_if_queued(self, stream: TokenStream) -> None:
         if stream.is_queued:
             stream.fail(
                 Refusal(

@@ -37,6 +37,7 @@ class ServerOptions:
     allow_origins: web pages that may call, as in https://chat.example, or * for all.
     metrics_prefix: of the names at /metrics.
     tokenizer_info: whether /tokenizer_info shows the chat template.
+    engine_process: run the engine in a process of its own.
 
     Raises ConfigError for a value out of range.
     """
@@ -55,6 +56,7 @@ class ServerOptions:
     allow_origins: tuple[str, ...] = ()
     metrics_prefix: str = "nanoengine"
     tokenizer_info: bool = False
+    engine_process: bool = False
 
     def __post_init__(self) -> None:
         for name, (least, most) in COUNTS.items():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -15,7 +15,6 @@ from typing import Any, NoReturn, TypeVar
 
 from nanoengine.engine.request_forms import template_variables
 from nanoengine.errors import PromptTooLongError
-from nanoengine.llm import LLM
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
@@ -31,27 +30,17 @@ NUM_THREADS = 4
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a server must know of a loaded model. model: as it was given to the engine; defaults:
-    parameters that a body lacks; check_room: raises PromptTooLongError unless the context has room
-    for so many tokens of a prompt and of its answer.
+    parameters that a body lacks; kv_config: sizes of the KV cache, as /metrics names them;
+    check_room: raises PromptTooLongError unless the context has room for so many tokens of a prompt
+    and of its answer; threads that are not the event loop's may call it.
     """
 
     model: str
     tokenizer: Tokenizer
     defaults: SamplingParams
     max_model_len: int
+    kv_config: Mapping[str, str]
     check_room: Callable[[int, int], None]
-
-    @classmethod
-    def of(cls, llm: LLM) -> Facts:
-        """Those of a model. Raises InvalidPromptError if it has no tokenizer."""
-        engine = llm.llm_engine
-        return cls(
-            str(engine.config.model),
-            llm.tokenizer,
-            engine.inputs.default_params,
-            llm.plan.max_model_len,
-            engine.inputs.check_room,
-        )
 
 
 @dataclass(frozen=True, slots=True)

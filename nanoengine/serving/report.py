@@ -6,16 +6,16 @@ import asyncio
 import logging
 import time
 
-from nanoengine.async_llm import AsyncLLM
 from nanoengine.engine.stats import EngineStats
 from nanoengine.errors import EngineClosedError
+from nanoengine.serving.engine import Engine
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 10.0
 
 
-async def report(llm: AsyncLLM) -> None:
+async def report(llm: Engine) -> None:
     """Log what the engine does until it ends or the task is cancelled; nothing while it is idle."""
     try:
         before, then = await llm.stats(), time.monotonic()

@@ -7,14 +7,16 @@ import math
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from types import FrameType
 
 import uvicorn
 
-from nanoengine.async_llm import AsyncLLM
 from nanoengine.serving.app import make_app
+from nanoengine.serving.engine import Engine
 from nanoengine.serving.open_requests import OpenRequests
 from nanoengine.serving.options import ServerOptions
+from nanoengine.serving.prompts import Facts
 from nanoengine.serving.service import Service, running_service
 
 STOPPING = "the server is stopping"
@@ -23,13 +25,15 @@ BACKLOG = 2048
 
 
 async def serve(
-    llm: AsyncLLM,
+    engine: AbstractAsyncContextManager[tuple[Engine, Facts]],
     options: ServerOptions,
     listener: socket.socket,
     on_start: Callable[[], None] = lambda: None,
 ) -> None:
-    """Answer requests until a signal ends it. on_start: called when clients can connect."""
-    async with running_service(llm, options) as service:
+    """Answer requests until a signal ends it. engine: connects to it. on_start: called when clients
+    can connect.
+    """
+    async with running_service(engine, options) as service:
         await make_server(service, on_start).serve([listener])
 
 

@@ -10,15 +10,15 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanoengine.async_llm import AsyncDeltaStream, AsyncLLM
 from nanoengine.errors import shown
 from nanoengine.outputs import StreamDelta
+from nanoengine.serving.engine import Engine, TokenStream
 from nanoengine.serving.event_stream import GONE, EventStream, ended, event, unless_gone
 from nanoengine.serving.guards import read_body
 from nanoengine.serving.metrics import Metrics
@@ -31,9 +31,9 @@ from nanoengine.serving.writers import Writer
 
 
 class Service:
-    """Answers requests with one AsyncLLM, on one event loop; see `running_service`."""
+    """Answers requests with one engine, on one event loop; see `running_service`."""
 
-    def __init__(self, llm: AsyncLLM, facts: Facts, options: ServerOptions) -> None:
+    def __init__(self, llm: Engine, facts: Facts, options: ServerOptions) -> None:
         self.llm = llm
         self.facts = facts
         self.options = options
@@ -41,7 +41,7 @@ class Service:
         self.name = options.served_model_name or facts.model
         self.prompts = Prompts(facts)
         self.open = OpenRequests(options.max_open_texts, options.queue_seconds)
-        self.metrics = Metrics(options.metrics_prefix, self.name, llm.plan)
+        self.metrics = Metrics(options.metrics_prefix, self.name, facts.kv_config)
 
     async def read(self, request: Request, understand: Callable[[Any], Any]) -> Any:
         """What `understand` makes of a body's JSON, in a thread. Raises its errors and Refusal."""
@@ -83,12 +83,12 @@ class Service:
 
     async def _streams(
         self, asked: Asked, prompts: list[Prepared], held: ExitStack
-    ) -> list[AsyncDeltaStream]:
+    ) -> list[TokenStream]:
         """The streams of all prompts, closed with `held`. Raises why one of them is refused."""
         held.enter_context(self.open.room_for(asked.num_completions))
         begun = (self.llm.stream(each.prompt, each.params) for each in prompts)
         found = await asyncio.gather(*begun, return_exceptions=True)
-        streams = [each for each in found if isinstance(each, AsyncDeltaStream)]
+        streams = [each for each in found if not isinstance(each, BaseException)]
         for stream in streams:
             held.enter_context(self.metrics.counted(stream))
             held.enter_context(self.open.watched(stream))
@@ -109,7 +109,7 @@ class Service:
         return await self.prompts.run(lambda: json_response(writer.whole(outputs)))
 
     async def _events(
-        self, streams: list[AsyncDeltaStream], writer: Writer, last: bytes
+        self, streams: list[TokenStream], writer: Writer, last: bytes
     ) -> AsyncGenerator[bytes, None]:
         """The events of a stream; an error is one of them, as the status was sent long ago."""
         latest: dict[int, float] = {}  # of each prompt: when its deltas came
@@ -138,7 +138,7 @@ def json_response(body: dict[str, Any], status: int = 200) -> Response:
 
 
 async def _deltas(
-    streams: Sequence[AsyncDeltaStream],
+    streams: Sequence[TokenStream],
 ) -> AsyncIterator[tuple[int, list[StreamDelta]]]:
     """New deltas of any of the streams, each time with its number, until all have ended."""
     if len(streams) == 1:  # the common case, without a task for each wait
@@ -164,10 +164,13 @@ def _joined(events: list[Event]) -> bytes:
 
 
 @asynccontextmanager
-async def running_service(llm: AsyncLLM, options: ServerOptions) -> AsyncIterator[Service]:
-    """A service for this event loop, until the block ends."""
-    service = Service(llm, await llm.call(Facts.of), options)
-    try:
-        yield service
-    finally:
-        service.prompts.close()
+async def running_service(
+    engine: AbstractAsyncContextManager[tuple[Engine, Facts]], options: ServerOptions
+) -> AsyncIterator[Service]:
+    """A service for this event loop, until the block ends. engine: connects to it."""
+    async with engine as (llm, facts):
+        service = Service(llm, facts, options)
+        try:
+            yield service
+        finally:
+            service.prompts.close()

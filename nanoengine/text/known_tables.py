@@ -178,7 +178,7 @@ changed: --queue-seconds of `nanoengine serve`, in seconds
   FastDeploy: max_waiting_time
 changed: --drain-seconds of `nanoengine serve`, in seconds
   vLLM: shutdown_timeout
-missing: `nanoengine serve` is one process with one scheduler, and shows its metrics at /metrics
+missing: `nanoengine serve` has one scheduler, and shows its metrics at /metrics
   vLLM: max_num_queued_tokens io_processor_plugin renderer_num_workers
   FastDeploy: metrics_port router
     skip_port_check scheduler_name scheduler_max_size scheduler_ttl scheduler_host scheduler_port

@@ -40,6 +40,7 @@ class Tokenizer:
     ) -> None:
         """special_tokens: names such as "eos_token" to texts. chat_templates: names to Jinja code.
         template_seconds: time limit of a template for one text."""
+        self.folder: Path | None = None  # that it was read from
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         process = TemplateProcess(template_seconds)
@@ -62,6 +63,7 @@ class Tokenizer:
         backend = _read_backend(path) if is_there else _backend_from_transformers(folder)
         made = cls(backend, _special_tokens(folder), _chat_templates(folder))
         _try_out(backend, path if is_there else folder)  # without a file's padding
+        made.folder = folder
         return made
 
     @property

@@ -49,6 +49,8 @@ class WorkerProcesses:
         hello: Mapping[str, object],
         fds: Sequence[int] = (),
         on_death: Callable[[], None] = _nothing,
+        name: str = "",
+        shares_stderr: bool = False,
     ) -> None:
         """Start the processes; does not wait for them (`receive` does, with SILENCE_S).
 
@@ -56,12 +58,14 @@ class WorkerProcesses:
         hello: plain JSON values; "rank" is added. fds: descriptors that the workers have under the
         same numbers. on_death: called once, from any thread, when a worker has failed and before
         the others are killed; it must not refer to this object, which would then never be freed.
+        name: of a worker in errors; by default with its rank. shares_stderr: what a worker writes
+        to stderr goes to this process's, where its user sees it, and not into errors.
 
         Raises ConfigError if this Python cannot start another one, EngineError if a worker ends at
         once.
         """
         self._home = HomeProcess()
-        self._team = _Team(count, on_death)
+        self._team = _Team(count, on_death, name, shares_stderr)
         self._end = weakref.finalize(self, _end, self._team, self._home)
         try:
             self._team.start(fds)
@@ -111,9 +115,13 @@ class WorkerProcesses:
 class _Team:
     """The workers, and the thread that watches them, which must not keep WorkerProcesses alive."""
 
-    def __init__(self, count: int, on_death: Callable[[], None]) -> None:
+    def __init__(
+        self, count: int, on_death: Callable[[], None], name: str, shares_stderr: bool
+    ) -> None:
         self.workers: list[WorkerHandle] = []
         self._count = count
+        self._name = name
+        self._shares_stderr = shares_stderr
         self._on_death = on_death
         self._news = threading.Condition()  # a reply, a sign of life, a failure
         self._failure: Failure | None = None
@@ -124,7 +132,8 @@ class _Team:
 
     def start(self, fds: Sequence[int]) -> None:
         for rank in range(1, self._count + 1):
-            self.workers.append(WorkerHandle(rank, self._count, fds))
+            name = self._name or f"worker {rank} of {self._count}"
+            self.workers.append(WorkerHandle(name, fds, self._shares_stderr))
         self._thread.start()
 
     def send(self, workers: Sequence[WorkerHandle], kind: int, body: bytes) -> None:

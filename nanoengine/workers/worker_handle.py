@@ -56,17 +56,20 @@ class WorkerHandle:
     heard: when it last sent anything, by time.monotonic.
     """
 
-    def __init__(self, rank: int, count: int, fds: Sequence[int]) -> None:
-        """Start the process of `rank`, one of `count` workers, which gets the descriptors `fds`.
+    def __init__(self, name: str, fds: Sequence[int], shares_stderr: bool) -> None:
+        """Start a process, which gets the descriptors `fds`. name: in errors. shares_stderr: it
+        writes to this process's stderr, and its errors show no last lines.
 
         Raises ConfigError if this Python cannot start another one.
         """
         self.replies: deque[bytes] = deque()
         self.heard = time.monotonic()
-        self._name = f"worker {rank} of {count}"
+        self._name = name
         self._told: Failure | None = None
         # A file and no pipe: a pipe may fill, and then the worker waits. It has no name.
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        self._stderr: IO[bytes] | None = None
+        if not shares_stderr:
+            self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
         mine, theirs = socket.socketpair()
         self.channel = Channel(mine)
         # Nothing is ever written: the end of all its writers is the end of this process.
@@ -93,7 +96,8 @@ class WorkerHandle:
 
     def _close(self) -> None:
         self.channel.close()
-        self._stderr.close()
+        if self._stderr is not None:
+            self._stderr.close()
         os.close(self._lifeline)
 
     def has_ended(self, within_s: float) -> bool:
@@ -119,7 +123,9 @@ class WorkerHandle:
 
     def failed(self, what: str) -> Failure:
         """A failure of this worker, with its last lines."""
-        lines = self._last_lines()
+        if self._stderr is None:
+            return Failure(f"{self} {what}")
+        lines = _last_lines(self._stderr)
         return Failure(f"{self} {what}; " + (f"its last lines:\n{lines}" if lines else "no output"))
 
     def _take(self, kind: int, body: bytes) -> None:
@@ -149,13 +155,14 @@ class WorkerHandle:
             return self.failed("closed its connection")
         return self._told or self.failed(_ending(self.process.returncode))
 
-    def _last_lines(self) -> str:
-        # pread: the worker writes at the offset of the same open file.
-        fd = self._stderr.fileno()
-        size = os.fstat(fd).st_size
-        data = os.pread(fd, LAST_BYTES, max(0, size - LAST_BYTES))
-        lines = data.decode("utf-8", "replace").splitlines()[-LAST_LINES:]
-        return "\n".join(f"  {line}" for line in lines)
+
+def _last_lines(stderr: IO[bytes]) -> str:
+    # pread: the worker writes at the offset of the same open file.
+    fd = stderr.fileno()
+    size = os.fstat(fd).st_size
+    data = os.pread(fd, LAST_BYTES, max(0, size - LAST_BYTES))
+    lines = data.decode("utf-8", "replace").splitlines()[-LAST_LINES:]
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _pidfd(pid: int) -> int | None:
@@ -178,7 +185,9 @@ def _ending(code: int) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
 
 
-def _start(ends: Sequence[int], fds: Sequence[int], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
+def _start(
+    ends: Sequence[int], fds: Sequence[int], stderr: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
     """Start a worker that gets these ends of its connection and of its lifeline."""
     # A parent without stdin has one of them there, where the worker's stdin will be.
     ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, STANDARD) for end in ends]
@@ -204,9 +213,10 @@ def _start(ends: Sequence[int], fds: Sequence[int], stderr: IO[bytes]) -> subpro
 def _command(ends: Sequence[int]) -> list[str]:
     if not sys.executable or getattr(sys, "frozen", False):
         raise ConfigError(
-            "several ranks run in Python processes of their own, and this Python, which is part "
-            f"of another program (sys.executable is {sys.executable!r}), cannot start one; set "
-            "sys.executable to a Python with the same packages, or tensor_parallel_size=1"
+            "several ranks, and a server's engine, run in Python processes of their own, and this "
+            f"Python, which is part of another program (sys.executable is {sys.executable!r}), "
+            "cannot start one; set sys.executable to a Python with the same packages, or "
+            "tensor_parallel_size=1 and no --engine-process"
         )
     # What stands for the working directory stays out, and so does that itself (-P): a torch.py
     # there is none of ours. A checkout that was found there comes last.

@@ -16,7 +16,9 @@ from typing import Any
 from driver import assert_all_free
 
 from nanoengine import LLM, AsyncLLM
+from nanoengine.serving.engine_process import EngineProcess
 from nanoengine.serving.listener import listen
+from nanoengine.serving.loaded_model import connected
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.server import Server, make_server
 from nanoengine.serving.service import Service, running_service
@@ -34,7 +36,10 @@ PATIENCE_S = 60.0
 class LiveServer:
     """A running server: its address, its parts, and what a client does."""
 
-    def __init__(self, service: Service, server: Server, port: int) -> None:
+    def __init__(
+        self, llm: AsyncLLM | EngineProcess, service: Service, server: Server, port: int
+    ) -> None:
+        self.llm = llm
         self.service = service
         self.server = server
         self.port = port
@@ -89,7 +94,7 @@ class LiveServer:
 
     def on_engine(self, function: Callable[[LLM], Any]) -> Any:
         """What a function of the engine's LLM returns, called on its thread."""
-        return asyncio.run(_called(self.service.llm.call(function)))
+        return asyncio.run(_called(self.llm.call(function)))
 
 
 async def _called(work: Coroutine[Any, Any, Any]) -> Any:
@@ -128,22 +133,26 @@ def events_of(data: bytes) -> list[Any]:
 def live_server(
     path: Path, settings: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[LiveServer]:
-    """A server over the checkpoint at `path` on a free port, until the block ends."""
+    """A server over the checkpoint at `path` on a free port, until the block ends. With
+    engine_process=True nothing can be called on its engine.
+    """
+    made = ServerOptions(port=0, served_model_name="tiny", **options)
+    given = SETTINGS | (settings or {}) | {"model": str(path)}
     started: list[LiveServer] = []
     ready = threading.Event()
 
     async def work() -> None:
-        made = ServerOptions(port=0, served_model_name="tiny", **options)
         try:
-            async with running_service(llm, made) as service:
+            engine = connected(llm) if isinstance(llm, AsyncLLM) else llm.connected()
+            async with running_service(engine, made) as service:
                 server = make_server(service, ready.set)
-                started.append(LiveServer(service, server, listener.getsockname()[1]))
+                started.append(LiveServer(llm, service, server, listener.getsockname()[1]))
                 await server.serve([listener])
         finally:
             ready.set()
 
     with (
-        closing(AsyncLLM(path, **SETTINGS | (settings or {}))) as llm,
+        closing(EngineProcess(given) if made.engine_process else AsyncLLM(**given)) as llm,
         listen("127.0.0.1", 0) as listener,
     ):
         thread = threading.Thread(target=asyncio.run, args=(work(),), name="server")

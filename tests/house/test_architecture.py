@@ -40,7 +40,7 @@ FOLDERS = {
     "workers": {"startup", "loading", "attention", "kernels", "models", "kv", "text", "devices"},
     "engine": {"workers", "startup", "loading", "models", "kernels", "kv", "text", "devices"},
     "bench": {"__init__", "llm", "loading", "text"},
-    "serving": {"__init__", "async_llm", "llm", "engine", "text"},
+    "serving": {"__init__", "async_llm", "llm", "engine", "workers", "text", "devices"},
     "cli": {"__init__", "bench", "loading", "serving", "startup", "text", "devices"},
 }
 # What users call. The package itself shows what users import.
