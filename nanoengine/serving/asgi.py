@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from nanoengine.async_llm import AsyncLLM
 from nanoengine.config import Settings
 from nanoengine.serving.app import make_app
+from nanoengine.serving.loaded_model import connected
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.service import running_service
 
@@ -30,7 +31,7 @@ def asgi_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with (
             await asyncio.to_thread(AsyncLLM, model, **settings) as llm,
-            running_service(llm, options or ServerOptions()) as service,
+            running_service(connected(llm), options or ServerOptions()) as service,
         ):
             answers = make_app(service)
             async with answers.router.lifespan_context(answers):
