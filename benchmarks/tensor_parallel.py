@@ -187,8 +187,10 @@ def record_ms(num_rows: int = 64, num_blocks: int = 64) -> float:
 
 def product_bits(model: str, ranks: int) -> dict[str, bool]:
     """Whether each product of a layer, and the head, has the same float32 bits when its outputs are
-    divided: for each kind of product, over several numbers of rows. Nothing for other models.
+    divided: for each kind of product, over several numbers of rows. All are computed by one thread:
+    PyTorch's bits depend on the number of threads, too. Nothing for other models.
     """
+    torch.set_num_threads(1)
     if model not in SHAPES:
         return {}
     hidden, wide, _, heads, kv_heads, vocab = SHAPES[model]
