@@ -33,6 +33,7 @@ from nanoengine.loading.model_config import read_model_config
 
 Row = dict[str, Any]
 
+OURS = "nanoengine"
 START_S, END_S, RUN_S = 600.0, 20.0, 900.0
 WARM_UP = {"num_prompts": 4, "min_input": 32, "max_input": 64, "min_output": 4, "max_output": 8}
 FIGURES = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
@@ -47,14 +48,14 @@ class Server:
     variables: dict[str, str]
 
 
-def ours(args: argparse.Namespace) -> Server:
-    """This package's server."""
+def ours(args: argparse.Namespace, name: str = OURS, *flags: str) -> Server:
+    """This package's server. flags: beside those that every run has."""
 
     def command(port: int) -> list[str]:
-        flags = ["--port", str(port), "--max-num-seqs", "64", "--quiet"]
-        return [sys.executable, "-m", "nanoengine", "serve", args.model, *flags]
+        known = ["--port", str(port), "--max-num-seqs", "64", "--quiet"]
+        return [sys.executable, "-m", "nanoengine", "serve", args.model, *known, *flags]
 
-    return Server("nanoengine", command, {"OMP_NUM_THREADS": str(args.num_threads)})
+    return Server(name, command, {"OMP_NUM_THREADS": str(args.num_threads)})
 
 
 def peer_server(peer: Peer, folder: Path, args: argparse.Namespace) -> Server:
@@ -85,7 +86,7 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, int, float]]:
     """Its address, its process and the seconds to the first answer of /health or /v1/models."""
     port = _free_port()
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | server.variables
-    if server.name == "nanoengine":
+    if server.name.startswith(OURS):
         environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     start = time.perf_counter()
     with log.open("wb") as out:
@@ -170,7 +171,7 @@ def serve_round(server: Server, args: argparse.Namespace, vocab_size: int, log: 
         all_after, main_after = cpu_seconds(pid)
     row = {name: found[name] for name in (*FIGURES, "completed", "failed", "client_cpu_s")}
     row |= {"start_s": round(start_s, 2), "server_cpu_s": round(all_after - all_before, 2)}
-    if server.name == "nanoengine":
+    if server.name == OURS:
         row["http_cpu_s"] = round(main_after - main_before, 2)
     return row
 
@@ -190,7 +191,7 @@ def offline_round(args: argparse.Namespace) -> Row:
 def summary(rounds: dict[str, list[Row]]) -> Row:
     """Medians of each server, and our throughput over each other's, round by round."""
     rows: Row = {}
-    own = [row["output_throughput"] for row in rounds["nanoengine"]]
+    own = [row["output_throughput"] for row in rounds[OURS]]
     for name, runs in rounds.items():
         keys = [key for key in runs[0] if isinstance(runs[0][key], int | float)]
         rows[name] = {key: round(statistics.median(run[key] for run in runs), 3) for key in keys}
@@ -207,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--model", default="smollm2-135m")
     add("--peer", type=parse_peer, action="append", default=[], help="vllm=... or llama.cpp=...")
+    add("--engine-process", action="store_true", help="also our server with that flag")
     add("--vllm-dtype", default="bfloat16", help="of vLLM: the faster one")
     add("--rounds", type=int, default=3)
     add("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -219,7 +221,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = resolve_model(args.model)
     vocab_size = read_model_config(folder).vocab_size
     peers = [peer for several in args.peer for peer in several]
-    servers = [ours(args), *(peer_server(peer, folder, args) for peer in peers)]
+    servers = [ours(args)]
+    if args.engine_process:
+        servers.append(ours(args, f"{OURS}, engine process", "--engine-process"))
+    servers += [peer_server(peer, folder, args) for peer in peers]
     rounds: dict[str, list[Row]] = {name: [] for name in (*(s.name for s in servers), "offline")}
     with tempfile.TemporaryDirectory() as logs:
         for number in range(args.rounds):
