@@ -276,8 +276,8 @@ def test_a_worker_that_shows_progress_is_waited_for(start: Start) -> None:
 )
 def test_a_worker_that_sends_a_damaged_message(start: Start, sent: bytes, text: str) -> None:
     group = ready(start())
-    group.send(entries.GARBAGE, sent)
     with pytest.raises(EngineError, match=f"worker 1 of 2 sent .*{text}"):
+        group.send(entries.GARBAGE, sent)  # raises if the answer is there before the call returns
         group.receive(START_S)
     assert all_gone(group)
 
