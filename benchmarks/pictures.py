@@ -63,6 +63,18 @@ NEEDLES = (
 )
 
 
+SERVERS = "serving/cpu.json"
+SERVER_NAMES = {"nanoengine": "nanoengine serve", "vllm": "vLLM 0.32"}
+# Label, key and unit of each row of the picture of servers.
+SERVER_ROWS = (
+    ("output", "output_throughput", "tok/s"),
+    ("time to first token,\nmedian", "median_ttft_ms", "ms"),
+    ("time to first token,\np99", "p99_ttft_ms", "ms"),
+    ("time between tokens,\nmedian", "median_itl_ms", "ms"),
+    ("time between tokens,\np99", "p99_itl_ms", "ms"),
+)
+
+
 def read(file: str) -> dict[str, Any]:
     """A committed result. file: its path under benchmarks/results/."""
     found: dict[str, Any] = json.loads((RESULTS / file).read_text(encoding="utf-8"))
@@ -184,6 +196,27 @@ def needles(axes: Any, scheme: Scheme) -> None:
     axes.set_title("A needle in a haystack, KV streamed from RAM: one line a text, blue is right")
 
 
+def servers(axes: Any, scheme: Scheme) -> None:
+    """Bars of both servers' figures, as a share of the larger one."""
+    found = read(SERVERS)["servers"]
+    height = 0.34
+    for row, (_, key, unit) in enumerate(SERVER_ROWS):
+        most = max(found[name][key] for name in SERVER_NAMES)
+        for place, (name, shown) in enumerate(SERVER_NAMES.items()):
+            value, at = found[name][key], row + (place - 0.5) * height
+            colour = scheme.ours if name == "nanoengine" else scheme.peer
+            axes.barh(at, value / most, height * 0.86, color=colour)
+            text = f"{shown} {value:,.0f} {unit}"
+            axes.text(value / most + 0.01, at, text, va="center", color=scheme.text, fontsize=9)
+    axes.set_yticks(range(len(SERVER_ROWS)), [label for label, _, _ in SERVER_ROWS])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.48)
+    axes.set_xticks([])
+    axes.set_title(
+        "32 clients of a server: SmolLM2-135M, float32, 2 CPU cores. Times: less is better"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A picture: its name, what draws it, the results it shows, its size in inches."""
@@ -197,6 +230,7 @@ class Picture:
 ALL = (
     Picture("speeds", speeds, tuple(work.file for work in WORKS), (8.2, 4.6)),
     Picture("contexts", contexts, (CONTEXTS,), (8.2, 4.2)),
+    Picture("servers", servers, (SERVERS,), (8.2, 4.0)),
     Picture("needles", needles, tuple(file for _, file in NEEDLES), (8.2, 3.8)),
 )
 
