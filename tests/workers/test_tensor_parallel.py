@@ -23,6 +23,7 @@ from rank_threads import RankThreads
 from nanoengine import LLM, ConfigError, EngineError, SamplingParams, TransferError
 from nanoengine.config import EngineConfig
 from nanoengine.devices.device import Device
+from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import RequestOutput, TokenLogprobs
@@ -60,8 +61,9 @@ NUM_OUT = 10
 
 @pytest.fixture
 def plain_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads, and products give every output by itself."""
+    """Ranks are threads, who can draft does so, and products give every output by itself."""
     monkeypatch.setattr(leading_rank, "WorkerProcesses", RankThreads)
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 3)  # whatever the times of steps
     use_plain_products(monkeypatch)
 
 
