@@ -289,7 +289,7 @@ def _offload_room(
         except OutOfMemoryError:
             return None
     on_device = activations + spec.ring_bytes + spec.num_blocks * spec.block_bytes
-    return OffloadRoom(spec, _host_room(device, on_device))
+    return OffloadRoom(spec, _host_room(device, on_device), config.tensor_parallel_size)
 
 
 def _max_model_len(

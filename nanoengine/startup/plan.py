@@ -18,14 +18,17 @@ GIB_STEPS = 100  # budgets are rounded up to a hundredth of a GiB
 
 @dataclass(frozen=True, slots=True)
 class OffloadRoom:
-    """What KV offload makes of the memory. kv: the KV cache with it; host_bytes: RAM for its KV."""
+    """What KV offload makes of the memory of a rank. kv: the KV cache with it; host_bytes: RAM for
+    its KV.
+    """
 
     kv: KVSpec
     host_bytes: int
+    ranks: int = 1
 
     def gib_for(self, num_tokens: int) -> float:
         """The kv_offload_gib with which a request of `num_tokens` tokens fits."""
-        return gib_up(self.kv.host_bytes_for(num_tokens))
+        return gib_up(self.kv.host_bytes_for(num_tokens) * self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +168,8 @@ def how_to_hold(spec: KVSpec, room: OffloadRoom | None, num_tokens: int) -> str:
     if room is None:
         return more
     gib = room.gib_for(num_tokens)
-    if gib * GIB > room.host_bytes:
-        free = f"of RAM, and {room.host_bytes / GIB:.2f} are free"
+    if gib * GIB > (host_bytes := room.host_bytes * room.ranks):
+        free = f"of RAM, and {host_bytes / GIB:.2f} are free"
         return f"{more} (KV offload would take {gib} GiB {free})"
     if spec.num_host_blocks:
         return f"set kv_offload_gib={gib}"

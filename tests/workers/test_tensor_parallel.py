@@ -180,6 +180,16 @@ def test_a_copy_that_fails_on_another_rank_fails_its_request(
         assert found.outputs[0].token_ids == expected
 
 
+def test_advice_is_for_all_ranks_together(tiny: Tiny) -> None:
+    """kv_offload_gib is a total: the same number of tokens takes as much of it."""
+    advised = []
+    for size in (1, 2):
+        with LLM(tiny("llama"), tensor_parallel_size=size, num_gpu_blocks=4) as llm:
+            assert llm.plan.room is not None
+            advised.append(llm.plan.room.gib_for(10_000_000))
+    assert advised[0] > 1 and advised[1] == pytest.approx(advised[0], rel=0.01)
+
+
 def test_who_cannot_be_divided_is_told_so(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 does not divide.*1, 2, 4"):
         LLM(tiny("llama"), tensor_parallel_size=3, num_threads=1)
