@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from benchmarks.plan_check import SHAPES, model_of
+from benchmarks.plan_check import SHAPES, SMOLLM2, model_of
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.report import versions
 from nanoengine.devices.cpu import default_threads
@@ -43,7 +43,7 @@ ROWS = (1, 2, 5, 16, 32, 64, 256)
 def main() -> None:
     """Print the JSON object, or be one of the ways."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="1.2B", help=f"one of {', '.join(SHAPES)}, or a folder")
+    parser.add_argument("--model", default="1.2B", help=", ".join((SMOLLM2, *SHAPES)))
     parser.add_argument("--ranks", type=int, default=default_threads())
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--context", type=int, default=256)
@@ -67,12 +67,8 @@ def main() -> None:
 def compared(args: argparse.Namespace) -> Row:
     """All ways, round by round; ratios are medians over rounds of a way to one process."""
     rows: dict[str, list[Row]] = {ONE: [], SHARED: [], GLOO: []}
-    name, load_format = args.model, "auto"
-    if args.model in SHAPES:
-        with model_of(args.model) as (folder, load_format):
-            _run_rounds(args, folder, load_format, rows)
-    else:
-        _run_rounds(args, name, load_format, rows)
+    with model_of(args.model) as (model, load_format):
+        _run_rounds(args, model, load_format, rows)
     ratios = {
         way: {
             key: round(statistics.median(_ratios(rows[way], rows[ONE], key)), 3)
@@ -88,7 +84,7 @@ def compared(args: argparse.Namespace) -> Row:
         "versions": versions(),
         "ratios": ratios,
         "record_ms": round(record_ms(), 3),
-        "product_bits": product_bits(args.model, args.ranks),
+        "product_bits": product_bits(args.model, args.ranks) if args.model in SHAPES else {},
         "rounds": rows,
     }
 
@@ -188,11 +184,9 @@ def record_ms(num_rows: int = 64, num_blocks: int = 64) -> float:
 def product_bits(model: str, ranks: int) -> dict[str, bool]:
     """Whether each product of a layer, and the head, has the same float32 bits when its outputs are
     divided: for each kind of product, over several numbers of rows. All are computed by one thread:
-    PyTorch's bits depend on the number of threads, too. Nothing for other models.
+    PyTorch's bits depend on the number of threads, too. model: of SHAPES.
     """
     torch.set_num_threads(1)
-    if model not in SHAPES:
-        return {}
     hidden, wide, _, heads, kv_heads, vocab = SHAPES[model]
     kinds = {
         "qkv": (hidden, (heads + 2 * kv_heads) * 64),

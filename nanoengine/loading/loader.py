@@ -22,7 +22,7 @@ from nanoengine.models.architectures import (
 )
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
-from nanoengine.models.shard import WHOLE, Shard
+from nanoengine.models.shard import WHOLE, Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,19 @@ def load_model(
     seed: int,
     ops: LayerOps,
     max_model_len: int | None = None,
-    shard: Shard = WHOLE,
+    sharding: Sharding | None = None,
 ) -> LoadedModel:
-    """Check and load a model, or a shard of it; with load_format "dummy" the weights are random.
+    """Check and load a model; with load_format "dummy" the weights are random.
 
-    max_model_len: see `read_model_config`.
+    max_model_len: see `read_model_config`. sharding: of which a part is loaded; None: the whole.
 
-    Raises ModelLoadError for anything wrong with the checkpoint.
+    Raises ModelLoadError for anything wrong with the checkpoint, ConfigError if the model cannot be
+    divided so.
     """
-    config = read_model_config(folder, max_model_len=max_model_len)
+    config, shard = read_model_config(folder, max_model_len=max_model_len), WHOLE
+    if sharding is not None:
+        shard, ops = sharding.shard, sharding.sharded(ops, config)
+        shard.check(config)
     shapes, part = weight_shapes(config), shard.config(config)
     held = shard.shapes(shapes, config)
     num_bytes = sum(map(math.prod, held.values())) * dtype.itemsize

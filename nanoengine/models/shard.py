@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 from torch import Tensor, cat
 
 from nanoengine.config import ModelConfig
 from nanoengine.errors import ConfigError
+from nanoengine.models.layer_ops import LayerOps
 
 UNIT = 16  # outputs: where a size does not divide, ranks get multiples of it
 
@@ -116,6 +118,19 @@ class Shard:
 
 
 WHOLE = Shard(0, 1)  # one process
+
+
+class Sharding(Protocol):
+    """How tensor parallelism divides a model (workers.rank_setup.RankSharding)."""
+
+    @property
+    def shard(self) -> Shard:
+        """The part of this process."""
+        ...
+
+    def sharded(self, ops: LayerOps, model: ModelConfig) -> LayerOps:
+        """The operations of a rank. model: the shape of the whole model."""
+        ...
 
 
 def _moved(rows: range, by: int) -> range:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from nanoengine.attention.select import AttentionSetup, make_attention
-from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.config import EngineConfig
 from nanoengine.context import AttentionBackend
 from nanoengine.devices.device import Device
 from nanoengine.devices.gpu import find_graphs
@@ -28,26 +27,12 @@ from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
 from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, load_model
-from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.models.quant import Quantizer
-from nanoengine.models.shard import WHOLE, Shard
+from nanoengine.models.shard import Sharding
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
 from nanoengine.text.tokenizer import Tokenizer
-
-
-class Sharding(Protocol):
-    """How tensor parallelism divides a model (workers.ranks)."""
-
-    @property
-    def shard(self) -> Shard:
-        """The part of this process."""
-        ...
-
-    def sharded(self, ops: LayerOps, model: ModelConfig) -> LayerOps:
-        """The operations of a rank. model: the shape of the whole model."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +94,6 @@ def load_compute_parts(
     if config.quantization is not None:
         quantizer = Quantizer(config.quantization, device.torch_device, dtype)
     ops = choose_ops(config, device, kernels, dtype, quantizer)
-    if sharding is not None:
-        model_config = read_model_config(folder, max_model_len=config.max_model_len)
-        sharding.shard.check(model_config)
-        ops = sharding.sharded(ops, model_config)
     model = load_model(
         folder,
         config.load_format,
@@ -121,7 +102,7 @@ def load_compute_parts(
         config.seed,
         ops,
         config.max_model_len,
-        sharding.shard if sharding is not None else WHOLE,
+        sharding,
     )
     setup = AttentionSetup(
         device.torch_device,

@@ -26,10 +26,10 @@ from nanoengine.workers.step_record import StepRecord, decode
 
 
 def main(channel: Channel, hello: Mapping[str, Any]) -> None:
-    """The work of the process of one rank, until rank 0 ends it. hello: a RankSetup as JSON, and
-    the rank.
+    """The work of the process of one rank, until rank 0 ends it. hello: "setup", the fields of
+    a RankSetup, and "rank".
     """
-    setup = RankSetup.from_json(hello)
+    setup = RankSetup(**hello["setup"])
     config = EngineConfig(**setup.settings)
     device = make_engine_device(config)
     group = setup.join(hello["rank"])
@@ -96,8 +96,6 @@ class FollowingRank:
                 self._memory.allocate_rest()
             case Order.LINK_SPEED:
                 self._channel.reply(json.dumps(measure_copy(self._memory)).encode())
-            case Order.CLOSE:
-                self._memory.close()
             case Order.MEMORY:
                 raise AssertionError("the KV memory is there")
 

@@ -27,7 +27,6 @@ class Order(IntEnum):
     POISON_ALL = FIRST_KIND + 7
     ALLOCATE = FIRST_KIND + 8  # the rest of the host pool
     LINK_SPEED = FIRST_KIND + 9  # replied to with GB/s
-    CLOSE = FIRST_KIND + 10  # drop the KV memory
 
 
 def spec_to_json(spec: KVSpec) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -32,15 +31,6 @@ class RankSetup:
     size: int
     memory: int = -1
     folder: str = ""
-
-    @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> RankSetup:
-        """Of what `to_json` made."""
-        return cls(**{field.name: said[field.name] for field in fields(cls)})
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
 
     def join(self, rank: int) -> Group:
         """Join the group; returns once all ranks have."""
@@ -76,7 +66,7 @@ class MeetingPlace:
 
 
 class RankSharding:
-    """How a rank divides the model (startup.parts.Sharding)."""
+    """How a rank divides the model (models.shard.Sharding)."""
 
     def __init__(self, rank: int, group: Group) -> None:
         self.shard = Shard(rank, group.size)

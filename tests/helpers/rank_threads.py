@@ -10,10 +10,8 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-import pytest
-
 from nanoengine.errors import EngineError
-from nanoengine.workers import following_rank, leading_rank
+from nanoengine.workers import following_rank
 from nanoengine.workers.channel import REPLY, STOP, Channel
 
 
@@ -78,9 +76,3 @@ class RankThreads:
             thread.join(60)
             assert not thread.is_alive(), "a rank did not stop"
             channel.close()
-
-
-@pytest.fixture
-def rank_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks are threads."""
-    monkeypatch.setattr(leading_rank, "WorkerProcesses", RankThreads)
