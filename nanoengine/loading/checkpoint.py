@@ -20,6 +20,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.refused import about_folder
+from nanoengine.loading.wrappers import text_names
 from nanoengine.text.checked_json import (
     MAX_REASON,
     has_file,
@@ -42,11 +43,18 @@ class CheckpointReader:
     twice. Tensors are views of the mapped file: copy them before writing and before `close`. Files
     are mapped anew from time to time, because pages read so far count as the process's memory while
     they are mapped, beside the weights made from them.
+
+    others: tensors of a wrapper that are not its text model's.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelNotFoundError without safetensors, CorruptModelError for a damaged shard."""
+    def __init__(self, folder: Path, is_wrapped: bool = False) -> None:
+        """is_wrapped: there is a text model with others beside; its tensors get the names that they
+        would have alone. Raises ModelNotFoundError without safetensors, CorruptModelError for a
+        damaged shard.
+        """
         self.folder = folder
+        self.others: set[str] = set()
+        self._stored: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         self._num_read = 0
@@ -55,6 +63,10 @@ class CheckpointReader:
             for file_name in _shard_names(folder, weight_map):
                 self._open(file_name)
             self._check_index(weight_map)
+            self._stored = (
+                text_names(self._file_of) if is_wrapped else {n: n for n in self._file_of}
+            )
+            self.others = self._file_of.keys() - self._stored.values()
         except ModelLoadError:
             self.close()
             raise
@@ -92,8 +104,8 @@ class CheckpointReader:
                 )
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._file_of)
+        """Names of all tensors of the model."""
+        return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only."""
@@ -104,16 +116,14 @@ class CheckpointReader:
         stored = str(self._slice(name).get_dtype())
         if stored not in DTYPES:
             raise UnsupportedModelError(
-                f"{self.folder / self._file_of[name]}: tensor {name!r} is {stored}; "
+                f"{self.folder / self._file_of[self._stored[name]]}: tensor {name!r} is {stored}; "
                 f"supported: {', '.join(DTYPES)}"
             )
         return DTYPES[stored]
 
     def num_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
-        return sum(
-            math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._file_of
-        )
+        """Bytes of all tensors of the model as stored."""
+        return sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._stored)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU and in its stored dtype, mapped from the file."""
@@ -122,12 +132,14 @@ class CheckpointReader:
             for file_name in self._files:
                 self._map(file_name)
             self._num_read = 0
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        stored = self._stored[name]
+        tensor: torch.Tensor = self._files[self._file_of[stored]].get_tensor(stored)
         self._num_read += tensor.nbytes
         return tensor
 
     def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+        stored = self._stored[name]
+        return self._files[self._file_of[stored]].get_slice(stored)
 
     def close(self) -> None:
         """Close the files. Tensors already returned keep their mapping."""

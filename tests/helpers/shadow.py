@@ -595,5 +595,5 @@ def rows(hashes: list[int], layer: float) -> Tensor:
 
 def check_record(plan: StepPlan) -> None:
     """What other ranks read of a step is what rank 0 planned."""
-    record = StepRecord(plan, (), (), (), may_replay=False)
+    record = StepRecord(plan, (), (), ())
     assert decode(encode(record)) == record

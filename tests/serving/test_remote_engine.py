@@ -18,7 +18,7 @@ import pytest
 from driver import assert_all_free, break_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_server import SETTINGS
+from live_server import PATIENCE_S, SETTINGS
 
 from nanoengine import AsyncLLM, SamplingParams
 from nanoengine import errors as our_errors
@@ -39,7 +39,6 @@ from nanoengine.serving.remote_engine import RemoteEngine
 
 PROMPT = {"prompt_token_ids": [5, 6, 7], "prompt": "abc", "cache_salt": "s"}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-PATIENCE_S = 60.0
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
