@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,16 @@ NUM_SHOWN = 5
 REMAP_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a tensor lies in a stored one: it is all, or rows [first, last) of entry `index`."""
+
+    stored: str
+    index: int | None = None
+    first: int = 0
+    last: int = 0
+
+
 class CheckpointReader:
     """Tensors of a folder's safetensors file or shards, read by name on demand.
 
@@ -49,6 +60,7 @@ class CheckpointReader:
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._parts: dict[str, Part] = {}
         self._num_read = 0
         try:
             weight_map = _weight_map(folder)
@@ -91,16 +103,25 @@ class CheckpointReader:
                     f"{self.folder / file_name} lacks tensor {name!r}, which the index places there"
                 )
 
+    def rename(self, parts: Mapping[str, Part]) -> None:
+        """Give these names to stored tensors, or to parts of them, which lose their own."""
+        self._parts = dict(parts)
+
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._file_of)
+        return self._file_of.keys() - {part.stored for part in self._parts.values()} | {
+            *self._parts
+        }
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only."""
-        return tuple(self._slice(name).get_shape())
+        part = self._parts.get(name, Part(name))
+        shape = tuple(self._slice(part.stored).get_shape())
+        return shape if part.index is None else (part.last - part.first, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
         """float32, float16 or bfloat16. Raises UnsupportedModelError for another stored dtype."""
+        name = self._parts.get(name, Part(name)).stored
         stored = str(self._slice(name).get_dtype())
         if stored not in DTYPES:
             raise UnsupportedModelError(
@@ -122,7 +143,10 @@ class CheckpointReader:
             for file_name in self._files:
                 self._map(file_name)
             self._num_read = 0
-        tensor: torch.Tensor = self._files[self._file_of[name]].get_tensor(name)
+        part = self._parts.get(name, Part(name))
+        tensor: torch.Tensor = self._files[self._file_of[part.stored]].get_tensor(part.stored)
+        if part.index is not None:
+            tensor = tensor[part.index, part.first : part.last]
         self._num_read += tensor.nbytes
         return tensor
 

@@ -15,11 +15,10 @@ import torch
 
 from nanoengine.config import ModelConfig
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
+from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import (
-    weight_shapes,
-)
+from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
@@ -68,6 +67,7 @@ def load_model(
         decoder = Decoder(part, lambda name: shard.take(name, dummy(name), config), device, ops)
         return LoadedModel(config, part, decoder, "random weights", num_bytes)
     with CheckpointReader(folder) as reader:
+        reader.rename(expert_parts(config, reader))
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> torch.Tensor:
