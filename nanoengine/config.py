@@ -135,6 +135,21 @@ ATTENTION_LIMITS = {
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of a layer, of which each token goes to `top_k` (models/experts.py).
+
+    inner_size: an expert's intermediate_size. renormalises: the scores of a token's experts are
+    divided by their sum. dense_layers: layers with a feed-forward instead.
+    """
+
+    count: int
+    top_k: int
+    inner_size: int
+    renormalises: bool
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder's shape, read from config.json. `architecture` is a key of models.ARCHITECTURES.
 
@@ -142,7 +157,7 @@ class ModelConfig:
     AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
     local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
     softcap of the logits. wrapper: the class in config.json if this is the text model of one for
-    images, too.
+    images, too. experts: None: all layers have a feed-forward.
     """
 
     architecture: str
@@ -167,6 +182,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     final_logit_softcap: float | None = None
     wrapper: str = ""
+    experts: ExpertsConfig | None = None
 
     @property
     def attention(self) -> AttentionConfig:
@@ -174,6 +190,11 @@ class ModelConfig:
         scalar = self.query_pre_attn_scalar
         scale = None if scalar is None else scalar**-0.5
         return AttentionConfig(self.head_dim, scale, self.attn_logit_softcap, self.windows)
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of this layer; None if it has a feed-forward."""
+        experts = self.experts
+        return None if experts is None or layer in experts.dense_layers else experts
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V of one token over all layers."""

@@ -13,10 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.config import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, ReplayKey
 from nanoengine.models.architectures import ARCHITECTURES, has_qkv_bias
-from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.models.experts import ExpertWeights
+from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import Attention
 from nanoengine.models.rope import Rotary, head_order
 
@@ -61,7 +62,7 @@ class Decoder:
         self._layers = [
             _Layer(
                 part.attention,
-                ops.after_attention(part.out, part.gate_up, part.down, next_qkv),
+                ops.after_attention(part.out, part.mlp, next_qkv),
                 rope,
             )
             for part, next_qkv, rope in zip(parts, next_qkvs, rope_of, strict=True)
@@ -87,10 +88,10 @@ class Decoder:
     def _run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """For each layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
-        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)). Kernels can fuse all that
-        needs no KV cache, so after_attention does both sums, in place, and returns qkv(norm(x)) of
-        the next layer. If an architecture has norms after attention and mlp, they are part of out
-        and down.
+        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)), or that of the experts to
+        which a row goes. Kernels can fuse all that needs no KV cache, so after_attention does both
+        sums, in place, and returns qkv(norm(x)) of the next layer. If an architecture has norms
+        after attention and mlp, they are part of out and mlp.
         """
         angles = list(zip(cos.unbind(), sin.unbind(), strict=True))
         qkv = self._first_qkv(x)
@@ -123,8 +124,7 @@ class _LayerParts:
     qkv: Product
     attention: Attention
     out: Product
-    gate_up: Product
-    down: Product
+    mlp: Product
 
 
 class _Builder:
@@ -159,15 +159,13 @@ class _Builder:
         """The parts of one layer."""
         config, names = self._config, self._architecture.norms
         layer = f"model.layers.{index}."
-        attention, mlp = layer + "self_attn.", layer + "mlp."
+        attention = layer + "self_attn."
         out = self._summand(attention, "o", config.attention_bias)
-        down = self._summand(mlp, "down", config.mlp_bias)
         return _LayerParts(
             qkv=self._qkv(attention, self._norm_if(layer, names.before_attention)),
             attention=self._attention(index, attention),
             out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
-            gate_up=self._gate_up(mlp, self._norm_if(layer, names.before_mlp)),
-            down=self._then_normed(down, self._norm_if(layer, names.after_mlp)),
+            mlp=self._mlp(index, layer),
         )
 
     def _qkv(self, prefix: str, norm: Norm | None) -> Product:
@@ -187,12 +185,31 @@ class _Builder:
         return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], v)).flatten(0, 1)
 
     def _attention(self, index: int, prefix: str) -> Attention:
-        head_norms = None
+        norms = None
         if self._architecture.qk_norm:
             assert self._head_order is None
-            head_norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
+            norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
         heads = self._config.num_heads, self._config.num_kv_heads
-        return Attention(self._ops, index, *heads, head_norms)
+        return Attention(self._ops, index, *heads, norms)
+
+    def _mlp(self, index: int, layer: str) -> Product:
+        names, prefix = self._architecture.norms, layer + "mlp."
+        norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
+        experts = self._config.experts_of(index)
+        if experts is not None:
+            return self._then_normed(self._experts(experts, prefix, norm), norm_after)
+        gate_up = self._gate_up(prefix, norm)
+        down = self._summand(prefix, "down", self._config.mlp_bias)
+        return MLP(gate_up, self._then_normed(down, norm_after))
+
+    def _experts(self, config: ExpertsConfig, prefix: str, norm: Norm | None) -> Product:
+        router = self._source(prefix + "gate.weight")
+        weights = (self._expert(f"{prefix}experts.{i}.") for i in range(config.count))
+        return self._ops.experts(config, router, weights, norm, self._architecture.activation)
+
+    def _expert(self, prefix: str) -> ExpertWeights:
+        weights, _ = self._weights(prefix, ("gate", "up", "down"), has_bias=False)
+        return ExpertWeights(*weights)
 
     def _gate_up(self, prefix: str, norm: Norm | None) -> Product:
         names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")
