@@ -75,8 +75,8 @@ class LeadingMemory(KVMemory):
         super().__init__(spec, device, debug)
 
     def start(self, transfers: StepTransfers) -> TransferRun | None:
-        if transfers.is_none:
-            return super().start(transfers)
+        if self.offload is None:
+            return None
         plan = StepPlan(0, 0, (), (), (), (), transfers)
         body = encode(StepRecord(plan, (), (), ()))
         return self._leader.lead(Order.START, body, lambda: KVMemory.start(self, transfers))
