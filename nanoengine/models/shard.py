@@ -31,6 +31,11 @@ class Shard:
     def check(self, model: ModelConfig) -> None:
         """Raise ConfigError if the heads of the model cannot be divided among the ranks."""
         heads, kv_heads = model.num_heads, model.num_kv_heads
+        if self.size > 1 and model.recurrent_layers:
+            raise ConfigError(
+                f"tensor_parallel_size={self.size} cannot divide a model with recurrent layers "
+                "yet; leave it out"
+            )
         allowed = [
             size
             for size in range(1, heads + 1)
