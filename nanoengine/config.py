@@ -161,11 +161,6 @@ class DeltaConfig:
     conv_size: int
 
     @property
-    def key_size(self) -> int:
-        """Numbers of q, and of k, of a token."""
-        return self.num_key_heads * self.key_dim
-
-    @property
     def value_size(self) -> int:
         """Numbers of v, and of what a layer gives, of a token."""
         return self.num_value_heads * self.value_dim
@@ -173,7 +168,22 @@ class DeltaConfig:
     @property
     def channels(self) -> int:
         """Numbers of a token that are convolved: q, k and v."""
-        return 2 * self.key_size + self.value_size
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The experts of a layer, of which each token goes to `top_k` (models/experts.py).
+
+    inner_size: an expert's intermediate_size. renormalises: the scores of a token's experts are
+    divided by their sum. dense_layers: layers with a feed-forward instead.
+    """
+
+    count: int
+    top_k: int
+    inner_size: int
+    renormalises: bool
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +193,9 @@ class ModelConfig:
     no_rope_layers: layers without RoPE (arXiv 2501.18795). windows, attn_logit_softcap: as in
     AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
     local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
-    softcap of the logits. delta: of recurrent layers, which have no KV. wrapper: the class in
-    config.json if this is the text model of one for images, too.
+    softcap of the logits. wrapper: the class in config.json if this is the text model of one for
+    images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
+    have no KV.
     """
 
     architecture: str
@@ -210,6 +221,7 @@ class ModelConfig:
     final_logit_softcap: float | None = None
     wrapper: str = ""
     delta: DeltaConfig | None = None
+    experts: ExpertsConfig | None = None
 
     @property
     def attention(self) -> AttentionConfig:
@@ -228,22 +240,18 @@ class ModelConfig:
         """Layers that have KV."""
         return self.num_layers - len(self.recurrent_layers)
 
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """The experts of this layer; None if it has a feed-forward."""
+        experts = self.experts
+        return None if experts is None or layer in experts.dense_layers else experts
+
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V of one token over all layers."""
         return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * element_size
 
 
-DTYPES = {
-    "auto": "auto",
-    "float32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-}
+_SPELLINGS = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half")}
+DTYPES = {"auto": "auto"} | {n: name for name, ns in _SPELLINGS.items() for n in (name, *ns)}
 MAX_GUESSES = 64
 AUTO_SPECULATIVE = "ngram:8+resident:8"
 MAX_THREADS = 1024

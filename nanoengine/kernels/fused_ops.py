@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeGuard
 
+import torch
 from torch import Tensor
 
+from nanoengine.config import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.experts import ExpertWeights, GroupedExperts
 from nanoengine.models.layer_ops import (
+    MLP,
     AfterAttention,
     Embed,
     Norm,
@@ -161,18 +166,22 @@ class PackedOps(KernelOps):
         packed, other_norm = self._pack(weight, None, norm)
         return packed.gather_rows, self._normed(other_norm, packed.in_float)
 
+    def router(self, weight: Tensor) -> Product:
+        return self._products.pack(weight).in_float
+
     def after_attention(
-        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+        self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         """One call of C if all products are packed with what goes around them."""
         if (
             isinstance(out, PackedLinear)
-            and isinstance(gate_up, PackedGateUp)
-            and isinstance(down, PackedLinear)
+            and isinstance(mlp, MLP)
+            and isinstance(mlp.gate_up, PackedGateUp)
+            and isinstance(mlp.down, PackedLinear)
             and (next_qkv is None or isinstance(next_qkv, PackedLinear))
         ):
-            return self._products.after_attention(out, gate_up, down, next_qkv)
-        return super().after_attention(out, gate_up, down, next_qkv)
+            return self._products.after_attention(out, mlp.gate_up, mlp.down, next_qkv)
+        return super().after_attention(out, mlp, next_qkv)
 
 
 class GpuKernels(Kernels, Protocol):
@@ -197,15 +206,35 @@ class GpuOps(KernelOps):
         super().__init__(kernels, graphs, quantizer)
         self._graphs = graphs
 
+    def experts(
+        self,
+        config: ExpertsConfig,
+        router: Tensor,
+        weights: Iterable[ExpertWeights],
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        """Raises ConfigError where PyTorch's grouped product would make the host wait."""
+        if self._quantizer is not None or router.dtype is not torch.bfloat16:
+            raise ConfigError(
+                'experts run on a GPU in bfloat16 only; set dtype="bfloat16" and leave '
+                "quantization out"
+            )
+        experts = GroupedExperts(config, self.router(router), weights, self._gated(activation))
+        return self._normed(norm, experts)
+
     def after_attention(
-        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+        self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
-        if not _is_fusible(gate_up) or not (next_qkv is None or _is_fusible(next_qkv)):
-            return super().after_attention(out, gate_up, down, next_qkv)
+        first = mlp.gate_up if isinstance(mlp, MLP) else mlp
+        if not _is_fusible(first) or not (next_qkv is None or _is_fusible(next_qkv)):
+            return super().after_attention(out, mlp, next_qkv)
 
         def run(x: Tensor, attended: Tensor) -> Tensor:
-            mlp = down(self._add(x, out(attended), gate_up))
-            return x.add_(mlp) if next_qkv is None else self._add(x, mlp, next_qkv)
+            summand = self._add(x, out(attended), first)
+            if isinstance(mlp, MLP):
+                summand = mlp.down(summand)
+            return x.add_(summand) if next_qkv is None else self._add(x, summand, next_qkv)
 
         return run if self._graphs is None else self._graphs.piece(run)
 

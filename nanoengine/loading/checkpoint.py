@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ NUM_SHOWN = 5
 REMAP_BYTES = 64 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where a tensor lies in a stored one: it is all, or rows [first, last) of entry `index`."""
+
+    stored: str
+    index: int | None = None
+    first: int = 0
+    last: int = 0
+
+
 class CheckpointReader:
     """Tensors of a folder's safetensors file or shards, read by name on demand.
 
@@ -56,19 +67,18 @@ class CheckpointReader:
         """
         self.folder = folder
         self.others: set[str] = set()
-        self._stored: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._parts: dict[str, Part] = {}
         self._num_read = 0
         try:
             weight_map = _weight_map(folder)
             for file_name in _shard_names(folder, weight_map):
                 self._open(file_name)
             self._check_index(weight_map)
-            self._stored = (
-                text_names(self._file_of) if is_wrapped else {n: n for n in self._file_of}
-            )
-            self.others = self._file_of.keys() - self._stored.values()
+            stored = text_names(self._file_of) if is_wrapped else {n: n for n in self._file_of}
+            self._parts = {name: Part(its) for name, its in stored.items()}
+            self.others = self._file_of.keys() - stored.values()
         except ModelLoadError:
             self.close()
             raise
@@ -105,27 +115,37 @@ class CheckpointReader:
                     f"{self.folder / file_name} lacks tensor {name!r}, which the index places there"
                 )
 
+    def rename(self, parts: Mapping[str, Part]) -> None:
+        """Give these names to tensors, or to parts of them, which lose their own."""
+        old = {part.stored: self._parts[part.stored].stored for part in parts.values()}
+        kept = {name: part for name, part in self._parts.items() if name not in old}
+        new = {name: replace(part, stored=old[part.stored]) for name, part in parts.items()}
+        self._parts = kept | new
+
     def names(self) -> set[str]:
         """Names of all tensors of the model."""
-        return set(self._stored)
+        return set(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only."""
-        return tuple(self._slice(name).get_shape())
+        part = self._parts[name]
+        shape = tuple(self._slice(part.stored).get_shape())
+        return shape if part.index is None else (part.last - part.first, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
         """float32, float16 or bfloat16. Raises UnsupportedModelError for another stored dtype."""
-        stored = str(self._slice(name).get_dtype())
+        part = self._parts[name]
+        stored = str(self._slice(part.stored).get_dtype())
         if stored not in DTYPES:
             raise UnsupportedModelError(
-                f"{self.folder / self._file_of[self._stored[name]]}: tensor {name!r} is {stored}; "
+                f"{self.folder / self._file_of[part.stored]}: tensor {name!r} is {stored}; "
                 f"supported: {', '.join(DTYPES)}"
             )
         return DTYPES[stored]
 
     def num_bytes(self) -> int:
         """Bytes of all tensors of the model as stored."""
-        return sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._stored)
+        return sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._parts)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU and in its stored dtype, mapped from the file."""
@@ -134,13 +154,14 @@ class CheckpointReader:
             for file_name in self._files:
                 self._map(file_name)
             self._num_read = 0
-        stored = self._stored[name]
-        tensor: torch.Tensor = self._files[self._file_of[stored]].get_tensor(stored)
+        part = self._parts[name]
+        tensor: torch.Tensor = self._files[self._file_of[part.stored]].get_tensor(part.stored)
+        if part.index is not None:
+            tensor = tensor[part.index, part.first : part.last]
         self._num_read += tensor.nbytes
         return tensor
 
-    def _slice(self, name: str) -> Any:
-        stored = self._stored[name]
+    def _slice(self, stored: str) -> Any:
         return self._files[self._file_of[stored]].get_slice(stored)
 
     def close(self) -> None:

@@ -15,12 +15,11 @@ import torch
 
 from nanoengine.config import ModelConfig
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
+from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.wrappers import about_others
-from nanoengine.models.architectures import (
-    weight_shapes,
-)
+from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
@@ -70,6 +69,7 @@ def load_model(
         return LoadedModel(config, part, decoder, "random weights", num_bytes)
     is_wrapped = bool(config.wrapper)
     with CheckpointReader(folder, is_wrapped) as reader:
+        reader.rename(expert_parts(config, reader))
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ from nanoengine.errors import (
     UnsupportedModelError,
     shown,
 )
+from nanoengine.loading.experts_json import read_experts
 from nanoengine.loading.refused import about_architecture, about_folder, about_quantization
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.loading.wrappers import WRAPPERS, text_config
@@ -85,6 +86,7 @@ def read_model_config(
         final_logit_softcap=_softcap(content, reads),
         wrapper=wrapper,
         delta=delta,
+        experts=read_experts(content, architecture.experts, num_layers),
     )
     _check_heads(config, content.path)
     return config

@@ -23,12 +23,27 @@ class NormNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What config.json and a checkpoint say of an architecture's experts.
+
+    inner_size: the key of an expert's intermediate size. renormalises: ModelConfig's; None: the key
+    `norm_topk_prob` says it. block, parts: where a checkpoint has the router and the experts, and
+    its names of gate, up and down.
+    """
+
+    inner_size: str = "moe_intermediate_size"
+    renormalises: bool | None = None
+    block: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """How a decoder differs from Llama's.
 
     models: what models of this architecture are called.
     norm_offset: RMSNorm adds this to its weight; unless it is 0, norms are in fp32 throughout.
-    qk_norm: RMSNorm over each head of q and k before the rotation.
+    qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
     qkv_bias: q, k and v have a bias even if config.json has no key for it.
     is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
     activation: of the gate; a key of layer_ops.GATED.
@@ -39,6 +54,7 @@ class Architecture:
     says which ones.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
+    experts: of some layers or all; None: none.
     reads: the keys of config.json that this architecture reads and others do not.
     requires: keys of config.json, each with the values that are supported.
     defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
@@ -48,7 +64,7 @@ class Architecture:
     models: str
     norms: NormNames = NormNames()
     norm_offset: float = 0.0
-    qk_norm: bool = False
+    qk_norm: str = ""
     qkv_bias: bool = False
     is_fused: bool = False
     activation: str = "silu"
@@ -56,6 +72,7 @@ class Architecture:
     output_gate: bool = False
     recurrent: tuple[str, ...] = ()
     windows: str = ""
+    experts: ExpertNames | None = None
     reads: tuple[str, ...] = ()
     requires: Mapping[str, tuple[Any, ...]] = field(
         default_factory=lambda: {"hidden_act": (None, "silu", "swish")}
@@ -93,7 +110,7 @@ ARCHITECTURES = {
             after_mlp="post_feedforward_layernorm",
         ),
         norm_offset=1.0,
-        qk_norm=True,
+        qk_norm="head",
         activation="gelu_pytorch_tanh",
         scales_embeddings=True,
         windows="pattern",
@@ -125,6 +142,25 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(
         "Mistral 7B and Nemo", windows="every layer", defaults={"sliding_window": 4096}
     ),
+    "MixtralForCausalLM": Architecture(
+        "Mixtral (8x7B, 8x22B)",
+        windows="every layer",
+        experts=ExpertNames("intermediate_size", True, "block_sparse_moe", ("w1", "w3", "w2")),
+        defaults={
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+        },
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "OLMoE",
+        qk_norm="all heads",
+        experts=ExpertNames("intermediate_size"),
+        requires={"hidden_act": (None, "silu"), "clip_qkv": (None,)},
+        defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+    ),
     "Phi3ForCausalLM": Architecture(
         "Phi-3 and Phi-3.5 (mini, medium), Phi-4 (text)",
         is_fused=True,
@@ -144,12 +180,23 @@ ARCHITECTURES = {
         defaults={"use_sliding_window": False},
     ),
     "Qwen3ForCausalLM": Architecture(
-        "Qwen 3 (dense)", qk_norm=True, windows="layer_types", defaults={"head_dim": 128}
+        "Qwen 3 (dense)", qk_norm="head", windows="layer_types", defaults={"head_dim": 128}
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "Qwen 3 with experts (30B-A3B, 235B-A22B, Coder)",
+        qk_norm="head",
+        experts=ExpertNames(),
+        defaults={
+            "use_sliding_window": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
     ),
     "Qwen3NextForCausalLM": Architecture(
         "Qwen3-Next without experts",
         norm_offset=1.0,
-        qk_norm=True,
+        qk_norm="head",
         output_gate=True,
         recurrent=("qkvz", "ba"),
         reads=_HYBRID_READS,
@@ -159,7 +206,7 @@ ARCHITECTURES = {
     "Qwen3_5ForCausalLM": Architecture(
         "Qwen 3.5 and 3.6 (dense)",
         norm_offset=1.0,
-        qk_norm=True,
+        qk_norm="head",
         output_gate=True,
         recurrent=("qkv", "z", "b", "a"),
         reads=_HYBRID_READS,
@@ -259,37 +306,42 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        prefix, is_recurrent = f"model.layers.{layer}.", layer in config.recurrent_layers
+        prefix = f"model.layers.{layer}."
+        is_recurrent = layer in config.recurrent_layers
         shapes.update(
             _delta_shapes(config, prefix) if is_recurrent else _attention_shapes(config, prefix)
         )
-        shapes.update(_other_shapes(config, prefix))
+        shapes.update(_other_shapes(config, layer))
     return shapes
 
 
-def _other_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of the norms and the feed-forward of a layer."""
-    architecture = ARCHITECTURES[config.architecture]
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of the norms and the feed-forward, or experts, of a layer."""
+    architecture, prefix = ARCHITECTURES[config.architecture], f"model.layers.{layer}."
     for norm in astuple(architecture.norms):
         if norm:
-            yield f"{prefix}{norm}.weight", (hidden,)
-    gate_up = {"gate_up": 2 * inner} if architecture.is_fused else {"gate": inner, "up": inner}
-    yield from _projections(f"{prefix}mlp.", gate_up, hidden, config.mlp_bias)
-    yield from _projections(f"{prefix}mlp.", {"down": hidden}, inner, config.mlp_bias)
+            yield f"{prefix}{norm}.weight", (config.hidden_size,)
+    experts = config.experts_of(layer)
+    if experts is None:
+        yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size)
+        return
+    yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
+    for expert in range(experts.count):
+        yield from _mlp_shapes(config, f"{prefix}mlp.experts.{expert}.", experts.inner_size)
 
 
 def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     architecture, part = ARCHITECTURES[config.architecture], f"{prefix}self_attn."
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     if architecture.qk_norm:
-        yield f"{part}q_norm.weight", (config.head_dim,)
-        yield f"{part}k_norm.weight", (config.head_dim,)
+        is_whole = architecture.qk_norm == "all heads"
+        yield f"{part}q_norm.weight", (heads if is_whole else config.head_dim,)
+        yield f"{part}k_norm.weight", (kv_heads if is_whole else config.head_dim,)
     qkv = {"q": heads * (1 + architecture.output_gate), "k": kv_heads, "v": kv_heads}
     if architecture.is_fused:
         qkv = {"qkv": heads + 2 * kv_heads}
-    yield from _projections(part, qkv, config.hidden_size, has_qkv_bias(config))
-    yield from _projections(part, {"o": config.hidden_size}, heads, config.attention_bias)
+    yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
+    yield from _product_shapes(part, {"o": config.hidden_size}, heads, config.attention_bias)
 
 
 def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -307,13 +359,23 @@ def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
     yield f"{part}out_proj.weight", (config.hidden_size, delta.value_size)
 
 
-def _projections(
-    part: str, rows: Mapping[str, int], columns: int, has_bias: bool
+def _mlp_shapes(
+    config: ModelConfig, prefix: str, inner: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    gate_up = {"gate": inner, "up": inner}
+    if ARCHITECTURES[config.architecture].is_fused:
+        gate_up = {"gate_up": 2 * inner}
+    yield from _product_shapes(prefix, gate_up, config.hidden_size, config.mlp_bias)
+    yield from _product_shapes(prefix, {"down": config.hidden_size}, inner, config.mlp_bias)
+
+
+def _product_shapes(
+    prefix: str, rows: Mapping[str, int], columns: int, has_bias: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, num_rows in rows.items():
-        yield f"{part}{name}_proj.weight", (num_rows, columns)
+        yield f"{prefix}{name}_proj.weight", (num_rows, columns)
         if has_bias:
-            yield f"{part}{name}_proj.bias", (num_rows,)
+            yield f"{prefix}{name}_proj.bias", (num_rows,)
 
 
 def has_qkv_bias(config: ModelConfig) -> bool:

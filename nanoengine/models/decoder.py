@@ -13,11 +13,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.config import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, ReplayKey
 from nanoengine.models.architectures import ARCHITECTURES, has_qkv_bias
 from nanoengine.models.delta_net import DeltaNet, flat_projections
-from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.models.experts import ExpertWeights
+from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import Attention, DeltaLayer
 from nanoengine.models.rope import Rotary, head_order
 
@@ -62,7 +63,7 @@ class Decoder:
         self._layers = [
             _Layer(
                 part.attention,
-                ops.after_attention(part.out, part.gate_up, part.down, next_qkv),
+                ops.after_attention(part.out, part.mlp, next_qkv),
                 rope,
             )
             for part, next_qkv, rope in zip(parts, next_qkvs, rope_of, strict=True)
@@ -88,10 +89,10 @@ class Decoder:
     def _run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """For each layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
-        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)). Kernels can fuse all that
-        needs no KV cache, so after_attention does both sums, in place, and returns qkv(norm(x)) of
-        the next layer. If an architecture has norms after attention and mlp, they are part of out
-        and down.
+        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)), or that of the experts to
+        which a row goes. Kernels can fuse all that needs no KV cache, so after_attention does both
+        sums, in place, and returns qkv(norm(x)) of the next layer. If an architecture has norms
+        after attention and mlp, they are part of out and mlp.
         """
         angles = list(zip(cos.unbind(), sin.unbind(), strict=True))
         qkv = self._first_qkv(x)
@@ -124,8 +125,7 @@ class _LayerParts:
     qkv: Product
     attention: Attention | DeltaLayer
     out: Product
-    gate_up: Product
-    down: Product
+    mlp: Product
 
 
 class _Builder:
@@ -160,19 +160,17 @@ class _Builder:
         """The parts of one layer."""
         config, names = self._config, self._architecture.norms
         layer = f"model.layers.{index}."
-        mlp, before = layer + "mlp.", self._norm_if(layer, names.before_attention)
+        before = self._norm_if(layer, names.before_attention)
         if index in config.recurrent_layers:
             make, part = self._delta_rule, layer + "linear_attn."
         else:
             make, part = self._attention, layer + "self_attn."
         qkv, attention, out = make(index, part, before)
-        down = self._summand(mlp, "down", config.mlp_bias)
         return _LayerParts(
             qkv=qkv,
             attention=attention,
             out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
-            gate_up=self._gate_up(mlp, self._norm_if(layer, names.before_mlp)),
-            down=self._then_normed(down, self._norm_if(layer, names.after_mlp)),
+            mlp=self._mlp(index, layer),
         )
 
     def _attention(
@@ -239,6 +237,25 @@ class _Builder:
             DeltaLayer(self._ops, shape.layers.index(index), net),
             self._ops.summand(source(prefix + "out_proj.weight")),
         )
+
+    def _mlp(self, index: int, layer: str) -> Product:
+        names, prefix = self._architecture.norms, layer + "mlp."
+        norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
+        experts = self._config.experts_of(index)
+        if experts is not None:
+            return self._then_normed(self._experts(experts, prefix, norm), norm_after)
+        gate_up = self._gate_up(prefix, norm)
+        down = self._summand(prefix, "down", self._config.mlp_bias)
+        return MLP(gate_up, self._then_normed(down, norm_after))
+
+    def _experts(self, config: ExpertsConfig, prefix: str, norm: Norm | None) -> Product:
+        router = self._source(prefix + "gate.weight")
+        weights = (self._expert(f"{prefix}experts.{i}.") for i in range(config.count))
+        return self._ops.experts(config, router, weights, norm, self._architecture.activation)
+
+    def _expert(self, prefix: str) -> ExpertWeights:
+        weights, _ = self._weights(prefix, ("gate", "up", "down"), has_bias=False)
+        return ExpertWeights(*weights)
 
     def _gate_up(self, prefix: str, norm: Norm | None) -> Product:
         names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")

@@ -69,7 +69,8 @@ def gated_delta(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardCon
     starts = ctx.query_start[:-1].long()
     is_new = ctx.kv_lens == ctx.query_start.diff()
     mixed = _convolve(mixed, net, state, ctx, is_new)
-    q, k, v = mixed.float().split_with_sizes([shape.key_size] * 2 + [shape.value_size], dim=1)
+    keys = shape.num_key_heads * shape.key_dim
+    q, k, v = mixed.float().split_with_sizes([keys, keys, shape.value_size], dim=1)
     group = shape.num_value_heads // shape.num_key_heads
     q, k = (_unit(each.view(tokens, -1, shape.key_dim)) for each in (q, k))
     q, k = (each.repeat_interleave(group, dim=1) for each in (q * shape.key_dim**-0.5, k))

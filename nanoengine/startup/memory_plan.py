@@ -118,13 +118,18 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
     """Upper bound of a step's temporary memory in bytes, from shapes (for devices not profiled).
 
     Per token: residual stream and norm (fp32 and model dtype), the larger of qkv + attention state
-    and gate_up; per sequence: logits in the head's dtype, and in fp32 and fp64 for sampling.
+    and gate_up (of experts: with their rows, their results and the sum); per sequence: logits in
+    the head's dtype, and in fp32 and fp64 for sampling.
     """
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     stream = config.hidden_size * (3 * element_size + 8)
     attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
     feed_forward = config.intermediate_size * 4 * element_size
+    if (experts := config.experts) is not None:
+        each = config.hidden_size * 2 + experts.inner_size * 4
+        sums = 8 * config.hidden_size + 16 * experts.count
+        feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
     per_token = stream + max(attention, feed_forward)
     return num_tokens * per_token + num_seqs * config.vocab_size * (4 + 24)
 

@@ -27,6 +27,10 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -37,6 +41,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
     SmolLM3Config,
@@ -112,7 +118,7 @@ class TinyModel:
     model_class: type[Any] = LlamaForCausalLM
     settings: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    max_shard_size: str = "1GB"
+    saved_as: dict[str, Any] = field(default_factory=dict)  # settings of save_pretrained
     adds_bos: bool = True
     # transformers 5 saves the chat template as a file of its own, older checkpoints hold it in
     # tokenizer_config.json: both must load.
@@ -130,7 +136,7 @@ class TinyModel:
             model = self.model_class(self.config_class(**self._config)).eval()
             _randomize_vectors(model)
         model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_IDS)
-        model.save_pretrained(folder, max_shard_size=self.max_shard_size)
+        model.save_pretrained(folder, **self.saved_as)
         tokenizer = _byte_tokenizer(self.adds_bos)
         tokenizer.save_pretrained(folder, save_jinja_files=self.template_in_own_file)
 
@@ -142,7 +148,7 @@ TINY: dict[str, TinyModel] = {
     "llama-rope-llama3": TinyModel(settings={"rope_parameters": LLAMA3_ROPE}, seed=3),
     "llama-rope-linear": TinyModel(settings={"rope_parameters": LINEAR_ROPE}, seed=4),
     # The weights of "llama" in several files.
-    "llama-sharded": TinyModel(max_shard_size="200KB"),
+    "llama-sharded": TinyModel(saved_as={"max_shard_size": "200KB"}),
     # head_dim x heads is not hidden_size, and the vocabulary is padded past the tokenizer's.
     "qwen3": TinyModel(
         Qwen3Config,
@@ -156,6 +162,39 @@ TINY: dict[str, TinyModel] = {
         Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN_ROPE}, seed=6, adds_bos=False
     ),
     "mistral": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": None}, seed=7),
+    # A dense layer between two with experts, whose size is no multiple of a vector.
+    "qwen3-moe": TinyModel(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+        seed=12,
+    ),
+    # One tensor for the experts of a layer, as transformers 5 holds them.
+    "mixtral": TinyModel(
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": 21},
+        seed=13,
+        saved_as={"save_original_format": False},
+    ),
+    "olmoe": TinyModel(
+        OlmoeConfig,
+        OlmoeForCausalLM,
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "num_key_value_heads": 4,
+            "pad_token_id": None,
+        },
+        seed=14,
+    ),
     # The middle layer sees no positions; keys that it lacks have other defaults than Llama's.
     "smollm3": TinyModel(
         SmolLM3Config,

@@ -17,10 +17,10 @@ from nanoengine.models.architectures import ARCHITECTURES
 # By classes of transformers and by names in a GGUF.
 KINDS = {
     "a mixture of experts": (
-        "MixtralForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM GptOssForCausalLM gpt-oss "
-        "DeepseekForCausalLM DeepseekV3ForCausalLM deepseek2 Llama4ForCausalLM OlmoeForCausalLM "
+        "Qwen2MoeForCausalLM GptOssForCausalLM gpt-oss "
+        "DeepseekForCausalLM DeepseekV3ForCausalLM deepseek2 Llama4ForCausalLM "
         "Glm4MoeForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
-        "minimax-m2 Ernie4_5_MoeForCausalLM qwen3moe"
+        "minimax-m2 Ernie4_5_MoeForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "

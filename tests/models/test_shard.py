@@ -94,3 +94,10 @@ def test_heads_that_cannot_be_divided_are_refused_with_what_can(
     with pytest.raises(ConfigError, match=r"4 heads and 2 KV heads; it can be 1, 2, 4$"):
         Shard(0, 3).check(config)
     Shard(0, 4).check(config)
+
+
+def test_a_norm_over_all_heads_is_not_divided(tiny: Callable[[str], Path]) -> None:
+    config = read_model_config(tiny("olmoe"))
+    with pytest.raises(ConfigError, match=r"size=2: OlmoeForCausalLM norms.*leave it at 1$"):
+        Shard(0, 2).check(config)
+    Shard(0, 1).check(config)

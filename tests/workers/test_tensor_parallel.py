@@ -120,12 +120,18 @@ def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> 
     assert run(folder, size, **WAYS[way]) == alone(folder, "float32", way)
 
 
-@pytest.mark.parametrize("name", sorted({*TINY} - {"llama", "llama-sharded"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted({*TINY} - {"llama", "llama-sharded", "olmoe", "mixtral"}),
+        pytest.param("mixtral", marks=pytest.mark.slow),
+    ],
+)
 def test_every_architecture(tiny: Tiny, name: str) -> None:
     assert run(tiny(name), 2, **WAYS["streamed"]) == alone(tiny(name), "float32", "streamed")
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "phi3", "qwen3-moe"])
 def test_in_bfloat16(tiny: Tiny, name: str) -> None:
     found = run(tiny(name), 2, "bfloat16", **WAYS["resident"])
     assert found == alone(tiny(name), "bfloat16", "resident")
