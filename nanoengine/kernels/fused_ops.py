@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import ExpertsConfig
-from nanoengine.context import KVTarget, ReplayKey
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
+from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.experts import ExpertWeights, GroupedExperts
 from nanoengine.models.layer_ops import (
     MLP,
@@ -51,6 +52,10 @@ class Kernels(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None: ...
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    ) -> None: ...
     def argmax(self, logits: Tensor) -> Tensor: ...
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
@@ -90,6 +95,18 @@ class KernelOps(TorchOps):
     def _silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._kernels.silu_mul(gate_up, out)
+        return out
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        self._kernels.sigmoid_mul(x, gate, out)
+        return out
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        out = x.new_empty(x.shape[0], net.shape.value_size)
+        self._kernels.gated_delta(x, net, state, ctx, out)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
