@@ -17,6 +17,7 @@ from typing import Any
 from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.sampling_params import StructuredOutputsParams
 from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tokenizer_files import _let_interrupts_through
 
 MAX_CACHED = 1 << 20  # bytes of the forms whose grammars are kept
 ENTRY = 1 << 10  # bytes that a small one counts for
@@ -72,9 +73,12 @@ class Grammars:
             grammar = _grammar_of(library.matcher, kind, text)
             limits = library.limits(verbose_errors=False, **LIMITS)
             compiled = library.matcher(library.tokenizer, grammar, log_level=0, limits=limits)
-            error = compiled.get_error()
-        except ValueError as refusal:
-            error = str(refusal)
+            first = compiled.deep_copy()
+            first.compute_bitmask()  # a grammar without a text is found here
+            error = first.get_error()
+        except BaseException as refusal:
+            _let_interrupts_through(refusal)
+            error = str(refusal) or type(refusal).__name__
         if error:
             raise InvalidParamsError(f"structured_outputs: {kind}: {_reason(error)}")
         return compiled
@@ -112,7 +116,7 @@ class GrammarState:
         """Go on by a token; True if the text is complete, so that nothing can follow. Raises
         RequestError if the token does not fit, or if the grammar has become too complex.
         """
-        if not self._matcher.consume_token(token_id):
+        if self._matcher.is_error() or not self._matcher.consume_token(token_id):
             raise RequestError(
                 f"the text cannot go on in the form of structured_outputs: "
                 f"{_reason(self._matcher.get_error())}"
@@ -146,7 +150,7 @@ class _Library:
 
 
 def _grammar_of(matcher: Any, kind: str, text: str) -> str:
-    """The form as llguidance reads it. Raises ValueError."""
+    """The form as llguidance reads it; raises anything for one that it cannot read."""
     match kind:
         case "json" | "json_object":
             made: str = matcher.grammar_from_json_schema(
