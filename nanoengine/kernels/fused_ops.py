@@ -104,6 +104,7 @@ class PackedOps(KernelOps):
         self, kernels: CpuKernels, products: CpuLinear, quantizer: Quantizer | None = None
     ) -> None:
         super().__init__(kernels, kernels.tape, quantizer)
+        self._cpu_kernels = kernels
         self._products = products
         self.is_batch_invariant = quantizer is None
 
@@ -143,6 +144,9 @@ class PackedOps(KernelOps):
         """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""
         packed, other_norm = self._pack(weight, None, norm)
         return packed.gather_rows, self._normed(other_norm, packed.in_float)
+
+    def _accumulate(self, x: Tensor, summand: Tensor) -> None:
+        self._cpu_kernels.add(x, summand)
 
     def after_attention(
         self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None

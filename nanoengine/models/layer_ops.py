@@ -212,11 +212,15 @@ class TorchOps:
         self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
     ) -> AfterAttention:
         def run(x: Tensor, attended: Tensor) -> Tensor:
-            x += out(attended)
-            x += down(gate_up(x))
+            self._accumulate(x, out(attended))
+            self._accumulate(x, down(gate_up(x)))
             return x if next_qkv is None else next_qkv(x)
 
         return run
+
+    def _accumulate(self, x: Tensor, summand: Tensor) -> None:
+        """x += summand, in place."""
+        x += summand
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         wide = x.float()

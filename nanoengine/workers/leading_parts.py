@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -52,12 +53,14 @@ class LeadingDecoder:
         """As Decoder.forward."""
         kv = ctx.kv
         assert isinstance(kv, StepKV)
+        may_replay = kv.replay_key() is not None
+        ctx = replace(ctx, kv=replace(kv, may_replay=may_replay))
         record = StepRecord(
             kv.plan,
             tuple(ctx.token_ids.tolist()),
             tuple(ctx.positions.tolist()),
             ctx.lengths,
-            may_replay=False,
+            may_replay,
         )
         is_draft = kv.run is None and kv.memory.offload is not None
         order = Order.DRAFT if is_draft else Order.STEP

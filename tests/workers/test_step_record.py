@@ -75,7 +75,8 @@ def plain(value: Any) -> bool:
     if isinstance(value, dict):
         return type(value) is dict and plain(tuple(value.items()))
     if isinstance(value, tuple | frozenset):
-        return type(value) in (tuple, frozenset) and all(map(plain, value))
+        known = (tuple, frozenset, Load, SequenceSpan, SlotWrite, Store)
+        return type(value) in known and all(map(plain, value))
     return type(value) in (int, bool)
 
 
