@@ -126,6 +126,7 @@ class PackedOps(KernelOps):
         self, kernels: CpuKernels, products: CpuLinear, quantizer: Quantizer | None = None
     ) -> None:
         super().__init__(kernels, kernels.tape, quantizer)
+        self._cpu_kernels = kernels
         self._products = products
         self.is_batch_invariant = quantizer is None
 
@@ -169,6 +170,9 @@ class PackedOps(KernelOps):
 
     def router(self, weight: Tensor) -> Product:
         return self._products.pack(weight).in_float
+
+    def _accumulate(self, x: Tensor, summand: Tensor) -> None:
+        self._cpu_kernels.add(x, summand)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -88,7 +88,7 @@ class StepPlanner:
         unseen = unseen_parts(parts, starts, self._spec.block_size, self._spec.windows)
         metrics = [item.seq.metrics for item in batch.items]
         self._count_transfers(metrics, seen, placement, parts, unseen)
-        streamed = {span.index for part in parts if part.tier != DEVICE for span in part.spans}
+        streamed = {span.sequence for part in parts if part.tier != DEVICE for span in part.spans}
         num_rows = self._num_rows(parts, batch)
         plan = StepPlan(
             num_tokens=batch.num_tokens,

@@ -471,6 +471,15 @@ def test_silu_mul(variant, dtype, tokens, dim):
     assert_same_rounding(out, want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, dim", [(1, 1), (3, 37), (40, 3000)])
+def test_add(variant, dtype, tokens, dim):
+    x, summand = normal(tokens, dim, dtype=dtype), normal(tokens, dim, dtype=dtype) * 30
+    want = x + summand
+    variant.add(x, summand)
+    assert torch.equal(x, want)
+
+
 def test_rounding_to_bf16_is_torch_s(variant):
     """Ties to even, overflow to infinity, NaN: attention over no more keys only rounds."""
     x = torch.tensor([1.00390625, 1.01171875, 3.4e38, -3.4e38, torch.nan, torch.inf, 0.1, -0.0])
