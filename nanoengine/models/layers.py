@@ -21,12 +21,16 @@ class Attention:
         num_heads: int,
         num_kv_heads: int,
         norms: tuple[Norm, Norm] | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
-        """norms: of q and of k, over each head, or over all of them where the weight is as long."""
+        """norms: of q and of k, over each head, or over all of them where the weight is as long.
+        sinks: as in AttentionBackend.run.
+        """
         self._ops = ops
         self._layer = layer
         self._heads = [num_heads, num_kv_heads, num_kv_heads]
         self._norms = norms
+        self._sinks = sinks
 
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """[tokens, (heads + 2 kv_heads) x head_dim] -> attended values [tokens, heads x head_dim].
@@ -40,7 +44,7 @@ class Attention:
             q, k = (self._normed(*each) for each in zip((q, k), self._norms, strict=True))
         target = ctx.kv.target(self._layer)
         q = self._ops.rotate_and_store(q, k, v, cos, sin, target)
-        return ctx.attention.run(self._layer, q, ctx).view(tokens, -1)
+        return ctx.attention.run(self._layer, q, ctx, self._sinks).view(tokens, -1)
 
     def _normed(self, heads: Tensor, norm: Norm) -> Tensor:
         if len(norm.weight) == heads.shape[2]:
