@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoengine.context import KVTarget
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState
+from nanoengine.models.delta_net import DeltaNet, gated_delta
 
 
 @triton.jit
@@ -174,6 +175,16 @@ class TritonKernels:
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         """The same for layer_ops.clamped_swiglu, in fp32 until out is rounded."""
         _gate(_clamped_swiglu, gate_up, out)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:
+        """As CpuKernels.sigmoid_mul, with PyTorch."""
+        out.copy_(x * gate.reshape(x.shape).sigmoid())
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    ) -> None:
+        """As CpuKernels.gated_delta, with PyTorch: a call for each token of the longest prompt."""
+        out.copy_(gated_delta(x, net, state, ctx))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """int64 [rows]: the first place of the largest value of each row."""

@@ -32,6 +32,8 @@ from nanoengine.text.checked_json import (
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PACKED_DTYPES = {"U8": torch.bfloat16}  # of MXFP4, and what it becomes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Heads that guess further tokens; the model does not need them.
+GUESSING_HEADS = ("mtp.",)
 # Buffers in old checkpoints, which models compute themselves.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
 MAX_FILE_NAME = 255  # characters, the limit of file systems
@@ -213,14 +215,16 @@ def check_names(
 ) -> None:
     """Check that the checkpoint holds exactly the tensors `needed` (name to shape, before fusion).
 
-    Unneeded tensors whose names end with one of `ignorable` are allowed. Raises WeightMismatchError
-    with the missing, unexpected and wrongly shaped tensors, and UnsupportedModelError for a needed
-    tensor that is not float32, float16 or bfloat16.
+    Unneeded tensors whose names end with one of `ignorable` are allowed, and GUESSING_HEADS. Raises
+    WeightMismatchError with the missing, unexpected and wrongly shaped tensors, and
+    UnsupportedModelError for a needed tensor that is not float32, float16 or bfloat16.
     """
     present = reader.names()
     missing = sorted(needed.keys() - present)
     unexpected = sorted(
-        name for name in present - needed.keys() if not name.endswith(tuple(ignorable))
+        name
+        for name in present - needed.keys()
+        if not name.endswith(tuple(ignorable)) and not name.startswith(GUESSING_HEADS)
     )
     wrong = [
         f"{name} is {list(reader.shape(name))}, not {list(shape)}"
