@@ -176,7 +176,8 @@ class ExpertsConfig:
     """The experts of a layer, of which each token goes to `top_k` (models/experts.py).
 
     inner_size: an expert's intermediate_size. renormalises: the scores of a token's experts are
-    divided by their sum. dense_layers: layers with a feed-forward instead.
+    divided by their sum. dense_layers: layers with a feed-forward instead. has_bias: of the router
+    and of each expert's products.
     """
 
     count: int
@@ -184,6 +185,7 @@ class ExpertsConfig:
     inner_size: int
     renormalises: bool
     dense_layers: tuple[int, ...] = ()
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)

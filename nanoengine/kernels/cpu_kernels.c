@@ -1401,6 +1401,24 @@ void add(void *x, const void *y, int64_t rows, int64_t dim, int64_t is_bf16, int
 #undef ROW
 }
 
+/* gate * sigmoid(ALPHA gate) * (up + 1), clamped to LIMIT, as gpt-oss has it; rounded once. */
+INLINE void clamped_swiglu_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
+                               int mode) {
+    const vf alpha = splat(1.702f), limit = splat(7.0f);
+    const char *gate = AT(gate_up, row * stride, mode), *up = AT(gate, dim, mode);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf g = LOAD(gate, d, mode), u = LOAD(up, d, mode), low = pick(u < -limit, -limit, u);
+        const vf x = pick(g > limit, limit, g), y = pick(low > limit, limit, low);
+        STORE(out, row * dim + d, silu(alpha * x) / alpha * (y + 1.0f), mode);
+    }
+}
+void clamped_swiglu(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
+                    int64_t is_bf16, int64_t threads) {
+#define ROW(i, mode) clamped_swiglu_row(gate_up, out, i, dim, stride, mode)
+    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+#undef ROW
+}
+
 /* First index of the largest value of a row; a NaN is larger than all, as in torch. */
 INLINE int64_t argmax_row(const void *x, int64_t dim, int mode) {
     enum { STRETCH = 64 * LANES };

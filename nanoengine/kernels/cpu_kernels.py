@@ -19,7 +19,7 @@ from torch import Tensor
 from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, SoftmaxState
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
-from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.call_tape import CallTape, CFunction
 from nanoengine.models.delta_net import DeltaNet
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; and
@@ -82,13 +82,14 @@ class CpuKernels:
         self._gated_delta = library.gated_delta
         for function in (self._attend, self._rms_norm, self._rope_store, self._gated_delta):
             function.argtypes = [ctypes.c_char_p]
-        self._rms_norm.restype = self._rope_store.restype = library.silu_mul.restype = None
+        self._rms_norm.restype = self._rope_store.restype = None
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4, None
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
-        self._silu_mul = library.silu_mul
-        self._silu_mul.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
+        self._silu_mul, self._clamped_swiglu = library.silu_mul, library.clamped_swiglu
+        for function in (self._silu_mul, self._clamped_swiglu):
+            function.argtypes, function.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5, None
         self._sigmoid_mul = library.sigmoid_mul
         self._sigmoid_mul.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
         self._sigmoid_mul.restype = None
@@ -249,6 +250,13 @@ class CpuKernels:
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
+        self._gate(self._silu_mul, gate_up, out)
+
+    def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
+        """The same for layer_ops.clamped_swiglu, in fp32 until out is rounded."""
+        self._gate(self._clamped_swiglu, gate_up, out)
+
+    def _gate(self, function: CFunction, gate_up: Tensor, out: Tensor) -> None:
         tokens, dim = out.shape
         args = (
             gate_up.data_ptr(),
@@ -259,7 +267,7 @@ class CpuKernels:
             _IS_BF16[gate_up.dtype],
             torch.get_num_threads(),
         )
-        self.tape.call(self._silu_mul, args, gate_up, out)
+        self.tape.call(function, args, gate_up, out)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:
         """out = x * sigmoid(gate); x and out are [tokens, heads x head_dim], contiguous, gate

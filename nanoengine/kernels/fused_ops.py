@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Protocol, TypeGuard
 
 import torch
@@ -14,7 +15,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.experts import ExpertWeights, GroupedExperts
+from nanoengine.models.experts import ExpertWeights, GroupedExperts, RouterWeights
 from nanoengine.models.layer_ops import (
     MLP,
     AfterAttention,
@@ -52,6 +53,7 @@ class Kernels(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+    def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None: ...
     def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None: ...
     def gated_delta(
         self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
@@ -90,12 +92,12 @@ class KernelOps(TorchOps):
         return q
 
     def _gated(self, activation: str) -> Callable[[Tensor], Tensor]:
-        return self._silu_mul if activation == "silu" else super()._gated(activation)
-
-    def _silu_mul(self, gate_up: Tensor) -> Tensor:
-        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-        self._kernels.silu_mul(gate_up, out)
-        return out
+        ours = {
+            "silu": self._kernels.silu_mul,
+            "clamped_swiglu": self._kernels.clamped_swiglu,
+        }
+        kernel = ours.get(activation)
+        return super()._gated(activation) if kernel is None else partial(_half_of, kernel)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
@@ -114,6 +116,12 @@ class KernelOps(TorchOps):
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         return forward() if self._recorder is None else self._recorder.replay(key, forward)
+
+
+def _half_of(kernel: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    kernel(gate_up, out)
+    return out
 
 
 class PackedOps(KernelOps):
@@ -168,8 +176,8 @@ class PackedOps(KernelOps):
         packed, other_norm = self._pack(weight, None, norm)
         return packed.gather_rows, self._normed(other_norm, packed.in_float)
 
-    def router(self, weight: Tensor) -> Product:
-        return self._products.pack(weight).in_float
+    def router(self, weights: RouterWeights) -> Product:
+        return self._products.pack(weights.weight, weights.bias).in_float
 
     def _accumulate(self, x: Tensor, summand: Tensor) -> None:
         self._cpu_kernels.add(x, summand)
@@ -214,13 +222,13 @@ class GpuOps(KernelOps):
     def experts(
         self,
         config: ExpertsConfig,
-        router: Tensor,
+        router: RouterWeights,
         weights: Iterable[ExpertWeights],
         norm: Norm | None,
         activation: str,
     ) -> Product:
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
-        if self._quantizer is not None or router.dtype is not torch.bfloat16:
+        if self._quantizer is not None or router.weight.dtype is not torch.bfloat16:
             raise ConfigError(
                 'experts run on a GPU in bfloat16 only; set dtype="bfloat16" and leave '
                 "quantization out"

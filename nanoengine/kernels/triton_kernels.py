@@ -6,6 +6,8 @@ rounds.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -115,6 +117,19 @@ def _silu_mul(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr):
     tl.store(out + row * SIZE + d, gated * up, mask=mask)
 
 
+@triton.jit
+def _clamped_swiglu(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    mask = d < SIZE
+    gate = tl.load(gate_up + row * row_size + d, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_size + SIZE + d, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.where(gate > 7.0, 7.0, gate)
+    up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up))
+    gated = gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    tl.store(out + row * SIZE + d, gated.to(out.dtype.element_ty), mask=mask)
+
+
 class TritonKernels:
     """Launches the kernels (fused_ops.GpuKernels)."""
 
@@ -155,11 +170,11 @@ class TritonKernels:
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
-        tokens, size = out.shape
-        step = min(2048, triton.next_power_of_2(size))
-        _silu_mul[(tokens, triton.cdiv(size, step))](
-            gate_up, out, gate_up.stride(0), size, step, num_warps=_warps(step)
-        )
+        _gate(_silu_mul, gate_up, out)
+
+    def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
+        """The same for layer_ops.clamped_swiglu, in fp32 until out is rounded."""
+        _gate(_clamped_swiglu, gate_up, out)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:
         """As CpuKernels.sigmoid_mul, with PyTorch."""
@@ -174,6 +189,14 @@ class TritonKernels:
     def argmax(self, logits: Tensor) -> Tensor:
         """int64 [rows]: the first place of the largest value of each row."""
         return logits.argmax(dim=-1)
+
+
+def _gate(kernel: Any, gate_up: Tensor, out: Tensor) -> None:
+    tokens, size = out.shape
+    step = min(2048, triton.next_power_of_2(size))
+    kernel[(tokens, triton.cdiv(size, step))](
+        gate_up, out, gate_up.stride(0), size, step, num_warps=_warps(step)
+    )
 
 
 def _warps(size: int) -> int:

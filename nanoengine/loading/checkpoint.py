@@ -20,6 +20,7 @@ from nanoengine.errors import (
     WeightMismatchError,
     shown,
 )
+from nanoengine.loading.mxfp4 import GROUP, unpack_mxfp4
 from nanoengine.loading.refused import about_folder
 from nanoengine.loading.wrappers import text_names
 from nanoengine.text.checked_json import (
@@ -29,6 +30,7 @@ from nanoengine.text.checked_json import (
 )
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PACKED_DTYPES = {"U8": torch.bfloat16}  # of MXFP4, and what it becomes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Heads that guess further tokens; the model does not need them.
 GUESSING_HEADS = ("mtp.",)
@@ -39,14 +41,23 @@ NUM_SHOWN = 5
 REMAP_BYTES = 64 << 20
 
 
+Rows = tuple[int | None, int | None, int | None]
+ALL_ROWS: Rows = (None, None, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Where a tensor lies in a stored one: it is all, or rows [first, last) of entry `index`."""
+    """Where a tensor lies in a stored one: it is all, or some rows of entry `index`.
+
+    rows: (first, last, step), as slice takes them.
+    is_turned: the entry is [columns, rows]. scales: the tensor with those of an entry in MXFP4.
+    """
 
     stored: str
     index: int | None = None
-    first: int = 0
-    last: int = 0
+    rows: Rows = ALL_ROWS
+    is_turned: bool = False
+    scales: str = ""
 
 
 class CheckpointReader:
@@ -117,10 +128,13 @@ class CheckpointReader:
 
     def rename(self, parts: Mapping[str, Part]) -> None:
         """Give these names to tensors, or to parts of them, which lose their own."""
-        old = {part.stored: self._parts[part.stored].stored for part in parts.values()}
-        kept = {name: part for name, part in self._parts.items() if name not in old}
-        new = {name: replace(part, stored=old[part.stored]) for name, part in parts.items()}
-        self._parts = kept | new
+        lost = {name for part in parts.values() for name in (part.stored, part.scales) if name}
+        old = {name: self._parts[name].stored for name in lost} | {"": ""}
+        kept = {name: part for name, part in self._parts.items() if name not in lost}
+        self._parts = kept | {
+            name: replace(part, stored=old[part.stored], scales=old[part.scales])
+            for name, part in parts.items()
+        }
 
     def names(self) -> set[str]:
         """Names of all tensors of the model."""
@@ -130,18 +144,25 @@ class CheckpointReader:
         """Shape of a tensor, read from the header only."""
         part = self._parts[name]
         shape = tuple(self._slice(part.stored).get_shape())
-        return shape if part.index is None else (part.last - part.first, *shape[2:])
+        if part.index is None:
+            return shape
+        rows, *columns = reversed(shape[1:]) if part.is_turned else shape[1:]
+        if part.scales:
+            columns = [columns[0] * GROUP]
+        return len(range(rows)[slice(*part.rows)]), *columns
 
     def dtype(self, name: str) -> torch.dtype:
         """float32, float16 or bfloat16. Raises UnsupportedModelError for another stored dtype."""
         part = self._parts[name]
-        stored = str(self._slice(part.stored).get_dtype())
-        if stored not in DTYPES:
-            raise UnsupportedModelError(
-                f"{self.folder / self._file_of[part.stored]}: tensor {name!r} is {stored}; "
-                f"supported: {', '.join(DTYPES)}"
-            )
-        return DTYPES[stored]
+        dtypes = PACKED_DTYPES if part.scales else DTYPES
+        for whole in filter(None, (part.stored, part.scales)):
+            stored = str(self._slice(whole).get_dtype())
+            if stored not in dtypes:
+                raise UnsupportedModelError(
+                    f"{self.folder / self._file_of[whole]}: tensor {name!r} is {stored}; "
+                    f"supported: {', '.join(dtypes)}"
+                )
+        return dtypes[str(self._slice(part.stored).get_dtype())]
 
     def num_bytes(self) -> int:
         """Bytes of all tensors of the model as stored."""
@@ -155,11 +176,18 @@ class CheckpointReader:
                 self._map(file_name)
             self._num_read = 0
         part = self._parts[name]
-        tensor: torch.Tensor = self._files[self._file_of[part.stored]].get_tensor(part.stored)
-        if part.index is not None:
-            tensor = tensor[part.index, part.first : part.last]
+        tensor = self._read(part, part.stored)
+        if part.scales:
+            tensor = unpack_mxfp4(tensor, self._read(part, part.scales))
         self._num_read += tensor.nbytes
         return tensor
+
+    def _read(self, part: Part, stored: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[self._file_of[stored]].get_tensor(stored)
+        if part.index is None:
+            return tensor
+        entry, rows = tensor[part.index], slice(*part.rows)
+        return entry.T[rows].contiguous() if part.is_turned else entry[rows]
 
     def _slice(self, stored: str) -> Any:
         return self._files[self._file_of[stored]].get_slice(stored)

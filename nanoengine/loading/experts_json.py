@@ -1,16 +1,21 @@
 """Reads the experts of a config.json, and finds their tensors in a checkpoint.
 
-Checkpoints hold a tensor for each expert, or one for all experts of a layer.
+Checkpoints hold a tensor for each expert, or one for all experts of a layer, gpt-oss's in MXFP4.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from nanoengine.config import ExpertsConfig, ModelConfig
+import torch
+
+from nanoengine.config import GIB, ExpertsConfig, ModelConfig
 from nanoengine.errors import CorruptModelError, shown
-from nanoengine.loading.checkpoint import CheckpointReader, Part
+from nanoengine.loading.checkpoint import ALL_ROWS, CheckpointReader, Part, Rows
+from nanoengine.loading.mxfp4 import GROUP, PACKED_BYTES
 from nanoengine.models.architectures import ARCHITECTURES, ExpertNames
 from nanoengine.text.checked_json import CheckedJson
 
@@ -39,6 +44,7 @@ def read_experts(
         inner_size=content.size(names.inner_size),
         renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
         dense_layers=dense,
+        has_bias=names.has_bias,
     )
 
 
@@ -65,26 +71,70 @@ def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Par
     own = dict(zip(names.parts, _PARTS, strict=True))
     block = rf"(model\.layers\.\d+\.)(?:mlp|{names.block})\."
     for stored in reader.names():
-        if match := re.fullmatch(rf"{block}gate\.weight", stored):
-            found[f"{match[1]}mlp.gate.weight"] = Part(stored)
+        if match := re.fullmatch(rf"{block}(?:gate|{names.router})\.(weight|bias)", stored):
+            found[f"{match[1]}mlp.gate.{match[2]}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):
             part = own.get(match[3], match[3])
             found[f"{match[1]}mlp.experts.{match[2]}.{part}.weight"] = Part(stored)
-        elif match := re.fullmatch(rf"{block}experts\.(gate_up_proj|down_proj)", stored):
-            shape = reader.shape(stored)
-            if len(shape) == 3 and shape[0] == experts.count:
-                found |= dict(_split(stored, f"{match[1]}mlp.experts.", match[2], shape))
+        elif match := re.fullmatch(rf"{block}experts\.(gate_up|down)_proj(_bias|_blocks)?", stored):
+            whole = _OfAll(f"{match[1]}mlp.experts.", match[2], match[3] or "", stored)
+            if whole.is_of(experts.count, reader):
+                found |= dict(whole.split(experts.count, names, reader))
     return {name: part for name, part in found.items() if part != Part(name)}
 
 
-def _split(
-    stored: str, prefix: str, name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, Part]]:
-    """The parts of a tensor [experts, rows, columns]; gate and up are the halves of its rows."""
-    for expert in range(shape[0]):
-        if name == "down_proj":
-            yield f"{prefix}{expert}.down_proj.weight", Part(stored, expert, 0, shape[1])
+def about_packed(parts: Mapping[str, Part], reader: CheckpointReader, dtype: torch.dtype) -> str:
+    """For the plan, by how much weights in MXFP4 grow; "" without any."""
+    count = sum(math.prod(reader.shape(name)) for name, part in parts.items() if part.scales)
+    if not count:
+        return ""
+    before, after = count * PACKED_BYTES / GROUP / GIB, count * dtype.itemsize / GIB
+    return (
+        f"; {before:.2f} GiB of experts in MXFP4 became {after:.2f} GiB in "
+        f"{str(dtype).removeprefix('torch.')}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _OfAll:
+    """A stored tensor for all experts of a layer, in MXFP4 if its kind is "_blocks".
+
+    prefix: of the experts' own names. product: gate_up or down.
+    """
+
+    prefix: str
+    product: str
+    kind: str
+    stored: str
+
+    @property
+    def scales(self) -> str:
+        """The name of the scales in MXFP4, else ""."""
+        is_packed = self.kind == "_blocks"
+        return f"{self.stored.removesuffix('_blocks')}_scales" if is_packed else ""
+
+    def is_of(self, count: int, reader: CheckpointReader) -> bool:
+        """Whether its shape is one for so many experts."""
+        shape = reader.shape(self.stored)
+        if self.kind != "_blocks":
+            return len(shape) == (2 if self.kind else 3) and shape[0] == count
+        has_scales = self.scales in reader.names() and reader.shape(self.scales) == shape[:3]
+        return has_scales and shape[0] == count and shape[3:] == (GROUP // 2,)
+
+    def split(
+        self, count: int, names: ExpertNames, reader: CheckpointReader
+    ) -> Iterator[tuple[str, Part]]:
+        """The part of each expert; gate and up are halves of the rows, or take turns."""
+        if self.product == "down":
+            rows: dict[str, Rows] = {"down": ALL_ROWS}
+        elif names.is_turned:
+            rows = {"gate": (0, None, 2), "up": (1, None, 2)}
         else:
-            half = shape[1] // 2
-            yield f"{prefix}{expert}.gate_proj.weight", Part(stored, expert, 0, half)
-            yield f"{prefix}{expert}.up_proj.weight", Part(stored, expert, half, shape[1])
+            half = reader.shape(self.stored)[1] // 2
+            rows = {"gate": (0, half, 1), "up": (half, None, 1)}
+        last = "bias" if self.kind == "_bias" else "weight"
+        is_turned = names.is_turned and not self.kind
+        for expert in range(count):
+            for part, its in rows.items():
+                name = f"{self.prefix}{expert}.{part}_proj.{last}"
+                yield name, Part(self.stored, expert, its, is_turned, self.scales)

@@ -15,7 +15,7 @@ import torch
 
 from nanoengine.config import ModelConfig
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
-from nanoengine.loading.experts_json import expert_parts
+from nanoengine.loading.experts_json import about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.wrappers import about_others
@@ -69,14 +69,15 @@ def load_model(
         return LoadedModel(config, part, decoder, "random weights", num_bytes)
     is_wrapped = bool(config.wrapper)
     with CheckpointReader(folder, is_wrapped) as reader:
-        reader.rename(expert_parts(config, reader))
+        parts = expert_parts(config, reader)
+        reader.rename(parts)
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> torch.Tensor:
             return shard.take(name, reader.tensor(name), config).to(device, dtype)
 
         decoder = Decoder(part, source, device, ops)
-    stored = describe_weights(folder)
+        stored = describe_weights(folder) + about_packed(parts, reader, dtype)
     if is_wrapped:
         stored = f"{stored}; {about_others(config.wrapper, reader.others)}"
     return LoadedModel(config, part, decoder, stored, num_bytes)

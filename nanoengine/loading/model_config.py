@@ -13,7 +13,12 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.experts_json import read_experts
-from nanoengine.loading.refused import about_architecture, about_folder, about_quantization
+from nanoengine.loading.refused import (
+    about_architecture,
+    about_folder,
+    about_quantization,
+    quant_method,
+)
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.loading.wrappers import WRAPPERS, text_config
 from nanoengine.models.architectures import (
@@ -193,8 +198,9 @@ def _ropes(
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     """Raise UnsupportedModelError for settings that change the arithmetic in ways not done here."""
-    if content.get("quantization_config") is not None:
-        about = about_quantization(content.get("quantization_config"))
+    quantization = content.get("quantization_config")
+    if quantization is not None and quant_method(quantization) not in architecture.quantizations:
+        about = about_quantization(quantization)
         raise UnsupportedModelError(f"{content.path}: {about}")
     refused = {
         "sliding_window": not architecture.windows and _has_window(content, architecture),

@@ -153,11 +153,16 @@ def about_architecture(name: str, supported: Collection[str] = tuple(ARCHITECTUR
     )
 
 
+def quant_method(config: object) -> str:
+    """The method that a `quantization_config` names; "" without one, "unknown" for nonsense."""
+    method = config.get("quant_method", "") if isinstance(config, dict) else ""
+    return method if isinstance(method, str) and len(method) < MAX_REASON else "unknown"
+
+
 def about_quantization(config: object) -> str:
     """What the weights of a checkpoint with this `quantization_config` are."""
-    method = config.get("quant_method", "") if isinstance(config, dict) else ""
-    is_known = isinstance(method, str) and len(method) < MAX_REASON
-    what, instead = _first(QUANTIZATIONS_REFUSED, method if is_known else "unknown")
+    method = quant_method(config)
+    what, instead = _first(QUANTIZATIONS_REFUSED, method)
     return f"'quantization_config' says {shown(method or config)}: {what}; {instead}"
 
 

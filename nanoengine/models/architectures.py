@@ -8,6 +8,7 @@ from typing import Any
 
 from nanoengine.config import ModelConfig
 from nanoengine.errors import UnsupportedModelError, shown
+from nanoengine.models.layer_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
@@ -26,15 +27,19 @@ class NormNames:
 class ExpertNames:
     """What config.json and a checkpoint say of an architecture's experts.
 
-    inner_size: the key of an expert's intermediate size. renormalises: ModelConfig's; None: the key
-    `norm_topk_prob` says it. block, parts: where a checkpoint has the router and the experts, and
-    its names of gate, up and down.
+    inner_size: the key of an expert's intermediate size. renormalises: ExpertsConfig's; None: the
+    key `norm_topk_prob` says it. block, router, parts: where a checkpoint has the experts, and its
+    names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a tensor
+    for all experts is [experts, inputs, outputs], and gate and up take turns.
     """
 
     inner_size: str = "moe_intermediate_size"
     renormalises: bool | None = None
     block: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "gate"
+    has_bias: bool = False
+    is_turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,9 @@ class Architecture:
     says which ones.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
+    sinks: each head has an attention sink, see AttentionBackend.run.
     experts: of some layers or all; None: none.
+    quantizations: values of `quant_method` whose weights are read.
     reads: the keys of config.json that this architecture reads and others do not.
     requires: keys of config.json, each with the values that are supported.
     defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
@@ -72,7 +79,9 @@ class Architecture:
     output_gate: bool = False
     recurrent: tuple[str, ...] = ()
     windows: str = ""
+    sinks: bool = False
     experts: ExpertNames | None = None
+    quantizations: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
     requires: Mapping[str, tuple[Any, ...]] = field(
         default_factory=lambda: {"hidden_act": (None, "silu", "swish")}
@@ -134,6 +143,34 @@ ARCHITECTURES = {
             "query_pre_attn_scalar": 256,
             "sliding_window": 4096,
             "sliding_window_pattern": 6,
+        },
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt-oss (20b, 120b)",
+        activation="clamped_swiglu",
+        windows="pattern",
+        sinks=True,
+        # A softmax over the chosen scores is one over all, divided by the sum of the chosen.
+        experts=ExpertNames(
+            "intermediate_size", True, router="router", has_bias=True, is_turned=True
+        ),
+        quantizations=("mxfp4",),
+        requires={
+            "hidden_act": (None, "silu"),
+            "swiglu_alpha": (None, SWIGLU_ALPHA),
+            "swiglu_limit": (None, SWIGLU_LIMIT),
+        },
+        defaults={
+            "attention_bias": True,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 4,
+            "num_key_value_heads": 8,
+            "num_local_experts": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
         },
     ),
     "LlamaForCausalLM": Architecture(
@@ -323,11 +360,14 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
             yield f"{prefix}{norm}.weight", (config.hidden_size,)
     experts = config.experts_of(layer)
     if experts is None:
-        yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size)
+        yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size, config.mlp_bias)
         return
     yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
+    if experts.has_bias:
+        yield f"{prefix}mlp.gate.bias", (experts.count,)
     for expert in range(experts.count):
-        yield from _mlp_shapes(config, f"{prefix}mlp.experts.{expert}.", experts.inner_size)
+        name = f"{prefix}mlp.experts.{expert}."
+        yield from _mlp_shapes(config, name, experts.inner_size, experts.has_bias)
 
 
 def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -340,6 +380,8 @@ def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, t
     qkv = {"q": heads * (1 + architecture.output_gate), "k": kv_heads, "v": kv_heads}
     if architecture.is_fused:
         qkv = {"qkv": heads + 2 * kv_heads}
+    if architecture.sinks:
+        yield f"{part}sinks", (config.num_heads,)
     yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
     yield from _product_shapes(part, {"o": config.hidden_size}, heads, config.attention_bias)
 
@@ -360,13 +402,13 @@ def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
 
 
 def _mlp_shapes(
-    config: ModelConfig, prefix: str, inner: int
+    config: ModelConfig, prefix: str, inner: int, has_bias: bool
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     gate_up = {"gate": inner, "up": inner}
     if ARCHITECTURES[config.architecture].is_fused:
         gate_up = {"gate_up": 2 * inner}
-    yield from _product_shapes(prefix, gate_up, config.hidden_size, config.mlp_bias)
-    yield from _product_shapes(prefix, {"down": config.hidden_size}, inner, config.mlp_bias)
+    yield from _product_shapes(prefix, gate_up, config.hidden_size, has_bias)
+    yield from _product_shapes(prefix, {"down": config.hidden_size}, inner, has_bias)
 
 
 def _product_shapes(

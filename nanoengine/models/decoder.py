@@ -17,7 +17,7 @@ from nanoengine.config import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, ReplayKey
 from nanoengine.models.architectures import ARCHITECTURES, has_qkv_bias
 from nanoengine.models.delta_net import DeltaNet, flat_projections
-from nanoengine.models.experts import ExpertWeights
+from nanoengine.models.experts import ExpertWeights, RouterWeights
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import Attention, DeltaLayer
 from nanoengine.models.rope import Rotary, head_order
@@ -182,7 +182,10 @@ class _Builder:
             head_norms = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
         kv_layer = index - sum(other < index for other in config.recurrent_layers)
         heads = config.num_heads, config.num_kv_heads
-        attention = Attention(self._ops, kv_layer, *heads, head_norms, architecture.output_gate)
+        sinks = self._source(prefix + "sinks").float() if architecture.sinks else None
+        attention = Attention(
+            self._ops, kv_layer, *heads, head_norms, architecture.output_gate, sinks
+        )
         out = self._summand(prefix, "o", config.attention_bias)
         return self._qkv(prefix, norm), attention, out
 
@@ -249,13 +252,15 @@ class _Builder:
         return MLP(gate_up, self._then_normed(down, norm_after))
 
     def _experts(self, config: ExpertsConfig, prefix: str, norm: Norm | None) -> Product:
-        router = self._source(prefix + "gate.weight")
-        weights = (self._expert(f"{prefix}experts.{i}.") for i in range(config.count))
+        has_bias = config.has_bias
+        bias = self._source(prefix + "gate.bias") if has_bias else None
+        router = RouterWeights(self._source(prefix + "gate.weight"), bias)
+        weights = (self._expert(f"{prefix}experts.{i}.", has_bias) for i in range(config.count))
         return self._ops.experts(config, router, weights, norm, self._architecture.activation)
 
-    def _expert(self, prefix: str) -> ExpertWeights:
-        weights, _ = self._weights(prefix, ("gate", "up", "down"), has_bias=False)
-        return ExpertWeights(*weights)
+    def _expert(self, prefix: str, has_bias: bool) -> ExpertWeights:
+        (gate, up, down), biases = self._weights(prefix, ("gate", "up", "down"), has_bias)
+        return ExpertWeights(gate, up, down, (biases[0], biases[1], biases[2]) if biases else None)
 
     def _gate_up(self, prefix: str, norm: Norm | None) -> Product:
         names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")

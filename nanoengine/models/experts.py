@@ -19,11 +19,20 @@ from nanoengine.config import ExpertsConfig
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One expert: gate and up are [inner, hidden], down is [hidden, inner]."""
+    """One expert: gate and up are [inner, hidden], down is [hidden, inner]. biases: of all."""
 
     gate: Tensor
     up: Tensor
     down: Tensor
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """weight is [experts, hidden], bias [experts]."""
+
+    weight: Tensor
+    bias: Tensor | None = None
 
 
 class Experts:
@@ -66,6 +75,7 @@ class GroupedExperts:
     ) -> None:
         """gated: activation(gate) * up of [rows, 2 * inner]."""
         self._config, self._router, self._gated = config, router, gated
+        biases: list[tuple[Tensor, Tensor]] = []
         for index, expert in enumerate(weights):
             (inner, hidden), count = expert.gate.shape, config.count
             if index == 0:
@@ -73,6 +83,10 @@ class GroupedExperts:
                 self._down = expert.down.new_empty(count, hidden, inner)
             torch.cat((expert.gate, expert.up), out=self._gate_up[index])
             self._down[index] = expert.down
+            if expert.biases is not None:
+                biases.append((torch.cat(expert.biases[:2]), expert.biases[2]))
+        of_gate_up, of_down = zip(*biases, strict=True) if biases else ((), ())
+        self._biases = (torch.stack(of_gate_up), torch.stack(of_down)) if biases else None
         self._all = torch.arange(config.count, device=self._down.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -82,7 +96,11 @@ class GroupedExperts:
         chosen, places = ids.flatten().sort(stable=True)
         ends = torch.searchsorted(chosen, self._all, right=True).int()
         both = functional.grouped_mm(x[places // top_k], self._gate_up.mT, offs=ends)
+        if self._biases is not None:
+            both += self._biases[0][chosen]
         results = functional.grouped_mm(self._gated(both), self._down.mT, offs=ends)
+        if self._biases is not None:
+            results += self._biases[1][chosen]
         parts = torch.empty_like(results)
         parts[places] = results
         return add_up(parts.view(tokens, top_k, -1), weights)

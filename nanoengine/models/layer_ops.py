@@ -18,8 +18,10 @@ from torch.nn import functional
 from nanoengine.config import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet, gated_delta
-from nanoengine.models.experts import Experts, ExpertWeights
+from nanoengine.models.experts import Experts, ExpertWeights, RouterWeights
 from nanoengine.models.quant import Quantizer
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 # [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
 Product = Callable[[Tensor], Tensor]
@@ -77,21 +79,19 @@ class LayerOps(Protocol):
         """The embedding and the head that share one weight, which is held once if possible."""
         ...
 
-    def router(self, weight: Tensor) -> Product:
-        """x @ weight.T in fp32; the weight is never quantised."""
+    def router(self, weights: RouterWeights) -> Product:
+        """x @ weight.T + bias in fp32; the weight is never quantised."""
         ...
 
     def experts(
         self,
         config: ExpertsConfig,
-        router: Tensor,
+        router: RouterWeights,
         weights: Iterable[ExpertWeights],
         norm: Norm | None,
         activation: str,
     ) -> Product:
-        """The experts of a layer, on norm(x). router is [experts, hidden]; of `weights` one is
-        taken at a time.
-        """
+        """The experts of a layer, on norm(x). Of `weights` one is taken at a time."""
         ...
 
     def after_attention(
@@ -207,18 +207,22 @@ class MLP:
 def make_experts(
     ops: LayerOps,
     config: ExpertsConfig,
-    router: Tensor,
+    router: RouterWeights,
     weights: Iterable[ExpertWeights],
     norm: Norm | None,
     activation: str,
 ) -> Product:
     """LayerOps.experts of the products of `ops`."""
-    each = [
-        MLP(ops.gate_up(expert.gate, expert.up, None, None, activation), ops.summand(expert.down))
-        for expert in weights
-    ]
+    each = [_expert(ops, expert, activation) for expert in weights]
     experts = Experts(config, ops.router(router), each)
     return experts if norm is None else NormedProduct(ops, norm, experts)
+
+
+def _expert(ops: LayerOps, weights: ExpertWeights, activation: str) -> MLP:
+    gate, up, down = weights.biases or (None, None, None)
+    both = None if gate is None or up is None else (gate, up)
+    gate_up = ops.gate_up(weights.gate, weights.up, both, None, activation)
+    return MLP(gate_up, ops.summand(weights.down, down))
 
 
 class TorchOps:
@@ -269,14 +273,15 @@ class TorchOps:
         """As LayerOps.tied; but a weight that oneDNN reorders is held twice."""
         return functools.partial(torch.embedding, weight), self.head(weight, norm)
 
-    def router(self, weight: Tensor) -> Product:
-        product = Linear(weight.float())
+    def router(self, weights: RouterWeights) -> Product:
+        bias = None if weights.bias is None else weights.bias.float()
+        product = Linear(weights.weight.float(), bias)
         return lambda x: product(x.float())
 
     def experts(
         self,
         config: ExpertsConfig,
-        router: Tensor,
+        router: RouterWeights,
         weights: Iterable[ExpertWeights],
         norm: Norm | None,
         activation: str,
@@ -340,10 +345,20 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
-# activation(gate) * up, by transformers' names of the activations.
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """gate * sigmoid(1.702 gate) * (up + 1) of [tokens, 2 * dim], where gate is at most 7 and up is
+    within 7 of 0: that of gpt-oss.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
+# activation(gate) * up, by transformers' names of the activations; it has none for the last.
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_mul,
+    "clamped_swiglu": clamped_swiglu,
 }
 
 

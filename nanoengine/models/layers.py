@@ -24,14 +24,17 @@ class Attention:
         num_kv_heads: int,
         norms: tuple[Norm, Norm] | None = None,
         has_gate: bool = False,
+        sinks: Tensor | None = None,
     ) -> None:
         """layer: counted among those with KV. norms: of q and of k, over each head, or over all of
-        them where the weight is as long. has_gate: a gate for each head follows v.
+        them where the weight is as long. has_gate: a gate for each head follows v. sinks: as in
+        AttentionBackend.run.
         """
         self._ops = ops
         self._layer = layer
         self._heads = [num_heads, num_kv_heads, num_kv_heads, *[num_heads] * has_gate]
         self._norms = norms
+        self._sinks = sinks
 
     def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """[tokens, (heads + 2 kv_heads) x head_dim] -> attended values [tokens, heads x head_dim].
@@ -45,7 +48,7 @@ class Attention:
             q, k = (self._normed(*each) for each in zip((q, k), self._norms, strict=True))
         target = ctx.kv.target(self._layer)
         q = self._ops.rotate_and_store(q, k, v, cos, sin, target)
-        attended = ctx.attention.run(self._layer, q, ctx).view(tokens, -1)
+        attended = ctx.attention.run(self._layer, q, ctx, self._sinks).view(tokens, -1)
         return self._ops.sigmoid_mul(attended, gates[0]) if gates else attended
 
     def _normed(self, heads: Tensor, norm: Norm) -> Tensor:

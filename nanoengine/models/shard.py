@@ -80,6 +80,8 @@ class Shard:
         """
         if self.size == 1:
             return None
+        if name.endswith(".sinks"):
+            return (self._range(model.num_heads),)
         part, is_product, _ = name.rpartition("_proj.")
         part = part.rpartition(".")[2] if is_product else name.split(".")[0]
         if part in ("lm_head", "o", "down"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoengine.config import ExpertsConfig, ModelConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.experts import ExpertWeights
+from nanoengine.models.experts import ExpertWeights, RouterWeights
 from nanoengine.models.layer_ops import (
     AfterAttention,
     Embed,
@@ -82,14 +82,14 @@ class ShardedOps:
         rows = self._shard.take("lm_head.weight", weight, self._model)
         return functools.partial(torch.embedding, weight), self.head(rows, norm)
 
-    def router(self, weight: Tensor) -> Product:
+    def router(self, weights: RouterWeights) -> Product:
         """Every rank has all of it, so that all send a row to the same experts."""
-        return self._ops.router(weight)
+        return self._ops.router(weights)
 
     def experts(
         self,
         config: ExpertsConfig,
-        router: Tensor,
+        router: RouterWeights,
         weights: Iterable[ExpertWeights],
         norm: Norm | None,
         activation: str,

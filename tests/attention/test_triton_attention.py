@@ -30,7 +30,7 @@ from torch import Tensor
 
 from nanoengine.config import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
-from nanoengine.models.layer_ops import Norm, TorchOps, silu_mul
+from nanoengine.models.layer_ops import Norm, TorchOps, clamped_swiglu, silu_mul
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -206,10 +206,12 @@ def test_norms(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_gating(dtype: torch.dtype) -> None:
-    both = normal(5, 2 * 300, dtype=dtype)
+    both = normal(5, 2 * 300, dtype=dtype) * 4
     out = torch.empty(5, 300, dtype=dtype, device=DEVICE)
     TritonKernels().silu_mul(both, out)
     torch.testing.assert_close(out, silu_mul(both))
+    TritonKernels().clamped_swiglu(both, out)
+    torch.testing.assert_close(out, clamped_swiglu(both.float()).to(dtype))
 
 
 def test_rotation_and_store() -> None:
@@ -301,6 +303,7 @@ for function, constants, options in (
         {},
     ),
     (triton_kernels._silu_mul, dict(SIZE=14336, STEP=2048), {}),
+    (triton_kernels._clamped_swiglu, dict(SIZE=2880, STEP=2048), {}),
 ):
     names = [parameter.name for parameter in function.params]
     types = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in names}
@@ -325,5 +328,5 @@ def test_all_compile_for_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 12
+    assert len(found) == 13
     assert all(shared <= 227 << 10 and has_code for _, shared, has_code in found), found

@@ -23,6 +23,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -182,6 +184,21 @@ TINY: dict[str, TinyModel] = {
         {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": 21},
         seed=13,
         saved_as={"save_original_format": False},
+    ),
+    # Sinks, a window in every other layer, and YaRN whose ramp ends between pairs.
+    "gpt-oss": TinyModel(
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_local_experts": 5,
+            "intermediate_size": 64,
+            "num_experts_per_tok": 2,
+            "sliding_window": 13,
+            "rope_parameters": YARN_ROPE | {"truncate": False},
+            "pad_token_id": None,
+        },
+        seed=15,
+        adds_bos=False,
     ),
     "olmoe": TinyModel(
         OlmoeConfig,

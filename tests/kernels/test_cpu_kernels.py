@@ -17,6 +17,7 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.models.layer_ops import clamped_swiglu
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)
@@ -478,6 +479,19 @@ def test_add(variant, dtype, tokens, dim):
     want = x + summand
     variant.add(x, summand)
     assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clamped_swiglu(variant, dtype):
+    gate_up = normal(3, 2 * 37, dtype=dtype) * 6
+    gate_up[0, :3] = torch.tensor([0.0, -200.0, 200.0])
+    gate_up[1, 37:39] = torch.tensor([-200.0, 200.0])
+    out = torch.empty(3, 37, dtype=dtype)
+    variant.clamped_swiglu(gate_up, out)
+    torch.testing.assert_close(out, clamped_swiglu(gate_up.float()).to(dtype))
+    gate_up[2, 0] = gate_up[2, 39] = torch.nan
+    variant.clamped_swiglu(gate_up, out)
+    assert out[2, :3].isnan().tolist() == [True, False, True]
 
 
 def test_rounding_to_bf16_is_torch_s(variant):

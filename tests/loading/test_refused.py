@@ -17,7 +17,7 @@ from nanoengine.models.architectures import ARCHITECTURES
 # By classes of transformers and by names in a GGUF.
 KINDS = {
     "a mixture of experts": (
-        "Qwen2MoeForCausalLM GptOssForCausalLM gpt-oss "
+        "Qwen2MoeForCausalLM gpt-oss "
         "DeepseekForCausalLM DeepseekV3ForCausalLM deepseek2 Llama4ForCausalLM "
         "Glm4MoeForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
         "minimax-m2 Ernie4_5_MoeForCausalLM qwen2moe"

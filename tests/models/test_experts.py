@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import ExpertsConfig
-from nanoengine.models.experts import ExpertWeights, GroupedExperts, add_up, route
+from nanoengine.models.experts import ExpertWeights, GroupedExperts, RouterWeights, add_up, route
 from nanoengine.models.layer_ops import TorchOps, silu_mul
 
 HIDDEN, INNER, COUNT, TOP_K = 24, 16, 6, 3
@@ -41,12 +41,16 @@ def test_results_are_added_in_the_order_of_the_choices() -> None:
     assert add_up(parts, torch.ones(2, 3)).tolist() == [[0.0], [1.0]]
 
 
-def test_all_experts_in_one_product_are_as_each_by_itself() -> None:
-    x, router = some(19, HIDDEN), some(COUNT, HIDDEN)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_all_experts_in_one_product_are_as_each_by_itself(has_bias: bool) -> None:
+    x, router, experts = some(19, HIDDEN), some(COUNT, HIDDEN), some_weights()
     router[4] = -100 * x[:9].sum(0)  # to which few rows go
-    ops = TorchOps()
-    one_by_one = ops.experts(CONFIG, router, iter(some_weights()), None, "silu")
-    grouped = GroupedExperts(CONFIG, ops.router(router), iter(some_weights()), silu_mul)
+    if has_bias:
+        biases = zip(some(COUNT, INNER), some(INNER, COUNT).T, some(COUNT, HIDDEN), strict=True)
+        experts = [replace(each, biases=b) for each, b in zip(experts, biases, strict=True)]
+    ops, weights = TorchOps(), RouterWeights(router, some(COUNT) if has_bias else None)
+    one_by_one = ops.experts(CONFIG, weights, iter(experts), None, "silu")
+    grouped = GroupedExperts(CONFIG, ops.router(weights), iter(experts), silu_mul)
     for rows in (x, x[:1]):
         torch.testing.assert_close(grouped(rows), one_by_one(rows), atol=1e-4, rtol=1e-5)
 
@@ -54,7 +58,7 @@ def test_all_experts_in_one_product_are_as_each_by_itself() -> None:
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_experts_equal_a_sum_by_hand(num_rows: int) -> None:
     x, router, weights = some(num_rows, HIDDEN), some(COUNT, HIDDEN), some_weights()
-    found = TorchOps().experts(CONFIG, router, iter(weights), None, "silu")(x)
+    found = TorchOps().experts(CONFIG, RouterWeights(router), iter(weights), None, "silu")(x)
     for row, got in zip(x, found, strict=True):
         scores = (router @ row).softmax(0)
         top = scores.topk(TOP_K)

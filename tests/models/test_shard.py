@@ -15,7 +15,7 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.shard import UNIT, Shard
 
-SPLIT = re.compile(r"(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.|^lm_head\.")
+SPLIT = re.compile(r"(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.|^lm_head\.|\.sinks$")
 
 
 @pytest.mark.parametrize(
