@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoengine.config import AttentionConfig, ModelConfig
-from nanoengine.context import ForwardContext, KVChunk, KVTarget, ReplayKey
+from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, ReplayKey
 from nanoengine.engine.sampler import uniform
 from nanoengine.errors import ConfigError
 from nanoengine.models.decoder import Decoder
@@ -120,6 +120,10 @@ class StepRows:
     def replay_key(self) -> ReplayKey | None:
         return None
 
+    def state(self, layer: int) -> RecurrentState:
+        """No model that is drafted for here has one."""
+        raise NotImplementedError
+
     def read(self, layer: int) -> tuple[KVChunk, ...]:
         """Nothing in chunks: CutAttention reads the pool by its views."""
         return ()
@@ -140,7 +144,10 @@ class CutAttention:
     is_batch_invariant: bool = False
     reports_mass: bool = False
 
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None, "CutDecoder takes no model with sinks"
         seqs, queries = self.positions.shape
         k, v = self.pool.read(layer, self.views[layer])
         # The heads of a group as more queries of their kv head.

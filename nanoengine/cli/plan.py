@@ -101,9 +101,11 @@ def _lines(
     speed: MachineSpeed | None,
 ) -> list[str]:
     model, memory = made.model, made.plan
+    is_sparse = made.active_bytes < memory.weight_bytes
+    active = f" ({_gib(made.active_bytes)} for a token)" if is_sparse else ""
     lines = [
         f"model     {args.model}: {model.architecture}, {model.num_layers} layers, "
-        f"{_gib(memory.weight_bytes)} of weights in {memory.dtype.partition(' ')[0]}, "
+        f"{_gib(memory.weight_bytes)} of weights{active} in {memory.dtype.partition(' ')[0]}, "
         f"{model.max_position:,} positions"
     ]
     for bar in _bars(made, hardware):

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeGuard
 
+import torch
 from torch import Tensor
 
-from nanoengine.context import KVTarget, ReplayKey
+from nanoengine.config import ExpertsConfig
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
+from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.experts import ExpertWeights, GroupedExperts
 from nanoengine.models.layer_ops import (
+    MLP,
     AfterAttention,
     Embed,
     Norm,
@@ -46,6 +52,10 @@ class Kernels(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None: ...
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    ) -> None: ...
     def argmax(self, logits: Tensor) -> Tensor: ...
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
@@ -85,6 +95,18 @@ class KernelOps(TorchOps):
     def _silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._kernels.silu_mul(gate_up, out)
+        return out
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        self._kernels.sigmoid_mul(x, gate, out)
+        return out
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        out = x.new_empty(x.shape[0], net.shape.value_size)
+        self._kernels.gated_delta(x, net, state, ctx, out)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -134,7 +156,8 @@ class PackedOps(KernelOps):
         is_fused = norm is not None and not norm.in_fp32 and activation == "silu"
         if norm is None or not is_fused or self._quantizer is not None:
             return super().gate_up(gate, up, biases, norm, activation)
-        return self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
+        packed = self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
+        return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
 
     def head(self, weight: Tensor, norm: Norm | None) -> Product:
         return self.tied(weight, norm)[1]
@@ -144,18 +167,22 @@ class PackedOps(KernelOps):
         packed, other_norm = self._pack(weight, None, norm)
         return packed.gather_rows, self._normed(other_norm, packed.in_float)
 
+    def router(self, weight: Tensor) -> Product:
+        return self._products.pack(weight).in_float
+
     def after_attention(
-        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+        self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         """One call of C if all products are packed with what goes around them."""
         if (
             isinstance(out, PackedLinear)
-            and isinstance(gate_up, PackedGateUp)
-            and isinstance(down, PackedLinear)
+            and isinstance(mlp, MLP)
+            and isinstance(mlp.gate_up, PackedGateUp)
+            and isinstance(mlp.down, PackedLinear)
             and (next_qkv is None or isinstance(next_qkv, PackedLinear))
         ):
-            return self._products.after_attention(out, gate_up, down, next_qkv)
-        return super().after_attention(out, gate_up, down, next_qkv)
+            return self._products.after_attention(out, mlp.gate_up, mlp.down, next_qkv)
+        return super().after_attention(out, mlp, next_qkv)
 
 
 class GpuKernels(Kernels, Protocol):
@@ -180,15 +207,35 @@ class GpuOps(KernelOps):
         super().__init__(kernels, graphs, quantizer)
         self._graphs = graphs
 
+    def experts(
+        self,
+        config: ExpertsConfig,
+        router: Tensor,
+        weights: Iterable[ExpertWeights],
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        """Raises ConfigError where PyTorch's grouped product would make the host wait."""
+        if self._quantizer is not None or router.dtype is not torch.bfloat16:
+            raise ConfigError(
+                'experts run on a GPU in bfloat16 only; set dtype="bfloat16" and leave '
+                "quantization out"
+            )
+        experts = GroupedExperts(config, self.router(router), weights, self._gated(activation))
+        return self._normed(norm, experts)
+
     def after_attention(
-        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+        self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
-        if not _is_fusible(gate_up) or not (next_qkv is None or _is_fusible(next_qkv)):
-            return super().after_attention(out, gate_up, down, next_qkv)
+        first = mlp.gate_up if isinstance(mlp, MLP) else mlp
+        if not _is_fusible(first) or not (next_qkv is None or _is_fusible(next_qkv)):
+            return super().after_attention(out, mlp, next_qkv)
 
         def run(x: Tensor, attended: Tensor) -> Tensor:
-            mlp = down(self._add(x, out(attended), gate_up))
-            return x.add_(mlp) if next_qkv is None else self._add(x, mlp, next_qkv)
+            summand = self._add(x, out(attended), first)
+            if isinstance(mlp, MLP):
+                summand = mlp.down(summand)
+            return x.add_(summand) if next_qkv is None else self._add(x, summand, next_qkv)
 
         return run if self._graphs is None else self._graphs.piece(run)
 

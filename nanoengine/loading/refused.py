@@ -14,7 +14,10 @@ from nanoengine.errors import shown
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import MAX_REASON, has_file, read_json
 
-DENSE = "take a dense model such as Qwen/Qwen3-4B, or run this one with vLLM or llama.cpp"
+OTHER_EXPERTS = (
+    "take a model such as Qwen/Qwen3-30B-A3B or, smaller, Qwen/Qwen3-4B, or run this one with vLLM "
+    "or llama.cpp"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,6 @@ ARCHITECTURES_REFUSED = (
         "run it with transformers",
     ),
     Refusal(
-        r"^Gemma3ForConditionalGeneration",
-        "Gemma 3 for images and text, and only text models are supported",
-        "take google/gemma-3-1b-it or google/gemma-3-270m-it, which are for text only",
-    ),
-    Refusal(
         r"ForConditionalGeneration|VL|Vision|Llava|Omni|Audio|Multimodal|Phi4MM|^clip",
         "a model for images, audio or video beside text, and only text models are supported",
         "take a text model such as Qwen/Qwen3-4B or google/gemma-3-1b-it, or run this one with "
@@ -56,8 +54,8 @@ ARCHITECTURES_REFUSED = (
     ),
     Refusal(
         r"MoE|Mixtral|Gpt-?Oss|Deepseek|Llama4|Dbrx|Grok|Arctic|MiniMax",
-        "a mixture of experts, and experts are not supported yet",
-        DENSE,
+        "a mixture of experts of a kind that is not supported yet",
+        OTHER_EXPERTS,
     ),
     Refusal(
         r"Bert|Electra|ForSequenceClassification|ForMaskedLM|ForTokenClassification|Embedding",

@@ -9,7 +9,7 @@ from typing import Any
 from nanoengine.config import ModelConfig
 from nanoengine.errors import UnsupportedModelError, shown
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +23,38 @@ class NormNames:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What config.json and a checkpoint say of an architecture's experts.
+
+    inner_size: the key of an expert's intermediate size. renormalises: ModelConfig's; None: the key
+    `norm_topk_prob` says it. block, parts: where a checkpoint has the router and the experts, and
+    its names of gate, up and down.
+    """
+
+    inner_size: str = "moe_intermediate_size"
+    renormalises: bool | None = None
+    block: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """How a decoder differs from Llama's.
 
     models: what models of this architecture are called.
     norm_offset: RMSNorm adds this to its weight; unless it is 0, norms are in fp32 throughout.
-    qk_norm: RMSNorm over each head of q and k before the rotation.
+    qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
     qkv_bias: q, k and v have a bias even if config.json has no key for it.
     is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
     activation: of the gate; a key of layer_ops.GATED.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
+    output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
+    multiplied by the gate's sigmoid.
+    recurrent: the projections of layers with a gated delta rule, if it has such layers; config.json
+    says which ones.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
+    experts: of some layers or all; None: none.
     reads: the keys of config.json that this architecture reads and others do not.
     requires: keys of config.json, each with the values that are supported.
     defaults: transformers' values for missing keys of config.json, where they differ from Llama's.
@@ -44,12 +64,15 @@ class Architecture:
     models: str
     norms: NormNames = NormNames()
     norm_offset: float = 0.0
-    qk_norm: bool = False
+    qk_norm: str = ""
     qkv_bias: bool = False
     is_fused: bool = False
     activation: str = "silu"
     scales_embeddings: bool = False
+    output_gate: bool = False
+    recurrent: tuple[str, ...] = ()
     windows: str = ""
+    experts: ExpertNames | None = None
     reads: tuple[str, ...] = ()
     requires: Mapping[str, tuple[Any, ...]] = field(
         default_factory=lambda: {"hidden_act": (None, "silu", "swish")}
@@ -58,16 +81,36 @@ class Architecture:
     own_code: str = ""
 
 
+# config.json of Qwen3-Next and of Qwen 3.5, which differ in the order of projections.
+_HYBRID: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+}
+_HYBRID_READS = ("partial_rotary_factor", *(key for key in _HYBRID if key.startswith("linear_")))
+_HYBRID_REQUIRES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu", "swish"),
+    "attn_output_gate": (None, True),
+    "mamba_ssm_dtype": (None, "float32"),
+}
+
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
-        "Gemma 3 (270M, 1B)",
+        "Gemma 3",
         norms=NormNames(
             after_attention="post_attention_layernorm",
             before_mlp="pre_feedforward_layernorm",
             after_mlp="post_feedforward_layernorm",
         ),
         norm_offset=1.0,
-        qk_norm=True,
+        qk_norm="head",
         activation="gelu_pytorch_tanh",
         scales_embeddings=True,
         windows="pattern",
@@ -79,6 +122,8 @@ ARCHITECTURES = {
             "use_bidirectional_attention": (None, False),
         },
         defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
             "hidden_activation": "gelu_pytorch_tanh",
             "num_key_value_heads": 4,
             "head_dim": 256,
@@ -96,6 +141,25 @@ ARCHITECTURES = {
     ),
     "MistralForCausalLM": Architecture(
         "Mistral 7B and Nemo", windows="every layer", defaults={"sliding_window": 4096}
+    ),
+    "MixtralForCausalLM": Architecture(
+        "Mixtral (8x7B, 8x22B)",
+        windows="every layer",
+        experts=ExpertNames("intermediate_size", True, "block_sparse_moe", ("w1", "w3", "w2")),
+        defaults={
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+        },
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "OLMoE",
+        qk_norm="all heads",
+        experts=ExpertNames("intermediate_size"),
+        requires={"hidden_act": (None, "silu"), "clip_qkv": (None,)},
+        defaults={"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
     ),
     "Phi3ForCausalLM": Architecture(
         "Phi-3 and Phi-3.5 (mini, medium), Phi-4 (text)",
@@ -116,7 +180,38 @@ ARCHITECTURES = {
         defaults={"use_sliding_window": False},
     ),
     "Qwen3ForCausalLM": Architecture(
-        "Qwen 3 (dense)", qk_norm=True, windows="layer_types", defaults={"head_dim": 128}
+        "Qwen 3 (dense)", qk_norm="head", windows="layer_types", defaults={"head_dim": 128}
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "Qwen 3 with experts (30B-A3B, 235B-A22B, Coder)",
+        qk_norm="head",
+        experts=ExpertNames(),
+        defaults={
+            "use_sliding_window": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        "Qwen3-Next without experts",
+        norm_offset=1.0,
+        qk_norm="head",
+        output_gate=True,
+        recurrent=("qkvz", "ba"),
+        reads=_HYBRID_READS,
+        requires={**_HYBRID_REQUIRES, "num_experts": (0,)},
+        defaults={**_HYBRID, "num_experts": 512, "num_key_value_heads": 2},
+    ),
+    "Qwen3_5ForCausalLM": Architecture(
+        "Qwen 3.5 and 3.6 (dense)",
+        norm_offset=1.0,
+        qk_norm="head",
+        output_gate=True,
+        recurrent=("qkv", "z", "b", "a"),
+        reads=_HYBRID_READS,
+        requires=_HYBRID_REQUIRES,
+        defaults={**_HYBRID, "num_key_value_heads": 4},
     ),
     "SmolLM3ForCausalLM": Architecture(
         "SmolLM3",
@@ -135,6 +230,8 @@ def layer_windows(
     for settings with which transformers would not run.
     """
     rule = ARCHITECTURES[architecture].windows
+    if ARCHITECTURES[architecture].recurrent:
+        return ()
     if rule == "pattern":
         return _windows_by_pattern(settings, num_layers, where)
     if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
@@ -176,6 +273,24 @@ def _windows_by_pattern(
     return tuple(window if k == SLIDING else None for k in listed) if SLIDING in listed else ()
 
 
+def recurrent_layers(
+    settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int, ...]:
+    """The layers without attention: by `layer_types`; without it, all but every
+    `full_attention_interval`-th. Arguments and errors as of `layer_windows`.
+    """
+    listed, interval = settings.get("layer_types"), settings.get("full_attention_interval")
+    if listed is None and type(interval) is int and interval > 0:
+        listed = [RECURRENT if (i + 1) % interval else FULL for i in range(num_layers)]
+    kinds = listed if isinstance(listed, list) and len(listed) == num_layers else []
+    if FULL not in kinds or any(kind not in (FULL, RECURRENT) for kind in kinds):
+        raise UnsupportedModelError(
+            f"{where}: 'layer_types' {shown(listed)} for {num_layers} layers is not supported; "
+            f"each must be {FULL!r} or {RECURRENT!r}, and one at least the first of these"
+        )
+    return tuple(i for i, kind in enumerate(kinds) if kind == RECURRENT)
+
+
 def _are_layer_types(listed: object, num_layers: int) -> bool:
     if not isinstance(listed, list) or len(listed) != num_layers:
         return False
@@ -191,35 +306,76 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        shapes.update(_layer_shapes(config, f"model.layers.{layer}."))
+        prefix = f"model.layers.{layer}."
+        is_recurrent = layer in config.recurrent_layers
+        shapes.update(
+            _delta_shapes(config, prefix) if is_recurrent else _attention_shapes(config, prefix)
+        )
+        shapes.update(_other_shapes(config, layer))
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    architecture = ARCHITECTURES[config.architecture]
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of the norms and the feed-forward, or experts, of a layer."""
+    architecture, prefix = ARCHITECTURES[config.architecture], f"model.layers.{layer}."
     for norm in astuple(architecture.norms):
         if norm:
-            yield f"{prefix}{norm}.weight", (hidden,)
+            yield f"{prefix}{norm}.weight", (config.hidden_size,)
+    experts = config.experts_of(layer)
+    if experts is None:
+        yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size)
+        return
+    yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
+    for expert in range(experts.count):
+        yield from _mlp_shapes(config, f"{prefix}mlp.experts.{expert}.", experts.inner_size)
+
+
+def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    architecture, part = ARCHITECTURES[config.architecture], f"{prefix}self_attn."
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     if architecture.qk_norm:
-        yield f"{prefix}self_attn.q_norm.weight", (config.head_dim,)
-        yield f"{prefix}self_attn.k_norm.weight", (config.head_dim,)
+        is_whole = architecture.qk_norm == "all heads"
+        yield f"{part}q_norm.weight", (heads if is_whole else config.head_dim,)
+        yield f"{part}k_norm.weight", (kv_heads if is_whole else config.head_dim,)
+    qkv = {"q": heads * (1 + architecture.output_gate), "k": kv_heads, "v": kv_heads}
     if architecture.is_fused:
-        qkv, gate_up = {"qkv": heads + 2 * kv_heads}, {"gate_up": 2 * inner}
-    else:
-        qkv = {"q": heads, "k": kv_heads, "v": kv_heads}
-        gate_up = {"gate": inner, "up": inner}
-    for part, rows, columns, has_bias in (
-        ("self_attn", qkv, hidden, has_qkv_bias(config)),
-        ("self_attn", {"o": hidden}, heads, config.attention_bias),
-        ("mlp", gate_up, hidden, config.mlp_bias),
-        ("mlp", {"down": hidden}, inner, config.mlp_bias),
-    ):
-        for name, num_rows in rows.items():
-            yield f"{prefix}{part}.{name}_proj.weight", (num_rows, columns)
-            if has_bias:
-                yield f"{prefix}{part}.{name}_proj.bias", (num_rows,)
+        qkv = {"qkv": heads + 2 * kv_heads}
+    yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
+    yield from _product_shapes(part, {"o": config.hidden_size}, heads, config.attention_bias)
+
+
+def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    delta, part = config.delta, f"{prefix}linear_attn."
+    assert delta is not None
+    heads = delta.num_value_heads
+    rows = {"qkv": delta.channels, "z": delta.value_size, "b": heads, "a": heads}
+    rows |= {"qkvz": delta.channels + delta.value_size, "ba": 2 * heads}
+    for name in ARCHITECTURES[config.architecture].recurrent:
+        yield f"{part}in_proj_{name}.weight", (rows[name], config.hidden_size)
+    yield f"{part}conv1d.weight", (delta.channels, 1, delta.conv_size)
+    yield f"{part}A_log", (heads,)
+    yield f"{part}dt_bias", (heads,)
+    yield f"{part}norm.weight", (delta.value_dim,)
+    yield f"{part}out_proj.weight", (config.hidden_size, delta.value_size)
+
+
+def _mlp_shapes(
+    config: ModelConfig, prefix: str, inner: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    gate_up = {"gate": inner, "up": inner}
+    if ARCHITECTURES[config.architecture].is_fused:
+        gate_up = {"gate_up": 2 * inner}
+    yield from _product_shapes(prefix, gate_up, config.hidden_size, config.mlp_bias)
+    yield from _product_shapes(prefix, {"down": config.hidden_size}, inner, config.mlp_bias)
+
+
+def _product_shapes(
+    prefix: str, rows: Mapping[str, int], columns: int, has_bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, num_rows in rows.items():
+        yield f"{prefix}{name}_proj.weight", (num_rows, columns)
+        if has_bias:
+            yield f"{prefix}{name}_proj.bias", (num_rows,)
 
 
 def has_qkv_bias(config: ModelConfig) -> bool:

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.config import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, ReplayKey
 from nanoengine.models.architectures import ARCHITECTURES, has_qkv_bias
-from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
-from nanoengine.models.layers import Attention
+from nanoengine.models.delta_net import DeltaNet, flat_projections
+from nanoengine.models.experts import ExpertWeights
+from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.models.layers import Attention, DeltaLayer
 from nanoengine.models.rope import Rotary, head_order
 
 TensorSource = Callable[[str], Tensor]
@@ -27,7 +29,7 @@ TensorSource = Callable[[str], Tensor]
 class _Layer:
     """One iteration of the loop over layers. rope: the index of its kind of rotation."""
 
-    attention: Attention
+    attention: Attention | DeltaLayer
     after_attention: AfterAttention
     rope: int
 
@@ -61,7 +63,7 @@ class Decoder:
         self._layers = [
             _Layer(
                 part.attention,
-                ops.after_attention(part.out, part.gate_up, part.down, next_qkv),
+                ops.after_attention(part.out, part.mlp, next_qkv),
                 rope,
             )
             for part, next_qkv, rope in zip(parts, next_qkvs, rope_of, strict=True)
@@ -87,10 +89,10 @@ class Decoder:
     def _run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """For each layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
-        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)). Kernels can fuse all that
-        needs no KV cache, so after_attention does both sums, in place, and returns qkv(norm(x)) of
-        the next layer. If an architecture has norms after attention and mlp, they are part of out
-        and down.
+        attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)), or that of the experts to
+        which a row goes. Kernels can fuse all that needs no KV cache, so after_attention does both
+        sums, in place, and returns qkv(norm(x)) of the next layer. If an architecture has norms
+        after attention and mlp, they are part of out and mlp.
         """
         angles = list(zip(cos.unbind(), sin.unbind(), strict=True))
         qkv = self._first_qkv(x)
@@ -121,10 +123,9 @@ class _LayerParts:
     """What a layer computes, in this order. The products include the norms around them."""
 
     qkv: Product
-    attention: Attention
+    attention: Attention | DeltaLayer
     out: Product
-    gate_up: Product
-    down: Product
+    mlp: Product
 
 
 class _Builder:
@@ -159,40 +160,102 @@ class _Builder:
         """The parts of one layer."""
         config, names = self._config, self._architecture.norms
         layer = f"model.layers.{index}."
-        attention, mlp = layer + "self_attn.", layer + "mlp."
-        out = self._summand(attention, "o", config.attention_bias)
-        down = self._summand(mlp, "down", config.mlp_bias)
+        before = self._norm_if(layer, names.before_attention)
+        if index in config.recurrent_layers:
+            make, part = self._delta_rule, layer + "linear_attn."
+        else:
+            make, part = self._attention, layer + "self_attn."
+        qkv, attention, out = make(index, part, before)
         return _LayerParts(
-            qkv=self._qkv(attention, self._norm_if(layer, names.before_attention)),
-            attention=self._attention(index, attention),
+            qkv=qkv,
+            attention=attention,
             out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
-            gate_up=self._gate_up(mlp, self._norm_if(layer, names.before_mlp)),
-            down=self._then_normed(down, self._norm_if(layer, names.after_mlp)),
+            mlp=self._mlp(index, layer),
         )
+
+    def _attention(
+        self, index: int, prefix: str, norm: Norm | None
+    ) -> tuple[Product, Attention | DeltaLayer, Product]:
+        config, architecture = self._config, self._architecture
+        head_norms = None
+        if architecture.qk_norm:
+            head_norms = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
+        kv_layer = index - sum(other < index for other in config.recurrent_layers)
+        heads = config.num_heads, config.num_kv_heads
+        attention = Attention(self._ops, kv_layer, *heads, head_norms, architecture.output_gate)
+        out = self._summand(prefix, "o", config.attention_bias)
+        return self._qkv(prefix, norm), attention, out
 
     def _qkv(self, prefix: str, norm: Norm | None) -> Product:
         names = ("qkv",) if self._architecture.is_fused else ("q", "k", "v")
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
-        weight = self._in_order(torch.cat(weights))
-        bias = self._in_order(torch.cat(biases)) if biases else None
+        weight = self._in_order(weights)
+        bias = self._in_order(biases) if biases else None
         return self._ops.linear(weight, bias, norm)
 
-    def _in_order(self, qkv: Tensor) -> Tensor:
-        """[(heads + 2 kv_heads) x head_dim, ...] with the heads of q and k in `head_order`."""
+    def _in_order(self, parts: list[Tensor]) -> Tensor:
+        """Weights or biases of q, k and v as [(heads + 2 kv_heads) x head_dim, ...], the heads of q
+        and k in `head_order`; with a gate there are `heads` more, stored behind those of q.
+        """
+        config, dim = self._config, self._config.head_dim
+        if self._architecture.output_gate:
+            q, gate = parts[0].view(config.num_heads, 2 * dim, *parts[0].shape[1:]).chunk(2, dim=1)
+            parts = [q.flatten(0, 1), *parts[1:], gate.flatten(0, 1)]
+        qkv = torch.cat(parts)
         if self._head_order is None:
             return qkv
-        config = self._config
-        heads = qkv.view(-1, config.head_dim, *qkv.shape[1:])
-        q_and_k, v = heads.tensor_split((config.num_heads + config.num_kv_heads,))
-        return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], v)).flatten(0, 1)
+        heads = qkv.view(-1, dim, *qkv.shape[1:])
+        q_and_k, others = heads.tensor_split((config.num_heads + config.num_kv_heads,))
+        return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], others)).flatten(0, 1)
 
-    def _attention(self, index: int, prefix: str) -> Attention:
-        head_norms = None
-        if self._architecture.qk_norm:
-            assert self._head_order is None
-            head_norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
-        heads = self._config.num_heads, self._config.num_kv_heads
-        return Attention(self._ops, index, *heads, head_norms)
+    def _head_norm(self, name: str) -> Norm:
+        norm, order = self._norm(name), self._head_order
+        return (
+            norm
+            if order is None
+            else replace(norm, weight=norm.weight[order.to(norm.weight.device)])
+        )
+
+    def _delta_rule(
+        self, index: int, prefix: str, norm: Norm | None
+    ) -> tuple[Product, Attention | DeltaLayer, Product]:
+        shape, source = self._config.delta, self._source
+        assert shape is not None
+        names = self._architecture.recurrent
+        stored = {name: source(f"{prefix}in_proj_{name}.weight") for name in names}
+        net = DeltaNet(
+            shape,
+            conv=source(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
+            decay=-source(prefix + "A_log").float().exp(),
+            dt_bias=source(prefix + "dt_bias").float(),
+            norm=source(prefix + "norm.weight").float(),
+            eps=self._config.rms_norm_eps,
+        )
+        projections = torch.cat(flat_projections(stored, shape))
+        return (
+            self._ops.linear(projections, None, norm),
+            DeltaLayer(self._ops, shape.layers.index(index), net),
+            self._ops.summand(source(prefix + "out_proj.weight")),
+        )
+
+    def _mlp(self, index: int, layer: str) -> Product:
+        names, prefix = self._architecture.norms, layer + "mlp."
+        norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
+        experts = self._config.experts_of(index)
+        if experts is not None:
+            return self._then_normed(self._experts(experts, prefix, norm), norm_after)
+        gate_up = self._gate_up(prefix, norm)
+        down = self._summand(prefix, "down", self._config.mlp_bias)
+        return MLP(gate_up, self._then_normed(down, norm_after))
+
+    def _experts(self, config: ExpertsConfig, prefix: str, norm: Norm | None) -> Product:
+        router = self._source(prefix + "gate.weight")
+        weights = (self._expert(f"{prefix}experts.{i}.") for i in range(config.count))
+        return self._ops.experts(config, router, weights, norm, self._architecture.activation)
+
+    def _expert(self, prefix: str) -> ExpertWeights:
+        weights, _ = self._weights(prefix, ("gate", "up", "down"), has_bias=False)
+        return ExpertWeights(*weights)
 
     def _gate_up(self, prefix: str, norm: Norm | None) -> Product:
         names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")

@@ -7,7 +7,7 @@ kernels/fused_ops.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.context import KVTarget, ReplayKey
+from nanoengine.config import ExpertsConfig
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.models.delta_net import DeltaNet, gated_delta
+from nanoengine.models.experts import Experts, ExpertWeights
 from nanoengine.models.quant import Quantizer
 
 # [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
@@ -74,13 +77,30 @@ class LayerOps(Protocol):
         """The embedding and the head that share one weight, which is held once if possible."""
         ...
 
+    def router(self, weight: Tensor) -> Product:
+        """x @ weight.T in fp32; the weight is never quantised."""
+        ...
+
+    def experts(
+        self,
+        config: ExpertsConfig,
+        router: Tensor,
+        weights: Iterable[ExpertWeights],
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        """The experts of a layer, on norm(x). router is [experts, hidden]; of `weights` one is
+        taken at a time.
+        """
+        ...
+
     def after_attention(
-        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+        self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         """Everything between two attentions, as one function:
 
             x = x + out(attended)
-            x = x + down(gate_up(x))
+            x = x + mlp(x)
             return next_qkv(x)  # x if next_qkv is None
 
         Both sums are in place; a product is rounded before it is added.
@@ -98,6 +118,18 @@ class LayerOps(Protocol):
 
         q, k and v are [tokens, heads, head_dim]; q and k may be overwritten.
         """
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), the sigmoid rounded first; x is [tokens, heads x head_dim], gate
+        [tokens, heads, head_dim].
+        """
+        ...
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        """As delta_net.gated_delta."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -160,6 +192,35 @@ class NormedProduct:
         return self.product(self._ops.rms_norm(x, self.norm))
 
 
+@dataclass(frozen=True, slots=True)
+class MLP:
+    """down(gate_up(x)), of which a kernel may fuse the parts."""
+
+    gate_up: Product
+    down: Product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        return self.down(self.gate_up(x))
+
+
+def make_experts(
+    ops: LayerOps,
+    config: ExpertsConfig,
+    router: Tensor,
+    weights: Iterable[ExpertWeights],
+    norm: Norm | None,
+    activation: str,
+) -> Product:
+    """LayerOps.experts of the products of `ops`."""
+    each = [
+        MLP(ops.gate_up(expert.gate, expert.up, None, None, activation), ops.summand(expert.down))
+        for expert in weights
+    ]
+    experts = Experts(config, ops.router(router), each)
+    return experts if norm is None else NormedProduct(ops, norm, experts)
+
+
 class TorchOps:
     """Plain PyTorch, which runs anywhere."""
 
@@ -208,12 +269,26 @@ class TorchOps:
         """As LayerOps.tied; but a weight that oneDNN reorders is held twice."""
         return functools.partial(torch.embedding, weight), self.head(weight, norm)
 
+    def router(self, weight: Tensor) -> Product:
+        product = Linear(weight.float())
+        return lambda x: product(x.float())
+
+    def experts(
+        self,
+        config: ExpertsConfig,
+        router: Tensor,
+        weights: Iterable[ExpertWeights],
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        return make_experts(self, config, router, weights, norm, activation)
+
     def after_attention(
-        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+        self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         def run(x: Tensor, attended: Tensor) -> Tensor:
             x += out(attended)
-            x += down(gate_up(x))
+            x += mlp(x)
             return x if next_qkv is None else next_qkv(x)
 
         return run
@@ -230,6 +305,14 @@ class TorchOps:
     ) -> Tensor:
         target.store(_rotate(k, cos, sin), v)
         return _rotate(q, cos, sin)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.reshape(x.shape).sigmoid()
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        return gated_delta(x, net, state, ctx)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)

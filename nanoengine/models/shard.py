@@ -16,6 +16,7 @@ from torch import Tensor, cat
 
 from nanoengine.config import ModelConfig
 from nanoengine.errors import ConfigError
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_ops import LayerOps
 
 UNIT = 16  # outputs: where a size does not divide, ranks get multiples of it
@@ -30,7 +31,17 @@ class Shard:
 
     def check(self, model: ModelConfig) -> None:
         """Raise ConfigError if the heads of the model cannot be divided among the ranks."""
+        if self.size > 1 and ARCHITECTURES[model.architecture].qk_norm == "all heads":
+            raise ConfigError(
+                f"tensor_parallel_size={self.size}: {model.architecture} norms q and k over all "
+                "heads at once, of which a rank has a part; leave it at 1"
+            )
         heads, kv_heads = model.num_heads, model.num_kv_heads
+        if self.size > 1 and model.recurrent_layers:
+            raise ConfigError(
+                f"tensor_parallel_size={self.size} cannot divide a model with recurrent layers "
+                "yet; leave it out"
+            )
         allowed = [
             size
             for size in range(1, heads + 1)
@@ -44,8 +55,12 @@ class Shard:
 
     def config(self, model: ModelConfig) -> ModelConfig:
         """The shape of this rank's part. Ranks share a KV head where there are more ranks."""
+        experts = model.experts
+        if experts is not None:
+            experts = replace(experts, inner_size=self.widths(experts.inner_size)[self.rank])
         return replace(
             model,
+            experts=experts,
             num_heads=model.num_heads // self.size,
             num_kv_heads=len(self._kv_heads(model)),
             intermediate_size=self.widths(model.intermediate_size)[self.rank],
@@ -65,15 +80,16 @@ class Shard:
         """
         if self.size == 1:
             return None
-        part = name.split(".")[-2].removesuffix("_proj")
-        if part in ("lm_head", "o", "down", "gate", "up"):
-            nums = {"lm_head": model.vocab_size, "gate": 0, "up": 0}
-            is_inner = part in ("gate", "up")
-            num = model.intermediate_size if is_inner else nums.get(part, model.hidden_size)
-            return (self._range(num),)
-        if part == "gate_up":
-            inner = self._range(model.intermediate_size)
-            return inner, _moved(inner, model.intermediate_size)
+        part, is_product, _ = name.rpartition("_proj.")
+        part = part.rpartition(".")[2] if is_product else name.split(".")[0]
+        if part in ("lm_head", "o", "down"):
+            return (self._range(model.vocab_size if part == "lm_head" else model.hidden_size),)
+        if part in ("gate", "up", "gate_up"):
+            num = model.intermediate_size
+            if ".experts." in name and model.experts is not None:
+                num = model.experts.inner_size
+            inner = self._range(num)
+            return (inner, _moved(inner, num)) if part == "gate_up" else (inner,)
         if part not in ("q", "k", "v", "qkv"):
             return None
         size = model.head_dim

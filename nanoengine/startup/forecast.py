@@ -25,6 +25,7 @@ CUDA_CONTEXT_BYTES = GIB // 2
 READ_EFFICIENCY = 0.82
 # Inputs that share a scale and a zero: int4's largest group; a block of Q4_0 and Q4_1.
 INT4_GROUPS = {"int4": 128, "gguf": 32}
+ROUTER = "mlp.gate.weight"  # is not quantised
 # Tokens of a step, and of a layer in a buffer, on a GPU that is full without them.
 SMALL = {"max_num_batched_tokens": 512, "slot_tokens": 4096}
 
@@ -59,8 +60,9 @@ class Forecast:
 
     plan: the division of memory, with `settings`. longest: the most tokens that any settings reach,
     with its speed. context: tokens of the request that plan, settings and tokens_per_s are for.
-    reserved_bytes: of the GPU, not used. is_link_bound: copies from RAM limit the speed. refusal:
-    why the wanted context cannot be reached; "" if it can.
+    reserved_bytes: of the GPU, not used. active_bytes: weights of a token's experts and of all that
+    is no expert. is_link_bound: copies from RAM limit the speed. refusal: why the wanted context
+    cannot be reached; "" if it can.
     """
 
     model: ModelConfig
@@ -71,6 +73,7 @@ class Forecast:
     context: int
     tokens_per_s: float
     reserved_bytes: int
+    active_bytes: int
     is_link_bound: bool
     refusal: str = ""
 
@@ -130,7 +133,9 @@ class Forecaster:
         is_asked = config.dtype != "auto"
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
-        self._weight_bytes = weight_bytes(model, self._dtype.itemsize, config.quantization)
+        itemsize, method = self._dtype.itemsize, config.quantization
+        self._weight_bytes = weight_bytes(model, itemsize, method)
+        self._active_bytes = weight_bytes(model, itemsize, method, of_a_token=True)
         self._memory = _Planned(hardware, self._weight_bytes)
 
     def forecast(self, context: int | None) -> Forecast:
@@ -252,6 +257,7 @@ class Forecaster:
             context=tokens,
             tokens_per_s=speed,
             reserved_bytes=reserved,
+            active_bytes=self._active_bytes,
             is_link_bound=copying > computing,
         )
 
@@ -266,7 +272,7 @@ class Forecaster:
         windows = model.windows or (None,) * model.num_layers
         seen = sum(min(context, window or context) for window in windows)
         hardware = self._hardware
-        read_s = (self._weight_bytes - embedding * itemsize) / hardware.read_gb_per_s
+        read_s = (self._active_bytes - embedding * itemsize) / hardware.read_gb_per_s
         read_s += seen * per_layer / (hardware.kv_gb_per_s or hardware.read_gb_per_s)
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
@@ -298,19 +304,29 @@ class Forecaster:
         return f"{str(self._dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
 
 
-def weight_bytes(model: ModelConfig, itemsize: int, quantization: str | None = None) -> int:
+def weight_bytes(
+    model: ModelConfig,
+    itemsize: int,
+    quantization: str | None = None,
+    of_a_token: bool = False,
+) -> int:
     """Bytes of all weights. Quantised ones are those of the layers' products, in the shapes that
     the operators take; a GGUF counts as if all of them were stored in 4 bits.
+
+    of_a_token: of the experts, only those that a token goes to.
     """
-    total = 0.0
+    total, experts = 0.0, model.experts
     for name, shape in weight_shapes(model).items():
-        elements = math.prod(shape)
-        if quantization is None or ".layers." not in name or len(shape) != 2:
-            total += elements * itemsize
+        size: float = math.prod(shape)
+        if of_a_token and experts is not None and ".experts." in name:
+            size *= experts.top_k / experts.count
+        is_product = ".layers." in name and len(shape) == 2 and not name.endswith(ROUTER)
+        if quantization is None or not is_product:
+            total += size * itemsize
         elif quantization == "int8":
-            total += elements + shape[0] * itemsize
+            total += size + size / shape[1] * itemsize
         else:
-            total += elements / 2 + 2 * itemsize * elements / INT4_GROUPS[quantization]
+            total += size / 2 + 2 * itemsize * size / INT4_GROUPS[quantization]
     return int(total)
 
 

@@ -161,7 +161,8 @@ missing unless (0, 1): one engine uses one GPU for now; start an engine for each
     outer_dp_size communicator distributed_executor_backend should_execute_dummy_batch
     enable_microbatch enable_mp_engine mp_engine_backend nnodes node_rank dist_init_addr
   SGLang: dp_size pp_size nnodes node_rank dist_init_addr base_gpu_id
-missing unless (1,): mixture-of-experts models are not supported yet
+missing unless (1,): every process holds its part of each expert; there is no other way to divide
+or to run them
   vLLM: enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep
     eplb_config enable_eplb expert_placement_strategy num_redundant_experts eplb_window_size
     eplb_step_interval eplb_log_balancedness enable_return_routed_experts enable_bf16x3_router_gemm
@@ -443,7 +444,7 @@ missing: logprobs are always those of the model's own distribution, before penal
   FastDeploy: temp_scaled_logprobs top_p_normalized_logprobs
 missing: KV does not move between engines; kv_offload_gib keeps it in this machine's RAM
   LMDeploy: with_cache preserve_cache migration_request
-missing: mixture-of-experts models are not supported yet
+missing: an answer does not say which experts computed it
   vLLM: routed_experts_prompt_start  LMDeploy: return_routed_experts
 missing: there are no parameters outside this list
   vLLM: extra_args skip_clone trace_decode_token_ids  FastDeploy: stop_seqs_len

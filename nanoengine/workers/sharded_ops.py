@@ -9,14 +9,23 @@ Gathers move data and compute nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from nanoengine.config import ModelConfig
-from nanoengine.context import KVTarget, ReplayKey
-from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.config import ExpertsConfig, ModelConfig
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.experts import ExpertWeights
+from nanoengine.models.layer_ops import (
+    AfterAttention,
+    Embed,
+    LayerOps,
+    Norm,
+    Product,
+    make_experts,
+)
 from nanoengine.models.shard import Shard
 from nanoengine.workers.group import Group
 
@@ -73,13 +82,36 @@ class ShardedOps:
         rows = self._shard.take("lm_head.weight", weight, self._model)
         return functools.partial(torch.embedding, weight), self.head(rows, norm)
 
+    def router(self, weight: Tensor) -> Product:
+        """Every rank has all of it, so that all send a row to the same experts."""
+        return self._ops.router(weight)
+
+    def experts(
+        self,
+        config: ExpertsConfig,
+        router: Tensor,
+        weights: Iterable[ExpertWeights],
+        norm: Norm | None,
+        activation: str,
+    ) -> Product:
+        """Every rank has its rows of each expert."""
+        return make_experts(self, config, router, weights, norm, activation)
+
     def after_attention(
-        self, out: Product, gate_up: Product, down: Product, next_qkv: Product | None
+        self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
-        return self._ops.after_attention(out, gate_up, down, next_qkv)
+        return self._ops.after_attention(out, mlp, next_qkv)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.rms_norm(x, norm)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._ops.sigmoid_mul(x, gate)
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        return self._ops.gated_delta(x, net, state, ctx)
 
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget

@@ -101,7 +101,7 @@ def test_a_machine_without_a_gpu_has_one_bar(
     assert list(row["memory"]) == ["RAM"] and row["settings"] == {} and row["device"] == "cpu"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3", "gemma3", "phi3", "qwen3-moe"])
 def test_bytes_are_those_of_the_loaded_model(
     name: str, tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +117,36 @@ def test_bytes_are_those_of_the_loaded_model(
             "ring": 0,
         }
         assert llm.plan.max_model_len == row["context"]
+
+
+def test_of_experts_a_token_reads_those_it_goes_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3-30B-A3B, whose model card says 30.5B parameters in total and 3.3B activated."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert (
+        main(["plan", str(tmp_path), "--dtype", "bfloat16", "--gpu-gib", "0", "--ram-gib", "80"])
+        == 0
+    )
+    out = capsys.readouterr().out
+    stored, active = re.findall(r"([\d.]+) GiB of weights \(([\d.]+) GiB for a token\)", out)[0]
+    assert float(stored) * 2**29 == pytest.approx(30.5e9, rel=0.01)
+    assert float(active) * 2**29 == pytest.approx(3.3e9, rel=0.02)
 
 
 def test_a_gguf_is_planned_from_its_metadata_and_not_converted(

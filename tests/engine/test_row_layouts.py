@@ -27,6 +27,8 @@ from nanoengine.outputs import RequestOutput
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
 
 MODELS = ("llama", "qwen3", "mistral-window", "qwen3-window", "gemma3", "gemma3-softcap")
+MODELS += ("qwen3-moe", "qwen3.5")
+NOT_YET = [("qwen3.5", "hits"), ("qwen3.5", "guesses")]  # a recurrent state cannot be cut
 SYMBOLS = [5, 16, 27]  # few, so that a random model's text repeats itself and guesses come true
 NUM_OUT = 14
 TAILS = (1, 2, 4, 5, 16, 17)
@@ -178,6 +180,8 @@ def is_slow(place: int, arithmetic: str) -> bool:
     in one of PyTorch's and one of ours.
     """
     model, kind = divmod(place, len(KINDS))
+    if MODELS[model] == "qwen3-moe" and arithmetic in EMULATED:
+        return True  # a call for each expert, of an emulated CPU
     every = max(1, len(ARITHMETICS) // 2)
     return (model + kind) % len(KINDS) > 0 or (model + ARITHMETICS.index(arithmetic)) % every > 0
 
@@ -186,6 +190,7 @@ DRAWN = [
     pytest.param(*case, arithmetic, marks=[pytest.mark.slow] if is_slow(i, arithmetic) else [])
     for i, case in enumerate(CASES)
     for arithmetic in ARITHMETICS
+    if case not in NOT_YET
 ]
 
 

@@ -27,14 +27,24 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -91,6 +101,14 @@ YARN_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class TinyModel:
@@ -100,20 +118,25 @@ class TinyModel:
     model_class: type[Any] = LlamaForCausalLM
     settings: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
-    max_shard_size: str = "1GB"
+    saved_as: dict[str, Any] = field(default_factory=dict)  # settings of save_pretrained
     adds_bos: bool = True
     # transformers 5 saves the chat template as a file of its own, older checkpoints hold it in
     # tokenizer_config.json: both must load.
     template_in_own_file: bool = False
 
+    @property
+    def _config(self) -> dict[str, Any]:
+        """Those of a model for images and text are under `text_config`."""
+        return self.settings if "text_config" in self.settings else COMMON | self.settings
+
     def __call__(self, folder: Path) -> None:
         """Build the model and save it, its tokenizer and its generation settings into `folder`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = self.model_class(self.config_class(**COMMON | self.settings)).eval()
+            model = self.model_class(self.config_class(**self._config)).eval()
             _randomize_vectors(model)
         model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_IDS)
-        model.save_pretrained(folder, max_shard_size=self.max_shard_size)
+        model.save_pretrained(folder, **self.saved_as)
         tokenizer = _byte_tokenizer(self.adds_bos)
         tokenizer.save_pretrained(folder, save_jinja_files=self.template_in_own_file)
 
@@ -125,7 +148,7 @@ TINY: dict[str, TinyModel] = {
     "llama-rope-llama3": TinyModel(settings={"rope_parameters": LLAMA3_ROPE}, seed=3),
     "llama-rope-linear": TinyModel(settings={"rope_parameters": LINEAR_ROPE}, seed=4),
     # The weights of "llama" in several files.
-    "llama-sharded": TinyModel(max_shard_size="200KB"),
+    "llama-sharded": TinyModel(saved_as={"max_shard_size": "200KB"}),
     # head_dim x heads is not hidden_size, and the vocabulary is padded past the tokenizer's.
     "qwen3": TinyModel(
         Qwen3Config,
@@ -139,6 +162,39 @@ TINY: dict[str, TinyModel] = {
         Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN_ROPE}, seed=6, adds_bos=False
     ),
     "mistral": TinyModel(MistralConfig, MistralForCausalLM, {"sliding_window": None}, seed=7),
+    # A dense layer between two with experts, whose size is no multiple of a vector.
+    "qwen3-moe": TinyModel(
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+        seed=12,
+    ),
+    # One tensor for the experts of a layer, as transformers 5 holds them.
+    "mixtral": TinyModel(
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": 21},
+        seed=13,
+        saved_as={"save_original_format": False},
+    ),
+    "olmoe": TinyModel(
+        OlmoeConfig,
+        OlmoeForCausalLM,
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "num_key_value_heads": 4,
+            "pad_token_id": None,
+        },
+        seed=14,
+    ),
     # The middle layer sees no positions; keys that it lacks have other defaults than Llama's.
     "smollm3": TinyModel(
         SmolLM3Config,
@@ -171,6 +227,22 @@ TINY: dict[str, TinyModel] = {
         Qwen3ForCausalLM,
         {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
         seed=7,
+    ),
+    # Two of three layers are recurrent; 4 of 16 dimensions of a head are turned.
+    "qwen3.5": TinyModel(Qwen3_5TextConfig, Qwen3_5ForCausalLM, HYBRID, seed=12),
+    # Heads of odd sizes, the first layer with attention, and projections in another order.
+    "qwen3-next": TinyModel(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        HYBRID
+        | {
+            "num_experts": 0,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "attention_bias": True,
+        },
+        seed=13,
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(
@@ -209,10 +281,14 @@ TINY: dict[str, TinyModel] = {
 
 
 def _randomize_vectors(model: torch.nn.Module) -> None:
-    """Norm weights start as ones and biases as zeros: leave neither where a bug could not show."""
+    """Norm weights start as ones and biases as zeros: leave neither where a bug could not show. A
+    small A lets a recurrent state remember for long.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            centre = 0.0 if name.endswith("bias") else 1.0
+            centre = {"bias": 0.0, "A_log": -2.0}.get(
+                name.rpartition(".")[2].removeprefix("dt_"), 1.0
+            )
             torch.nn.init.normal_(parameter, centre, 0.2)
 
 

@@ -33,7 +33,9 @@ ORIGINAL_NAMES = {
     "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
 }
+EXPERT_NAMES = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 GEMMA_NAMES = ORIGINAL_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -43,9 +45,12 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
     "SmolLM3ForCausalLM": "smollm3",
 }
 
@@ -91,6 +96,9 @@ class GGUFModel:
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
+                if ".experts." in name:
+                    self._add_expert(tensors, name, values)
+                    continue
                 if self.arch == "gemma3" and name.endswith("norm.weight"):
                     values += 1
                 if self.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
@@ -99,12 +107,33 @@ class GGUFModel:
                 tensors[gguf_name(name, names)] = values
         return tensors
 
+    @staticmethod
+    def _add_expert(tensors: dict[str, Any], name: str, values: npt.NDArray[Any]) -> None:
+        """A tensor of one expert, or a fused one of all of a layer; names arrive sorted."""
+        _, _, layer, _, _, *rest = name.split(".")
+        if len(rest) == 1:
+            parts = {rest[0].removesuffix("_proj"): values}
+            if rest[0] == "gate_up_proj":
+                parts = dict(zip(("gate", "up"), np.split(values, 2, axis=1), strict=True))
+            tensors |= {f"blk.{layer}.{EXPERT_NAMES[p]}.weight": v for p, v in parts.items()}
+            return
+        stacked = f"blk.{layer}.{EXPERT_NAMES[rest[1].removesuffix('_proj')]}.weight"
+        before = tensors.get(stacked, values[None][:0])
+        assert int(rest[0]) == len(before)
+        tensors[stacked] = np.concatenate((before, values[None]))
+
     def _settings(self) -> dict[str, Any]:
         config, arch = self.config, self.arch
         rope = config["rope_parameters"]
         rope = rope.get("full_attention", rope)
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return {
+        experts = config.get("num_local_experts") or config.get("num_experts")
+        of_experts = {
+            f"{arch}.expert_count": experts,
+            f"{arch}.expert_used_count": config.get("num_experts_per_tok"),
+            f"{arch}.expert_feed_forward_length": config.get("moe_intermediate_size"),
+        }
+        return (of_experts if experts else {}) | {
             f"{arch}.embedding_length": config["hidden_size"],
             f"{arch}.feed_forward_length": config["intermediate_size"],
             f"{arch}.block_count": config["num_hidden_layers"],

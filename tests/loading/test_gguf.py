@@ -80,7 +80,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     "name",
     [
         *("llama", "llama-tied", "llama-bias", "llama-sharded"),
-        *("mistral", "phi3", "qwen2", "qwen3", "smollm3", "gemma3"),
+        *("mistral", "phi3", "qwen2", "qwen3", "smollm3", "gemma3", "qwen3-moe", "olmoe"),
     ],
 )
 def test_a_float_model_comes_back_bit_for_bit(
@@ -96,7 +96,11 @@ def test_a_float_model_comes_back_bit_for_bit(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-tied", "llama-bias", "llama-rope-linear", "llama-rope-llama3", "qwen3"]
+    "name",
+    [
+        *("llama", "llama-tied", "llama-bias", "llama-rope-linear", "llama-rope-llama3", "qwen3"),
+        *("olmoe", "qwen3-moe"),
+    ],
 )
 def test_the_configuration_comes_back(
     tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
@@ -124,6 +128,7 @@ def test_the_configuration_comes_back(
 SCALINGS: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "mistral-window": {},
+    "mixtral": {},
     "phi3": {"original_context_length": 512, "attn_factor": 1.2},
     "qwen2": {
         "type": "yarn",
@@ -133,6 +138,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {},
 }
+
+
+WITH_WINDOWS = ("gemma3", "mistral-window", "mixtral")
 
 
 @pytest.mark.parametrize("name", SCALINGS)
@@ -151,7 +159,7 @@ def test_the_configuration_of_newer_architectures_comes_back(
         expected = different.get(field, getattr(original, field))
         assert getattr(converted, field) == expected, field
     theirs = json.loads((tiny(name) / "config.json").read_text())["rope_parameters"]
-    assert bool(original.windows) == (name in ("gemma3", "mistral-window"))
+    assert bool(original.windows) == (name in WITH_WINDOWS)
     ours = json.loads((out / "config.json").read_text())["rope_scaling"] or {}
     for key in ("long_factor", "short_factor"):
         assert ours.get(key) == theirs.get(key)
@@ -160,7 +168,7 @@ def test_the_configuration_of_newer_architectures_comes_back(
 def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     """With what llama.cpp's converter writes of RoPE and windows."""
     rope = model.config["rope_parameters"]
-    if model.config.get("sliding_window") and name in ("gemma3", "mistral-window"):
+    if model.config.get("sliding_window") and name in WITH_WINDOWS:
         model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
     if name == "gemma3":
         local = rope["sliding_attention"]["rope_theta"]
@@ -177,7 +185,7 @@ def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
     return model
 
 
-@pytest.mark.parametrize("name", ["phi3", "phi3 21", "gemma3", "mistral-window"])
+@pytest.mark.parametrize("name", ["phi3", "phi3 21", "gemma3", "mistral-window", "mixtral"])
 def test_a_converted_model_answers_as_transformers_does(
     tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
 ) -> None:
@@ -397,7 +405,6 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
 @pytest.mark.parametrize(
     ("key", "value", "match"),
     [
-        ("llama.expert_count", 8, "expert_count.*a mixture of experts"),
         ("llama.attention.scale", 0.5, "scale"),
         ("llama.logit_scale", 0.5, "logit_scale"),
         ("llama.rope.scaling.type", "ntk", "'ntk'"),
@@ -429,6 +436,7 @@ def test_what_cannot_be_represented_is_refused(
         ("llama.block_count", 1 << 31, "not within 1"),
         ("llama.block_count", "three", "must be int"),
         ("llama.block_count", 31, "31 layers of 30 tensors"),
+        ("llama.expert_count", 8, "lacks.*expert_used_count"),
         ("llama.attention.head_count", 3, "rows, not 3 heads"),
         ("tokenizer.ggml.eos_token_id", 1 << 20, "vocabulary has"),
         ("tokenizer.ggml.add_bos_token", 1, "must be bool"),

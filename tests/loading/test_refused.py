@@ -17,10 +17,10 @@ from nanoengine.models.architectures import ARCHITECTURES
 # By classes of transformers and by names in a GGUF.
 KINDS = {
     "a mixture of experts": (
-        "MixtralForCausalLM Qwen2MoeForCausalLM Qwen3MoeForCausalLM GptOssForCausalLM gpt-oss "
-        "DeepseekForCausalLM DeepseekV3ForCausalLM deepseek2 Llama4ForCausalLM OlmoeForCausalLM "
+        "Qwen2MoeForCausalLM GptOssForCausalLM gpt-oss "
+        "DeepseekForCausalLM DeepseekV3ForCausalLM deepseek2 Llama4ForCausalLM "
         "Glm4MoeForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
-        "minimax-m2 Ernie4_5_MoeForCausalLM qwen3moe"
+        "minimax-m2 Ernie4_5_MoeForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (
         "Qwen3NextForCausalLM qwen3next Qwen3_5ForCausalLM qwen35 MambaForCausalLM mamba2 "
@@ -28,9 +28,9 @@ KINDS = {
         "falcon-h1 NemotronHForCausalLM RwkvForCausalLM MiniMaxForCausalLM"
     ),
     "only text models are supported": (
-        "Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration clip InternVLChatModel "
+        "Gemma4ForConditionalGeneration clip InternVLChatModel "
         "Qwen2_5_VLForConditionalGeneration qwen2vl Qwen3VLMoeForConditionalGeneration "
-        "Qwen3_5ForConditionalGeneration Mistral3ForConditionalGeneration Phi4MMForCausalLM "
+        "Qwen3_5ForConditionalGeneration Phi4MMForCausalLM "
         "LlavaForConditionalGeneration MllamaForConditionalGeneration"
     ),
     "an encoder with a decoder": "T5ForConditionalGeneration WhisperForConditionalGeneration",

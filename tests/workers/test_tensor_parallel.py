@@ -81,7 +81,9 @@ def read(scores: list[TokenLogprobs] | list[TokenLogprobs | None] | None) -> Sco
 
 
 def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> list[list[Scores]]:
-    """Log probabilities of prompts and outputs, greedy and sampled, alone and two at a time."""
+    """Log probabilities of prompts and outputs, greedy and sampled, alone and two at a time; some
+    have a form.
+    """
     params = [
         SamplingParams(
             temperature=0.9 * (at % 2),
@@ -90,6 +92,7 @@ def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> lis
             max_tokens=NUM_OUT,
             logprobs=5,
             prompt_logprobs=3,
+            structured_outputs={"regex": "([a-c]{3}-)+"} if at in (2, 3) else None,
         )
         for at in range(6)
     ]
@@ -120,12 +123,18 @@ def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> 
     assert run(folder, size, **WAYS[way]) == alone(folder, "float32", way)
 
 
-@pytest.mark.parametrize("name", sorted({*TINY} - {"llama", "llama-sharded"}))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *sorted({*TINY} - {"llama", "llama-sharded", "olmoe", "mixtral"}),
+        pytest.param("mixtral", marks=pytest.mark.slow),
+    ],
+)
 def test_every_architecture(tiny: Tiny, name: str) -> None:
     assert run(tiny(name), 2, **WAYS["streamed"]) == alone(tiny(name), "float32", "streamed")
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "phi3"])
+@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "phi3", "qwen3-moe"])
 def test_in_bfloat16(tiny: Tiny, name: str) -> None:
     found = run(tiny(name), 2, "bfloat16", **WAYS["resident"])
     assert found == alone(tiny(name), "bfloat16", "resident")

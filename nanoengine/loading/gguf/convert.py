@@ -29,6 +29,7 @@ from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, model_config
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
+from nanoengine.models.architectures import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
@@ -63,6 +64,9 @@ _GEMMA_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Tensors with an entry for each expert, by Hugging Face's place in ExpertNames.parts.
+_EXPERT_PARTS = {"ffn_gate_exps": 0, "ffn_up_exps": 1, "ffn_down_exps": 2}
+_ROUTER = "ffn_gate_inp"
 _NAMES = {"phi3": _PHI3_NAMES, "gemma3": _GEMMA_NAMES}
 _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
 
@@ -97,7 +101,10 @@ def convert_gguf(source: Path, target: Path) -> str:
     _check_types(source, stored)
     config = model_config(metadata, stored)
     tensors = [
-        _named(metadata, config, t) for name, t in stored.items() if name not in ROPE_TENSORS
+        tensor
+        for name, t in stored.items()
+        if name not in ROPE_TENSORS
+        for tensor in _named(metadata, config, t)
     ]
     _tell_growth(source, target, stored, tensors)
     eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
@@ -164,7 +171,7 @@ def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _named(metadata: Metadata, config: Mapping[str, Any], stored: Any) -> _Tensor:
+def _named(metadata: Metadata, config: Mapping[str, Any], stored: Any) -> list[_Tensor]:
     match = _LAYER_TENSOR.fullmatch(stored.name)
     name = _GLOBAL_NAMES.get(stored.name)
     rows = None
@@ -175,6 +182,14 @@ def _named(metadata: Metadata, config: Mapping[str, Any], stored: Any) -> _Tenso
             is_query = match[2] == "attn_q"
             num_heads = config["num_attention_heads" if is_query else "num_key_value_heads"]
             rows = _half_order(metadata.path, stored, num_heads, config["head_dim"])
+    experts = ARCHITECTURES[config["architectures"][0]].experts
+    if match and experts is not None and match[3] == "weight":
+        block = f"model.layers.{int(match[1])}.{experts.block}."
+        if match[2] in _EXPERT_PARTS and len(stored.shape) == 3:
+            part = experts.parts[_EXPERT_PARTS[match[2]]]
+            return _by_expert(f"{block}experts.", f".{part}.weight", stored)
+        if match[2] == _ROUTER:
+            name = f"{block}gate.weight"
     if name is None:
         raise UnsupportedModelError(
             f"{metadata.path}: tensor {stored.name!r} has no place in {config['architectures'][0]}"
@@ -182,7 +197,16 @@ def _named(metadata: Metadata, config: Mapping[str, Any], stored: Any) -> _Tenso
     shape = tuple(int(size) for size in reversed(stored.shape))
     # llama.cpp stores the weight + 1 that Gemma's norms multiply with.
     offset = -1.0 if metadata.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
-    return _Tensor(name, shape, stored.data, stored.tensor_type, rows, offset)
+    return [_Tensor(name, shape, stored.data, stored.tensor_type, rows, offset)]
+
+
+def _by_expert(prefix: str, suffix: str, stored: Any) -> list[_Tensor]:
+    """The entries of a tensor [experts, rows, columns]."""
+    columns, rows, count = (int(size) for size in stored.shape)
+    return [
+        _Tensor(f"{prefix}{i}{suffix}", (rows, columns), stored.data[i], stored.tensor_type, None)
+        for i in range(count)
+    ]
 
 
 def _half_order(path: Path, stored: Any, num_heads: int, head_dim: int) -> npt.NDArray[np.intp]:

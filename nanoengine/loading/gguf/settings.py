@@ -20,19 +20,27 @@ from nanoengine.models.rope import yarn_attention_factor
 
 ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
-    "llama": "LlamaForCausalLM",  # Mistral, too
+    "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 # What no key of a GGUF says: llama.cpp has it in its code.
-FIXED_SETTINGS: dict[str, dict[str, Any]] = {"smollm3": {"no_rope_layer_interval": 4}}
+FIXED_SETTINGS: dict[str, dict[str, Any]] = {
+    "olmoe": {"norm_topk_prob": False},
+    "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "smollm3": {"no_rope_layer_interval": 4},
+}
+WITH_EXPERTS = ("llama", "olmoe", "qwen3moe")
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic and that no Hugging Face config of these architectures can
 # say.
 REFUSED_KEYS = (
     "attention.scale",
+    "expert_weights_scale",
     "logit_scale",
     "embedding_scale",
     "residual_scale",
@@ -50,7 +58,7 @@ def check_supported(metadata: Metadata) -> None:
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(f"{metadata.path}: {about_architecture(architecture)}")
     experts = f"{architecture}.expert_count"
-    if metadata.has(experts) and metadata.get(experts, int):
+    if architecture not in WITH_EXPERTS and metadata.has(experts) and metadata.get(experts, int):
         about = about_architecture(f"{architecture}-moe")
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
     for key in REFUSED_KEYS:
@@ -93,6 +101,8 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         settings = phi3_settings(metadata, turned, head_dim)
     elif metadata.architecture == "gemma3":
         settings = _gemma_settings(metadata, hidden_size // num_heads, head_dim)
+    elif _num_experts(metadata):
+        settings = settings | _experts_settings(metadata, stored)
     elif _window(metadata):
         settings = _mistral_settings(metadata, stored)
     return {
@@ -140,6 +150,32 @@ def _mistral_settings(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "sliding_window": _window(metadata),
+    }
+
+
+def _num_experts(metadata: Metadata) -> int:
+    return int(metadata.get(f"{metadata.architecture}.expert_count", int, 0))
+
+
+def _experts_settings(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "num_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+    }
+    if metadata.architecture == "qwen3moe":
+        layers = range(metadata.number("block_count"))
+        return settings | {
+            "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+            "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in stored],
+        }
+    if metadata.architecture == "olmoe":
+        return settings
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": settings.pop("num_experts"),
+        "sliding_window": _window(metadata),
+        **settings,
     }
 
 

@@ -1,0 +1,90 @@
+"""Reads the experts of a config.json, and finds their tensors in a checkpoint.
+
+Checkpoints hold a tensor for each expert, or one for all experts of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from nanoengine.config import ExpertsConfig, ModelConfig
+from nanoengine.errors import CorruptModelError, shown
+from nanoengine.loading.checkpoint import CheckpointReader, Part
+from nanoengine.models.architectures import ARCHITECTURES, ExpertNames
+from nanoengine.text.checked_json import CheckedJson
+
+MAX_EXPERTS = 10_000
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def read_experts(
+    content: CheckedJson, names: ExpertNames | None, num_layers: int
+) -> ExpertsConfig | None:
+    """None if all layers are dense. Raises CorruptModelError for impossible numbers."""
+    if names is None:
+        return None
+    # transformers 5 writes the second name for models that have the first one at the hub.
+    given = "num_experts" if content.get("num_local_experts") is None else "num_local_experts"
+    if content.get(given) == 0:
+        return None
+    count = content.size(given, limit=MAX_EXPERTS)
+    renormalises = names.renormalises
+    dense = _dense_layers(content, num_layers)
+    if len(dense) == num_layers:
+        return None
+    return ExpertsConfig(
+        count=count,
+        top_k=content.size("num_experts_per_tok", limit=count),
+        inner_size=content.size(names.inner_size),
+        renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
+        dense_layers=dense,
+    )
+
+
+def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
+    """Qwen's: those listed, and all but every `decoder_sparse_step`-th."""
+    listed = content.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+        raise CorruptModelError(
+            f"{content.path}: 'mlp_only_layers' must be a list of layers, not {shown(listed)}"
+        )
+    step = content.size("decoder_sparse_step", 1)
+    return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
+
+
+def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Part]:
+    """Where the tensors of routers and experts lie, by the names in `weight_shapes`, if the
+    checkpoint has other names for them. A tensor for all experts that is not of so many is left
+    alone.
+    """
+    names, experts = ARCHITECTURES[config.architecture].experts, config.experts
+    if names is None or experts is None:
+        return {}
+    found: dict[str, Part] = {}
+    own = dict(zip(names.parts, _PARTS, strict=True))
+    block = rf"(model\.layers\.\d+\.)(?:mlp|{names.block})\."
+    for stored in reader.names():
+        if match := re.fullmatch(rf"{block}gate\.weight", stored):
+            found[f"{match[1]}mlp.gate.weight"] = Part(stored)
+        elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):
+            part = own.get(match[3], match[3])
+            found[f"{match[1]}mlp.experts.{match[2]}.{part}.weight"] = Part(stored)
+        elif match := re.fullmatch(rf"{block}experts\.(gate_up_proj|down_proj)", stored):
+            shape = reader.shape(stored)
+            if len(shape) == 3 and shape[0] == experts.count:
+                found |= dict(_split(stored, f"{match[1]}mlp.experts.", match[2], shape))
+    return {name: part for name, part in found.items() if part != Part(name)}
+
+
+def _split(
+    stored: str, prefix: str, name: str, shape: tuple[int, ...]
+) -> Iterator[tuple[str, Part]]:
+    """The parts of a tensor [experts, rows, columns]; gate and up are the halves of its rows."""
+    for expert in range(shape[0]):
+        if name == "down_proj":
+            yield f"{prefix}{expert}.down_proj.weight", Part(stored, expert, 0, shape[1])
+        else:
+            half = shape[1] // 2
+            yield f"{prefix}{expert}.gate_proj.weight", Part(stored, expert, 0, half)
+            yield f"{prefix}{expert}.up_proj.weight", Part(stored, expert, half, shape[1])
