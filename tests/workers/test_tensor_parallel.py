@@ -86,7 +86,9 @@ def read(scores: list[TokenLogprobs] | list[TokenLogprobs | None] | None) -> Sco
 
 
 def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> list[list[Scores]]:
-    """Log probabilities of prompts and outputs, greedy and sampled, alone and two at a time."""
+    """Log probabilities of prompts and outputs, greedy and sampled, alone and two at a time; some
+    have a form.
+    """
     params = [
         SamplingParams(
             temperature=0.9 * (at % 2),
@@ -95,6 +97,7 @@ def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> lis
             max_tokens=NUM_OUT,
             logprobs=5,
             prompt_logprobs=3,
+            structured_outputs={"regex": "([a-c]{3}-)+"} if at in (2, 3) else None,
         )
         for at in range(6)
     ]
