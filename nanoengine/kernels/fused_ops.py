@@ -156,7 +156,8 @@ class PackedOps(KernelOps):
         is_fused = norm is not None and not norm.in_fp32 and activation == "silu"
         if norm is None or not is_fused or self._quantizer is not None:
             return super().gate_up(gate, up, biases, norm, activation)
-        return self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
+        packed = self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
+        return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
 
     def head(self, weight: Tensor, norm: Norm | None) -> Product:
         return self.tied(weight, norm)[1]

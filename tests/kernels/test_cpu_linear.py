@@ -186,7 +186,7 @@ def test_adding_is_a_product_and_a_sum(packer, k, outputs, tokens):
     linear, x = packer.pack(normal(outputs, k)), normal(tokens, k, seed=1)
     residual = normal(tokens, outputs, seed=2)
     want = residual + linear(x)
-    linear.weight.multiply(x, residual, ADD)
+    linear.multiply(x, residual, ADD)
     assert same_bits(residual, want)
 
 
@@ -228,7 +228,7 @@ def test_rows_may_lie_apart(packer, k):
     apart[:, 5 : 5 + k] = x
     residual = torch.full((9, 100), 7.0, dtype=torch.bfloat16)
     want = residual[:, 20:60] + linear(x)
-    linear.weight.multiply(apart[:, 5 : 5 + k], residual[:, 20:60], ADD)
+    linear.multiply(apart[:, 5 : 5 + k], residual[:, 20:60], ADD)
     assert same_bits(residual[:, 20:60].contiguous(), want)
     residual[:, 20:60] = 7.0
     assert (residual == 7.0).all()
@@ -303,7 +303,7 @@ def test_wrong_activations_are_refused(packer):
     residuals = normal(2, 40), normal(3, 41), normal(3, 40).float(), normal(40, 3).T
     for residual in residuals:
         with pytest.raises(EngineError, match="added to bfloat16 rows of 40"):
-            linear.weight.multiply(normal(3, 61), residual, ADD)
+            linear.multiply(normal(3, 61), residual, ADD)
 
 
 def test_wrong_weights_are_refused(packer):
