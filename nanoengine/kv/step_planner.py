@@ -62,9 +62,10 @@ class StepPlanner:
     ) -> None:
         """locate: host slot -> (segment of the host pool, place in it); None without a host tier.
         pad_decode: number of sequences of a decode step -> the number that it is laid out for, so
-        that there are fewer kinds of steps (None: as many as it has). states: of recurrent layers.
+        that there are fewer kinds of steps (None: as many as it has). states: of recurrent layers;
+        None: the model has none.
         """
-        self.states = states or StateSlots(0)
+        self.states = states
         self._spec = spec
         self._blocks = blocks
         self._locate = locate
@@ -101,7 +102,7 @@ class StepPlanner:
             reads=tuple(parts),
             unseen=unseen,
             transfers=self._transfers(batch, placement, parts, unseen, seen),
-            state_slots=self.states.begin(batch, num_rows),
+            state_slots=self.states.begin(batch, num_rows) if self.states else (),
         )
         counted = tuple(metrics[index] for index in streamed)
         drafts = tuple(self._drafts(batch, step, placement))
