@@ -14,7 +14,8 @@ from itertools import accumulate
 from operator import mul
 
 HOPE = 0.8  # of each draft, before any was checked
-WEIGHT = 0.15  # of what is new in each average
+HOPE_WEIGHT = 1.5  # checked drafts that it counts for
+WEIGHT = 0.15  # of what is new in each average; at first more
 NUM_PLAIN = 3  # steps without drafts, at first: the time of the fastest counts
 FIRST = 2  # drafts of a step while their cost is unknown
 NUM_TRIALS = 3  # such steps
@@ -48,6 +49,7 @@ class PayingDrafts:
         self._most = most
         self._cost = cost
         self._right: list[float] = []  # of each draft that was ever checked
+        self._num_checked: list[int] = []
         self._plain_s = math.inf
         # Of steps with drafts: their seconds and how many drafts, each an average.
         self._drafted: tuple[float, float] | None = None
@@ -83,7 +85,10 @@ class PayingDrafts:
         for depth in range(min(num_right + 1, num_drafts)):
             if depth == len(self._right):
                 self._right.append(self._right[-1] if self._right else HOPE)
-            self._right[depth] = _moved(self._right[depth], float(depth < num_right))
+                self._num_checked.append(0)
+            self._num_checked[depth] += 1
+            weight = max(WEIGHT, 1 / (HOPE_WEIGHT + self._num_checked[depth]))
+            self._right[depth] = _moved(self._right[depth], float(depth < num_right), weight)
         if is_decode and num_drafts:
             self._record_drafted(seconds, num_drafts)
         elif is_decode:
@@ -123,5 +128,5 @@ class PayingDrafts:
         return best if rates[best] >= LEAST_GAIN * rates[0] else 0
 
 
-def _moved(average: float, new: float) -> float:
-    return average + WEIGHT * (new - average)
+def _moved(average: float, new: float, weight: float = WEIGHT) -> float:
+    return average + weight * (new - average)

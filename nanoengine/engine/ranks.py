@@ -53,7 +53,7 @@ class OneRank:
     def load(self, device: Device) -> Parts:
         parts = load_parts(self.config, device)
         if parts.model.config.recurrent_layers:  # a state cannot be cut where KV can
-            self.config = replace(self.config, enable_prefix_caching=False, speculative=None)
+            self.config = replace(self.config, speculative=None)
         return parts
 
     def share_of(self, device: Device) -> Memory:

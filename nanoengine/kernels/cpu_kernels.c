@@ -1391,6 +1391,16 @@ void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t
 #undef ROW
 }
 
+/* x += y, in fp32 and rounded once, as torch does. */
+INLINE void add_row(void *x, const void *y, int64_t dim, int mode) {
+    for (int64_t d = 0; d < dim; d += LANES) STORE(x, d, LOAD(x, d, mode) + LOAD(y, d, mode), mode);
+}
+void add(void *x, const void *y, int64_t rows, int64_t dim, int64_t is_bf16, int64_t threads) {
+#define ROW(i, mode) add_row(AT(x, (i) * dim, mode), AT(y, (i) * dim, mode), dim, mode)
+    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+#undef ROW
+}
+
 /* gate * sigmoid(ALPHA gate) * (up + 1), clamped to LIMIT, as gpt-oss has it; rounded once. */
 INLINE void clamped_swiglu_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
                                int mode) {

@@ -73,8 +73,9 @@ class MassBuffers:
 class CpuKernels:
     """Bound C functions. Every call releases the GIL and runs on torch's own OpenMP threads."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.tape = CallTape()
+    def __init__(self, library: ctypes.CDLL, tape: CallTape | None = None) -> None:
+        """tape: records the calls; by default one of its own."""
+        self.tape = tape or CallTape()
         self._attend = library.attend
         self._rms_norm = library.rms_norm
         self._rope_store = library.rope_store
@@ -82,6 +83,8 @@ class CpuKernels:
         for function in (self._attend, self._rms_norm, self._rope_store, self._gated_delta):
             function.argtypes = [ctypes.c_char_p]
         self._rms_norm.restype = self._rope_store.restype = None
+        self._add = library.add
+        self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4, None
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul, self._clamped_swiglu = library.silu_mul, library.clamped_swiglu
@@ -95,9 +98,14 @@ class CpuKernels:
         self.isa: str = "amx_bf16" if self._has_tiles else library.isa().decode()
 
     @classmethod
-    def load(cls, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()) -> CpuKernels:
+    def load(
+        cls,
+        folder: Path | None = None,
+        extra_cflags: tuple[str, ...] = (),
+        tape: CallTape | None = None,
+    ) -> CpuKernels:
         """Compile (or take from the cache) and bind; raises KernelBuildError with the reason."""
-        return cls(load_library(SOURCE, folder, extra_cflags))
+        return cls(load_library(SOURCE, folder, extra_cflags), tape)
 
     def attend(
         self,
@@ -225,6 +233,20 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         return out
+
+    def add(self, x: Tensor, summand: Tensor) -> None:
+        """x += summand; both [tokens, dim], contiguous and of one dtype."""
+        tokens, dim = x.shape
+        assert summand.shape == x.shape and x.is_contiguous() and summand.is_contiguous()
+        args = (
+            x.data_ptr(),
+            summand.data_ptr(),
+            tokens,
+            dim,
+            _IS_BF16[x.dtype],
+            torch.get_num_threads(),
+        )
+        self.tape.call(self._add, args, x, summand)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""

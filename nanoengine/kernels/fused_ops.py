@@ -134,6 +134,7 @@ class PackedOps(KernelOps):
         self, kernels: CpuKernels, products: CpuLinear, quantizer: Quantizer | None = None
     ) -> None:
         super().__init__(kernels, kernels.tape, quantizer)
+        self._cpu_kernels = kernels
         self._products = products
         self.is_batch_invariant = quantizer is None
 
@@ -177,6 +178,9 @@ class PackedOps(KernelOps):
 
     def router(self, weights: RouterWeights) -> Product:
         return self._products.pack(weights.weight, weights.bias).in_float
+
+    def _accumulate(self, x: Tensor, summand: Tensor) -> None:
+        self._cpu_kernels.add(x, summand)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

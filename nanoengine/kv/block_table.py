@@ -42,7 +42,8 @@ class BlockTable:
     The first len(published) are findable by content, each under the block that stands for it there.
     `keys` are those of its full blocks, as far as they were needed; the first `num_announced` were
     announced to others, as this sequence computes them. `num_shared_tokens` came from the prefix
-    cache: their KV is never written again.
+    cache: their KV is never written again. `known` were computed before, but the recurrent state
+    after the last of them was not found.
     """
 
     seq: Sequence
@@ -53,6 +54,7 @@ class BlockTable:
     num_shared_tokens: int = 0
     num_released: int = 0
     is_preempted: bool = True
+    known: list[Block] = field(default_factory=list)
 
     @property
     def held(self) -> list[Block]:
@@ -62,6 +64,22 @@ class BlockTable:
     def held_from(self, first: int) -> list[Block]:
         """Those of them from block `first` on."""
         return self.blocks[max(self.num_released, first) :]
+
+    def is_resumable(self, index: int, size: int) -> bool:
+        """Whether others, or this sequence, may well go on from the end of the first `index` blocks
+        of `size` tokens: texts parted there before, or the prompt ends in the next one.
+        """
+        return index == len(self.known) or index >= (self.seq.num_prompt_tokens - 1) // size
+
+    def found_as(self, index: int) -> Block:
+        """The block that others find in place of block `index` of this sequence."""
+        is_known = index == len(self.known) - 1 and self.known[index].key is not None
+        return self.known[index] if is_known else self.blocks[index]
+
+    def next_stop(self, computed: int, size: int) -> int | None:
+        """Where a step must end next so that its state is the one at such a place."""
+        stops = (len(self.known), (self.seq.num_tokens - 1) // size)
+        return min((size * stop for stop in stops if size * stop > computed), default=None)
 
     def first_keys(self, num_blocks: int, size: int) -> list[BlockKey]:
         """The keys of the first `num_blocks` blocks of `size` tokens, which are full."""

@@ -49,9 +49,10 @@ class HybridKVCacheManager:
         self.blocks = BlockManager(spec.num_blocks, spec.num_host_blocks, spec.spare_blocks)
         self.memory = make_memory(spec, device, debug)
         self._decode_reserve_blocks = decode_reserve_blocks
-        self._prefix_cache = PrefixCache(self.blocks, spec, enable_prefix_caching)
+        self._states = StateSlots(spec, self.memory, self.tables)
+        resumable = self._states.num_resumable
+        self._prefix_cache = PrefixCache(self.blocks, spec, enable_prefix_caching, resumable)
         locate = self.memory.offload.host.locate if self.memory.offload else None
-        self._states = StateSlots(spec.num_states)
         self._planner = StepPlanner(spec, self.blocks, locate, pad_decode, self._states)
         self._heat = BlockHeat(device)
         self._budget = StepBudget(0)
@@ -77,8 +78,7 @@ class HybridKVCacheManager:
         num_writable = self.spec.num_blocks - self._num_kept([*running, table])
         if running and self.spec.num_host_blocks and len(running) >= num_writable - 1:
             return Admission.FULL
-        ids = [other.seq.seq_id for other in running]
-        if not self._states.may_take(ids):
+        if not self._states.may_take(len(running)):
             return Admission.FULL
         self._rewind_if_lost(table)
         start = self._prefix_cache.find_start(table, self.tables)
@@ -95,7 +95,7 @@ class HybridKVCacheManager:
         if not table.blocks:
             self._prefix_cache.adopt(table, start)
         table.is_preempted = False
-        self._states.take(seq.seq_id, ids)
+        self._states.take(table, running)
         self._grow(table, num_new)
         if start.prompt_owner is not None:
             copy = self._prefix_cache.share_prompt(table, start.prompt_owner)
@@ -128,7 +128,7 @@ class HybridKVCacheManager:
         table, size, budget = self.tables[seq.seq_id], self.spec.block_size, self._budget
         if not num_ahead:
             self._rewind_if_lost(table)
-        elif not self._states.is_at(seq.seq_id, seq.num_computed + num_ahead):
+        elif not self._states.is_at(table, num_ahead):
             return 0
         computed = seq.num_computed + num_ahead
         if self.spec.window:
@@ -140,6 +140,7 @@ class HybridKVCacheManager:
                 return None
         first_write = max(computed, table.num_shared_tokens)
         first = first_write // size
+        num_tokens = self._states.tokens_to_stop(table, computed, num_tokens)
         granted = min(num_tokens, (first + budget.num_write_blocks) * size - computed)
         stop = computed + granted
         num_new = max(0, self._blocks_for(stop) - len(table.blocks))
@@ -263,7 +264,7 @@ class HybridKVCacheManager:
             held += table.num_released * self.spec.block_size
             assert held >= table.seq.num_computed, "computed tokens without KV"
         self.blocks.check(references)
-        self._states.check(self.tables)
+        self._states.check()
 
     # -- parts of these ----------------------------------------------------------------------------
 
@@ -271,9 +272,12 @@ class HybridKVCacheManager:
         return [table for table in self.tables.values() if not table.is_preempted]
 
     def _rewind_if_lost(self, table: BlockTable) -> None:
-        """Without its recurrent state a sequence is computed from its first token on."""
-        if not self._states.is_at(table.seq.seq_id, table.seq.num_computed):
-            self._release(table.keep_first(0, self.spec.block_size))
+        """A sequence without its recurrent state goes on from a snapshot, or begins again."""
+        size = self.spec.block_size
+        if not self._states.is_at(table):
+            computed = table.blocks[: table.seq.num_computed // size]
+            self._release(table.keep_first(self._states.num_resumable(computed), size))
+            self._states.load(table)
 
     def _grow(self, table: BlockTable, num_blocks: int) -> None:
         table.blocks += [self.blocks.allocate() for _ in range(num_blocks)]

@@ -85,13 +85,29 @@ class KVMemory:
         delta, place = spec.delta, self.device.torch_device
         if delta is None:
             return []
-        heads = (delta.num_value_heads, delta.key_dim, delta.value_dim)
-        shape = (len(delta.layers), spec.num_states + 1)
-        inputs = torch.zeros(
-            (*shape, delta.conv_size - 1, delta.channels), dtype=spec.dtype, device=place
-        )
-        memory = torch.zeros((*shape, *heads), dtype=torch.float32, device=place)
-        return list(zip(inputs, memory, strict=True))
+        inputs = (delta.conv_size - 1, delta.channels)
+        memory = (delta.num_value_heads, delta.key_dim, delta.value_dim)
+        kinds = ((inputs, spec.dtype), (memory, torch.float32))
+        num = len(delta.layers)
+        self._snapshots = [
+            self.device.empty_host((spec.num_snapshots, num, *shape), dtype)
+            for shape, dtype in kinds
+        ]
+        self._states = [
+            torch.zeros((num, spec.num_states + 1, *shape), dtype=dtype, device=place)
+            for shape, dtype in kinds
+        ]
+        return list(zip(*self._states, strict=True))
+
+    def save_state(self, slot: int, place: int) -> None:
+        """Copy the recurrent state in a slot to a snapshot, behind what compute has been given."""
+        for state, snapshot in zip(self._states, self._snapshots, strict=True):
+            snapshot[place].copy_(state[:, slot], non_blocking=True)
+
+    def load_state(self, place: int, slot: int) -> None:
+        """Copy a snapshot to a slot, behind what compute has been given."""
+        for state, snapshot in zip(self._states, self._snapshots, strict=True):
+            state[:, slot].copy_(snapshot[place], non_blocking=True)
 
     @property
     def counters(self) -> TransferCounters:

@@ -24,7 +24,8 @@ class KVSpec:
     least_run_bytes: of one layer; fewer bytes of device blocks between streamed ones are streamed
     too if the host has them: an attention call and a fill of their own would take longer.
     num_layers, windows: of the layers with KV. delta: of recurrent layers; num_states: sequences
-    that can have their state at once, which are those that run.
+    that can have their state at once, which are those that run; num_snapshots: of such states
+    that the host holds for prefix hits and preempted sequences.
     """
 
     num_layers: int
@@ -44,16 +45,21 @@ class KVSpec:
     least_run_bytes: int = 0
     delta: DeltaConfig | None = None
     num_states: int = 0
+    num_snapshots: int = 0
 
     @property
     def state_bytes(self) -> int:
         """Bytes of all recurrent states: one more than sequences, for the rows of none."""
+        return (self.num_states + 1) * self.bytes_of_a_state if self.delta else 0
+
+    @property
+    def bytes_of_a_state(self) -> int:
+        """Bytes of the recurrent state of a sequence, or of a snapshot; 0: it has none."""
         delta = self.delta
         if delta is None:
             return 0
         inputs = (delta.conv_size - 1) * delta.channels * self.dtype.itemsize
-        memory = delta.value_size * delta.key_dim * 4
-        return (self.num_states + 1) * len(delta.layers) * (inputs + memory)
+        return len(delta.layers) * (inputs + delta.value_size * delta.key_dim * 4)
 
     @property
     def block_bytes(self) -> int:

@@ -85,7 +85,8 @@ class OpenStep:
         """
         for write in self._planned.writes:
             write.block.num_tokens = max(write.block.num_tokens, write.offset + write.num_tokens)
-        self._planner.states.end(self._batch)
+        if self._planner.states is not None:
+            self._planner.states.end(self._batch)
         self._heat.end()
 
     def close(self) -> None:

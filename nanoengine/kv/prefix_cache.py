@@ -6,14 +6,14 @@ sequences with the same prefix wait for it. Knows blocks and tables, no memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.placement import device_slot
-from nanoengine.sequence import Sequence
+from nanoengine.sequence import Sequence as Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,15 @@ class PrefixHits:
 class PrefixCache:
     """Looks blocks up, announces and publishes them; disabled, it does none of this."""
 
-    def __init__(self, blocks: BlockManager, spec: KVSpec, is_enabled: bool) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        spec: KVSpec,
+        is_enabled: bool,
+        num_resumable: Callable[[Sequence[Block]], int] = len,
+    ) -> None:
+        """num_resumable: how many of these consecutive blocks a sequence can begin with."""
+        self._num_resumable = num_resumable
         self._blocks = blocks
         self._spec = spec
         self._size = spec.block_size
@@ -63,6 +71,10 @@ class PrefixCache:
             hits = self._lookup(table)
             if self._is_in_flight(table, len(hits)):
                 return None
+            table.known = hits
+            if self._spec.num_states:  # the last token is computed: its logits give the next
+                hits = hits[: (table.seq.num_tokens - 1) // self._size]
+            hits = hits[: self._num_resumable(hits)]
         return Start(hits, self._spec.first_needed(self._num_found(table.seq, hits)), owner)
 
     def adopt(self, table: BlockTable, start: Start) -> None:
@@ -161,6 +173,6 @@ class PrefixCache:
         key = table.keys[num_hits] if num_hits < len(table.keys) else None
         return key is not None and self._blocks.is_in_flight(key)
 
-    def _num_found(self, seq: Sequence, hits: list[Block]) -> int:
+    def _num_found(self, seq: Request, hits: list[Block]) -> int:
         """Tokens that need not be computed. The last one always is: its logits give the next."""
         return min(len(hits) * self._size, seq.num_tokens - 1)

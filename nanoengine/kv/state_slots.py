@@ -1,44 +1,86 @@
-"""StateSlots: which sequence has which slot of recurrent state, and how far that state has come.
+"""StateSlots: the recurrent states of the sequences that run, and snapshots of states on the host.
 
-Numbers alone; KVMemory holds the states. A state is of one length: unlike KV it cannot be cut.
+A state is of one length: unlike KV it cannot be cut. A sequence that lost its state, or begins with
+a cached prefix, goes on from the end of a block that has a snapshot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 
 from nanoengine.errors import EngineError
+from nanoengine.kv.block_manager import Block
+from nanoengine.kv.block_table import BlockTable
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.sequence import ScheduledBatch
 
 UNKNOWN = -1  # a step has begun to change the state, and did not come to its end
 
 
-class StateSlots:
-    """The slots of a model with recurrent layers; of other models there are none to take."""
+class StateSnapshots:
+    """Which block has the snapshot of the state after its last token. The one used longest ago
+    makes room for a new one.
+    """
 
-    def __init__(self, num_slots: int) -> None:
-        """num_slots: sequences that can have a state at once; 0: the model has no such layers."""
-        self.num_slots = num_slots
-        self._free = list(range(num_slots))[::-1]
+    def __init__(self, num_places: int) -> None:
+        self._free = list(range(num_places))[::-1]
+        self._places: OrderedDict[Block, int] = OrderedDict()
+
+    def num_before(self, blocks: Sequence[Block]) -> int:
+        """How many of these consecutive blocks lie before the last snapshot among them."""
+        found = (n for n in range(len(blocks), 0, -1) if blocks[n - 1] in self._places)
+        return next(found, 0)
+
+    def use(self, block: Block) -> int:
+        """The place of the snapshot of a block that has one."""
+        self._places.move_to_end(block)
+        return self._places[block]
+
+    def add(self, block: Block) -> int:
+        """A place for the snapshot of this block; there is one at least."""
+        if block not in self._places:
+            if not self._free:
+                gone = (b for b in self._places if not b.ref_count and b.key is None)
+                self._free.append(self._places.pop(next(gone, next(iter(self._places)))))
+            self._places[block] = self._free.pop()
+        return self.use(block)
+
+
+class StateSlots:
+    """Which sequence has which slot of KVMemory.states, and how many tokens its state has seen. A
+    model without recurrent layers has none, and nothing is asked of them.
+    """
+
+    def __init__(self, spec: KVSpec, memory: KVMemory, tables: Mapping[int, BlockTable]) -> None:
+        """tables: by seq_id, of every sequence."""
+        self._spec, self._memory, self._tables = spec, memory, tables
+        self._free = list(range(spec.num_states))[::-1]
         self._slots: dict[int, int] = {}  # by seq_id, the one that took its slot first comes first
         self._lengths: dict[int, int] = {}  # by seq_id, the tokens behind its state
+        self._snapshots = StateSnapshots(spec.num_snapshots)
 
-    def may_take(self, running: Iterable[int]) -> bool:
-        """Whether another sequence can have a slot. running: ids of those that keep theirs."""
-        return not self.num_slots or len(set(running)) < self.num_slots
+    def may_take(self, num_running: int) -> bool:
+        """Whether another sequence can have a slot beside those that run."""
+        return not self._spec.num_states or num_running < self._spec.num_states
 
-    def take(self, seq_id: int, running: Iterable[int]) -> None:
+    def take(self, table: BlockTable, running: Iterable[BlockTable]) -> None:
         """Give a sequence a slot, if it has none: a free one, or that of another sequence, which
-        does not run. A new state is of length 0.
+        does not run; and the state at its last computed token.
         """
-        if not self.num_slots or seq_id in self._slots:
+        seq_id = table.seq.seq_id
+        if not self._spec.num_states:
             return
-        if not self._free:
-            others = [other for other in self._slots if other not in set(running)]
-            if not others:
-                raise EngineError("more sequences run than have a recurrent state")
-            self.release(others[-1])
-        self._slots[seq_id], self._lengths[seq_id] = self._free.pop(), 0
+        if seq_id not in self._slots:
+            if not self._free:
+                ids = {other.seq.seq_id for other in running}
+                resting = [other for other in self._slots if other not in ids]
+                if not resting:
+                    raise EngineError("more sequences run than there are recurrent states")
+                self.release(resting[-1])
+            self._slots[seq_id], self._lengths[seq_id] = self._free.pop(), 0
+        self.load(table)
 
     def release(self, seq_id: int) -> None:
         """Free the slot of a sequence, if it has one."""
@@ -47,30 +89,64 @@ class StateSlots:
             del self._lengths[seq_id]
             self._free.append(slot)
 
-    def is_at(self, seq_id: int, num_tokens: int) -> bool:
-        """Whether the next token of a sequence with `num_tokens` tokens of KV can be computed. It
-        always can be from the first one on.
+    def is_at(self, table: BlockTable, num_ahead: int = 0) -> bool:
+        """Whether the next token of a sequence can be computed, `num_ahead` tokens after those with
+        KV. The first one always can be.
         """
-        return not self.num_slots or not num_tokens or self._lengths.get(seq_id) == num_tokens
+        num_tokens = table.seq.num_computed + num_ahead
+        known = self._lengths.get(table.seq.seq_id)
+        return not self._spec.num_states or not num_tokens or known == num_tokens
+
+    def num_resumable(self, blocks: Sequence[Block]) -> int:
+        """With how many of these consecutive blocks a sequence can begin: those before the last
+        snapshot among them.
+        """
+        return self._snapshots.num_before(blocks) if self._spec.num_states else len(blocks)
+
+    def load(self, table: BlockTable) -> None:
+        """Bring the snapshot at the last computed token of a sequence into its slot, if it has one
+        with another state.
+        """
+        seq_id, computed = table.seq.seq_id, table.seq.num_computed
+        slot = self._slots.get(seq_id)
+        if slot is not None and not self.is_at(table):
+            block = table.blocks[computed // self._spec.block_size - 1]
+            self._memory.load_state(self._snapshots.use(block), slot)
+            self._lengths[seq_id] = computed
+
+    def tokens_to_stop(self, table: BlockTable, computed: int, num_tokens: int) -> int:
+        """How many of the next tokens a step computes, so that a snapshot can be taken where it is
+        worth its place.
+        """
+        if not self._spec.num_snapshots:
+            return num_tokens
+        stop = table.next_stop(computed, self._spec.block_size)
+        return num_tokens if stop is None else min(num_tokens, stop - computed)
 
     def begin(self, batch: ScheduledBatch, num_rows: int) -> tuple[int, ...]:
         """A step changes the states of a batch: the slot of each sequence. Rows past them, up to
         num_rows, have the last slot, which is nobody's.
         """
-        if not self.num_slots:
+        if not self._spec.num_states:
             return ()
         seq_ids = [item.seq.seq_id for item in batch.items]
         self._lengths.update(dict.fromkeys(seq_ids, UNKNOWN))
         slots = [self._slots[seq_id] for seq_id in seq_ids]
-        return (*slots, *[self.num_slots] * (num_rows - len(slots)))
+        return (*slots, *[self._spec.num_states] * (num_rows - len(slots)))
 
     def end(self, batch: ScheduledBatch) -> None:
-        """The step has changed them all."""
-        if self.num_slots:
-            self._lengths |= {i.seq.seq_id: i.start + i.num_tokens for i in batch.items}
+        """The step has changed them all. Takes snapshots where sequences may well go on."""
+        size = self._spec.block_size
+        for item in batch.items if self._spec.num_states else ():
+            seq_id, done = item.seq.seq_id, item.start + item.num_tokens
+            self._lengths[seq_id] = done
+            table, (index, rest) = self._tables[seq_id], divmod(done, size)
+            if self._spec.num_snapshots and not rest and table.is_resumable(index, size):
+                place = self._snapshots.add(table.found_as(index - 1))
+                self._memory.save_state(self._slots[seq_id], place)
 
-    def check(self, tables: Mapping[int, object]) -> None:
+    def check(self) -> None:
         """Raise AssertionError unless every slot is free or held once, by a sequence that lives."""
-        held = [*self._slots.values()]
-        assert sorted([*held, *self._free]) == list(range(self.num_slots)), "a slot is lost"
-        assert self._slots.keys() <= tables.keys(), "a sequence that ended has a slot"
+        held = [*self._slots.values(), *self._free]
+        assert sorted(held) == list(range(self._spec.num_states)), "a slot is lost"
+        assert self._slots.keys() <= self._tables.keys(), "a sequence that ended has a slot"

@@ -56,7 +56,7 @@ class ChunkTable:
         seq_index, first_block, num_blocks, table = packed(
             tensor,
             (
-                [*(span.index for span in spans), *empty],
+                [*(span.sequence for span in spans), *empty],
                 [*(span.first for span in spans), *nothing],
                 [*(len(span.slots) for span in spans), *nothing],
                 [*chain(*rows), *[0] * (width * len(empty))],
@@ -70,7 +70,7 @@ class ChunkTable:
             first_block,
             num_blocks,
             table.view(-1, width),
-            tuple((span.index, span.first, span.slots) for span in spans),
+            spans,
             tuple({slot for span in spans for slot in span.slots}),
         )
 
@@ -90,8 +90,9 @@ class StepKV:
     """One step's view of the KV cache (context.KVCache).
 
     k_slots, v_slots, stored: as in KVTarget, for the `rows` of a layer's pool. reads: in the order
-    of plan.reads. run: the step's transfers under way; None if it can have none.
-    state_slots: as in RecurrentState; None if no layer is recurrent.
+    of plan.reads. run: the step's transfers under way; None if it can have none. state_slots: as in
+    RecurrentState; None if no layer is recurrent. may_replay: False where another rank decided
+    against it.
     """
 
     plan: StepPlan
@@ -102,6 +103,7 @@ class StepKV:
     reads: list[ChunkTable]
     run: TransferRun | None
     state_slots: Tensor | None
+    may_replay: bool = True
 
     @classmethod
     def open(cls, plan: StepPlan, memory: KVMemory, run: TransferRun | None = None) -> StepKV:
@@ -144,7 +146,9 @@ class StepKV:
         Never on a checking device, which wants to be told of every access.
         """
         memory, plan = self.memory, self.plan
-        if self.stored is not None or memory.device.is_checked or not plan.transfers.is_none:
+        if not self.may_replay or memory.device.is_checked:
+            return None
+        if self.stored is not None or not plan.transfers.is_none:
             return None
         on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
         if memory.offload and not memory.offload.are_stored(plan.write_slots, on_host):

@@ -1,6 +1,7 @@
 """StepPlan: what one step does to the KV cache, in integers; and how it reads KV on two tiers.
 
-Pure functions and frozen records, no torch. A sequence's blocks are read in logical order, each
+Pure functions and frozen records, no torch. Records of which a step makes hundreds are NamedTuples:
+a dataclass takes three times as long to make. A sequence's blocks are read in logical order, each
 exactly once. Runs of blocks on the device are read in place; runs on the host are read through ring
 fills, or in place. Sequences that share a prefix share its fills: one crossing of the link serves
 them all.
@@ -11,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 DEVICE, HOST = 0, 1  # segment i of the host pool is tier HOST + i
 Location = tuple[int, int]  # (tier, slot)
 
 
-@dataclass(frozen=True, slots=True)
-class Store:
+class Store(NamedTuple):
     """Copy tokens [start, stop) of a block, all layers, from a device slot to a host slot."""
 
     device_slot: int
@@ -26,8 +27,7 @@ class Store:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Copy the first `num_tokens` tokens of a block, all layers, from a host to a device slot."""
 
     host_slot: int
@@ -35,14 +35,13 @@ class Load:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSpan:
-    """Consecutive blocks of sequence `index` of the batch, from logical block `first` on.
+class SequenceSpan(NamedTuple):
+    """Consecutive blocks of a sequence of the batch, from logical block `first` on.
 
     slots: where they lie in the pool; inside the ring slot if the part is a fill.
     """
 
-    index: int
+    sequence: int
     first: int
     slots: tuple[int, ...]
 
@@ -60,8 +59,7 @@ class Part:
     fill: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SlotWrite:
+class SlotWrite(NamedTuple):
     """The KV of `num_tokens` tokens of a step, from row `row` on, goes to one device slot, from
     token `offset` of the block on.
     """
@@ -222,7 +220,7 @@ def unseen_parts(
         return frozenset(
             number
             for number, part in enumerate(parts)
-            if all((s.first + len(s.slots)) * block_size <= firsts[s.index] for s in part.spans)
+            if all((s.first + len(s.slots)) * block_size <= firsts[s.sequence] for s in part.spans)
         )
 
     found = {window: unseen(window) for window in set(windows)}
@@ -251,7 +249,7 @@ def streamed_per_layer(
     for number, part in enumerate(parts):
         layers = num_layers - sum(number in hidden for hidden in unseen)
         for span in part.spans if part.fill else ():
-            streamed[span.index] = streamed.get(span.index, 0) + layers * len(span.slots)
+            streamed[span.sequence] = streamed.get(span.sequence, 0) + layers * len(span.slots)
     return streamed
 
 

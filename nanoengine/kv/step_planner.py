@@ -62,9 +62,10 @@ class StepPlanner:
     ) -> None:
         """locate: host slot -> (segment of the host pool, place in it); None without a host tier.
         pad_decode: number of sequences of a decode step -> the number that it is laid out for, so
-        that there are fewer kinds of steps (None: as many as it has). states: of recurrent layers.
+        that there are fewer kinds of steps (None: as many as it has). states: of recurrent layers;
+        None: the model has none.
         """
-        self.states = states or StateSlots(0)
+        self.states = states
         self._spec = spec
         self._blocks = blocks
         self._locate = locate
@@ -88,7 +89,7 @@ class StepPlanner:
         unseen = unseen_parts(parts, starts, self._spec.block_size, self._spec.windows)
         metrics = [item.seq.metrics for item in batch.items]
         self._count_transfers(metrics, seen, placement, parts, unseen)
-        streamed = {span.index for part in parts if part.tier != DEVICE for span in part.spans}
+        streamed = {span.sequence for part in parts if part.tier != DEVICE for span in part.spans}
         num_rows = self._num_rows(parts, batch)
         plan = StepPlan(
             num_tokens=batch.num_tokens,
@@ -101,7 +102,7 @@ class StepPlanner:
             reads=tuple(parts),
             unseen=unseen,
             transfers=self._transfers(batch, placement, parts, unseen, seen),
-            state_slots=self.states.begin(batch, num_rows),
+            state_slots=self.states.begin(batch, num_rows) if self.states else (),
         )
         counted = tuple(metrics[index] for index in streamed)
         drafts = tuple(self._drafts(batch, step, placement))

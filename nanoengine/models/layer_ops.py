@@ -292,11 +292,15 @@ class TorchOps:
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         def run(x: Tensor, attended: Tensor) -> Tensor:
-            x += out(attended)
-            x += mlp(x)
+            self._accumulate(x, out(attended))
+            self._accumulate(x, mlp(x))
             return x if next_qkv is None else next_qkv(x)
 
         return run
+
+    def _accumulate(self, x: Tensor, summand: Tensor) -> None:
+        """x += summand, in place."""
+        x += summand
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         wide = x.float()

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from nanoengine.devices.logs import PACKAGE
-from nanoengine.errors import EngineError
+from nanoengine.errors import EngineClosedError, EngineError
 from nanoengine.serving.engine import Engine
 from nanoengine.serving.engine_messages import error_of, message_of
 from nanoengine.serving.prompts import Facts
@@ -91,7 +91,9 @@ class EngineProcess:
         try:
             self._processes.check(WHY_S)
         except EngineError as error:
-            return error
+            if error.__cause__ is not None:  # it told of an exception, which is for the log
+                return error
+            return EngineClosedError(f"{error}; start the server again, and see its log")
         return EngineError(f"{NAME} closed its connection")
 
 

@@ -153,6 +153,8 @@ class RemoteEngine:
     def _refusal(self) -> EngineClosedError:
         if self._cause is None:
             return EngineClosedError("the engine was closed")
+        if isinstance(self._cause, EngineClosedError):
+            return EngineClosedError(str(self._cause))
         refusal = EngineClosedError(f"the engine failed and was closed: {self._cause!r}")
         refusal.__cause__ = self._cause
         return refusal

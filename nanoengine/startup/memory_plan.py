@@ -23,6 +23,7 @@ CPU_SLOT_TOKENS, GPU_SLOT_TOKENS = 4096, 16384
 # An attention call and a fill of their own take 80 us on a CPU, in which 800 KB are copied, and
 # about 10 us on a GPU, 500 KB.
 LEAST_RUN_BYTES = 256 << 10
+SNAPSHOT_BYTES = 2 * GIB
 # Of the memory beside weights and a step, the most that recurrent states take.
 STATE_SHARE = 0.25
 
@@ -171,6 +172,7 @@ def _kv_spec(
     spec = replace(spec, ring_slots=ring_slots, slot_blocks=slot_blocks)
     _check_asked(config, spec, device, activations)
     spec = replace(spec, num_blocks=_device_blocks(config, model, spec, device, activations))
+    spec = replace(spec, num_snapshots=_num_snapshots(config, spec, device))
     if not config.enable_cpu_offload:
         return spec
     host_bytes = _host_bytes(config, spec, device, activations)
@@ -198,6 +200,13 @@ def _with_states(spec: KVSpec, room: int) -> KVSpec:
     each = replace(spec, num_states=0).state_bytes
     num_states = min(spec.num_states, int(room * STATE_SHARE) // each - 1)
     return replace(spec, num_states=max(1, num_states))
+
+
+def _num_snapshots(config: EngineConfig, spec: KVSpec, device: Memory) -> int:
+    """Snapshots of recurrent states that SNAPSHOT_BYTES hold, or a sixteenth of the host memory."""
+    if spec.delta is None or not config.enable_prefix_caching:
+        return 0
+    return min(SNAPSHOT_BYTES, device.host_memory() // 16) // spec.bytes_of_a_state
 
 
 def _check_asked(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> None:

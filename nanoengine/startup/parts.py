@@ -8,6 +8,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,7 @@ from nanoengine.devices.select import make_device
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.errors import ConfigError, ModelNotFoundError
 from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cuda_graph import CudaGraphs
@@ -61,6 +63,12 @@ class Parts(ComputeParts):
         return isinstance(self.ops, GpuOps) and self.attention.can_replay
 
 
+class RecordedSharding(Sharding, Protocol):
+    """A Sharding, and what records its gathers: there the kernels record their calls, too."""
+
+    tape: CallTape | None
+
+
 def make_engine_device(config: EngineConfig) -> Device:
     """Make the config's device, wrapped in a CheckedDevice with debug_kv. Raises ConfigError."""
     delay_s = config.debug_copy_delay_ms / 1000
@@ -69,7 +77,9 @@ def make_engine_device(config: EngineConfig) -> Device:
     return CheckedDevice(device) if config.debug_kv else device
 
 
-def load_parts(config: EngineConfig, device: Device, sharding: Sharding | None = None) -> Parts:
+def load_parts(
+    config: EngineConfig, device: Device, sharding: RecordedSharding | None = None
+) -> Parts:
     """Choose the kernels, load the model and its tokenizer. Raises ConfigError, ModelLoadError.
 
     sharding: None loads the whole model.
@@ -85,11 +95,11 @@ def load_parts(config: EngineConfig, device: Device, sharding: Sharding | None =
 
 
 def load_compute_parts(
-    config: EngineConfig, device: Device, folder: Path, sharding: Sharding | None = None
+    config: EngineConfig, device: Device, folder: Path, sharding: RecordedSharding | None = None
 ) -> ComputeParts:
     """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)
-    kernels, no_kernels = find_kernels(device)
+    kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
     quantizer = None
     if config.quantization is not None:
         quantizer = Quantizer(config.quantization, device.torch_device, dtype)
@@ -139,12 +149,12 @@ def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str
     return dtype, "as asked"
 
 
-def find_kernels(device: Device) -> tuple[CpuKernels | None, str]:
-    """The C kernels, or None and the reason if they cannot be used."""
+def find_kernels(device: Device, tape: CallTape | None) -> tuple[CpuKernels | None, str]:
+    """The C kernels, or None and the reason if they cannot be used. tape: records their calls."""
     if device.name != "cpu":
         return None, ""
     try:
-        return CpuKernels.load(), ""
+        return CpuKernels.load(tape=tape), ""
     except KernelBuildError as error:
         return None, str(error)
 

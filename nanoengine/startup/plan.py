@@ -202,11 +202,11 @@ def _tier(num_blocks: int, block_size: int, block_bytes: int) -> str:
 def _states(kv: KVSpec) -> str:
     """What recurrent layers take, and what they do without."""
     assert kv.delta is not None
-    each = kv.state_bytes / (kv.num_states + 1) / (1 << 20)
+    each = kv.bytes_of_a_state / (1 << 20)
     return (
         f"{len(kv.delta.layers)} of {kv.num_layers + len(kv.delta.layers)} layers have no KV but a "
-        f"state of {each:.1f} MiB for each request at once; no prefix is cached, nothing is "
-        "guessed, and a preempted request begins again"
+        f"state of {each:.1f} MiB for each request at once; {kv.num_snapshots} snapshots in RAM "
+        "for cached prefixes and preempted requests; nothing is guessed"
     )
 
 

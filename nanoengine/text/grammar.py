@@ -16,16 +16,19 @@ from typing import Any
 
 from nanoengine.errors import InvalidParamsError, RequestError
 from nanoengine.sampling_params import StructuredOutputsParams
+from nanoengine.text import template_worker
+from nanoengine.text.template_process import WorkerProcess
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tokenizer_files import _let_interrupts_through
 
 MAX_CACHED = 1 << 20  # bytes of the forms whose grammars are kept
-ENTRY = 1 << 10  # bytes that a small one counts for
+ENTRY = 16 << 10  # bytes that a small one counts for: its grammar takes more than its text
+COMPILE_SECONDS = 3.0
 MAX_REASON = 300  # characters of llguidance's errors
 # Between the parts of JSON; without a limit, a model can write spaces without end.
 WHITESPACE = r"[ \n\t]{0,16}"
 # Of one step, so that no grammar keeps other requests waiting; llguidance's defaults are higher.
-LIMITS = {"max_items_in_row": 1000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
+LIMITS = {"max_items_in_row": 1000, "step_lexer_fuel": 100_000, "max_lexer_states": 20_000}
 
 
 class Grammars:
@@ -38,6 +41,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._num_tokens = max(vocab_size, tokenizer.vocab_size)
         self._eos_token_ids = sorted(eos_token_ids)
+        self._process = WorkerProcess(COMPILE_SECONDS)
         self._lock = threading.Lock()  # guards the next two
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
         self._num_bytes = 0
@@ -70,18 +74,36 @@ class Grammars:
         library = self._library
         kind, text = source
         try:
-            grammar = _grammar_of(library.matcher, kind, text)
+            grammar = self._tried(kind, text)
             limits = library.limits(verbose_errors=False, **LIMITS)
             compiled = library.matcher(library.tokenizer, grammar, log_level=0, limits=limits)
-            first = compiled.deep_copy()
-            first.compute_bitmask()  # a grammar without a text is found here
-            error = first.get_error()
+            compiled.deep_copy().compute_bitmask()  # the first one takes the longest
+            error = compiled.get_error()
         except BaseException as refusal:
             _let_interrupts_through(refusal)
-            error = str(refusal) or type(refusal).__name__
+            error = str(refusal)
         if error:
             raise InvalidParamsError(f"structured_outputs: {kind}: {_reason(error)}")
         return compiled
+
+    def _tried(self, kind: str, text: str) -> str:
+        """The form as llguidance reads it. Another process has compiled it once: there are small
+        grammars that take minutes and gigabytes. Raises ValueError for a form that it refuses.
+        """
+        content = [kind, text, WHITESPACE, LIMITS, COMPILE_SECONDS]
+        request = template_worker.encoded(json.dumps(content, ensure_ascii=False))
+        try:
+            found, answer = self._process.ask(template_worker.COMPILE, request)
+        except TimeoutError as error:
+            limit = f"{COMPILE_SECONDS:g} s"
+            raise ValueError(f"not compiled within {limit}; make it simpler") from error
+        except EOFError as error:
+            raise ValueError(f"its compiler ended ({error}); make it simpler") from error
+        if found == template_worker.NO_MEMORY:
+            raise ValueError("it needs too much memory; make it simpler")
+        if found != template_worker.TEXT:
+            raise ValueError(answer)
+        return answer
 
     @cached_property
     def _library(self) -> _Library:
@@ -147,31 +169,6 @@ class _Library:
     matcher: Any
     limits: Any
     tokenizer: Any
-
-
-def _grammar_of(matcher: Any, kind: str, text: str) -> str:
-    """The form as llguidance reads it; raises anything for one that it cannot read."""
-    match kind:
-        case "json" | "json_object":
-            made: str = matcher.grammar_from_json_schema(
-                text or '{"type":"object"}',
-                overrides={"whitespace_pattern": WHITESPACE, "lenient": False},
-            )
-            return made
-        case "regex":
-            return str(matcher.grammar_from_regex(text))
-        case "choice":
-            text = "start: " + " | ".join(map(_literal, json.loads(text)))
-        case "grammar" if "::=" in text:
-            from llguidance.gbnf_to_lark import any_to_lark
-
-            text = any_to_lark(text)
-    return str(matcher.grammar_from_lark(text))
-
-
-def _literal(text: str) -> str:
-    """A text as Lark writes it."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _cost(source: tuple[str, str]) -> int:

@@ -1,7 +1,7 @@
-"""Runs template_worker.py: starts it for the first rendering, limits it, ends it.
+"""Runs template_worker.py: starts it for the first request, limits it, ends it.
 
-A model's template is a foreign program. In its own process it may loop or allocate without end, and
-this process only waits for a limited time.
+A model's template is a foreign program, and a grammar may be as good as one. In a process of their
+own they may loop or allocate without end, and this process only waits for a limited time.
 """
 
 from __future__ import annotations
@@ -27,16 +27,43 @@ START_SECONDS = 30.0  # a busy machine may take long to start Python
 WORKER = Path(__file__).with_name("template_worker.py")
 
 
-class TemplateProcess:
-    """Renders templates in a worker process, which ends with this object or with the interpreter.
+class WorkerProcess:
+    """A worker process, which ends with this object or with the interpreter.
 
     Any thread may call it; calls run one at a time. A forked process starts its own worker.
     """
 
     def __init__(self, seconds: float = RENDER_SECONDS) -> None:
-        """seconds: time limit for one text, from the request to the answer."""
+        """seconds: time limit for one answer, from the request on."""
         self._seconds = seconds
         self._state = _State()
+
+    def ask(self, kind: bytes, request: bytes) -> tuple[bytes, str]:
+        """Kind and text of the answer. Raises TimeoutError after the time limit, EOFError if the
+        process ended, RequestError if none can be started.
+        """
+        if self._state.owner != os.getpid():  # after a fork, worker and lock belong to the parent
+            self._state = _State()
+        state = self._state
+        with state.lock:
+            if state.worker is None or not state.worker.is_alive():
+                state.worker = _Worker()
+            kind, answer = state.worker.ask(kind, request, self._seconds)
+        return kind, template_worker.decoded(answer)
+
+    @property
+    def worker_pid(self) -> int | None:
+        """Process id of the worker; None before the first request and after a failed one."""
+        worker = self._state.worker
+        return worker.pid if worker is not None and worker.is_alive() else None
+
+    def __reduce__(self) -> tuple[type[WorkerProcess], tuple[float]]:
+        """A copy, in this process or in another one, has its own worker."""
+        return type(self), (self._seconds,)
+
+
+class TemplateProcess(WorkerProcess):
+    """Renders templates in a worker process."""
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
         """Render the template `source` with `variables`, plain JSON values.
@@ -56,24 +83,15 @@ class TemplateProcess:
                 f"the messages are {len(request)} bytes, a chat template takes up to "
                 f"{template_worker.MAX_BYTES}; render them yourself and send the text"
             )
-        if self._state.owner != os.getpid():  # after a fork, worker and lock belong to the parent
-            self._state = _State()
-        state = self._state
-        with state.lock:
-            if state.worker is None or not state.worker.is_alive():
-                state.worker = _Worker()
-            kind, answer = state.worker.ask(request, self._seconds)
-        return _text(kind, template_worker.decoded(answer))
-
-    @property
-    def worker_pid(self) -> int | None:
-        """Process id of the worker; None before the first rendering and after a failed one."""
-        worker = self._state.worker
-        return worker.pid if worker is not None and worker.is_alive() else None
-
-    def __reduce__(self) -> tuple[type[TemplateProcess], tuple[float]]:
-        """A copy, in this process or in another one, has its own worker."""
-        return TemplateProcess, (self._seconds,)
+        try:
+            return _text(*self.ask(template_worker.RENDER, request))
+        except TimeoutError as error:
+            raise InvalidPromptError(
+                f"the chat template did not finish within {self._seconds:g} s; render the messages "
+                "yourself and send the text"
+            ) from error
+        except EOFError as error:
+            raise InvalidPromptError(f"the chat template ended its process ({error})") from error
 
 
 class _Worker:
@@ -111,23 +129,18 @@ class _Worker:
     def is_alive(self) -> bool:
         return self._end.alive and self._process.poll() is None
 
-    def ask(self, request: bytes, seconds: float) -> tuple[bytes, bytes]:
+    def ask(self, kind: bytes, request: bytes, seconds: float) -> tuple[bytes, bytes]:
         """Send a request; returns kind and payload of the answer. Any error ends the process."""
         deadline = time.monotonic() + seconds
         try:
-            template_worker.send(self._link, template_worker.RENDER, request, deadline)
+            template_worker.send(self._link, kind, request, deadline)
             kind, answer = template_worker.receive(self._link, deadline, template_worker.MAX_BYTES)
-        except TimeoutError as error:
+        except TimeoutError:
             self._end()
-            raise InvalidPromptError(
-                f"the chat template did not finish within {seconds:g} s; render the messages "
-                "yourself and send the text"
-            ) from error
+            raise
         except (EOFError, OSError) as error:
             self._end()
-            raise InvalidPromptError(
-                f"the chat template ended its process (status {self._process.returncode})"
-            ) from error
+            raise EOFError(f"status {self._process.returncode}") from error
         except BaseException:  # an interrupt: the next request would get this answer
             self._end()
             raise

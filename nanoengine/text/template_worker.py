@@ -1,8 +1,8 @@
-"""Compiles and renders chat templates in a process that its parent may end at any time.
+"""Renders chat templates and tries out grammars in a process that its parent may end at any time.
 
-Run as a script with only the standard library and jinja2. Defines also the frames between this
-process and its parent (template_process.py): a kind, a length, that many bytes. Requests are JSON,
-answers are text. Knows nothing of models or messages.
+Run as a script with only the standard library, jinja2 and, for grammars, llguidance. Defines also
+the frames between this process and its parent (template_process.py): a kind, a length, that many
+bytes. Requests are JSON, answers are text. Knows nothing of models or messages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ IDLE_SECONDS = 1.0  # between checks that the parent is alive
 REQUEST_SECONDS = 60.0  # to receive a request after its first byte
 SPARE_SECONDS = 1.0  # beyond the time at which the parent should have ended a rendering
 
-# Kinds of frames: a request, readiness for a request, and the answers.
-RENDER, READY, TEXT = b"?", b"+", b"t"
+# Kinds of frames: the requests, readiness for one, and the answers.
+RENDER, COMPILE, READY, TEXT = b"?", b"g", b"+", b"t"
 BROKEN, REFUSED, NO_MEMORY, TOO_LONG = b"b", b"r", b"m", b"l"
 
 _FRAME = struct.Struct(">cQ")
@@ -96,10 +96,11 @@ def main(parent: int, places: list[str]) -> None:
     send(link, READY, b"", time.monotonic() + REQUEST_SECONDS)
     while _has_request(link, parent):
         try:
-            _, request = receive(link, time.monotonic() + REQUEST_SECONDS, MAX_BYTES)
+            kind, request = receive(link, time.monotonic() + REQUEST_SECONDS, MAX_BYTES)
         except EOFError:
             return
-        send(link, *_answer(compiled, request), time.monotonic() + REQUEST_SECONDS)
+        answer = _grammar(request) if kind == COMPILE else _answer(compiled, request)
+        send(link, *answer, time.monotonic() + REQUEST_SECONDS)
 
 
 def _has_request(link: socket.socket, parent: int) -> bool:
@@ -126,6 +127,44 @@ def _answer(compiled: Callable[[str], Any], request: bytes) -> tuple[bytes, byte
     finally:
         _end_after(0)
     return (TOO_LONG, b"") if len(text) > MAX_BYTES else (TEXT, text)
+
+
+def _grammar(request: bytes) -> tuple[bytes, bytes]:
+    """A form as a grammar of llguidance, which was compiled once, for a vocabulary of bytes."""
+    try:
+        kind, text, whitespace, limits, seconds = json.loads(decoded(request))
+        _end_after(seconds + SPARE_SECONDS)
+        from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+        grammar = _grammar_text(LLMatcher, kind, text, whitespace)
+        limited = LLParserLimits(verbose_errors=False, **limits)
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limited)
+        matcher.compute_bitmask()  # a grammar that has no text is found here
+        error = matcher.get_error()
+    except MemoryError:
+        return NO_MEMORY, b""
+    except Exception as refusal:
+        error = str(refusal) or type(refusal).__name__
+    finally:
+        _end_after(0)
+    return (REFUSED, encoded(error[:MAX_ERROR_CHARS])) if error else (TEXT, encoded(grammar))
+
+
+def _grammar_text(matcher: Any, kind: str, text: str, whitespace: str) -> str:
+    """The form as llguidance reads it; raises anything for one that it cannot read."""
+    if kind in ("json", "json_object"):
+        rest = {"whitespace_pattern": whitespace, "lenient": False}
+        return str(matcher.grammar_from_json_schema(text or '{"type":"object"}', overrides=rest))
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(text))
+    if kind == "choice":
+        choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+        text = "start: " + " | ".join(choices)
+    elif "::=" in text:
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        text = any_to_lark(text)
+    return str(matcher.grammar_from_lark(text))
 
 
 def _end_after(seconds: float) -> None:

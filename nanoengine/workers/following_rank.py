@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -132,6 +132,17 @@ class FollowingRank:
         self._channel.reply(json.dumps(failures).encode())
 
     def _forward(self, record: StepRecord, kv: StepKV) -> None:
+        kv = replace(kv, may_replay=record.may_replay)
+        if record.may_replay and kv.replay_key() is None:  # its stores are later than rank 0's
+            _await_stores(kv)
         rows = StepRows(record.token_ids, record.positions, record.lengths)
         ctx = ForwardContext.lay_out(rows, kv, self._attention, self._device.tensor)
         self._decoder.forward(ctx)
+
+
+def _await_stores(kv: StepKV) -> None:
+    """Wait for the stores that a step's layers would wait for: those of the last layer end last."""
+    last = len(kv.memory.layers) - 1
+    kv.target(last)
+    for _ in kv.read(last):
+        pass

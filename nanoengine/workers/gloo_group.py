@@ -32,6 +32,7 @@ class GlooGroup:
         timeout_s  how long a call waits for other ranks
         """
         self.rank, self.size = rank, size
+        self.tape = None
         self._end = ""  # why the group has ended, if it has
         self._works: list[Work] = []
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]

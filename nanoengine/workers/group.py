@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.errors import EngineError
+from nanoengine.kernels.call_tape import CallTape
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
@@ -23,6 +24,11 @@ class Group(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def tape(self) -> CallTape | None:
+        """Records gathers, so that a replay makes them again; None: no pass can be replayed."""
+        ...
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """[rows, widths[rank]] of each rank -> [rows, sum(widths)] on every rank.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -52,8 +53,10 @@ class LeadingDecoder:
         """As Decoder.forward."""
         kv = ctx.kv
         assert isinstance(kv, StepKV)
+        may_replay = kv.replay_key() is not None
+        ctx = replace(ctx, kv=replace(kv, may_replay=may_replay))
         tokens, positions = tuple(ctx.token_ids.tolist()), tuple(ctx.positions.tolist())
-        record = StepRecord(kv.plan, tokens, positions, ctx.lengths)
+        record = StepRecord(kv.plan, tokens, positions, ctx.lengths, may_replay)
         is_draft = kv.run is None and kv.memory.offload is not None
         order = Order.DRAFT if is_draft else Order.STEP
         return self._leader.lead(order, encode(record), lambda: self._decoder.forward(ctx))
@@ -78,7 +81,7 @@ class LeadingMemory(KVMemory):
         if self.offload is None:
             return None
         plan = StepPlan(0, 0, (), (), (), (), transfers)
-        body = encode(StepRecord(plan, (), (), ()))
+        body = encode(StepRecord(plan, (), (), (), may_replay=False))
         return self._leader.lead(Order.START, body, lambda: KVMemory.start(self, transfers))
 
     def copy_block(self, source: int, target: int, num_tokens: int) -> None:

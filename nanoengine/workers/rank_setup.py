@@ -71,6 +71,7 @@ class RankSharding:
     def __init__(self, rank: int, group: Group) -> None:
         self.shard = Shard(rank, group.size)
         self._group = group
+        self.tape = group.tape
 
     def sharded(self, ops: LayerOps, model: ModelConfig) -> LayerOps:
         return ShardedOps(ops, self.shard, self._group, model)

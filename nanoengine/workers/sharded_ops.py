@@ -122,8 +122,8 @@ class ShardedOps:
         return self._ops.argmax(logits)
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
-        """Never: a recording would leave out the gathers."""
-        return forward()
+        """Where the group records its gathers, which a replay makes again."""
+        return forward() if self._group.tape is None else self._ops.replay(key, forward)
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
         return x

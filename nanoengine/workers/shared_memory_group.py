@@ -63,7 +63,7 @@ class SharedMemoryGroup:
         folder     as in c_build.load_library
         """
         self.rank, self.size = rank, size
-        self._tape = tape or CallTape()
+        self.tape = tape or CallTape()
         self._timeout_s = timeout_s
         self._library = _load(folder)
         self._calling, self._closing = threading.Lock(), threading.Lock()
@@ -119,7 +119,7 @@ class SharedMemoryGroup:
             int(self._timeout_s * 1e9),
             *(width * item for width in widths),
         )
-        self._tape.call(self._gather, (call,), part, out)
+        self.tape.call(self._gather, (call,), part, out)
 
     def _gather(self, call: bytes) -> None:
         with self._calling:

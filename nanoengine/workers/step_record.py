@@ -35,30 +35,32 @@ Item = TypeVar("Item")
 class StepRecord:
     """What every rank runs in one step.
 
-    token_ids, positions: one of each row. lengths: as in ForwardContext.
+    token_ids, positions: one of each row. lengths: as in ForwardContext. may_replay: whether a
+    rank may replay an earlier step of the same layout in its place.
     """
 
     plan: StepPlan
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     lengths: tuple[tuple[int, int], ...]
+    may_replay: bool
 
 
 def encode(record: StepRecord) -> bytes:
     """The record as little-endian int32. Raises EngineError for a number that does not fit."""
     plan, moves = record.plan, record.plan.transfers
-    numbers = [MAGIC, VERSION, plan.num_tokens, plan.num_rows, moves.is_decode]
-    numbers += _rows([(w.row, w.slot, w.offset, w.num_tokens) for w in plan.writes])
+    numbers = [MAGIC, VERSION, plan.num_tokens, plan.num_rows, moves.is_decode, record.may_replay]
+    numbers += _rows(plan.writes)
     numbers += _list(plan.write_slots)
     numbers.append(len(plan.reads))
     for part in plan.reads:
         numbers += (part.tier, *_list(part.fill))
-        numbers += _rows([(span.index, span.first, len(span.slots)) for span in part.spans])
+        numbers += _rows([(s.sequence, s.first, len(s.slots)) for s in part.spans])
         for span in part.spans:
             numbers += span.slots
     numbers += _lists([sorted(hidden) for hidden in plan.unseen])
-    numbers += _rows([(s.device_slot, s.host_slot, s.start, s.stop) for s in moves.stores])
-    numbers += _rows([(m.host_slot, m.device_slot, m.num_tokens) for m in moves.loads])
+    numbers += _rows(moves.stores)
+    numbers += _rows(moves.loads)
     numbers += _lists(moves.fills)
     numbers += _lists(moves.fills_of)
     numbers += _rows(moves.block_ids.items())
@@ -79,7 +81,8 @@ def decode(body: bytes) -> StepRecord:
     found = reader.number(), reader.number()
     if found != (MAGIC, VERSION):
         raise _damaged(f"it begins with {found}, and not with {(MAGIC, VERSION)}")
-    num_tokens, num_rows, is_decode = reader.number(), reader.number(), reader.flag()
+    num_tokens, num_rows = reader.number(), reader.number()
+    is_decode, may_replay = reader.flag(), reader.flag()
     plan = StepPlan(
         num_tokens,
         num_rows,
@@ -103,7 +106,7 @@ def decode(body: bytes) -> StepRecord:
     reader.refuse_rest()
     if len(token_ids) != len(positions):
         raise _damaged(f"it has {len(token_ids)} tokens at {len(positions)} positions")
-    return StepRecord(plan, token_ids, positions, lengths)
+    return StepRecord(plan, token_ids, positions, lengths, may_replay)
 
 
 def _list(numbers: Collection[int]) -> tuple[int, ...]:
@@ -130,11 +133,15 @@ class _Reader:
         self._numbers: tuple[int, ...] = struct.unpack(f"<{len(body) // NUM_BYTES}i", body)
         self._at = 0
 
-    def _take(self, count: int) -> tuple[int, ...]:
+    def _pass(self, count: int) -> int:
+        """Go behind the next `count` numbers; where they begin."""
         start, self._at = self._at, self._at + count
         if not start <= self._at <= len(self._numbers):
             raise _damaged(f"{count} numbers at {start} of {len(self._numbers)}")
-        return self._numbers[start : self._at]
+        return start
+
+    def _take(self, count: int) -> tuple[int, ...]:
+        return self._numbers[self._pass(count) : self._at]
 
     def number(self) -> int:
         return self._take(1)[0]
@@ -166,11 +173,10 @@ class _Reader:
     def part(self) -> Part:
         tier, fill = self.number(), self.numbers()
         indices, firsts, counts = self.columns(3)
-        # The slots of all spans, end to end.
-        slots = self._take(sum(counts))
-        cuts = pairwise(accumulate(counts, initial=0))
-        spans = map(SequenceSpan, indices, firsts, [slots[start:stop] for start, stop in cuts])
-        return Part(tier, tuple(spans), fill)
+        # The slots of all spans lie end to end.
+        cuts = pairwise(accumulate(counts, initial=self._pass(sum(counts))))
+        slots = [self._numbers[start:stop] for start, stop in cuts]
+        return Part(tier, tuple(map(SequenceSpan, indices, firsts, slots)), fill)
 
     def refuse_negative(self) -> None:
         """Raise EngineError if a number that was taken is negative."""

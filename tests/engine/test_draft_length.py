@@ -29,9 +29,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def run(clock: Clock, draft_s: float, right: float, num_tokens: int, noise: float = 0.0) -> float:
+def run(
+    clock: Clock,
+    draft_s: float,
+    right: float,
+    num_tokens: int,
+    noise: float = 0.0,
+    cost: DraftCost | None = None,
+    seed: int = 3,
+) -> float:
     """Tokens a second of a request whose steps take 1 s and `draft_s` more a draft."""
-    drafts, dice = PayingDrafts(MOST, DraftCost()), random.Random(3)
+    drafts, dice = PayingDrafts(MOST, cost or DraftCost()), random.Random(seed)
     done, began = 0, clock.now
     while done < num_tokens:
         num_drafts = drafts.choose()
@@ -58,6 +66,18 @@ def test_it_comes_near_the_best_number(
     got = run(clock, draft_s, right, 2000, noise) * (1 + noise / 2)
     assert got >= 0.88 * best(draft_s, right)
     assert got >= 0.97
+
+
+@pytest.mark.parametrize("draft_s", [0.02, 0.1, 0.25, 0.33, 1.0])
+@pytest.mark.parametrize("right", [0.0, 0.1, 0.3])
+def test_a_short_answer_that_cannot_be_drafted_loses_little(
+    clock: Clock, draft_s: float, right: float
+) -> None:
+    """The mean over answers of 64 tokens, of an engine that knows what drafts cost."""
+    cost = DraftCost()
+    run(clock, draft_s, 1.0, 64, cost=cost)
+    speeds = [run(clock, draft_s, right, 64, cost=cost, seed=seed) for seed in range(20)]
+    assert sum(speeds) / len(speeds) >= 0.965
 
 
 def step(clock: Clock, drafts: PayingDrafts, seconds: float, is_decode: bool = True) -> int:

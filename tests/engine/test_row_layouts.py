@@ -28,7 +28,7 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
 
 MODELS = ("llama", "qwen3", "mistral-window", "qwen3-window", "gemma3", "gemma3-softcap")
 MODELS += ("qwen3-moe", "gpt-oss", "qwen3.5")
-NOT_YET = [("qwen3.5", "hits"), ("qwen3.5", "guesses")]  # a recurrent state cannot be cut
+NOT_YET = [("qwen3.5", "guesses")]  # a recurrent state cannot be cut
 SYMBOLS = [5, 16, 27]  # few, so that a random model's text repeats itself and guesses come true
 NUM_OUT = 14
 TAILS = (1, 2, 4, 5, 16, 17)
@@ -250,6 +250,20 @@ def test_a_hit_that_leaves_one_token_moves_no_bit(tiny: Tiny, name: str, arithme
     outputs = [recorder.run([prompt])[0] for _ in range(2)]
     assert outputs[1].num_cached_tokens == 95
     assert_plain(recorder, outputs, path, arithmetic, 32)
+    engine.close()
+
+
+def test_a_state_resumed_at_any_block_moves_no_bit(tiny: Tiny, arithmetic: str) -> None:
+    """From its snapshot, once a shorter prompt has left one there."""
+    path, prompt = tiny("qwen3.5"), text(random.Random(5), 45)
+    engine = small_engine(path, dtype=stored_as(arithmetic), num_gpu_blocks=32)
+    recorder = Recorder(engine)
+    for num_blocks in range(1, 6):
+        recorder.run([prompt[: 8 * num_blocks + 1]])
+        (output,) = recorder.run([prompt])
+        assert output.num_cached_tokens == 8 * num_blocks
+        assert_plain(recorder, [output], path, arithmetic, 8)
+        engine.kv.reset_prefix_cache()
     engine.close()
 
 

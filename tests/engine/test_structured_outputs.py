@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -256,6 +257,37 @@ def test_a_grammar_that_is_none_is_refused(llm: LLM, form: dict[str, Any], words
     params = SamplingParams(structured_outputs=form)
     with pytest.raises(InvalidParamsError, match=f"structured_outputs: {words}"):
         llm.generate("x", params)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"json": {"type": "integer", "multipleOf": 999983}}, r"json: not compiled within 0\.5 s"),
+        (
+            {
+                "json": {
+                    "allOf": [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnopqrst"]
+                }
+            },
+            "json: (not compiled within|its compiler ended)",
+        ),
+        ({"json": {"$ref": "#"}}, "json: NoExtension"),
+        ({"json": {"allOf": [{"$ref": "#"}]}}, "json: NoExtension"),
+        ({"grammar": "start: a\na: a"}, "grammar: "),
+    ],
+)
+def test_a_hostile_form_is_refused_in_bounded_time(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], words: str
+) -> None:
+    """And the next form is compiled."""
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.5)
+    made = grammar.Grammars(llm.tokenizer, 260, EOS_IDS)
+    made.state_of(StructuredOutputsParams(regex="a"))  # the process has started
+    begun = time.monotonic()
+    with pytest.raises(InvalidParamsError, match=f"structured_outputs: {words}"):
+        made.state_of(StructuredOutputsParams(**form))
+    assert time.monotonic() - begun < 10
+    assert len(made.state_of(StructuredOutputsParams(regex="b")).masks(())) == 1
 
 
 def test_a_grammar_that_grows_too_complex_ends_its_request_alone(llm: LLM) -> None:

@@ -473,6 +473,15 @@ def test_silu_mul(variant, dtype, tokens, dim):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, dim", [(1, 1), (3, 37), (40, 3000)])
+def test_add(variant, dtype, tokens, dim):
+    x, summand = normal(tokens, dim, dtype=dtype), normal(tokens, dim, dtype=dtype) * 30
+    want = x + summand
+    variant.add(x, summand)
+    assert torch.equal(x, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_clamped_swiglu(variant, dtype):
     gate_up = normal(3, 2 * 37, dtype=dtype) * 6
     gate_up[0, :3] = torch.tensor([0.0, -200.0, 200.0])

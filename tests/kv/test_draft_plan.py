@@ -79,7 +79,7 @@ def test_a_draft_sees_what_is_there_up_to_itself(
         num_keys = read.num_keys(number, size)
         assert places[:num_keys] == [case.place(position) for position in case.keys(number)]
         assert len(places) - num_keys < size, "a block without a key is read"
-        assert (span.index, span.first) == (row, 0)
+        assert (span.sequence, span.first) == (row, 0)
         assert (write.slot, write.offset) == case.place(case.start + number)
         assert (write.row, write.num_tokens) == (row, 1)
 

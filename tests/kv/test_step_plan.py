@@ -43,10 +43,10 @@ def read_back(parts: list[Part], num_tables: int) -> Tables:
     seen: Tables = [[] for _ in range(num_tables)]
     for part in parts:
         for span in part.spans:
-            assert span.first == len(seen[span.index]), "not the next block of the sequence"
+            assert span.first == len(seen[span.sequence]), "not the next block of the sequence"
             assert span.slots, "an empty span"
             slots = [part.fill[at] for at in span.slots] if part.fill else span.slots
-            seen[span.index] += [(part.tier, slot) for slot in slots]
+            seen[span.sequence] += [(part.tier, slot) for slot in slots]
     return seen
 
 
@@ -56,7 +56,7 @@ def test_every_block_is_read_once_and_in_order(made: Tables, slot_blocks: int) -
     parts = plan_reads(made, slot_blocks)
     assert read_back(parts, len(made)) == made
     for part in parts:
-        indices = [span.index for span in part.spans]
+        indices = [span.sequence for span in part.spans]
         assert indices == sorted(set(indices)) and indices, "a sequence twice in a part, or none"
         assert bool(part.fill) == (part.tier == HOST and slot_blocks > 0)
 

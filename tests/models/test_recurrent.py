@@ -21,6 +21,8 @@ from nanoengine import SamplingParams
 from nanoengine.config import DeltaConfig
 from nanoengine.context import ForwardContext, RecurrentState, StepRows
 from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.kv.block_manager import Block
+from nanoengine.kv.state_slots import StateSnapshots
 from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.startup import memory_plan
 
@@ -155,6 +157,33 @@ def test_states_follow_their_requests(
     assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
     assert ("num_gpu_blocks" in settings) == any(o.metrics.num_preemptions for o in outputs)
     assert "2 of 3 layers have no KV but a state of" in str(engine.plan)
+
+
+def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> None:
+    """The second one finds KV without a state, and stops where it ends; the third goes on there."""
+    path, shared = tiny("qwen3.5"), some_prompts()[0]
+    driver = Driver(small_engine(path))
+    prompts = [[*shared, *[number] * 20] for number in range(3)]
+    found = [driver.run([prompt])[0] for prompt in prompts]
+    assert [output.num_cached_tokens for output in found] == [0, 0, len(shared)]
+    assert_greedy(path, prompts, found, 16)
+    turn = [*prompts[0], *found[0].outputs[0].token_ids, 5, 6]
+    (last,) = driver.run([turn])  # the next turn of the first one
+    assert last.num_cached_tokens == (len(turn) - 3) // 8 * 8
+    assert_greedy(path, [turn], [last], 16)
+
+
+def test_the_snapshot_used_longest_ago_makes_room() -> None:
+    first, second, third, gone = blocks = [Block(n) for n in range(4)]
+    gone.ref_count = 0
+    snapshots = StateSnapshots(2)
+    places = {snapshots.add(first), snapshots.add(gone)}
+    assert places == {0, 1} and snapshots.num_before(blocks) == 4
+    assert snapshots.add(second) in places  # in place of the one whose block is gone
+    assert snapshots.num_before(blocks) == 2 and snapshots.num_before([first, third]) == 1
+    snapshots.use(first)
+    snapshots.add(third)
+    assert [snapshots.num_before([block]) for block in blocks] == [1, 0, 1, 0]
 
 
 def test_a_step_that_failed_is_computed_from_the_beginning(tiny: Callable[[str], Path]) -> None:

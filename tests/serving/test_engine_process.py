@@ -4,6 +4,7 @@ however it ends.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -173,14 +174,34 @@ def test_a_process_that_is_killed(tiny: Callable[[str], Path]) -> None:
             until(lambda: server.get("/health")[0] == 503)
             assert time.monotonic() - begin < 1
             rest = read_stream(link)
-        assert b'"type": "server_error"' in rest.replace(b'":"', b'": "'), rest
+        [told] = [line[6:] for line in rest.splitlines() if b'"error"' in line]
+        error = json.loads(told)["error"]
+        assert (error["type"], error["code"]) == ("server_error", "engine_closed")
+        assert error["message"] == (
+            "the engine process was killed by SIGKILL (out of memory?); start the server again, "
+            "and see its log"
+        )
         status, body = server.post(COMPLETIONS, prompt="a")
         assert (status, body["error"]["code"]) == (503, "engine_closed")
-        assert "the engine process was killed by SIGKILL" in body["error"]["message"]
+        assert body["error"]["message"] == error["message"]
         assert server.get("/metrics")[0] == 503
         pid = server.llm.pid
     assert not Path(f"/proc/{pid}").exists()
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_what_the_process_reports_is_for_the_log(
+    tiny: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text of an exception may say what no client should read."""
+    with live_server(tiny("llama"), engine_process=True) as server:
+        assert isinstance(server.llm, EngineProcess)
+        with server.connect(COMPLETIONS, **LONG, stream=True) as link:
+            assert b"data: " in b"".join(link.recv(2000) for _ in range(2))
+            server.llm._link.send(b'{"id": "hidden"}\n')
+            rest = read_stream(link)
+        assert b"internal error" in rest and b"KeyError" not in rest and b"server_error" in rest
+    assert "the engine process failed: KeyError: 'do'" in caplog.text
 
 
 def test_an_error_of_the_start_is_that_without(tiny: Callable[[str], Path]) -> None:

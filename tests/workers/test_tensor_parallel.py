@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,19 @@ from driver import fail_copies
 from marks import needs_compiler
 from plain_products import use_plain_products
 from rank_threads import RankThreads
+from torch import Tensor
 
 from nanoengine import LLM, ConfigError, EngineError, SamplingParams, TransferError
 from nanoengine.config import EngineConfig
 from nanoengine.devices.device import Device
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.kernels.call_tape import CallTape, _Pass
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import RequestOutput, TokenLogprobs
 from nanoengine.startup.parts import make_engine_device
-from nanoengine.workers import following_rank, leading_rank, rank_setup
+from nanoengine.workers import following_rank, leading_parts, leading_rank, rank_setup
+from nanoengine.workers.step_record import StepRecord
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before", "plain_ranks")]
 
@@ -81,7 +86,9 @@ def read(scores: list[TokenLogprobs] | list[TokenLogprobs | None] | None) -> Sco
 
 
 def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> list[list[Scores]]:
-    """Log probabilities of prompts and outputs, greedy and sampled, alone and two at a time."""
+    """Log probabilities of prompts and outputs, greedy and sampled, alone and two at a time; some
+    have a form.
+    """
     params = [
         SamplingParams(
             temperature=0.9 * (at % 2),
@@ -90,6 +97,7 @@ def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> lis
             max_tokens=NUM_OUT,
             logprobs=5,
             prompt_logprobs=3,
+            structured_outputs={"regex": "([a-c]{3}-)+"} if at in (2, 3) else None,
         )
         for at in range(6)
     ]
@@ -135,6 +143,33 @@ def test_every_architecture(tiny: Tiny, name: str) -> None:
 def test_in_bfloat16(tiny: Tiny, name: str) -> None:
     found = run(tiny(name), 2, "bfloat16", **WAYS["resident"])
     assert found == alone(tiny(name), "bfloat16", "resident")
+
+
+@pytest.mark.usefixtures("our_products")
+@pytest.mark.parametrize("way", ["resident", "in place"])
+def test_every_rank_replays_its_decode_steps(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """All of those that rank 0 replays, and no other; and no bit moves."""
+    replays: Counter[int] = Counter()
+    records: list[bool] = []
+    replay, write = _Pass.replay, leading_parts.encode
+
+    def counted(this: _Pass, tensors: list[Tensor]) -> Tensor:
+        replays[threading.get_ident()] += 1
+        return replay(this, tensors)
+
+    def kept(record: StepRecord) -> bytes:
+        records.append(record.may_replay)
+        return write(record)
+
+    monkeypatch.setattr(_Pass, "replay", counted)
+    monkeypatch.setattr(leading_parts, "encode", kept)
+    found = run(tiny("qwen3"), 2, "bfloat16", **WAYS[way])
+    assert len(replays) == 2 and len({*replays.values()}) == 1
+    assert sum(records) >= min(replays.values()) > 5
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
+    assert found == run(tiny("qwen3"), 1, "bfloat16", **WAYS[way])
 
 
 def test_beams_are_those_of_one_process(tiny: Tiny) -> None:

@@ -1,0 +1,63 @@
+"""What a rank does with the record of a step. Programs of many steps: tests/kv/shadow_ranks.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from shadow import HeldDevice
+from torch import Tensor
+
+from nanoengine.context import ForwardContext
+from nanoengine.kv.kv_memory import KVMemory
+from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.step_plan import (
+    DEVICE,
+    Part,
+    SequenceSpan,
+    SlotWrite,
+    StepPlan,
+    StepTransfers,
+    Store,
+)
+from nanoengine.workers.following_rank import FollowingRank
+from nanoengine.workers.orders import Order
+from nanoengine.workers.step_record import StepRecord, encode
+
+
+@pytest.mark.parametrize("may_replay", [True, False])
+def test_a_rank_replays_if_rank_0_does(may_replay: bool) -> None:
+    """It waits for its own stores, which may be later, and does not look at them otherwise."""
+    device = HeldDevice()
+    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6), device)
+    found: list[tuple[bool, bool]] = []
+
+    def forward(ctx: ForwardContext) -> Tensor:
+        is_still = not any(stream.work for stream in device.held)
+        found.append((ctx.kv.replay_key() is not None, is_still))
+        return ctx.token_ids
+
+    model = SimpleNamespace(
+        decoder=SimpleNamespace(forward=forward), config=SimpleNamespace(hidden_size=1)
+    )
+    parts: Any = SimpleNamespace(
+        model=model, attention=None, facts=SimpleNamespace(dtype=torch.float32)
+    )
+    channel: Any = SimpleNamespace(reply=lambda body: None)
+    group: Any = None
+    rank = FollowingRank(parts, memory, device, group, channel)
+    plan = StepPlan(
+        1, 0, (SlotWrite(0, 1, 0, 1),), (1,), (Part(DEVICE, (SequenceSpan(0, 0, (1,)),)),)
+    )
+    step = StepRecord(plan, (5,), (0,), ((1, 1),), may_replay)
+    storing = replace(plan, transfers=StepTransfers(stores=(Store(1, 5, 0, 4),)))
+    try:
+        rank.do(Order.START, encode(replace(step, plan=storing)))
+        rank.do(Order.START, encode(step))
+        rank.do(Order.STEP, encode(step))
+        assert found == [(may_replay, may_replay)]
+    finally:
+        memory.close()
