@@ -82,15 +82,15 @@ def gated_delta(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardCon
     counts = [count for count, _ in ctx.lengths]
     for step in range(max(counts)):
         seqs = [i for i, count in enumerate(counts) if count > step]
-        is_all = len(seqs) == len(counts)
-        at = torch.tensor([] if is_all else seqs, dtype=torch.int64, device=x.device)
-        rows = (starts if is_all else starts[at]) + step
-        now = (memory if is_all else memory[at]) * decay[rows, :, None, None]
+        # Of a decode nothing goes to the device here, so that it can be a CUDA graph.
+        at = None if len(seqs) == len(counts) else torch.tensor(seqs, device=x.device)
+        rows = (starts if at is None else starts[at]) + step
+        now = (memory if at is None else memory[at]) * decay[rows, :, None, None]
         key = k[rows].unsqueeze(-1)
         change = (v[rows] - (now * key).sum(-2)) * beta[rows].unsqueeze(-1)
         now = now + key * change.unsqueeze(-2)
         read[rows] = (now * q[rows].unsqueeze(-1)).sum(-2)
-        memory = now if is_all else memory.index_copy(0, at, now)
+        memory = now if at is None else memory.index_copy(0, at, now)
     state.memory.index_copy_(0, state.slots, memory)
     return _gated_norm(read.to(x.dtype), z.reshape(v.shape), net).reshape(tokens, -1)
 

@@ -75,6 +75,7 @@ def prompt(num_tokens: int) -> list[int]:
         ("qwen3-window", STREAMED),
         ("smollm3", RESIDENT),
         ("gemma3", RESIDENT),
+        ("qwen3.5", RESIDENT),
     ],
     ids=str,
 )

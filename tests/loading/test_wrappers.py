@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import COMMON, TinyModel, reference_greedy, reference_logits
+from checkpoints import COMMON, HYBRID, TinyModel, reference_greedy, reference_logits
 from driver import GREEDY, Driver
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -18,6 +18,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from nanoengine import LLM
@@ -39,6 +41,21 @@ WRAPPED = {
         Gemma3Config,
         Gemma3ForConditionalGeneration,
         {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
+    ),
+    "Qwen3_5ForConditionalGeneration": TinyModel(
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        {
+            "text_config": COMMON | HYBRID | {"model_type": "qwen3_5_text"},
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "num_position_embeddings": 16,
+            },
+        },
     ),
     # Its head is not tied to its embeddings.
     "Mistral3ForConditionalGeneration": TinyModel(
@@ -75,7 +92,7 @@ def renamed(name: str) -> str:
     ):
         if name.startswith(stored):
             return ours + name.removeprefix(stored)
-    return "model." + name
+    return name if name.startswith(("model.", "lm_head.")) else "model." + name
 
 
 @pytest.mark.parametrize("is_renamed", [False, True], ids=["as saved", "as in memory"])
@@ -106,7 +123,8 @@ def test_ids_and_logits_equal_transformers(
         torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
     said = str(engine.plan)
     assert f"the text model of a {name}" in said
-    assert "(multi_modal_projector, vision_tower) are not loaded" in said
+    parts = "visual" if "Qwen" in name else "multi_modal_projector, vision_tower"
+    assert f"({parts}) are not loaded" in said
 
 
 def test_a_message_with_an_image_is_refused(wrapped: Callable[[str], Path]) -> None:

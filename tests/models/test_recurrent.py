@@ -139,8 +139,9 @@ def some_prompts() -> list[list[int]]:
     [
         {"max_num_seqs": 2, "max_num_batched_tokens": 13},
         {"num_gpu_blocks": 12, "decode_reserve_blocks": 0},
+        {"runs_ahead": True, "max_num_batched_tokens": 30, "max_num_seqs": 4},
     ],
-    ids=["chunks", "preempted"],
+    ids=["chunks", "preempted", "run ahead"],
 )
 def test_states_follow_their_requests(
     tiny: Callable[[str], Path], settings: dict[str, int]
