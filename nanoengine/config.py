@@ -139,7 +139,10 @@ class ExpertsConfig:
     """The experts of a layer, of which each token goes to `top_k` (models/experts.py).
 
     inner_size: an expert's intermediate_size. renormalises: the scores of a token's experts are
-    divided by their sum. dense_layers: layers with a feed-forward instead.
+    divided by their sum. dense_layers: layers with a feed-forward instead. router: what the scores
+    are, a key of models.experts.SCORES; scaling multiplies them in the end. top_groups: only so
+    many of num_groups groups of experts are open to a token. shared_size: the intermediate_size of
+    the expert that all tokens go to; 0: there is none.
     """
 
     count: int
@@ -147,6 +150,11 @@ class ExpertsConfig:
     inner_size: int
     renormalises: bool
     dense_layers: tuple[int, ...] = ()
+    router: str = "softmax"
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

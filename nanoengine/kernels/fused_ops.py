@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol, TypeGuard
 
 import torch
@@ -13,7 +13,7 @@ from nanoengine.context import KVTarget, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
-from nanoengine.models.experts import ExpertWeights, GroupedExperts
+from nanoengine.models.experts import GroupedExperts, MixtureWeights
 from nanoengine.models.layer_ops import (
     MLP,
     AfterAttention,
@@ -22,6 +22,8 @@ from nanoengine.models.layer_ops import (
     NormedProduct,
     Product,
     TorchOps,
+    finish_experts,
+    make_router,
 )
 from nanoengine.models.quant import Quantizer
 
@@ -190,21 +192,17 @@ class GpuOps(KernelOps):
         self._graphs = graphs
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        router: Tensor,
-        weights: Iterable[ExpertWeights],
-        norm: Norm | None,
-        activation: str,
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
-        if self._quantizer is not None or router.dtype is not torch.bfloat16:
+        if self._quantizer is not None or weights.router.dtype is not torch.bfloat16:
             raise ConfigError(
                 'experts run on a GPU in bfloat16 only; set dtype="bfloat16" and leave '
                 "quantization out"
             )
-        experts = GroupedExperts(config, self.router(router), weights, self._gated(activation))
-        return self._normed(norm, experts)
+        router, gated = make_router(self, config, weights), self._gated(activation)
+        experts = GroupedExperts(router, weights.experts, config.count, gated)
+        return finish_experts(self, experts, weights, norm, activation)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -21,6 +21,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.refused import about_folder
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import (
     MAX_REASON,
     has_file,
@@ -165,8 +166,13 @@ class CheckpointReader:
 
 
 def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Suffixes of tensor names that no model needs but a checkpoint may hold; for `check_names`."""
-    return (*COMPUTED_BUFFERS, "lm_head.weight") if config.tie_word_embeddings else COMPUTED_BUFFERS
+    """Beginnings and ends of tensor names that no model needs but a checkpoint may hold; for
+    `check_names`.
+    """
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    drafter = f"model.layers.{config.num_layers}."
+    has_one = ARCHITECTURES[config.architecture].has_drafter
+    return (*COMPUTED_BUFFERS, *tied, *([drafter] if has_one else []))
 
 
 def check_names(
@@ -176,14 +182,17 @@ def check_names(
 ) -> None:
     """Check that the checkpoint holds exactly the tensors `needed` (name to shape, before fusion).
 
-    Unneeded tensors whose names end with one of `ignorable` are allowed. Raises WeightMismatchError
-    with the missing, unexpected and wrongly shaped tensors, and UnsupportedModelError for a needed
-    tensor that is not float32, float16 or bfloat16.
+    Unneeded tensors whose names begin or end with one of `ignorable` are allowed. Raises
+    WeightMismatchError with the missing, unexpected and wrongly shaped tensors, and
+    UnsupportedModelError for a needed tensor that is not float32, float16 or bfloat16.
     """
     present = reader.names()
     missing = sorted(needed.keys() - present)
+    allowed = tuple(ignorable)
     unexpected = sorted(
-        name for name in present - needed.keys() if not name.endswith(tuple(ignorable))
+        name
+        for name in present - needed.keys()
+        if not name.startswith(allowed) and not name.endswith(allowed)
     )
     wrong = [
         f"{name} is {list(reader.shape(name))}, not {list(shape)}"

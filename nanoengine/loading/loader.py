@@ -18,7 +18,7 @@ from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorab
 from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
+from nanoengine.models.architectures import CHOICE_BIAS, weight_shapes
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
@@ -71,7 +71,8 @@ def load_model(
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> torch.Tensor:
-            return shard.take(name, reader.tensor(name), config).to(device, dtype)
+            as_stored = torch.float32 if name.endswith(CHOICE_BIAS) else dtype
+            return shard.take(name, reader.tensor(name), config).to(device, as_stored)
 
         decoder = Decoder(part, source, device, ops)
     return LoadedModel(config, part, decoder, describe_weights(folder), num_bytes)

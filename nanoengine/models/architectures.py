@@ -9,6 +9,7 @@ from typing import Any
 from nanoengine.config import ModelConfig
 from nanoengine.errors import UnsupportedModelError, shown
 
+CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -26,15 +27,21 @@ class NormNames:
 class ExpertNames:
     """What config.json and a checkpoint say of an architecture's experts.
 
-    inner_size: the key of an expert's intermediate size. renormalises: ModelConfig's; None: the key
-    `norm_topk_prob` says it. block, parts: where a checkpoint has the router and the experts, and
-    its names of gate, up and down.
+    inner_size: the key of an expert's intermediate size. renormalises: ExpertsConfig's; None: the
+    key `norm_topk_prob` says it. block, parts: where a checkpoint has the router and the experts,
+    and its names of gate, up and down. router: as in ExpertsConfig; has_choice_bias: whether it
+    has a bias. shared: the name of the expert that all tokens go to; "": none. has_shared_gate:
+    whether that has a gate.
     """
 
     inner_size: str = "moe_intermediate_size"
     renormalises: bool | None = None
     block: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "softmax"
+    has_choice_bias: bool = False
+    shared: str = ""
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +51,11 @@ class Architecture:
     models: what models of this architecture are called.
     norm_offset: RMSNorm adds this to its weight; unless it is 0, norms are in fp32 throughout.
     qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
-    qkv_bias: q, k and v have a bias even if config.json has no key for it.
+    qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
+    config.json has a key for is also of the output.
     is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
     activation: of the gate; a key of layer_ops.GATED.
+    has_drafter: a checkpoint may hold one more layer, which guesses a token further: left out.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
@@ -62,8 +71,10 @@ class Architecture:
     norm_offset: float = 0.0
     qk_norm: str = ""
     qkv_bias: bool = False
+    out_bias: bool = True
     is_fused: bool = False
     activation: str = "silu"
+    has_drafter: bool = False
     scales_embeddings: bool = False
     windows: str = ""
     experts: ExpertNames | None = None
@@ -108,6 +119,25 @@ ARCHITECTURES = {
             "sliding_window_pattern": 6,
         },
     ),
+    "Glm4MoeForCausalLM": Architecture(
+        "GLM 4.5 to 4.7 with experts (also Air)",
+        out_bias=False,
+        qk_norm="head",
+        experts=ExpertNames(router="sigmoid", has_choice_bias=True, shared="shared_experts"),
+        has_drafter=True,
+        reads=("partial_rotary_factor",),
+        requires={"hidden_act": (None, "silu"), "use_qk_norm": (True,)},
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": False,
+        },
+    ),
     "LlamaForCausalLM": Architecture(
         "Llama 2 to 3.3 and models of its shape, as SmolLM2 and TinyLlama"
     ),
@@ -150,6 +180,19 @@ ARCHITECTURES = {
         qkv_bias=True,
         windows="layer_types",
         defaults={"use_sliding_window": False},
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B)",
+        qkv_bias=True,
+        experts=ExpertNames(shared="shared_expert", has_shared_gate=True),
+        requires={"hidden_act": (None, "silu"), "qkv_bias": (None, True)},
+        defaults={
+            "use_sliding_window": False,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
     ),
     "Qwen3ForCausalLM": Architecture(
         "Qwen 3 (dense)", qk_norm="head", windows="layer_types", defaults={"head_dim": 128}
@@ -258,12 +301,19 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         qkv = {"qkv": heads + 2 * kv_heads}
     attention = f"{prefix}self_attn."
     yield from _product_shapes(attention, qkv, hidden, has_qkv_bias(config))
-    yield from _product_shapes(attention, {"o": hidden}, heads, config.attention_bias)
+    yield from _product_shapes(attention, {"o": hidden}, heads, has_out_bias(config))
     experts = config.experts_of(layer)
     if experts is None:
         yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size)
         return
+    names = architecture.experts or ExpertNames()
     yield f"{prefix}mlp.gate.weight", (experts.count, hidden)
+    if names.has_choice_bias:
+        yield f"{prefix}mlp.gate.{CHOICE_BIAS}", (experts.count,)
+    if experts.shared_size:
+        yield from _mlp_shapes(config, f"{prefix}mlp.{names.shared}.", experts.shared_size)
+    if names.has_shared_gate:
+        yield f"{prefix}mlp.{names.shared}_gate.weight", (1, hidden)
     for expert in range(experts.count):
         yield from _mlp_shapes(config, f"{prefix}mlp.experts.{expert}.", experts.inner_size)
 
@@ -290,3 +340,8 @@ def _product_shapes(
 def has_qkv_bias(config: ModelConfig) -> bool:
     """Whether q, k and v have a bias."""
     return config.attention_bias or ARCHITECTURES[config.architecture].qkv_bias
+
+
+def has_out_bias(config: ModelConfig) -> bool:
+    """Whether the output of attention has a bias."""
+    return config.attention_bias and ARCHITECTURES[config.architecture].out_bias

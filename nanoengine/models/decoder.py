@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,8 +15,14 @@ from torch import Tensor
 
 from nanoengine.config import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, ReplayKey
-from nanoengine.models.architectures import ARCHITECTURES, has_qkv_bias
-from nanoengine.models.experts import ExpertWeights
+from nanoengine.models.architectures import (
+    ARCHITECTURES,
+    CHOICE_BIAS,
+    ExpertNames,
+    has_out_bias,
+    has_qkv_bias,
+)
+from nanoengine.models.experts import ExpertWeights, MixtureWeights
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import Attention
 from nanoengine.models.rope import Rotary, head_order
@@ -160,7 +166,7 @@ class _Builder:
         config, names = self._config, self._architecture.norms
         layer = f"model.layers.{index}."
         attention = layer + "self_attn."
-        out = self._summand(attention, "o", config.attention_bias)
+        out = self._summand(attention, "o", has_out_bias(config))
         return _LayerParts(
             qkv=self._qkv(attention, self._norm_if(layer, names.before_attention)),
             attention=self._attention(index, attention),
@@ -187,10 +193,15 @@ class _Builder:
     def _attention(self, index: int, prefix: str) -> Attention:
         norms = None
         if self._architecture.qk_norm:
-            assert self._head_order is None
-            norms = self._norm(prefix + "q_norm"), self._norm(prefix + "k_norm")
+            norms = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
         heads = self._config.num_heads, self._config.num_kv_heads
         return Attention(self._ops, index, *heads, norms)
+
+    def _head_norm(self, name: str) -> Norm:
+        norm, order = self._norm(name), self._head_order
+        if order is None:
+            return norm
+        return replace(norm, weight=norm.weight.view(-1, len(order))[:, order].flatten())
 
     def _mlp(self, index: int, layer: str) -> Product:
         names, prefix = self._architecture.norms, layer + "mlp."
@@ -203,9 +214,19 @@ class _Builder:
         return MLP(gate_up, self._then_normed(down, norm_after))
 
     def _experts(self, config: ExpertsConfig, prefix: str, norm: Norm | None) -> Product:
-        router = self._source(prefix + "gate.weight")
-        weights = (self._expert(f"{prefix}experts.{i}.") for i in range(config.count))
-        return self._ops.experts(config, router, weights, norm, self._architecture.activation)
+        names = self._architecture.experts or ExpertNames()
+        shared = prefix + names.shared
+        weights = MixtureWeights(
+            router=self._source(prefix + "gate.weight"),
+            experts=(self._expert(f"{prefix}experts.{i}.") for i in range(config.count)),
+            choice_bias=self._source_if(names.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
+            shared=self._expert(shared + ".") if config.shared_size else None,
+            shared_gate=self._source_if(names.has_shared_gate, shared + "_gate.weight"),
+        )
+        return self._ops.experts(config, weights, norm, self._architecture.activation)
+
+    def _source_if(self, is_there: bool, name: str) -> Tensor | None:
+        return self._source(name) if is_there else None
 
     def _expert(self, prefix: str) -> ExpertWeights:
         weights, _ = self._weights(prefix, ("gate", "up", "down"), has_bias=False)

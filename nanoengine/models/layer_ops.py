@@ -7,7 +7,7 @@ kernels/fused_ops.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,14 @@ from torch.nn import functional
 
 from nanoengine.config import ExpertsConfig
 from nanoengine.context import KVTarget, ReplayKey
-from nanoengine.models.experts import Experts, ExpertWeights
+from nanoengine.models.experts import (
+    Experts,
+    ExpertWeights,
+    MixtureWeights,
+    Router,
+    SharedExpert,
+    route,
+)
 from nanoengine.models.quant import Quantizer
 
 # [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
@@ -81,16 +88,9 @@ class LayerOps(Protocol):
         ...
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        router: Tensor,
-        weights: Iterable[ExpertWeights],
-        norm: Norm | None,
-        activation: str,
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
-        """The experts of a layer, on norm(x). router is [experts, hidden]; of `weights` one is
-        taken at a time.
-        """
+        """The experts of a layer, on norm(x)."""
         ...
 
     def after_attention(
@@ -194,18 +194,35 @@ class MLP:
 def make_experts(
     ops: LayerOps,
     config: ExpertsConfig,
-    router: Tensor,
-    weights: Iterable[ExpertWeights],
+    weights: MixtureWeights,
     norm: Norm | None,
     activation: str,
 ) -> Product:
     """LayerOps.experts of the products of `ops`."""
-    each = [
-        MLP(ops.gate_up(expert.gate, expert.up, None, None, activation), ops.summand(expert.down))
-        for expert in weights
-    ]
-    experts = Experts(config, ops.router(router), each)
+    each = [_expert(ops, expert, activation) for expert in weights.experts]
+    experts = Experts(make_router(ops, config, weights), each)
+    return finish_experts(ops, experts, weights, norm, activation)
+
+
+def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -> Router:
+    """Chooses the experts of rows."""
+    product, bias = ops.router(weights.router), weights.choice_bias
+    return lambda x: route(config, product(x), bias)
+
+
+def finish_experts(
+    ops: LayerOps, experts: Product, weights: MixtureWeights, norm: Norm | None, activation: str
+) -> Product:
+    """The experts of a layer, with the norm before them and the shared one beside them."""
+    if weights.shared is not None:
+        gate = None if weights.shared_gate is None else ops.router(weights.shared_gate)
+        experts = SharedExpert(experts, _expert(ops, weights.shared, activation), gate)
     return experts if norm is None else NormedProduct(ops, norm, experts)
+
+
+def _expert(ops: LayerOps, weights: ExpertWeights, activation: str) -> Product:
+    gate_up = ops.gate_up(weights.gate, weights.up, None, None, activation)
+    return MLP(gate_up, ops.summand(weights.down))
 
 
 class TorchOps:
@@ -261,14 +278,9 @@ class TorchOps:
         return lambda x: product(x.float())
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        router: Tensor,
-        weights: Iterable[ExpertWeights],
-        norm: Norm | None,
-        activation: str,
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
-        return make_experts(self, config, router, weights, norm, activation)
+        return make_experts(self, config, weights, norm, activation)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

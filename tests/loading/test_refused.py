@@ -17,9 +17,9 @@ from nanoengine.models.architectures import ARCHITECTURES
 # By classes of transformers and by names in a GGUF.
 KINDS = {
     "a mixture of experts": (
-        "Qwen2MoeForCausalLM GptOssForCausalLM gpt-oss "
+        "GptOssForCausalLM gpt-oss "
         "DeepseekForCausalLM DeepseekV3ForCausalLM deepseek2 Llama4ForCausalLM "
-        "Glm4MoeForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
+        "Glm4MoeLiteForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
         "minimax-m2 Ernie4_5_MoeForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (
