@@ -17,7 +17,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures figure notebook docs doc-commands wheels bench clean gpu-check clients ray server-storm
+.PHONY: help demo test mutants fuzz storms sanitize check pages pictures figure notebook docs doc-commands wheels bench clean gpu-check clients ray page server-storm
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -37,6 +37,10 @@ clients: .venv/.clients ## the official clients of OpenAI and Anthropic, and sch
 ray: .venv/.ray .venv/.model ## jobs of Ray on this machine: columns, and actors that are killed; some minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m ray tests/api/test_ray_data.py
 	$(PY) -m benchmarks.ray_resume
+
+# Debian's packages: a browser is no Python package.
+page: .venv/.browser ## the chat page in headless Chromium; needs the packages chromium and chromium-driver
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m browser tests/serving/test_page_in_browser.py
 
 mutants: .venv/.test ## break the engine on purpose, in a copy: the tests must notice every time
 	$(PY) benchmarks/proofs/mutants.py
@@ -133,6 +137,11 @@ clean: ## remove .venv and what was built here; `nanoengine models` shows the ca
 .venv/.ray: .venv/.test
 	@echo "installing Ray"
 	@$(INSTALL) --no-build-isolation --editable '.[ray]'
+	@touch $@
+
+.venv/.browser: .venv/.test
+	@echo "installing what drives the browser"
+	@$(INSTALL) --no-build-isolation --editable '.[browser]'
 	@touch $@
 
 .venv/.docs: .venv/.runtime

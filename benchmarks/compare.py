@@ -119,7 +119,7 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
     """
     folder = resolve_model(args.model)
     config = read_model_config(folder)
-    peers = [Peer(OURS, OURS, sys.executable, args.model), *_given_peers(args.peer, folder)]
+    peers = [Peer(OURS, OURS, sys.executable, args.model), *given_peers(args.peer, folder)]
     kind = _rehearsal(WORKS[args.work]) if args.rehearsal else WORKS[args.work]
     work = make_work(kind, args, config.vocab_size, make_workload)
     able = [peer for peer in peers if peer.kind in kind.engines]
@@ -211,7 +211,7 @@ def _peers_with_file(kind: str, python: str, file: Path) -> list[Peer]:
     return [Peer(name, kind, python, str(file), weights)]
 
 
-def _given_peers(given: Iterable[list[Peer]], folder: Path) -> list[Peer]:
+def given_peers(given: Iterable[list[Peer]], folder: Path) -> list[Peer]:
     """All peers; those without a file get the model's Hugging Face folder.
 
     Raises ConfigError for a peer that is given twice.
@@ -225,7 +225,8 @@ def _given_peers(given: Iterable[list[Peer]], folder: Path) -> list[Peer]:
     return peers
 
 
-def _peer_argument(text: str) -> list[Peer]:
+def peer_argument(text: str) -> list[Peer]:
+    """parse_peer for argparse, which then shows the error with the command's usage."""
     try:
         return parse_peer(text)
     except ConfigError as error:
@@ -537,7 +538,7 @@ def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[
     sub.set_defaults(run=lambda args: {"versions": versions()} | compare(args, make_workload))
     sub.add_argument("--work", required=True, choices=WORKS, help="what to do")
     sub.add_argument(
-        "--peer", action="append", default=[], type=_peer_argument, metavar="PEER", help=PEER_FORMS
+        "--peer", action="append", default=[], type=peer_argument, metavar="PEER", help=PEER_FORMS
     )
     sub.add_argument("--rounds", type=int, default=5, help="times each engine runs")
     sub.add_argument("--rehearsal", action="store_true", help="tiny sizes, to test that all run")

@@ -140,7 +140,10 @@ class CutAttention:
     is_batch_invariant: bool = False
     reports_mass: bool = False
 
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None, "CutDecoder takes no model with sinks"
         seqs, queries = self.positions.shape
         k, v = self.pool.read(layer, self.views[layer])
         # The heads of a group as more queries of their kv head.

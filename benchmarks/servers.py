@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import Peer, parse_peer
+from benchmarks.compare import Peer, given_peers, peer_argument
 from nanoengine.bench.report import versions
 from nanoengine.errors import EngineError
 from nanoengine.loading.find_model import resolve_model
@@ -55,17 +55,18 @@ def ours(args: argparse.Namespace, name: str = OURS, *flags: str) -> Server:
         known = ["--port", str(port), "--max-num-seqs", "64", "--quiet"]
         return [sys.executable, "-m", "nanoengine", "serve", args.model, *known, *flags]
 
-    return Server(name, command, {"OMP_NUM_THREADS": str(args.num_threads)})
+    variables = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return Server(name, command, variables | {"OMP_NUM_THREADS": str(args.num_threads)})
 
 
-def peer_server(peer: Peer, folder: Path, args: argparse.Namespace) -> Server:
+def peer_server(peer: Peer, args: argparse.Namespace) -> Server:
     """Another engine's server, with as many threads."""
     threads = str(args.num_threads)
     if peer.kind == "vllm":
 
         def vllm(port: int) -> list[str]:
             flags = ["--port", str(port), "--host", "127.0.0.1", "--dtype", args.vllm_dtype]
-            flags += ["--max-model-len", "8192", "--max-num-seqs", "64", "--model", str(folder)]
+            flags += ["--max-model-len", "8192", "--max-num-seqs", "64", "--model", peer.model]
             # The command `vllm` of its CPU wheel asks for the name of the other wheel.
             return [peer.python, "-m", "vllm.entrypoints.openai.api_server", *flags]
 
@@ -86,8 +87,6 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, int, float]]:
     """Its address, its process and the seconds to the first answer of /health or /v1/models."""
     port = _free_port()
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | server.variables
-    if server.name.startswith(OURS):
-        environment["PYTHONPATH"] = str(Path(__file__).parents[1])
     start = time.perf_counter()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -207,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--model", default="smollm2-135m")
-    add("--peer", type=parse_peer, action="append", default=[], help="vllm=... or llama.cpp=...")
+    add("--peer", type=peer_argument, action="append", default=[], help="vllm=... or llama.cpp=...")
     add("--engine-process", action="store_true", help="also our server with that flag")
     add("--vllm-dtype", default="bfloat16", help="of vLLM: the faster one")
     add("--rounds", type=int, default=3)
@@ -220,11 +219,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     folder = resolve_model(args.model)
     vocab_size = read_model_config(folder).vocab_size
-    peers = [peer for several in args.peer for peer in several]
     servers = [ours(args)]
     if args.engine_process:
         servers.append(ours(args, f"{OURS}, engine process", "--engine-process"))
-    servers += [peer_server(peer, folder, args) for peer in peers]
+    servers += [peer_server(peer, args) for peer in given_peers(args.peer, folder)]
     rounds: dict[str, list[Row]] = {name: [] for name in (*(s.name for s in servers), "offline")}
     with tempfile.TemporaryDirectory() as logs:
         for number in range(args.rounds):

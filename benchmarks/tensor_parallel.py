@@ -177,7 +177,7 @@ def record_ms(num_rows: int = 64, num_blocks: int = 64) -> float:
         reads=(Part(DEVICE, spans),),
     )
     tokens = tuple(range(num_rows))
-    record = StepRecord(plan, tokens, tokens, ((1, 4096),) * num_rows, may_replay=False)
+    record = StepRecord(plan, tokens, tokens, ((1, 4096),) * num_rows)
     return min(timeit.repeat(lambda: decode(encode(record)), number=20, repeat=20)) / 20 * 1e3
 
 

@@ -164,7 +164,8 @@ class ModelConfig:
     no_rope_layers: layers without RoPE (arXiv 2501.18795). windows, attn_logit_softcap: as in
     AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
     local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
-    softcap of the logits. experts: None: all layers have a feed-forward.
+    softcap of the logits. wrapper: the class in config.json if this is the text model of one for
+    images, too. experts: None: all layers have a feed-forward.
     """
 
     architecture: str
@@ -188,6 +189,7 @@ class ModelConfig:
     query_pre_attn_scalar: float | None = None
     local_rope: RopeConfig | None = None
     final_logit_softcap: float | None = None
+    wrapper: str = ""
     experts: ExpertsConfig | None = None
 
     @property

@@ -65,11 +65,19 @@ class SoftmaxState:
         """A state without rows."""
         return cls(*(torch.empty(0, dtype=torch.float32, device=device) for _ in range(3)))
 
-    def start(self, q: Tensor) -> None:
-        """Reset the state to one empty row for each row of q. Its storage only grows."""
-        self.row_max.resize_(q.shape[:2]).fill_(self.lowest)
-        self.row_sum.resize_(q.shape[:2]).zero_()
+    def start(self, q: Tensor, sinks: Tensor | None = None) -> None:
+        """Reset the state to one empty row for each row of q. Its storage only grows.
+
+        sinks: as in AttentionBackend.run; an empty row has seen the sink of its head.
+        """
+        row_max, row_sum = (part.resize_(q.shape[:2]) for part in (self.row_max, self.row_sum))
         self.acc.resize_(q.shape).zero_()
+        if sinks is None:
+            row_max.fill_(self.lowest)
+            row_sum.zero_()
+        else:
+            row_max.copy_(sinks.expand_as(row_max))
+            row_sum.fill_(1)
 
 
 def packed(make: MakeTensor, parts: Iterable[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
@@ -154,10 +162,15 @@ class AttentionBackend(Protocol):
     is_batch_invariant: bool
     reports_mass: bool
 
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
         """q is [tokens, heads, head_dim]; so is the result, in the same dtype.
 
         The last query of a sequence sees all of its kv_lens keys, the one before sees one fewer.
+        sinks: fp32 [heads], contiguous, the score of a key that every query of the head sees and
+        whose value is 0 (arXiv 2309.17453, learned as in gpt-oss); None: there is no such key. It
+        is the first that a row sees: its softmax starts at (sink, 1, 0).
         """
         ...
 

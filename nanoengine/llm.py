@@ -16,10 +16,11 @@ from typing import Any, NoReturn, Self, Unpack, cast
 
 from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
+from nanoengine.engine.block_map import BlockMap
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
 from nanoengine.engine.progress import progress_bar
-from nanoengine.engine.read_stats import engine_stats
+from nanoengine.engine.read_stats import block_map, engine_stats
 from nanoengine.engine.request_forms import (
     GivenPrompt,
     Messages,
@@ -106,6 +107,11 @@ class LLM:
         """
         with Turn(self._turns):
             return engine_stats(self.llm_engine)
+
+    def block_map(self) -> BlockMap:
+        """Where the KV blocks of each unfinished request lie now."""
+        with Turn(self._turns):
+            return block_map(self.llm_engine)
 
     @ends_at_the_user
     @explains_unknown(ARGUMENT, " of generate()")

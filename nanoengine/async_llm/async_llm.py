@@ -14,6 +14,7 @@ from nanoengine.async_llm.delta_stream import AsyncDeltaStream
 from nanoengine.async_llm.engine_thread import EngineThread
 from nanoengine.async_llm.mailbox import Mailbox
 from nanoengine.config import NAMES, Settings, shows_settings
+from nanoengine.engine.block_map import BlockMap
 from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.engine.request_forms import Messages, OneParams, Prompt, TemplateKwargs, Tools
 from nanoengine.engine.stats import EngineStats
@@ -124,6 +125,10 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """What LLM.stats gives, between two steps."""
         return await self.call(LLM.stats)
+
+    async def block_map(self) -> BlockMap:
+        """What LLM.block_map gives, between two steps."""
+        return await self.call(LLM.block_map)
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached KV that no running request uses."""

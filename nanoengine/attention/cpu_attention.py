@@ -23,7 +23,9 @@ class CpuAttention:
         self._kernels = kernels
         self._workspace = Workspace()
 
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         tokens, heads, head_dim = q.shape
         state = SoftmaxState(
@@ -46,6 +48,7 @@ class CpuAttention:
                 window,
                 self._config.softcap,
                 mass,
+                sinks,
             )
         return out
 

@@ -206,8 +206,10 @@ class FlashAttention:
         self._plans: list[_ChunkPlan] = []
         self._gathered = torch.empty(0, device=device)
 
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
-        self._state.start(q)
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
+        self._state.start(q, sinks)
         for position, chunk in enumerate(ctx.kv.read(layer)):
             for call in self._calls(position, chunk, ctx.lengths):
                 queries = self._queries(q, call.rows)

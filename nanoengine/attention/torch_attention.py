@@ -37,11 +37,13 @@ class TorchAttention:
         self._scale = config.score_scale
         self._state: SoftmaxState | None = None
 
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
         if self._state is None:
             self._state = SoftmaxState.on(q.device)
         state = self._state
-        state.start(q)
+        state.start(q, sinks)
         window = self._config.window(layer)
         mass = ctx.block_mass if window is None else None
         shares: list[_Share] | None = None if mass is None else []

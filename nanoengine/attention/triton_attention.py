@@ -81,7 +81,9 @@ class TritonAttention:
         self._states: SoftmaxState | None = None
         self._kept: Kept = (None, None)
 
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         window = self._config.window(layer) or 0
         for number, chunk in enumerate(ctx.kv.read(layer)):
@@ -90,11 +92,11 @@ class TritonAttention:
             kept = (None, None) if window else self._kept
             tiles = self._tiles_of(chunk, ctx.lengths, q)
             if tiles is not None:
-                self._run_prefill(q, chunk, ctx, tiles, out, window, kept)
+                self._run_prefill(q, chunk, ctx, tiles, out, window, kept, sinks)
             if self._parts is not None:
                 self._run_decode(q, chunk, ctx, self._parts, window, kept)
         if self._parts is not None:
-            self._run_merge(ctx, self._parts, out, window, kept)
+            self._run_merge(ctx, self._parts, out, window, kept, sinks)
         if kept[0] is not None:
             self._add_mass(ctx, chunk.k.shape[1], kept)
         return out
@@ -173,6 +175,7 @@ class TritonAttention:
         out: Tensor,
         window: int,
         kept: Kept,
+        sinks: Tensor | None,
     ) -> None:
         states = self._states
         assert states is not None
@@ -184,7 +187,7 @@ class TritonAttention:
             q, chunk.k, chunk.v, tiles,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
             ctx.query_start, ctx.kv_lens,
-            states.row_max, states.row_sum, states.acc, *kept, out,
+            states.row_max, states.row_sum, states.acc, *kept, sinks, out,
             self._scale, len(q), *_strides(q, chunk), **shape, WINDOW=window,
             num_warps=PREFILL_WARPS, num_stages=_stages(q),
         )  # fmt: skip
@@ -215,13 +218,19 @@ class TritonAttention:
         )  # fmt: skip
 
     def _run_merge(
-        self, ctx: ForwardContext, parts: _Partitions, out: Tensor, window: int, kept: Kept
+        self,
+        ctx: ForwardContext,
+        parts: _Partitions,
+        out: Tensor,
+        window: int,
+        kept: Kept,
+        sinks: Tensor | None,
     ) -> None:
         _, heads, head_dim = out.shape
         states = parts.states
         merge[(len(ctx.lengths), heads, parts.queries)](
             ctx.query_start, ctx.kv_lens,
-            parts.start, states.row_max, states.row_sum, states.acc, *kept, out,
+            parts.start, states.row_max, states.row_sum, states.acc, *kept, sinks, out,
             heads, head_dim, self._dim, PARTITION, parts.few, parts.at_once, window,
             self._config.longest_window or 0, num_warps=2,
         )  # fmt: skip

@@ -7,6 +7,8 @@ import triton.language as tl
 
 from nanoengine.attention.triton_rows import (
     NOTHING,
+    after_sinks,
+    empty_state,
     first_key_seen,
     fold_tiles,
     keep,
@@ -34,6 +36,7 @@ def prefill(
     state_acc,
     kept_max,
     kept_sum,
+    sinks,
     out,
     scale,
     num_tokens,
@@ -83,6 +86,8 @@ def prefill(
     is_carried = is_row & (r < tl.where(first_key > first_seen, ROWS, 0))
     state = state_max, state_sum, state_acc
     whole_max, whole_sum, whole_acc = load_state(state, at, is_carried, d, HEAD_DIM)
+    begins = is_row & (r >= tl.where(first_key > first_seen, ROWS, 0))
+    whole_max, whole_sum = after_sinks(sinks, head, begins, whole_max, whole_sum)
     row_max, row_sum, acc = load_state(state, part_at, is_carried, d, HEAD_DIM)
 
     keys, values, pages = k + kv_head * HEAD_DIM, v + kv_head * HEAD_DIM, table + span * table_row
@@ -101,9 +106,7 @@ def prefill(
             whole_max, whole_sum, whole_acc = merged(
                 whole_max, whole_sum, whole_acc, row_max, row_sum, acc
             )
-            row_max = tl.zeros([ROWS], tl.float32) + NOTHING
-            row_sum = tl.zeros([ROWS], tl.float32)
-            acc = tl.zeros([ROWS, DIM], tl.float32)
+            row_max, row_sum, acc = empty_state(ROWS, DIM)
 
     if end_key == kv_len:
         whole_max, whole_sum, whole_acc = merged(
@@ -205,6 +208,7 @@ def merge(
     part_acc,
     kept_max,
     kept_sum,
+    sinks,
     out,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -229,9 +233,8 @@ def merge(
     parts = part_max, part_sum, part_acc
     one, d = tl.arange(0, 1), tl.arange(0, DIM)
     is_dim = d < HEAD_DIM
-    whole_max = tl.zeros([1], tl.float32) + NOTHING
-    whole_sum = tl.zeros([1], tl.float32)
-    whole_acc = tl.zeros([1, DIM], tl.float32)
+    whole_max, whole_sum, whole_acc = empty_state(1, DIM)
+    whole_max, whole_sum = after_sinks(sinks, head + one, one == 0, whole_max, whole_sum)
     for first in range(first_key_seen(first_position, WINDOW) // PARTITION, num_parts, AT_ONCE):
         for n in tl.static_range(AT_ONCE):  # all loads can be in flight at once
             at = (slot + (first + n) * num_queries) * HEADS + head + one

@@ -179,6 +179,23 @@ def load_state(state, at, is_row, d, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
+def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The states of rows that have seen nothing."""
+    row_max = tl.zeros([ROWS], tl.float32) + NOTHING
+    return row_max, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+
+
+@triton.jit
+def after_sinks(sinks, head, begins, row_max, row_sum):
+    """The rows in `begins` see the sink of their head, if there are sinks, before all keys."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=begins, other=0.0) * LOG2E
+        row_max = tl.where(begins, sink, row_max)
+        row_sum = tl.where(begins, 1.0, row_sum)
+    return row_max, row_sum
+
+
+@triton.jit
 def store_state(state, at, is_row, d, row_max, row_sum, acc, HEAD_DIM: tl.constexpr):
     """Store the states of the rows in `is_row`."""
     state_max, state_sum, state_acc = state

@@ -19,9 +19,6 @@ class CudaStream(GpuStream):
     def _entered(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
 
-    def _sleep(self, seconds: float) -> None:
-        torch.cuda._sleep(int(seconds * CYCLES_PER_S))  # type: ignore[no-untyped-call]
-
 
 class CudaDevice(GpuDevice):
     """One NVIDIA GPU."""
@@ -38,8 +35,8 @@ class CudaDevice(GpuDevice):
         copying = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
         streams = (
             CudaStream("compute", torch.cuda.current_stream()),
-            CudaStream("h2d", copying[0], max_delay_s),
-            CudaStream("d2h", copying[1], max_delay_s),
+            CudaStream("h2d", copying[0], max_delay_s, _sleep),
+            CudaStream("d2h", copying[1], max_delay_s, _sleep),
         )
         super().__init__(name, device, torch.cuda, streams)
 
@@ -53,3 +50,8 @@ class CudaDevice(GpuDevice):
         """Free and total bytes of the GPU."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
+
+
+def _sleep(seconds: float) -> None:
+    """Queue work that takes about so long on the current stream."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_S))  # type: ignore[no-untyped-call]

@@ -28,10 +28,18 @@ GRAPHS: dict[str, dict[str, Any]] = {
 class GpuStream:
     """A stream of torch; a random delay before each copy reveals missing waits."""
 
-    def __init__(self, name: str, stream: Any, max_delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        stream: Any,
+        max_delay_s: float = 0.0,
+        sleep: Callable[[float], object] = lambda seconds: None,
+    ) -> None:
+        """sleep: queues work that takes so many seconds on the stream that is entered."""
         self.name = name
         self._stream = stream
         self._delays = Delays(name, max_delay_s)
+        self._sleep = sleep
         self._failed: list[FailedCopy] = []
 
     def copy(
@@ -77,10 +85,6 @@ class GpuStream:
         """Work of the block is queued here."""
         entered: AbstractContextManager[Any] = self._stream
         return entered
-
-    def _sleep(self, seconds: float) -> None:
-        """Queue work that takes this long."""
-        raise NotImplementedError
 
 
 class GpuEvent:

@@ -1,4 +1,4 @@
-"""Log probabilities of sampled tokens and of prompts, from logits to who asked for them."""
+"""Log probabilities of sampled tokens and of prompts, from logits to the sequences."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@
  *            acc takes one fused step for each key (or pair of keys, or 32 keys) in order.
  *   segment  up to SEG keys, which begin at a multiple of SEG in their block and end with it at the latest.
  *            Its partial state starts anew; at its end it is merged into the row's state, in logical
- *            order, as merge_of and merged say.
+ *            order, as merge_of and merged say. The row's state starts empty, or with the sink of its head.
  *
  * Two ways through this differ in what runs in parallel and along which axis lanes lie; is_split chooses
  * by speed alone:
@@ -61,6 +61,7 @@ typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step
     const int32_t *seq_index, *first_block, *num_blocks, *block_table, *query_start, *kv_lens;
     float *row_max, *row_sum, *acc;
     void *out; /* NULL, or where the rows go once this chunk, the last, is folded in */
+    const float *sinks; /* NULL, or [heads]: the score of a key that all see, and whose value is 0 */
     int64_t entries, table_stride, q_token_stride, q_head_stride, k_block_stride, v_block_stride;
     int64_t tokens, heads, kv_heads, head_dim, block_size, is_bf16, is_first, threads;
     int64_t has_tiles; /* allow_tiles succeeded */
@@ -772,6 +773,7 @@ static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, c
                      group_t *groups, int mode) {
     const int64_t dim = a->head_dim, size = mode == F32 ? 4 : 2;
     const int64_t words = mode >= BF16_PAIRS ? dim / 2 : dim;
+    const int is_empty = a->is_first && !a->sinks;
     int count = 0;
     for (int64_t row = 0, width; row < it->rows; row += width) {
         width = min64(vecs_of(mode), ceil_div(it->rows - row, LANES)) * LANES;
@@ -790,10 +792,10 @@ static int load_rows(const attend_args *a, const entry_t *e, const item_t *it, c
             const int64_t to = row * w->padded + lane;
             if (mode == BF16_WIDE) rows_to_lanes(q, words, w->q + to, width, BF16_WIDE);
             else rows_to_lanes(q, words, w->q + to, width, F32);
-            if (!a->is_first) rows_to_lanes(acc, dim, w->all_acc + to, width, F32);
+            if (!is_empty) rows_to_lanes(acc, dim, w->all_acc + to, width, F32);
         }
         groups[count++] =
-            (group_t){row, width / LANES, w->pos[row], w->pos[row + width - 1], 1, a->is_first};
+            (group_t){row, width / LANES, w->pos[row], w->pos[row + width - 1], 1, is_empty};
     }
     return count;
 }
@@ -1207,9 +1209,10 @@ static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t 
     }
 }
 
-/* Rows that have seen no key. */
+/* Rows that have seen no key, or the sink of their head alone: it comes before all segments, and once. */
 static void start_row(const attend_args *a, int64_t row) {
-    a->row_max[row] = -INFINITY, a->row_sum[row] = 0;
+    a->row_max[row] = a->sinks ? a->sinks[row % a->heads] : -INFINITY;
+    a->row_sum[row] = a->sinks ? 1 : 0;
     memset(a->acc + row * a->head_dim, 0, 4 * (size_t)a->head_dim);
 }
 

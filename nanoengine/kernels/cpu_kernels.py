@@ -22,7 +22,7 @@ from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
-_ATTEND_ARGS = struct.Struct("=13Q16q2Q3q2d")
+_ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q9qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
@@ -104,6 +104,7 @@ class CpuKernels:
         window: int | None = None,
         softcap: float | None = None,
         mass: MassBuffers | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """Fold one chunk into the softmax state of the batch, in place. Raises EngineError.
 
@@ -117,6 +118,7 @@ class CpuKernels:
         window, softcap   as in config.AttentionConfig, of this layer
         mass              if given, and the same for all chunks of a layer, the one with `out` adds
                           to its total what the blocks of all chunks got; only without a window
+        sinks             float32 [heads], contiguous: is_first writes (sink, 1, 0) instead
         """
         k, v = chunk.k, chunk.v
         tokens, heads, head_dim = q.shape
@@ -131,7 +133,7 @@ class CpuKernels:
         )
         packed = _ATTEND_ARGS.pack(
             *(tensor.data_ptr() for tensor in pointed_to),
-            0 if out is None else out.data_ptr(),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (out, sinks)),
             chunk.seq_index.shape[0],
             chunk.block_table.stride()[0],
             *(token_stride, head_stride, k.stride()[0], v.stride()[0]),
@@ -145,7 +147,7 @@ class CpuKernels:
             scale,
             softcap or 0.0,
         )
-        self.tape.call(self._attend, (packed,), pointed_to, out, mass)
+        self.tape.call(self._attend, (packed,), pointed_to, out, mass, sinks)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm.

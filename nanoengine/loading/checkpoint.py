@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.refused import about_folder
+from nanoengine.loading.wrappers import text_names
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import (
     MAX_REASON,
@@ -54,11 +55,17 @@ class CheckpointReader:
     twice. Tensors are views of the mapped file: copy them before writing and before `close`. Files
     are mapped anew from time to time, because pages read so far count as the process's memory while
     they are mapped, beside the weights made from them.
+
+    others: tensors of a wrapper that are not its text model's.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelNotFoundError without safetensors, CorruptModelError for a damaged shard."""
+    def __init__(self, folder: Path, is_wrapped: bool = False) -> None:
+        """is_wrapped: there is a text model with others beside; its tensors get the names that they
+        would have alone. Raises ModelNotFoundError without safetensors, CorruptModelError for a
+        damaged shard.
+        """
         self.folder = folder
+        self.others: set[str] = set()
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         self._parts: dict[str, Part] = {}
@@ -68,6 +75,9 @@ class CheckpointReader:
             for file_name in _shard_names(folder, weight_map):
                 self._open(file_name)
             self._check_index(weight_map)
+            stored = text_names(self._file_of) if is_wrapped else {n: n for n in self._file_of}
+            self._parts = {name: Part(its) for name, its in stored.items()}
+            self.others = self._file_of.keys() - stored.values()
         except ModelLoadError:
             self.close()
             raise
@@ -105,37 +115,36 @@ class CheckpointReader:
                 )
 
     def rename(self, parts: Mapping[str, Part]) -> None:
-        """Give these names to stored tensors, or to parts of them, which lose their own."""
-        self._parts = dict(parts)
+        """Give these names to tensors, or to parts of them, which lose their own."""
+        old = {part.stored: self._parts[part.stored].stored for part in parts.values()}
+        kept = {name: part for name, part in self._parts.items() if name not in old}
+        new = {name: replace(part, stored=old[part.stored]) for name, part in parts.items()}
+        self._parts = kept | new
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
-        return self._file_of.keys() - {part.stored for part in self._parts.values()} | {
-            *self._parts
-        }
+        """Names of all tensors of the model."""
+        return set(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, read from the header only."""
-        part = self._parts.get(name, Part(name))
+        part = self._parts[name]
         shape = tuple(self._slice(part.stored).get_shape())
         return shape if part.index is None else (part.last - part.first, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
         """float32, float16 or bfloat16. Raises UnsupportedModelError for another stored dtype."""
-        name = self._parts.get(name, Part(name)).stored
-        stored = str(self._slice(name).get_dtype())
+        part = self._parts[name]
+        stored = str(self._slice(part.stored).get_dtype())
         if stored not in DTYPES:
             raise UnsupportedModelError(
-                f"{self.folder / self._file_of[name]}: tensor {name!r} is {stored}; "
+                f"{self.folder / self._file_of[part.stored]}: tensor {name!r} is {stored}; "
                 f"supported: {', '.join(DTYPES)}"
             )
         return DTYPES[stored]
 
     def num_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
-        return sum(
-            math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._file_of
-        )
+        """Bytes of all tensors of the model as stored."""
+        return sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._parts)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU and in its stored dtype, mapped from the file."""
@@ -144,15 +153,15 @@ class CheckpointReader:
             for file_name in self._files:
                 self._map(file_name)
             self._num_read = 0
-        part = self._parts.get(name, Part(name))
+        part = self._parts[name]
         tensor: torch.Tensor = self._files[self._file_of[part.stored]].get_tensor(part.stored)
         if part.index is not None:
             tensor = tensor[part.index, part.first : part.last]
         self._num_read += tensor.nbytes
         return tensor
 
-    def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+    def _slice(self, stored: str) -> Any:
+        return self._files[self._file_of[stored]].get_slice(stored)
 
     def close(self) -> None:
         """Close the files. Tensors already returned keep their mapping."""

@@ -18,6 +18,7 @@ from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorab
 from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.wrappers import about_others
 from nanoengine.models.architectures import CHOICE_BIAS, weight_shapes
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
@@ -66,7 +67,8 @@ def load_model(
         dummy = _dummy_source(shapes, device, dtype, seed)
         decoder = Decoder(part, lambda name: shard.take(name, dummy(name), config), device, ops)
         return LoadedModel(config, part, decoder, "random weights", num_bytes)
-    with CheckpointReader(folder) as reader:
+    is_wrapped = bool(config.wrapper)
+    with CheckpointReader(folder, is_wrapped) as reader:
         reader.rename(expert_parts(config, reader))
         check_names(shapes, reader, ignorable_tensors(config))
 
@@ -75,7 +77,10 @@ def load_model(
             return shard.take(name, reader.tensor(name), config).to(device, as_stored)
 
         decoder = Decoder(part, source, device, ops)
-    return LoadedModel(config, part, decoder, describe_weights(folder), num_bytes)
+    stored = describe_weights(folder)
+    if is_wrapped:
+        stored = f"{stored}; {about_others(config.wrapper, reader.others)}"
+    return LoadedModel(config, part, decoder, stored, num_bytes)
 
 
 def _dummy_source(

@@ -15,6 +15,7 @@ from nanoengine.errors import (
 from nanoengine.loading.experts_json import read_experts
 from nanoengine.loading.refused import about_architecture, about_folder, about_quantization
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
+from nanoengine.loading.wrappers import WRAPPERS, text_config
 from nanoengine.models.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -37,13 +38,14 @@ def read_model_config(
 ) -> ModelConfig:
     """Read config.json, generation_config.json and the tokenizer's end token as a ModelConfig.
 
-    RoPE is read in both spellings (`rope_theta` and `rope_scaling`, or `rope_parameters`).
+    A class in WRAPPERS has it under `text_config`. RoPE is read in both spellings (`rope_theta` and
+    `rope_scaling`, or `rope_parameters`).
     max_model_len: the engine's setting, for RoPE kinds that depend on the length.
     Raises ModelNotFoundError without a config.json, CorruptModelError for an unreadable one or
     impossible numbers, UnsupportedModelError for an unknown architecture or setting.
     """
     content = _config_json(folder)
-    name = _architecture(content, supported)
+    name, wrapper = _architecture(content, supported)
     architecture = ARCHITECTURES[name]
     content.fill(architecture.defaults)
     _refuse_settings(content, architecture)
@@ -77,6 +79,7 @@ def read_model_config(
             content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
         ),
         final_logit_softcap=_softcap(content, reads),
+        wrapper=wrapper,
         experts=read_experts(content, architecture.experts, num_layers),
     )
     _check_heads(config, content.path)
@@ -90,16 +93,36 @@ def _config_json(folder: Path) -> CheckedJson:
     raise ModelNotFoundError(f"{folder} has no config.json{about_folder(folder)}")
 
 
-def _architecture(content: CheckedJson, supported: Collection[str]) -> str:
+def _architecture(content: CheckedJson, supported: Collection[str]) -> tuple[str, str]:
+    """The architecture, and the class that wraps it, whose text model `content` becomes; "" if no
+    class does.
+    """
     named = content.get("architectures")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise CorruptModelError(f"{content.path}: 'architectures' must be a list of names")
     for name in named:
         if name in supported:
-            return str(name)
+            return str(name), ""
+        if name in WRAPPERS:
+            return _unwrap(content, name, supported), str(name)
     raise UnsupportedModelError(
         f"{content.path}: {about_architecture(', '.join(named), supported)}"
     )
+
+
+def _unwrap(content: CheckedJson, wrapper: str, supported: Collection[str]) -> str:
+    inner = text_config(content.values)
+    if inner is None:
+        raise CorruptModelError(f"{content.path}: 'text_config' of a {wrapper} must be an object")
+    kind = inner.get("model_type")
+    name = WRAPPERS[wrapper].get(kind, "") if isinstance(kind, str) else ""
+    if name not in supported:
+        raise UnsupportedModelError(
+            f"{content.path}: the text model of this {wrapper} is {shown(kind)}, which is not "
+            f"supported; supported: {', '.join(WRAPPERS[wrapper])}"
+        )
+    content.values = inner
+    return name
 
 
 def _check_heads(config: ModelConfig, path: Path) -> None:

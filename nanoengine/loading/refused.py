@@ -40,11 +40,6 @@ ARCHITECTURES_REFUSED = (
         "run it with transformers",
     ),
     Refusal(
-        r"^Gemma3ForConditionalGeneration",
-        "Gemma 3 for images and text, and only text models are supported",
-        "take google/gemma-3-1b-it or google/gemma-3-270m-it, which are for text only",
-    ),
-    Refusal(
         r"ForConditionalGeneration|VL|Vision|Llava|Omni|Audio|Multimodal|Phi4MM|^clip",
         "a model for images, audio or video beside text, and only text models are supported",
         "take a text model such as Qwen/Qwen3-4B or google/gemma-3-1b-it, or run this one with "

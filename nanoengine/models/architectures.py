@@ -88,7 +88,7 @@ class Architecture:
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
-        "Gemma 3 (270M, 1B)",
+        "Gemma 3",
         norms=NormNames(
             after_attention="post_attention_layernorm",
             before_mlp="pre_feedforward_layernorm",
@@ -107,6 +107,8 @@ ARCHITECTURES = {
             "use_bidirectional_attention": (None, False),
         },
         defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
             "hidden_activation": "gelu_pytorch_tanh",
             "num_key_value_heads": 4,
             "head_dim": 256,

@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -25,6 +26,7 @@ from nanoengine.serving.messages_requests import read_count, read_messages
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from nanoengine.serving.openai_requests import read_request
 from nanoengine.serving.openapi import body_of, request_schema
+from nanoengine.serving.page import PAGE, chat_page
 from nanoengine.serving.refusals import Refusal, told_of
 from nanoengine.serving.report import report
 from nanoengine.serving.responses_answers import ResponsesWriter
@@ -35,7 +37,7 @@ from nanoengine.serving.writers import ChatWriter, CompletionWriter
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application. It has no pages: those of FastAPI load scripts from elsewhere."""
+    """The application, without FastAPI's own pages: they load scripts from elsewhere."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -54,6 +56,7 @@ def make_app(service: Service) -> FastAPI:
     _add_errors(app)
     _add_texts(app, service)
     _add_facts(app, service)
+    _add_page(app, service)
     TokenEndpoints(service).add_to(app)
     options = service.options
     if options.api_key is not None:
@@ -141,6 +144,19 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         stats = await service.llm.stats()
         return Response(service.metrics.text(stats), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_page(app: FastAPI, service: Service) -> None:
+    """The chat page, and what it asks about memory."""
+    page = chat_page()
+
+    @app.get(PAGE, include_in_schema=False)
+    async def chat_in_a_browser() -> Response:
+        return Response(page.body, headers=page.headers, media_type="text/html")
+
+    @app.get("/kv_blocks")
+    async def kv_blocks() -> Response:
+        return json_response(asdict(await service.llm.block_map()))
 
 
 def _add_errors(app: FastAPI) -> None:

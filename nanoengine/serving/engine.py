@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from nanoengine.engine.block_map import BlockMap
 from nanoengine.engine.stats import EngineStats
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
@@ -34,4 +35,5 @@ class Engine(Protocol):
         self, prompt: dict[str, Any], sampling_params: SamplingParams
     ) -> TokenStream: ...
     async def stats(self) -> EngineStats: ...
+    async def block_map(self) -> BlockMap: ...
     async def check_health(self) -> None: ...

@@ -7,6 +7,7 @@ those of time.perf_counter, which on Linux is one clock for all processes. Impor
 from __future__ import annotations
 
 import json
+import traceback
 import types
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, is_dataclass
@@ -86,8 +87,6 @@ def _cause(error: BaseException) -> str:
     """Where an unexpected error was raised, as text."""
     if isinstance(error, EngineError):
         return ""
-    import traceback
-
     return "".join(traceback.format_exception(error))
 
 

@@ -5,7 +5,7 @@ engine_process.py starts it by workers/, and remote_engine.py says what is answe
 {"do": "open", "id", "ids", "salt", "params"}   nothing, or the error of the request
 {"do": "read", "id", "deltas"}                  its deltas, if they are wanted, and its output
 {"do": "close", "id"}                           the request ends, if it has not ended
-{"do": "stats" | "health", "id"}, {"do": "room", "id", "num_prompt", "most"}
+{"do": "stats" | "blocks" | "health", "id"}, {"do": "room", "id", "num_prompt", "most"}
 """
 
 from __future__ import annotations
@@ -172,6 +172,8 @@ class Requests:
         match message["do"]:
             case "stats":
                 return await self._llm.stats()
+            case "blocks":
+                return await self._llm.block_map()
             case "health":
                 return await self._llm.check_health()
             case "room":

@@ -12,9 +12,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoengine.serving.options import ServerOptions
+from nanoengine.serving.page import PAGE
 from nanoengine.serving.refusals import Refusal, told_of
 
-OPEN_PATHS = ("/health", "/ping")  # what a load balancer asks has no key
+OPEN_PATHS = ("/health", "/ping", PAGE)  # load balancers and browsers that open a page have no key
 MIB = 1 << 20
 
 

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from nanoengine.engine.block_map import BlockMap
 from nanoengine.engine.completion import merge_deltas
 from nanoengine.engine.stats import EngineStats
 from nanoengine.errors import EngineClosedError, EngineError
@@ -85,6 +86,10 @@ class RemoteEngine:
     async def stats(self) -> EngineStats:
         """Those of the engine, between two steps."""
         return record(EngineStats, await self._ask(next(self._ids), do="stats"))
+
+    async def block_map(self) -> BlockMap:
+        """Where the blocks of the engine's requests lie, between two steps."""
+        return record(BlockMap, await self._ask(next(self._ids), do="blocks"))
 
     async def check_health(self) -> None:
         """Raise EngineClosedError if the engine failed or was closed, or its process ended."""

@@ -158,7 +158,9 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _chat_templates(folder: Path) -> dict[str, str]:
-    """Templates by name. As in transformers, chat_template.jinja overrides the other file."""
+    """Templates by name. As in transformers, chat_template.jinja overrides the other files; the
+    processor of a model for images may have chat_template.json alone.
+    """
     path = folder / "chat_template.jinja"
     if has_file(path):
         try:
@@ -167,9 +169,12 @@ def _chat_templates(folder: Path) -> dict[str, str]:
             raise CorruptModelError(f"{path} is no UTF-8 text: {error}") from error
         except OSError as error:
             raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
-    path = folder / "tokenizer_config.json"
-    template = read_json_if_any(path).get("chat_template")
-    if template is None:
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        path = folder / name
+        template = read_json_if_any(path).get("chat_template")
+        if template is not None:
+            break
+    else:
         return {}
     if isinstance(template, str):
         return {"default": template}

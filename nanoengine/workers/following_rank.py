@@ -52,6 +52,10 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
         group.close()
 
 
+# Between START and STEP; whatever else comes then, the step does not.
+_OF_A_STEP = (Order.DRAFT, Order.LOGITS, Order.STEP)
+
+
 class FollowingRank:
     """Carries out orders."""
 
@@ -75,6 +79,8 @@ class FollowingRank:
 
     def do(self, order: Order, body: bytes) -> None:
         """Carry out one order."""
+        if order not in _OF_A_STEP:
+            self._end_run()
         match order:
             case Order.START:
                 self._start(decode(body))
@@ -100,9 +106,13 @@ class FollowingRank:
                 raise AssertionError("the KV memory is there")
 
     def _start(self, record: StepRecord) -> None:
-        if self._run is not None:  # of a step that rank 0 was interrupted in
-            self._run.finish()
         self._run = self._memory.start(record.plan.transfers)
+
+    def _end_run(self) -> None:
+        """Of a step that rank 0 was interrupted in, and whose blocks may go to others now."""
+        if self._run is not None:
+            self._run.finish()
+        self._run = None
 
     def _draft(self, record: StepRecord) -> None:
         if self._run is not None:
@@ -110,8 +120,7 @@ class FollowingRank:
         self._forward(record, StepKV.open(record.plan, self._memory))
 
     def _step(self, record: StepRecord) -> None:
-        run = self._run or self._memory.start(record.plan.transfers)
-        self._run = None
+        run, self._run = self._run, None
         if run is not None:
             run.share_cores(True)
         kv = StepKV.open(record.plan, self._memory, run)

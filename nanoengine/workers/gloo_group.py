@@ -65,8 +65,8 @@ class GlooGroup:
 
     def abort(self) -> None:
         self._end = self._end or "it was aborted"
-        if self._gloo is not None:
-            _close_connections(self._gloo, (self.rank + 1) % self.size)
+        if (gloo := self._gloo) is not None:  # another thread may close the group
+            _close_connections(gloo, (self.rank + 1) % self.size)
 
     def close(self) -> None:
         if any(not work.is_completed() for work in self._works):

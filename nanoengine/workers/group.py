@@ -17,7 +17,7 @@ class Group(Protocol):
     """The ranks of one engine, each in a process of its own; rank 0 is in the user's.
 
     All ranks make the same calls in the same order, with the same widths, rows and dtypes. Tensors
-    are on the CPU, of a dtype in DTYPES. Every method but close raises EngineError: on wrong
+    are on the CPU, of a dtype in DTYPES. Gathers and broadcasts raise EngineError: on wrong
     tensors, and once the group was aborted, a rank has died or one did not come in time.
     """
 

@@ -52,13 +52,8 @@ class LeadingDecoder:
         """As Decoder.forward."""
         kv = ctx.kv
         assert isinstance(kv, StepKV)
-        record = StepRecord(
-            kv.plan,
-            tuple(ctx.token_ids.tolist()),
-            tuple(ctx.positions.tolist()),
-            ctx.lengths,
-            may_replay=False,
-        )
+        tokens, positions = tuple(ctx.token_ids.tolist()), tuple(ctx.positions.tolist())
+        record = StepRecord(kv.plan, tokens, positions, ctx.lengths)
         is_draft = kv.run is None and kv.memory.offload is not None
         order = Order.DRAFT if is_draft else Order.STEP
         return self._leader.lead(order, encode(record), lambda: self._decoder.forward(ctx))
@@ -80,10 +75,10 @@ class LeadingMemory(KVMemory):
         super().__init__(spec, device, debug)
 
     def start(self, transfers: StepTransfers) -> TransferRun | None:
-        if transfers.is_none:
-            return super().start(transfers)
+        if self.offload is None:
+            return None
         plan = StepPlan(0, 0, (), (), (), (), transfers)
-        body = encode(StepRecord(plan, (), (), (), may_replay=False))
+        body = encode(StepRecord(plan, (), (), ()))
         return self._leader.lead(Order.START, body, lambda: KVMemory.start(self, transfers))
 
     def copy_block(self, source: int, target: int, num_tokens: int) -> None:

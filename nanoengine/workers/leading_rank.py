@@ -20,7 +20,7 @@ from nanoengine.startup.probe import measure_copy
 from nanoengine.workers.group import Group
 from nanoengine.workers.leading_parts import LeadingDecoder, LeadingMemory
 from nanoengine.workers.orders import Order, spec_to_json
-from nanoengine.workers.processes import SILENCE_S, WorkerProcesses
+from nanoengine.workers.processes import WorkerProcesses
 from nanoengine.workers.rank_setup import (
     MeetingPlace,
     RankSetup,
@@ -30,6 +30,7 @@ from nanoengine.workers.rank_setup import (
 )
 
 ENTRY = "nanoengine.workers.following_rank:main"
+START_S = 120.0  # silence after which a rank that starts counts as stuck
 STEP_S = 300.0  # silence after which a rank at work counts as stuck
 Result = TypeVar("Result")
 
@@ -74,7 +75,7 @@ class LeadingRank:
             raise
         parts = load_parts(self.config, device, RankSharding(0, self.group))
         mine = fingerprint(parts)
-        for rank, theirs in enumerate(self._processes.receive(SILENCE_S), 1):
+        for rank, theirs in enumerate(self._processes.receive(START_S), 1):
             if theirs.decode() != mine:
                 raise ModelLoadError(
                     f"rank {rank} of {self._size} found another model than rank 0 in "
@@ -90,7 +91,7 @@ class LeadingRank:
     def make_memory(self, spec: KVSpec, device: Device, debug: bool) -> KVMemory:
         self._processes.send(Order.MEMORY, json.dumps(spec_to_json(spec)).encode())
         memory = LeadingMemory(spec, device, debug, self)
-        self._processes.receive(SILENCE_S)
+        self._processes.receive(START_S)
         return memory
 
     def link_speeds(self, memory: KVMemory) -> list[float]:

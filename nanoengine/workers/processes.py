@@ -1,5 +1,5 @@
-"""WorkerProcesses: the driver's side. Starts the processes of an engine's other ranks, talks to
-them, watches them, and ends them.
+"""WorkerProcesses: the driver's side. Starts the processes of an engine's other ranks, or that of a
+server's engine, talks to them, watches them, and ends them.
 
 No fork (threads and CUDA do not survive one) and no multiprocessing (it imports the user's program
 again): a worker is a new Python that is told what to run. It has no name, port or file that could
@@ -23,15 +23,10 @@ from nanoengine.errors import EngineClosedError, EngineError
 from nanoengine.workers.channel import HELLO, STOP
 from nanoengine.workers.worker_handle import EXIT_S, Failure, WorkerHandle
 
-SILENCE_S = 120.0  # a worker that starts, and shows no progress for so long, will not
 SEND_S = 120.0  # a worker that does not take a message for so long has stopped
 STOP_S = 5.0  # from each means of ending a worker to the next
 
 logger = logging.getLogger(__name__)
-
-
-def _nothing() -> None:
-    pass
 
 
 class WorkerProcesses:
@@ -48,11 +43,11 @@ class WorkerProcesses:
         count: int,
         hello: Mapping[str, object],
         fds: Sequence[int] = (),
-        on_death: Callable[[], None] = _nothing,
+        on_death: Callable[[], None] = lambda: None,
         name: str = "",
         shares_stderr: bool = False,
     ) -> None:
-        """Start the processes; does not wait for them (`receive` does, with SILENCE_S).
+        """Start the processes; does not wait for them (`receive` does).
 
         entry: "module:function", called in each worker with its Channel and its hello.
         hello: plain JSON values; "rank" is added. fds: descriptors that the workers have under the

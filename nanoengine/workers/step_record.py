@@ -35,21 +35,19 @@ Item = TypeVar("Item")
 class StepRecord:
     """What every rank runs in one step.
 
-    token_ids, positions: one of each row. lengths: as in ForwardContext. may_replay: whether a
-    rank may replay an earlier step of the same layout in its place.
+    token_ids, positions: one of each row. lengths: as in ForwardContext.
     """
 
     plan: StepPlan
     token_ids: tuple[int, ...]
     positions: tuple[int, ...]
     lengths: tuple[tuple[int, int], ...]
-    may_replay: bool
 
 
 def encode(record: StepRecord) -> bytes:
     """The record as little-endian int32. Raises EngineError for a number that does not fit."""
     plan, moves = record.plan, record.plan.transfers
-    numbers = [MAGIC, VERSION, plan.num_tokens, plan.num_rows, moves.is_decode, record.may_replay]
+    numbers = [MAGIC, VERSION, plan.num_tokens, plan.num_rows, moves.is_decode]
     numbers += _rows([(w.row, w.slot, w.offset, w.num_tokens) for w in plan.writes])
     numbers += _list(plan.write_slots)
     numbers.append(len(plan.reads))
@@ -81,8 +79,7 @@ def decode(body: bytes) -> StepRecord:
     found = reader.number(), reader.number()
     if found != (MAGIC, VERSION):
         raise _damaged(f"it begins with {found}, and not with {(MAGIC, VERSION)}")
-    num_tokens, num_rows = reader.number(), reader.number()
-    is_decode, may_replay = reader.flag(), reader.flag()
+    num_tokens, num_rows, is_decode = reader.number(), reader.number(), reader.flag()
     plan = StepPlan(
         num_tokens,
         num_rows,
@@ -106,7 +103,7 @@ def decode(body: bytes) -> StepRecord:
     reader.refuse_rest()
     if len(token_ids) != len(positions):
         raise _damaged(f"it has {len(token_ids)} tokens at {len(positions)} positions")
-    return StepRecord(plan, token_ids, positions, lengths, may_replay)
+    return StepRecord(plan, token_ids, positions, lengths)
 
 
 def _list(numbers: Collection[int]) -> tuple[int, ...]:

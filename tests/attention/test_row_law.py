@@ -33,7 +33,13 @@ BLOCK_SIZES = (8, 16, 64, 256, 272, 600)
 State = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def attended(kernels: CpuKernels, batch: Batch, window: int | None, softcap: float | None) -> State:
+def attended(
+    kernels: CpuKernels,
+    batch: Batch,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> State:
     """The softmax state after all keys, and the attention."""
     tokens, heads, head_dim = batch.q.shape
     shapes = (tokens, heads), (tokens, heads), (tokens, heads, head_dim)
@@ -50,6 +56,7 @@ def attended(kernels: CpuKernels, batch: Batch, window: int | None, softcap: flo
         out=out,
         window=window,
         softcap=softcap,
+        sinks=sinks,
     )
     return state.row_max, state.row_sum, state.acc, out.float()
 
@@ -66,11 +73,13 @@ def assert_pieces_move_no_bit(
     rng: random.Random,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
-    want = bits(attended(kernels, batch, window, softcap))
+    what = window, softcap, sinks
+    want = bits(attended(kernels, batch, *what))
     for piece, rows in in_pieces(batch, sizes, rng):
         torch.set_num_threads(rng.choice([1, 2, 3]))
-        for got, whole in zip(bits(attended(kernels, piece, window, softcap)), want, strict=True):
+        for got, whole in zip(bits(attended(kernels, piece, *what)), want, strict=True):
             assert torch.equal(got, whole[rows]), f"pieces of {piece.q_lens} rows"
 
 
@@ -97,7 +106,8 @@ def test_the_rows_of_a_call_move_no_bit(build_folder: Path, built_as: str, seed:
     )
     window = rng.choice((None, None, 1, 20, 100, 300))
     softcap = rng.choice((None, None, 5.0))
-    assert_pieces_move_no_bit(kernels, batch, PIECES, rng, window, softcap)
+    sinks = rng.choice((None, batch.q[0, :, 0].float() * 3))
+    assert_pieces_move_no_bit(kernels, batch, PIECES, rng, window, softcap, sinks)
 
 
 # Emulated instructions are those of bfloat16: float32 is computed as in the native build.

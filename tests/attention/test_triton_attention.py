@@ -71,11 +71,14 @@ def context(batch: Batch, chunks: list[KVChunk]) -> ForwardContext:
 TENSORS = ("k", "v", "seq_index", "first_block", "num_blocks", "block_table")
 
 
-def attend(batch: Batch, chunks: list[KVChunk], window: int | None = None) -> Tensor:
+def attend(
+    batch: Batch, chunks: list[KVChunk], window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     head_dim = batch.q.shape[-1]
     config = AttentionConfig(head_dim, windows=(window,))
     backend = TritonAttention(config, batch.q.dtype, DEVICE)
-    return backend.run(0, batch.q.to(DEVICE), context(batch, chunks)).cpu()
+    sinks = None if sinks is None else sinks.to(DEVICE)
+    return backend.run(0, batch.q.to(DEVICE), context(batch, chunks), sinks).cpu()
 
 
 # "mixed" runs all kernels: by default the other lengths are in float32 alone.
@@ -121,9 +124,10 @@ def test_the_rows_of_a_call_move_no_bit(
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_any_rows)
     monkeypatch.setattr(triton_attention, "PARTITION", 128)
     batch = make_batch((26, 2, 20), (160, 300, 140), dtype=torch.float32, **shape)
-    want, sizes = attend(batch, whole(batch), window), set()
+    sinks = torch.randn(batch.q.shape[1]) * 3 if window else None
+    want, sizes = attend(batch, whole(batch), window, sinks), set()
     for piece, rows in in_pieces(batch, (1, 2, 5, 18), random.Random(1)):
-        got = attend(piece, split(piece, len(rows)), window)
+        got = attend(piece, split(piece, len(rows)), window, sinks)
         assert torch.equal(got, want[rows]), f"pieces of {piece.q_lens} rows"
         sizes.update(piece.q_lens)
     assert {1, 2, 5, 18} <= sizes
@@ -244,8 +248,8 @@ T = "*bf16"
 INDEX = dict.fromkeys(
     "tiles seq_index first_block num_blocks table query_start kv_lens part_start".split(), "*i32"
 )
-STATE = "state_max state_sum state_acc part_max part_sum part_acc kept_max kept_sum mass cos sin"
-STATE = dict.fromkeys(STATE.split(), "*fp32")
+STATE = "state_max state_sum state_acc part_max part_sum part_acc kept_max kept_sum mass cos"
+STATE = dict.fromkeys([*STATE.split(), "sin", "sinks"], "*fp32")
 VALUES = dict.fromkeys("q k v out x residual weight pool gate_up".split(), T)
 SLOTS = {"k_slots": "*i64", "v_slots": "*i64"}
 NUMBERS = {"scale": "fp32", "eps": "fp32"}
@@ -259,7 +263,7 @@ MERGE |= dict(WINDOW=0, LONGEST=0)
 for function, constants, options in (
     (
         triton_attention_kernels.prefill,
-        SHAPE | NO_MASS | {"ROWS": 128},
+        SHAPE | NO_MASS | {"ROWS": 128, "sinks": None},
         {"num_warps": 8, "num_stages": 2},
     ),
     (triton_attention_kernels.prefill, SHAPE | {"ROWS": 128}, {"num_warps": 8, "num_stages": 2}),
@@ -282,7 +286,7 @@ for function, constants, options in (
     (triton_attention_kernels.merge, MERGE, {"num_warps": 2}),
     (
         triton_attention_kernels.merge,
-        MERGE | NO_MASS | {"WINDOW": 1000, "LONGEST": 2000},
+        MERGE | NO_MASS | {"WINDOW": 1000, "LONGEST": 2000, "sinks": None},
         {"num_warps": 2},
     ),
     (

@@ -74,13 +74,15 @@ class FailingAttention:
         self.inner, self.name = inner, "failing"
         self.layer, self.after_chunks, self.has_failed = layer, after_chunks, False
 
-    def run(self, layer: int, q: Tensor, ctx: ForwardContext) -> Tensor:
+    def run(
+        self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
+    ) -> Tensor:
         if layer == self.layer and not self.has_failed:
             self.has_failed = True
             for _ in itertools.islice(self._read(layer, ctx), self.after_chunks):
                 pass
             raise Boom
-        out: Tensor = self.inner.run(layer, q, ctx)
+        out: Tensor = self.inner.run(layer, q, ctx, sinks)
         return out
 
     def _read(self, layer: int, ctx: ForwardContext) -> Iterable[KVChunk]:

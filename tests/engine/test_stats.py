@@ -1,4 +1,6 @@
-"""llm.stats(): the blocks of both tiers add up, and what is counted is what happened."""
+"""llm.stats() and llm.block_map(): the blocks of both tiers add up, and what is counted is what
+happened.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from driver import host_gib
 
 from nanoengine import LLM, AsyncLLM, EngineClosedError, SamplingParams
 from nanoengine.engine import progress
+from nanoengine.engine.block_map import RequestBlocks
 from nanoengine.engine.stats import EngineStats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -61,6 +64,52 @@ def test_both_tiers(tiny: Callable[[str], Path], mode: str) -> None:
         assert f"{hit.num_cached_tokens} of 160 prompt tokens were found" in text
         llm.reset_prefix_cache()
         assert llm.stats().device.num_free == 6
+
+
+def count(blocks: RequestBlocks, *places: str) -> int:
+    return sum(number for place, number in blocks.runs if place in places)
+
+
+@pytest.mark.parametrize("mode", ["stream", "in_place"])
+def test_where_the_blocks_of_requests_lie(tiny: Callable[[str], Path], mode: str) -> None:
+    """The map counts what the tiers' own counts say. A prompt of 10 blocks where 6 are on the
+    device.
+    """
+    path = tiny("llama")
+    with LLM(path, **offload(path, mode)) as llm:
+        assert llm.block_map().requests == ()
+        with llm.stream([5] * 80, GREEDY) as stream:
+            next(stream)
+            at_work = llm.block_map()
+        assert llm.block_map().requests == ()
+    (blocks,) = at_work.requests
+    assert (blocks.status, blocks.num_prompt_tokens, blocks.num_computed) == ("running", 80, 80)
+    assert blocks.is_streamed is (mode == "stream")
+    assert sum(number for _, number in blocks.runs) == 10
+    assert blocks.runs[0][0] in ("device", "both") and count(blocks, "host") > 0
+    use, host = at_work.stats.device, at_work.stats.host
+    assert count(blocks, "device", "both", "moving") == use.num_used <= 6
+    assert count(blocks, "both", "moving", "host") == host.num_used
+    assert (at_work.block_size, at_work.block_bytes) == (8, 8 * 3 * 2 * 2 * 16 * 4)
+
+
+def test_blocks_on_their_way(tiny: Callable[[str], Path]) -> None:
+    """A copy to the host that has not ended shows as such; the check of a block's copies is that of
+    the reads.
+    """
+    path = tiny("llama")
+    with LLM(path, **offload(path, "stream")) as llm:
+        llm.generate([5] * 80, GREEDY, use_tqdm=False)
+        stream = llm.stream([5] * 40, GREEDY)  # finds blocks on the host, which go to the device
+        next(stream)
+        stored = llm.llm_engine.kv.memory.offload.stored
+        ended = llm.block_map().requests[0]
+        stored.host = {slot: [SimpleNamespace(is_done=lambda: False)] for slot in stored.host}
+        begun = llm.block_map().requests[0]
+        stored.host = {}
+        stream.close()
+    assert count(ended, "moving") == 0 < count(ended, "both")
+    assert count(begun, "moving") == count(ended, "both")
 
 
 def test_one_tier_and_a_closed_engine(tiny: Callable[[str], Path]) -> None:

@@ -116,11 +116,16 @@ class TinyModel:
     # tokenizer_config.json: both must load.
     template_in_own_file: bool = False
 
+    @property
+    def _config(self) -> dict[str, Any]:
+        """Those of a model for images and text are under `text_config`."""
+        return self.settings if "text_config" in self.settings else COMMON | self.settings
+
     def __call__(self, folder: Path) -> None:
         """Build the model and save it, its tokenizer and its generation settings into `folder`."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            model = self.model_class(self.config_class(**COMMON | self.settings)).eval()
+            model = self.model_class(self.config_class(**self._config)).eval()
             _randomize_vectors(model)
         model.generation_config = GenerationConfig(bos_token_id=BOS_ID, eos_token_id=EOS_IDS)
         model.save_pretrained(folder, **self.saved_as)

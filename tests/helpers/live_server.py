@@ -122,6 +122,16 @@ def request_bytes(path: str, body: Any, key: str | None = None) -> bytes:
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
+def read_stream(link: socket.socket) -> bytes:
+    """All until a stream's end."""
+    found = b""
+    while b"\r\n0\r\n\r\n" not in found:
+        part = link.recv(65536)
+        assert part, found
+        found += part
+    return found
+
+
 def events_of(data: bytes) -> list[Any]:
     """The JSON of all events but the last, which must be DONE; comments are left out."""
     parts = [part for part in data.decode().split("\n\n") if part and not part.startswith(":")]

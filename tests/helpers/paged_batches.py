@@ -37,15 +37,20 @@ class Batch:
     def query_start(self) -> Tensor:
         return int32([0, *torch.tensor(self.q_lens).cumsum(0).tolist()])
 
-    def reference(self, window: int | None = None, softcap: float | None = None) -> Tensor:
+    def reference(
+        self,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Causal attention in float64 over the same inputs."""
-        each = zip(self.weights(window, softcap), self.values, strict=True)
+        each = zip(self.weights(window, softcap, sinks), self.values, strict=True)
         return torch.cat([torch.einsum("hqk,khd->qhd", p, self._of_heads(v)) for p, v in each])
 
-    def mass(self, softcap: float | None = None) -> Tensor:
+    def mass(self, softcap: float | None = None, sinks: Tensor | None = None) -> Tensor:
         """The weights that each block gets, float64 [sequences, most blocks]."""
         total = torch.zeros(len(self.tables), max(map(len, self.tables)), dtype=torch.float64)
-        for row, weights in zip(total, self.weights(softcap=softcap), strict=True):
+        for row, weights in zip(total, self.weights(None, softcap, sinks), strict=True):
             for block, part in zip(row, weights.split(self.block_size, -1), strict=False):
                 block += part.sum()
         return total
@@ -53,8 +58,14 @@ class Batch:
     def _of_heads(self, x: Tensor) -> Tensor:
         return x.double().repeat_interleave(self.q.shape[1] // x.shape[1], 1)
 
-    def weights(self, window: int | None = None, softcap: float | None = None) -> Iterator[Tensor]:
+    def weights(
+        self,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Iterator[Tensor]:
         """Of each sequence, what each query gives to each key: float64 [heads, queries, keys]."""
+        sink = torch.full((self.q.shape[1],), -torch.inf) if sinks is None else sinks
         for q, keys in zip(self.q.split(self.q_lens), self.keys, strict=True):
             k = self._of_heads(keys)
             scores = torch.einsum("qhd,khd->hqk", q.double(), k) * self.scale
@@ -64,7 +75,8 @@ class Batch:
             scores.masked_fill_(torch.arange(len(k)) > limit, -torch.inf)
             if window is not None:
                 scores.masked_fill_(torch.arange(len(k)) <= limit - window, -torch.inf)
-            yield scores.softmax(-1)
+            last = sink.double()[:, None, None].expand(-1, len(q), 1)
+            yield torch.cat((scores, last), -1).softmax(-1)[..., :-1]
 
 
 def make_batch(

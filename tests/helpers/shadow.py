@@ -26,11 +26,13 @@ from nanoengine.config import EngineConfig
 from nanoengine.context import KVChunk
 from nanoengine.devices.copy_streams import Convert, Event, InlineStream, WorkerEvent, WorkerStream
 from nanoengine.devices.cpu import CpuDevice
+from nanoengine.devices.device import Device
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.scheduler import Scheduler
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.host_pool import HostPool
 from nanoengine.kv.kv_cache import HybridKVCacheManager
+from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.open_step import OpenStep
 from nanoengine.kv.step_kv import StepKV
@@ -237,7 +239,14 @@ class ShadowEngine:
         self.cpu = HeldDevice() if held else CpuDevice(1, self._has_threads, self.max_delay_s)
         self.device = CheckedDevice(self.cpu)
         reserve = self.config.decode_reserve_blocks
-        self.kv = HybridKVCacheManager(spec, self.device, self.prefix_caching, reserve, debug=True)
+        self.kv = HybridKVCacheManager(
+            spec,
+            self.device,
+            self.prefix_caching,
+            reserve,
+            debug=True,
+            make_memory=self.make_memory,
+        )
         self.scheduler = Scheduler(
             self.config, self.kv, self.config.max_num_batched_tokens, self.stream_blocks_per_step
         )
@@ -248,6 +257,10 @@ class ShadowEngine:
         self._hashes: dict[int, list[int]] = {}  # of each unfinished sequence
         self._content: dict[Block, list[int]] = {}  # what each reachable block must hold
         self._misread: set[int] = set()  # who read anything else in this step, by place in it
+
+    def make_memory(self, spec: KVSpec, device: Device, debug: bool) -> KVMemory:
+        """See Ranks.make_memory; here there is one rank."""
+        return KVMemory(spec, device, debug)
 
     # -- requests
 
@@ -366,8 +379,7 @@ class ShadowEngine:
             hashes = [self._hashes_of(item) for item in batch.items]
             each = zip(batch.items, hashes, strict=True)
             fresh = [h for item, all_of_it in each for h in all_of_it[item.start :]]
-            for layer in range(NUM_LAYERS):
-                self._layer(layer, step.kv, fresh, hashes, fail_at)
+            self.forward(step.kv, fresh, hashes, fail_at)
             self.report(step.block_mass)
             step.mark_written()
         finally:
@@ -378,6 +390,17 @@ class ShadowEngine:
             for item, all_of_it in each
             for h in all_of_it[len(all_of_it) - item.num_samples :]
         ]
+
+    def forward(
+        self,
+        kv: StepKV,
+        fresh: list[int],
+        hashes: list[list[int]],
+        fail_at: tuple[int, int] | None,
+    ) -> None:
+        """All layers of a step. fresh: hashes of its tokens; hashes: all that each item reads."""
+        for layer in range(NUM_LAYERS):
+            self._layer(layer, kv, fresh, hashes, fail_at)
 
     def draft(
         self, batch: ScheduledBatch, step: OpenStep, fail_at: tuple[int, int] | None
@@ -463,11 +486,14 @@ class ShadowEngine:
         self._check_queues()
         self._learn()
         self._check_cache()
-        if self.kv.memory.pool.numel():  # not closed
-            self._check_tier(self.kv.memory.pool, on_host=False)
-            is_still = self.copies == "inline" or (self.copies == "held" and not self.num_held)
-            if self.kv.memory.offload and (settled or is_still):
-                self._check_tier(host_content(self.kv.memory.offload.host), on_host=True)
+        is_still = self.copies == "inline" or (self.copies == "held" and not self.num_held)
+        self._check_memory(self.kv.memory, settled or is_still)
+
+    def _check_memory(self, memory: KVMemory, is_still: bool) -> None:
+        if memory.pool.numel():  # not closed
+            self._check_tier(memory.pool, on_host=False)
+            if memory.offload and is_still:
+                self._check_tier(host_content(memory.offload.host), on_host=True)
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         """What the scheduler may plan; an empty step only when there is nothing to do."""
@@ -595,5 +621,5 @@ def rows(hashes: list[int], layer: float) -> Tensor:
 
 def check_record(plan: StepPlan) -> None:
     """What other ranks read of a step is what rank 0 planned."""
-    record = StepRecord(plan, (), (), (), may_replay=False)
+    record = StepRecord(plan, (), (), ())
     assert decode(encode(record)) == record

@@ -69,7 +69,8 @@ class DraftingEngine(ShadowEngine):
         self, batch: ScheduledBatch, step: OpenStep, fail_at: tuple[int, int] | None
     ) -> ScheduledBatch:
         """The batch with its drafts, as Drafter and Drafts make it."""
-        assert self.adversary is not None
+        if self.adversary is None:
+            return super().draft(batch, step, fail_at)
         before, moved = self._counted(), replace(self.kv.counters)
         self._loading = {load.device_slot for load in step.kv.plan.transfers.loads}
         made: dict[int, list[int]] = {}
@@ -86,7 +87,9 @@ class DraftingEngine(ShadowEngine):
 
     def report(self, mass: Tensor | None) -> None:
         """What attention says of the step that has just run."""
-        if mass is not None and self.adversary is not None:
+        if self.adversary is None:
+            super().report(mass)
+        elif mass is not None:
             self.adversary.report(mass)
 
     def _counted(self) -> list[tuple[int, list[int]]]:
@@ -110,15 +113,22 @@ class DraftingEngine(ShadowEngine):
             assert position == batch.items[index].start + number, "a draft at a wrong position"
             assert len(known) + number == position + 1, "drafts begin with the newest token"
             chains.append([*known, *extended(known, made.setdefault(index, []))])
-        for layer in range(NUM_LAYERS):
-            keys = rows([chain[-1] for chain in chains], layer + MARK)
-            one.kv.target(layer).store(keys, -keys)
-            if fail_at == (layer, number):
-                raise Boom("draft")
-            self._check_reads(batch, one, layer, chains)
+        fails_in = fail_at[0] if fail_at is not None and fail_at[1] == number else None
+        self.draft_forward(batch, one, chains, fails_in)
         for index, chain in zip(one.items, chains, strict=True):
             made[index].append(self.adversary.draft(next_token(chain[-1])))
             self.adversary.counts["drafts"] += 1
+
+    def draft_forward(
+        self, batch: ScheduledBatch, one: DraftStep, chains: list[list[int]], fails_in: int | None
+    ) -> None:
+        """All layers of a draft. chains: the hashes of each row's tokens; fails_in: a layer."""
+        for layer in range(NUM_LAYERS):
+            keys = rows([chain[-1] for chain in chains], layer + MARK)
+            one.kv.target(layer).store(keys, -keys)
+            if fails_in == layer:
+                raise Boom("draft")
+            self._check_reads(batch, one, layer, chains)
 
     def _check_reads(
         self, batch: ScheduledBatch, one: DraftStep, layer: int, chains: list[list[int]]

@@ -20,7 +20,7 @@ ECHO, DIE, RAISE, OURS, SLEEP, GARBAGE, TALK, FACTS, RETURN = range(FIRST_KIND, 
 def echo(channel: Channel, hello: dict[str, Any]) -> None:
     """Does what each request says on the ranks hello["bad"], or on rank 1; others send it back."""
     for kind, body in channel.requests():
-        if kind != ECHO and hello["rank"] not in (hello.get("bad", [1])):
+        if kind != ECHO and hello["rank"] not in hello.get("bad", [1]):
             kind = ECHO
         if kind == RETURN:
             return

@@ -23,7 +23,7 @@ import nanoengine
 from nanoengine import errors
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = (".py", ".c", ".h", ".typed")
+SHIPPED = (".py", ".c", ".h", ".typed", ".html", ".css", ".js")
 PIN = re.compile(r"([a-z0-9]+(?:-[a-z0-9]+)*)==([0-9]+(?:\.[0-9a-z]+)*)")
 
 
@@ -112,7 +112,7 @@ def test_every_requirement_is_pinned_within_its_range(
 ) -> None:
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"]]
-    for name in ("test", "dev", "server", "clients", "ray"):
+    for name in ("test", "dev", "server", "clients", "ray", "browser"):
         wanted += extras[name]
     for text in wanted:
         requirement = Requirement(text)

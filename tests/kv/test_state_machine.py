@@ -5,7 +5,7 @@ steps, aborts, preempts, evicts, resets, fails steps and copies, and lets copies
 late as events allow. shadow.py is the engine: the real scheduler and KV manager over hashes for
 keys; shadow_drafts.py drafts for it, rightly and wrongly. After every call all that
 docs/kv_offload.md promises must hold (ShadowEngine.check), and at the end every answer must be
-right and everything must be free.
+right and everything must be free. Some programs run on two ranks (shadow_ranks.py).
 
     python tests/kv/test_state_machine.py --minutes 20 [--json FILE]    new seeds for so long
     python tests/kv/test_state_machine.py --seed 3 --mode stream        one, with a minimal program
@@ -45,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 from shadow import COPIES, NUM_LAYERS, VOCAB, Boom, HeldDevice, ShadowEngine, answer
 from shadow_drafts import Adversary, DraftingEngine
+from shadow_ranks import RankedEngine
 
 from nanoengine import PromptTooLongError
 from nanoengine.kv import block_manager, host_pool
@@ -64,6 +65,7 @@ class Shape:
     stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
     blocks. digests: how many different ones there are (None: as many as xxh3 has). most_drafts: of
     a sequence and step; draft_seed: of all that is drawn for them. least_run_bytes: see KVSpec.
+    other_copies: of a second rank, which there is not if it is "".
     """
 
     copies: str
@@ -86,10 +88,16 @@ class Shape:
     most_drafts: int
     draft_seed: int
     least_run_bytes: int
+    other_copies: str
 
     def make(self) -> ShadowEngine:
         drafts = Adversary(self.draft_seed, self.most_drafts) if self.most_drafts else None
-        return (partial(DraftingEngine, adversary=drafts) if drafts else ShadowEngine)(
+        kind: Callable[..., ShadowEngine] = ShadowEngine
+        if self.other_copies:
+            kind = partial(RankedEngine, adversary=drafts, other_copies=self.other_copies)
+        elif drafts:
+            kind = partial(DraftingEngine, adversary=drafts)
+        return kind(
             self.device_blocks,
             self.host_blocks,
             self.ring_slots,
@@ -142,6 +150,7 @@ def shapes(mode: str) -> st.SearchStrategy[Shape]:
         most_drafts=one_of(0, 3, 6, 9) if streams else st.just(0),
         draft_seed=ANY,
         least_run_bytes=one_of(0, 100, 1 << 20) if streams else st.just(0),
+        other_copies=one_of("", "", "", "inline" if resident else "held"),
     )
 
 
@@ -386,10 +395,10 @@ class Machine(RuleBasedStateMachine):
         self.tally[f"evicted: {copy}"] += 1
 
     @precondition(lambda self: self.mode != "resident")
-    @rule(stream=one_of("h2d", "d2h"), number=st.integers(1, 12))
-    def fail_copy(self, stream: str, number: int) -> None:
+    @rule(stream=ANY, number=st.integers(1, 12))
+    def fail_copy(self, stream: int, number: int) -> None:
         """A copy to come fails: whoever needs it ends with an error, the others do not notice."""
-        self.engine.faults[stream].arm(number)
+        self.chosen([*self.engine.faults.values()], stream).arm(number)
         self.step(2)
 
     @rule(how=one_of("settle", "settle", "reset", "reset", "finish"))
@@ -482,7 +491,7 @@ class Machine(RuleBasedStateMachine):
         self.tally["preemptions"] += sum(seq.metrics.num_preemptions for seq in seqs)
         self.tally["prefix hits"] += sum(seq.num_cached > 0 for seq in seqs)
         self.tally.update(self.engine.num_moved)
-        if isinstance(self.engine, DraftingEngine):
+        if isinstance(self.engine, DraftingEngine) and self.engine.adversary is not None:
             self.tally.update(self.engine.adversary.counts)
 
     @staticmethod

@@ -28,9 +28,9 @@ KINDS = {
         "falcon-h1 NemotronHForCausalLM RwkvForCausalLM MiniMaxForCausalLM"
     ),
     "only text models are supported": (
-        "Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration clip InternVLChatModel "
+        "Gemma4ForConditionalGeneration clip InternVLChatModel "
         "Qwen2_5_VLForConditionalGeneration qwen2vl Qwen3VLMoeForConditionalGeneration "
-        "Qwen3_5ForConditionalGeneration Mistral3ForConditionalGeneration Phi4MMForCausalLM "
+        "Qwen3_5ForConditionalGeneration Phi4MMForCausalLM "
         "LlavaForConditionalGeneration MllamaForConditionalGeneration"
     ),
     "an encoder with a decoder": "T5ForConditionalGeneration WhisperForConditionalGeneration",

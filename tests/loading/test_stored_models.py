@@ -75,11 +75,11 @@ def test_a_checkpoint_of_the_hub_is_listed_with_its_size(hub: Path, tiny: Tiny) 
 
 def test_what_does_not_run_says_why(hub: Path, tiny: Tiny) -> None:
     config = (tiny("llama") / "config.json").read_bytes()
-    other = json.dumps(json.loads(config) | {"architectures": ["MixtralForCausalLM"]}).encode()
+    other = json.dumps(json.loads(config) | {"architectures": ["DbrxForCausalLM"]}).encode()
     index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}).encode()
     for name, files, problem in (
         ("config", {"config.json": config}, "are not downloaded; loading it does"),
-        ("other", {"config.json": other, "m.safetensors": b""}, "MixtralForCausalLM"),
+        ("other", {"config.json": other, "m.safetensors": b""}, "DbrxForCausalLM"),
         ("bin", {"config.json": config, "pytorch_model.bin": b""}, "pytorch_model.bin), which are"),
         ("gguf", {"x.gguf": b""}, "has no config.json; give the file itself: "),
         ("both", {"config.json": config, "x.gguf": b""}, "give the file itself: "),

@@ -195,7 +195,7 @@ def test_keys_are_read_as_transformers_does(tmp_path: Path, changes: dict[str, A
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "Gemma3nForConditionalGeneration"),
         ({"hidden_activation": "silu"}, "'hidden_activation' is 'silu'"),
         ({"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -90,17 +90,17 @@ static void *some_numbers(int64_t count, int is_bf16) {
 
 static int results = 0, differing = 0;
 
-/* Results of one thread and of two. */
+/* Results of one thread and of several. */
 static void expect_same(const char *what, const void *one, const void *two, int64_t bytes) {
     results++;
     if (memcmp(one, two, (size_t)bytes) == 0) return;
-    printf("%s: other bits on two threads than on one\n", what);
+    printf("%s: other bits on several threads than on one\n", what);
     differing++;
 }
 
 /* The exit code of main, which tells on which build this was. */
 static int conclude(const char *isa, int has_tiles) {
-    printf("%d of %d results have the same bits on one thread and on two (%s%s)\n",
+    printf("%d of %d results have the same bits on one thread and on several (%s%s)\n",
            results - differing, results, isa, has_tiles ? ", AMX" : "");
     return differing > 0;
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from live_server import SETTINGS
 
@@ -20,24 +21,10 @@ pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 async def ask(app: Any, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     """Status and JSON of one request, given to the application itself."""
-    sent: list[MutableMapping[str, Any]] = []
-    gone = asyncio.Event()
-    messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-    async def receive() -> MutableMapping[str, Any]:
-        if not messages:
-            await gone.wait()
-        return messages.pop()
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        sent.append(message)
-
-    headers = [(b"content-type", b"application/json")]
-    scope = {"type": "http", "http_version": "1.1", "method": method, "path": path}
-    scope |= {"raw_path": path.encode(), "query_string": b"", "headers": headers, "root_path": ""}
-    await app(scope, receive, send)
-    data = b"".join(message.get("body", b"") for message in sent[1:])
-    return sent[0]["status"], json.loads(data or b"null")
+    transport = httpx2.ASGITransport(app=app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://x") as client:
+        answer = await client.request(method, path, json=body)
+    return answer.status_code, json.loads(answer.content or b"null")
 
 
 def test_the_application_answers_while_it_lives(tiny: Callable[[str], Path]) -> None:

@@ -4,7 +4,6 @@ however it ends.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import SETTINGS, LiveServer, live_server, until
+from live_server import SETTINGS, LiveServer, live_server, read_stream, request_bytes, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoengine import AsyncLLM
@@ -167,7 +166,7 @@ def test_a_process_that_is_killed(tiny: Callable[[str], Path]) -> None:
             begin = time.monotonic()
             until(lambda: server.get("/health")[0] == 503)
             assert time.monotonic() - begin < 1
-            rest = read_to_done(link)
+            rest = read_stream(link)
         assert b'"type": "server_error"' in rest.replace(b'":"', b'": "'), rest
         status, body = server.post(COMPLETIONS, prompt="a")
         assert (status, body["error"]["code"]) == (503, "engine_closed")
@@ -176,15 +175,6 @@ def test_a_process_that_is_killed(tiny: Callable[[str], Path]) -> None:
         pid = server.llm.pid
     assert not Path(f"/proc/{pid}").exists()
     assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
-def read_to_done(link: socket.socket) -> bytes:
-    found = b""
-    while b"[DONE]" not in found:
-        data = link.recv(65536)
-        assert data, found
-        found += data
-    return found
 
 
 def test_an_error_of_the_start_is_that_without(tiny: Callable[[str], Path]) -> None:
@@ -227,15 +217,14 @@ def test_signals_end_it_with_status_0(tiny: Callable[[str], Path]) -> None:
         port = int(lines[-1].rpartition(":")[2].removesuffix("/v1\n"))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert children
-        body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": True, **GREEDY}).encode()
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        body = {"prompt": "a", "max_tokens": 500, "stream": True, **GREEDY}
         with socket.create_connection(("127.0.0.1", port), timeout=60) as link:
-            link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            link.sendall(request_bytes(COMPLETIONS, body))
             assert link.recv(15) == b"HTTP/1.1 200 OK"
             begin = time.monotonic()
             for pid in (process.pid, *map(int, children)):
                 os.kill(pid, signal.SIGTERM)
-            rest = read_to_done(link)
+            rest = read_stream(link)
         assert process.wait(60) == 0
         assert time.monotonic() - begin < 10
         assert process.stderr.read() == "stopped\n"

@@ -18,10 +18,11 @@ import pytest
 from driver import assert_all_free, break_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_server import SETTINGS
+from live_server import PATIENCE_S, SETTINGS
 
 from nanoengine import AsyncLLM, SamplingParams
 from nanoengine import errors as our_errors
+from nanoengine.engine.block_map import BlockMap, RequestBlocks
 from nanoengine.engine.stats import EngineStats, TierUse
 from nanoengine.errors import EngineClosedError, EngineError, InvalidPromptError, TransferError
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
@@ -39,7 +40,6 @@ from nanoengine.serving.remote_engine import RemoteEngine
 
 PROMPT = {"prompt_token_ids": [5, 6, 7], "prompt": "abc", "cache_salt": "s"}
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-PATIENCE_S = 60.0
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
@@ -358,6 +358,9 @@ def test_statistics_go_through() -> None:
     stats = EngineStats(("a", "b"), use, None, *range(13), {5: 6, 128: 7})
     for each in (stats, replace(stats, host=use)):
         assert through(EngineStats, each) == each
+    blocks = RequestBlocks(3, "running", 4, 5, 5, True, 2, 1, (("device", 2), ("host", 70)))
+    each = BlockMap(1.5, 16, 1 << 20, stats, (blocks, blocks))
+    assert through(BlockMap, each) == each
 
 
 def test_errors_go_through() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from driver import break_engine
-from live_server import LiveServer, events_of, live_server, request_bytes, until
+from live_server import LiveServer, events_of, live_server, read_stream, request_bytes, until
 
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
 
@@ -65,13 +65,13 @@ def rest_of(link: socket.socket) -> bytes:
     return b"".join(iter(lambda: link.recv(65536), b""))
 
 
-def test_the_key_guards_all_but_health(server: LiveServer) -> None:
+def test_the_key_guards_all_but_health_and_the_page(server: LiveServer) -> None:
     for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
         status, error = server.get(path)
         assert (status, error["error"]["code"]) == (401, "invalid_api_key")
         for wrong in ("Bearer secre", "Bearer", "Basic secret", "secret", "Bearer \xe9"):
             assert server.get(path, Authorization=wrong)[0] == 401
-    assert server.get("/health")[0] == server.get("/ping")[0] == 200
+    assert {server.ask("GET", path)[0] for path in ("/health", "/ping", "/")} == {200}
     assert server.get("/v1/models", Authorization="bearer secret")[0] == 200
     assert server.get("/v1/models", x_api_key="secret")[0] == 200
 
@@ -169,7 +169,7 @@ def test_a_stream_that_waits_gets_comments_and_a_slow_queue_ends_it(
             assert first.recv(100)
             with server.connect(COMPLETIONS, **LONG, stream=True) as second:
                 slow_down(server, 0.05)
-                found = read_all(second)
+                found = read_stream(second)
         body = found.partition(b"\r\n\r\n")[2]
         assert body.count(b": waiting\n\n") >= 2
         assert b"waited 0.5 s" in body and b"queue_timeout" in body
@@ -194,16 +194,6 @@ def slow_down(server: LiveServer, seconds: float) -> None:
     server.on_engine(change)
 
 
-def read_all(link: socket.socket) -> bytes:
-    """All until a stream's end."""
-    data = b""
-    while b"\r\n0\r\n\r\n" not in data:
-        part = link.recv(65536)
-        assert part, data
-        data += part
-    return data
-
-
 def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Path]) -> None:
     with live_server(tiny("llama"), drain_seconds=0.5) as server:
         slow_down(server, 0.02)
@@ -219,8 +209,8 @@ def test_shutdown_lets_requests_end_and_then_ends_them(tiny: Callable[[str], Pat
             late.sendall(b"}")
             refused = rest_of(late)
             assert refused.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in refused
-            assert b'"finish_reason":"length"' in read_all(short)
-            found = read_all(long)
+            assert b'"finish_reason":"length"' in read_stream(short)
+            found = read_stream(long)
             answer = rest_of(whole)
         assert b"server_stopping" in found and found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 503 ") and b"server_stopping" in answer
@@ -234,7 +224,7 @@ def test_an_engine_that_fails_for_good_is_seen_by_all(tiny: Callable[[str], Path
         with server.connect(COMPLETIONS, **LONG, stream=True) as link:
             assert link.recv(100)
             server.on_engine(break_engine)
-            error = events_of(dechunked(read_all(link)))[-1]["error"]
+            error = events_of(dechunked(read_stream(link)))[-1]["error"]
         assert error["type"] == "server_error" and "device lost" not in error["message"]
         for status, body in (
             server.get("/health"),

@@ -438,6 +438,15 @@ def test_named_templates_equal_transformers(tmp_path: Path) -> None:
         assert ours.apply_chat_template(CHAT, tools=tools) == expected
 
 
+def test_the_template_of_a_processor_is_the_last_choice(tmp_path: Path) -> None:
+    """Checkpoints of models for images may have no other."""
+    folder = saved(tmp_path, {})
+    (folder / "chat_template.json").write_text('{"chat_template": "processor"}')
+    assert Tokenizer.from_folder(folder).apply_chat_template(CHAT) == "processor"
+    folder = saved(tmp_path, {"chat_template": "config"})
+    assert Tokenizer.from_folder(folder).apply_chat_template(CHAT) == "config"
+
+
 def test_a_template_file_wins(tmp_path: Path) -> None:
     folder = saved(tmp_path, {"chat_template": "config"})
     (folder / "chat_template.jinja").write_text("file\n{{ bos_token }}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -229,8 +230,6 @@ def test_workers_end_however_the_program_does(ending: str) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_programs_killed_at_random_instants() -> None:
-    import random
-
     rng = random.Random(3)
     for _ in range(100):
         with waiting(ready=rng.random() < 0.5) as (program, pids):

@@ -1,0 +1,160 @@
+"""Checkpoints of models for images and text: their text model alone, against transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import COMMON, TinyModel, reference_greedy, reference_logits
+from driver import GREEDY, Driver
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
+
+from nanoengine import LLM
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.errors import CorruptModelError, RequestError, UnsupportedModelError
+from nanoengine.loading.model_config import read_model_config
+
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA = COMMON | {"query_pre_attn_scalar": 24, "sliding_window": 13, "pad_token_id": None}
+WRAPPED = {
+    "Gemma3ForConditionalGeneration": TinyModel(
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
+    ),
+    # Its head is not tied to its embeddings.
+    "Mistral3ForConditionalGeneration": TinyModel(
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        {
+            "text_config": COMMON | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": VISION | {"model_type": "pixtral", "head_dim": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def wrapped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from a name of WRAPPED to the checkpoint's folder."""
+    made: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            WRAPPED[name](made[name])
+        return made[name]
+
+    return folder_of
+
+
+def renamed(name: str) -> str:
+    """As transformers has a tensor in memory, and as Qwen's checkpoints have it."""
+    for stored, ours in (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+    ):
+        if name.startswith(stored):
+            return ours + name.removeprefix(stored)
+    return "model." + name
+
+
+@pytest.mark.parametrize("is_renamed", [False, True], ids=["as saved", "as in memory"])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_ids_and_logits_equal_transformers(
+    wrapped: Callable[[str], Path], tmp_path: Path, name: str, is_renamed: bool
+) -> None:
+    path = wrapped(name)
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    if is_renamed:
+        stored = load_file(path / "model.safetensors")
+        save_file(
+            {renamed(n): t for n, t in stored.items()},
+            tmp_path / "model.safetensors",
+            {"format": "pt"},
+        )
+        (tmp_path / "config.json").write_text((path / "config.json").read_text())
+        path = tmp_path
+    engine = LLMEngine(path, dtype="float32", device="cpu", kvcache_block_size=8, num_gpu_blocks=64)
+    driver, prompts = Driver(engine), [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
+    for prompt, output in zip(prompts, driver.run(prompts), strict=True):
+        tokens = output.outputs[0].token_ids
+        assert tokens == reference_greedy(model, prompt, GREEDY.max_tokens, tokens)
+        logits = reference_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+        ours = torch.stack(driver.logits[output.request_id])
+        torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
+    said = str(engine.plan)
+    assert f"the text model of a {name}" in said
+    assert "(multi_modal_projector, vision_tower) are not loaded" in said
+
+
+def test_a_message_with_an_image_is_refused(wrapped: Callable[[str], Path]) -> None:
+    llm = LLM(wrapped("Gemma3ForConditionalGeneration"), device="cpu", num_gpu_blocks=4)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(RequestError, match="no images"):
+        llm.chat([{"role": "user", "content": [image]}])
+
+
+def config(folder: Path, **changes: Any) -> Path:
+    """A folder with the config.json of a wrapper as the hub has them, with changes."""
+    content = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(content | changes))
+    return folder
+
+
+def test_keys_that_are_left_out_are_transformers_defaults(tmp_path: Path) -> None:
+    """google/gemma-3-4b-it's config.json says hardly more than this."""
+    ours = read_model_config(config(tmp_path))
+    theirs = Gemma3Config.from_pretrained(tmp_path).text_config
+    assert (ours.vocab_size, ours.num_heads) == (theirs.vocab_size, theirs.num_attention_heads)
+    assert (ours.head_dim, ours.num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
+    assert ours.rope.factor == theirs.rope_parameters["full_attention"]["factor"]
+    assert ours.tie_word_embeddings and ours.eos_token_ids == (1, 106)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"text_config": None}, CorruptModelError, "'text_config' of a Gemma3For"),
+        ({"text_config": {"model_type": "llama"}}, UnsupportedModelError, "is 'llama', which is"),
+        ({"text_config": {"model_type": []}}, UnsupportedModelError, "supported: gemma3_text"),
+        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModelError, "'awq'"),
+    ],
+)
+def test_a_text_model_that_cannot_run_is_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        read_model_config(config(tmp_path, **changes))
