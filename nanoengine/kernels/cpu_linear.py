@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
+from nanoengine.models.experts import Router
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
 # As in cpu_linear.c: outputs of a panel, lanes of a vector, k of a matrix tile, bytes of normed
@@ -30,6 +32,8 @@ STORE, ADD, FLOAT = 0, 1, 2
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q4qd")
 _CALL = struct.Struct("=4Q5q")
+# The same of experts_t.
+_EXPERTS = struct.Struct("=11Q4q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
 
@@ -230,6 +234,45 @@ class PackedAfterAttention:
         return self._workspace.buffer(name, (tokens, weight.outputs), torch.bfloat16)
 
 
+class PackedExperts:
+    """The experts of a layer, for all rows in one call of C. Made by `CpuLinear.experts`."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        router: Router,
+        experts: Sequence[tuple[PackedGateUp, PackedLinear]],
+    ) -> None:
+        self._workspace, self._router, self._experts = workspace, router, experts
+        addresses = ([each.weight.address for each in part] for part in zip(*experts, strict=True))
+        self._gate_up, self._down = (torch.tensor(part) for part in addresses)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden], bfloat16. Rounds where `models.experts` does."""
+        ids, weights = self._router(x)
+        tokens, top_k = ids.shape
+        gate_up, down = (each.weight for each in self._experts[0])
+        if x.dtype is not torch.bfloat16 or x.shape[1] != gate_up.inputs or not x.is_contiguous():
+            raise EngineError(
+                f"packed experts take contiguous bfloat16 rows of {gate_up.inputs} values: got "
+                f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
+            )
+        choices, count, buffer = tokens * top_k, len(self._experts), self._workspace.buffer
+        out = torch.empty_like(x)
+        held = (
+            *(self._gate_up, self._down, x, ids.contiguous(), weights.contiguous(), out),
+            buffer("sorted", (choices, gate_up.inputs), torch.bfloat16),
+            buffer("by expert", (choices, down.inputs), torch.bfloat16),
+            buffer("places", (choices,), torch.int64),
+            buffer("starts", (count + 1,), torch.int64),
+            buffer("calls", (2 * min(count, choices), _CALL.size), torch.uint8),
+        )
+        numbers = count, top_k, tokens, torch.get_num_threads()
+        packed = _EXPERTS.pack(*(tensor.data_ptr() for tensor in held), *numbers)
+        gate_up.tape.call(gate_up.library.experts, (packed,), held)
+        return out
+
+
 class CpuLinear:
     """Bound C functions, and the memory that packed weights go to."""
 
@@ -238,6 +281,8 @@ class CpuLinear:
         self._library = library
         library.linear.argtypes = [ctypes.c_char_p, integer]
         library.linear.restype = None
+        library.experts.argtypes = [ctypes.c_char_p]
+        library.experts.restype = None
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         library.pack.argtypes = [pointer, pointer, integer, integer, integer]
         library.pack.restype = None
@@ -282,6 +327,12 @@ class CpuLinear:
     ) -> PackedGateUp:
         """Pack gate and up, each [outputs, inputs], into one weight; else as `pack`."""
         return PackedGateUp(self._pack((gate, up), biases or (), norm))
+
+    def experts(
+        self, router: Router, experts: Sequence[tuple[PackedGateUp, PackedLinear]]
+    ) -> PackedExperts:
+        """Experts of gate, up and down, without norms and biases."""
+        return PackedExperts(self._workspace, router, experts)
 
     def after_attention(
         self,

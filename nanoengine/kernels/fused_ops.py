@@ -154,6 +154,19 @@ class PackedOps(KernelOps):
     def router(self, weight: Tensor) -> Product:
         return self._products.pack(weight).in_float
 
+    def experts(
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
+    ) -> Product:
+        """One call of C if all products are packed."""
+        if self._quantizer is not None or activation != "silu":
+            return super().experts(config, weights, norm, activation)
+        packed = [
+            (self._products.pack_gate_up(each.gate, each.up), self._products.pack(each.down))
+            for each in weights.experts
+        ]
+        experts = self._products.experts(make_router(self, config, weights), packed)
+        return finish_experts(self, experts, weights, norm, activation)
+
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
