@@ -56,8 +56,11 @@ class CheckpointReader:
     are mapped anew from time to time, because pages read so far count as the process's memory while
     they are mapped, beside the weights made from them.
 
-    others: tensors of a wrapper that are not its text model's.
+    others: tensors of a wrapper that are not its text model's. dtypes: those that are read, by
+    their names in a file.
     """
+
+    dtypes: Mapping[str, torch.dtype] = DTYPES
 
     def __init__(self, folder: Path, is_wrapped: bool = False) -> None:
         """is_wrapped: there is a text model with others beside; its tensors get the names that they
@@ -132,15 +135,15 @@ class CheckpointReader:
         return shape if part.index is None else (part.last - part.first, *shape[2:])
 
     def dtype(self, name: str) -> torch.dtype:
-        """float32, float16 or bfloat16. Raises UnsupportedModelError for another stored dtype."""
+        """One of `dtypes`. Raises UnsupportedModelError for another stored dtype."""
         part = self._parts[name]
         stored = str(self._slice(part.stored).get_dtype())
-        if stored not in DTYPES:
+        if stored not in self.dtypes:
             raise UnsupportedModelError(
                 f"{self.folder / self._file_of[part.stored]}: tensor {name!r} is {stored}; "
-                f"supported: {', '.join(DTYPES)}"
+                f"supported: {', '.join(self.dtypes)}"
             )
-        return DTYPES[stored]
+        return self.dtypes[stored]
 
     def num_bytes(self) -> int:
         """Bytes of all tensors of the model as stored."""
@@ -154,10 +157,14 @@ class CheckpointReader:
                 self._map(file_name)
             self._num_read = 0
         part = self._parts[name]
-        tensor: torch.Tensor = self._files[self._file_of[part.stored]].get_tensor(part.stored)
+        tensor = self._stored(part.stored)
         if part.index is not None:
             tensor = tensor[part.index, part.first : part.last]
         self._num_read += tensor.nbytes
+        return tensor
+
+    def _stored(self, stored: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[self._file_of[stored]].get_tensor(stored)
         return tensor
 
     def _slice(self, stored: str) -> Any:

@@ -13,6 +13,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.experts_json import read_experts
+from nanoengine.loading.fp8 import fp8_block
 from nanoengine.loading.refused import about_architecture, about_folder, about_quantization
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.loading.wrappers import WRAPPERS, text_config
@@ -168,8 +169,9 @@ def _ropes(
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     """Raise UnsupportedModelError for settings that change the arithmetic in ways not done here."""
-    if content.get("quantization_config") is not None:
-        about = about_quantization(content.get("quantization_config"))
+    quantised = content.get("quantization_config")
+    if quantised is not None and fp8_block(quantised) is None:
+        about = about_quantization(quantised)
         raise UnsupportedModelError(f"{content.path}: {about}")
     refused = {
         "sliding_window": not architecture.windows and _has_window(content),
