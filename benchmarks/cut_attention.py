@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoengine.config import AttentionConfig, ModelConfig
-from nanoengine.context import ForwardContext, KVChunk, KVTarget, ReplayKey
+from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, ReplayKey
 from nanoengine.engine.sampler import uniform
 from nanoengine.errors import ConfigError
 from nanoengine.models.decoder import Decoder
@@ -119,6 +119,10 @@ class StepRows:
 
     def replay_key(self) -> ReplayKey | None:
         return None
+
+    def state(self, layer: int) -> RecurrentState:
+        """No model that is drafted for here has one."""
+        raise NotImplementedError
 
     def read(self, layer: int) -> tuple[KVChunk, ...]:
         """Nothing in chunks: CutAttention reads the pool by its views."""

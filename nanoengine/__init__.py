@@ -33,7 +33,11 @@ from nanoengine.outputs import (
     RequestOutput,
     StreamDelta,
 )
-from nanoengine.sampling_params import BeamSearchParams, SamplingParams
+from nanoengine.sampling_params import (
+    BeamSearchParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 if _TYPE_CHECKING:
     from nanoengine.async_llm import AsyncLLM
@@ -69,6 +73,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StreamDelta",
+    "StructuredOutputsParams",
     "TransferError",
     "UnsupportedModelError",
     "WeightMismatchError",

@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from typing import Any, TypedDict, TypeVar
 
-from nanoengine.errors import MAX_COUNT, SEEDS, ConfigError, integer, near_name, number, shown
+from nanoengine.errors import (
+    MAX_COUNT,
+    SEEDS,
+    ConfigError,
+    integer,
+    is_one_of,
+    near_name,
+    number,
+    path_text,
+    shown,
+    torch_name,
+)
 from nanoengine.text.known_names import SETTING, unknown_name
 
 GIB = 1 << 30
@@ -135,14 +146,39 @@ ATTENTION_LIMITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """The experts of a layer, of which each token goes to `top_k` (models/experts.py).
+class DeltaConfig:
+    """Layers with a gated delta rule (arXiv 2412.06464) instead of attention: `layers`, by index.
 
-    inner_size: an expert's intermediate_size. renormalises: the scores of a token's experts are
-    divided by their sum. dense_layers: layers with a feed-forward instead. router: what the scores
-    are, a key of models.experts.SCORES; scaling multiplies them in the end. top_groups: only so
-    many of num_groups groups of experts are open to a token. shared_size: the intermediate_size of
-    the expert that all tokens go to; 0: there is none.
+    A key head serves num_value_heads / num_key_heads value heads in a row. conv_size: tokens that
+    the convolution before the rule sees.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of v, and of what a layer gives, of a token."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that are convolved: q, k and v."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Each token goes to `top_k` of a layer's experts, but in dense_layers.
+
+    inner_size: an expert's intermediate_size. router: what scores are, a key of
+    models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
+    multiplies them. top_groups: of num_groups groups of experts, those open to a token.
+    shared_size: intermediate_size of the expert that all tokens go to (0: none).
     """
 
     count: int
@@ -165,7 +201,8 @@ class ModelConfig:
     AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
     local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
     softcap of the logits. wrapper: the class in config.json if this is the text model of one for
-    images, too. experts: None: all layers have a feed-forward.
+    images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
+    have no KV.
     """
 
     architecture: str
@@ -190,6 +227,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     final_logit_softcap: float | None = None
     wrapper: str = ""
+    delta: DeltaConfig | None = None
     experts: ExpertsConfig | None = None
 
     @property
@@ -199,27 +237,23 @@ class ModelConfig:
         scale = None if scalar is None else scalar**-0.5
         return AttentionConfig(self.head_dim, scale, self.attn_logit_softcap, self.windows)
 
-    def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The experts of this layer; None if it has a feed-forward."""
-        experts = self.experts
-        return None if experts is None or layer in experts.dense_layers else experts
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers whose state has the same size for any number of tokens."""
+        return () if self.delta is None else self.delta.layers
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that have KV."""
+        return self.num_layers - len(self.recurrent_layers)
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * element_size
+        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * element_size
 
 
-DTYPES = {
-    "auto": "auto",
-    "float32": "float32",
-    "fp32": "float32",
-    "float": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "half": "float16",
-}
+_SPELLINGS = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half")}
+DTYPES = {"auto": "auto"} | {n: name for name, ns in _SPELLINGS.items() for n in (name, *ns)}
 MAX_GUESSES = 64
 AUTO_SPECULATIVE = "ngram:8+resident:8"
 MAX_THREADS = 1024
@@ -366,9 +400,12 @@ class EngineConfig:
     debug_copy_delay_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        self._set("model", _path("model", self.model))
+        if self.model is None or (isinstance(self.model, str) and not self.model):
+            named = f'{A_MODEL}, or a name such as "smollm2-135m"'
+            raise ConfigError(f"no model was given: model must be {named}; got {self.model!r}")
+        self._set("model", path_text("model", self.model))
         if self.tokenizer is not None:
-            self._set("tokenizer", _path("tokenizer", self.tokenizer))
+            self._set("tokenizer", path_text("tokenizer", self.tokenizer))
         self._check_choices()
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -409,11 +446,11 @@ class EngineConfig:
         object.__setattr__(self, name, value)
 
     def _check_choices(self) -> None:
-        dtype = _torch_name(self.dtype).removeprefix("torch.")
+        dtype = torch_name(self.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(self.dtype)}")
         self._set("dtype", DTYPES[dtype])
-        device = _torch_name(self.device)
+        device = torch_name(self.device)
         if not re.fullmatch(DEVICE_NAMES, device):
             raise ConfigError(
                 'device must be "auto", "cpu", "cuda", "xpu" or "npu", or with a number as in '
@@ -423,7 +460,7 @@ class EngineConfig:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             is_left_out = value is None and name in OPTIONAL
-            if not is_left_out and not _is_one_of(value, allowed):
+            if not is_left_out and not is_one_of(value, allowed):
                 raise ConfigError(_bad_choice(name, value, allowed))
 
     def _check_counts(self) -> None:
@@ -561,32 +598,3 @@ def _bad_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     either = "None or one of" if name in OPTIONAL else "one of"
     listed = MEANINGS.get(name, f"{either} {', '.join(allowed)}")
     return f"{name} must be {listed}, got {shown(value)}{hint}"
-
-
-def _path(name: str, value: object) -> str:
-    """A path, or the name of a model, as a string. Raises ConfigError if it can name no file."""
-    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-    if name == "model" and (value is None or path == ""):
-        named = f'{A_MODEL}, or a name such as "smollm2-135m"'
-        raise ConfigError(f"no model was given: model must be {named}; got {value!r}")
-    if not isinstance(path, str):
-        raise ConfigError(f"{name} must be a string or a path, got {shown(value)}")
-    try:
-        is_odd = b"\0" in os.fsencode(path)
-    except UnicodeEncodeError:
-        is_odd = True
-    if is_odd:
-        raise ConfigError(f"{name} must be a string that can name a file, got {shown(value)}")
-    return path
-
-
-def _torch_name(value: object) -> str:
-    """A string as it is; torch's dtypes and devices as str() shows them; "" for other types."""
-    kind = type(value)
-    is_torch_s = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
-    return str(value) if is_torch_s else value if isinstance(value, str) else ""
-
-
-def _is_one_of(value: object, allowed: Iterable[str]) -> bool:
-    """`value in allowed` for values of any type: some have no hash, and some cannot be compared."""
-    return isinstance(value, str) and value in allowed

@@ -116,6 +116,21 @@ class KVTarget:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentState:
+    """The state of a recurrent layer, which a step reads and replaces. A sequence whose first token
+    is in the step begins with zeros, whatever its slot holds.
+
+    inputs  [slots, conv_size - 1, channels]: what the convolution saw last, the oldest first
+    memory  float32 [slots, value_heads, key_dim, value_dim]
+    slots   int64 [n]: the slot of each sequence of the step
+    """
+
+    inputs: Tensor
+    memory: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ReplayKey:
     """What a step must have in common with an earlier one to be replayed as that one.
 
@@ -128,10 +143,14 @@ class ReplayKey:
 
 
 class KVCache(Protocol):
-    """The KV cache as attention sees it, for one step."""
+    """The KV cache as attention sees it, for one step. Layers are counted among those with KV."""
 
     def target(self, layer: int) -> KVTarget:
         """Where this step's keys and values go. Waits until they may be stored."""
+        ...
+
+    def state(self, layer: int) -> RecurrentState:
+        """The state of a recurrent layer, counted among these."""
         ...
 
     def replay_key(self) -> ReplayKey | None:

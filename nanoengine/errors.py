@@ -146,6 +146,32 @@ def number(value: object) -> int | float | None:
     return made if math.isfinite(made) else None
 
 
+def path_text(name: str, value: object) -> str:
+    """A path, or a name, as a string. Raises ConfigError if it can name no file."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise ConfigError(f"{name} must be a string or a path, got {shown(value)}")
+    try:
+        is_odd = b"\0" in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_odd = True
+    if is_odd:
+        raise ConfigError(f"{name} must be a string that can name a file, got {shown(value)}")
+    return path
+
+
+def torch_name(value: object) -> str:
+    """A string as it is; torch's dtypes and devices as str() shows them; "" for other types."""
+    kind = type(value)
+    is_torch_s = kind.__module__ == "torch" and kind.__name__ in ("dtype", "device")
+    return str(value) if is_torch_s else value if isinstance(value, str) else ""
+
+
+def is_one_of(value: object, allowed: Iterable[str]) -> bool:
+    """`value in allowed` for values of any type: some have no hash, and some cannot be compared."""
+    return isinstance(value, str) and value in allowed
+
+
 def near_name(name: str, known: Iterable[str]) -> str | None:
     """The name among `known` that was probably meant; None if none is near."""
     cutoff = SHORT_AND_NEAR if len(name) <= SHORT else NEAR

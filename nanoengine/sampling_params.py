@@ -1,11 +1,14 @@
-"""Parameters of one request: SamplingParams and BeamSearchParams, validated when made."""
+"""Parameters of one request: SamplingParams and BeamSearchParams, validated when made, and the form
+that a text must have: StructuredOutputsParams.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from json import dumps, loads
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -27,6 +30,9 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 100.0
 MAX_COMPLETIONS = 1024
 MAX_BEAM_WIDTH = 128
+MAX_FORM = 64 << 10  # bytes of a schema, a grammar, ...
+MAX_CHOICES = 4096
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
 # In this range, logits divided or multiplied by a penalty stay finite in fp32.
 PENALTIES = (0.01, 100.0)
 FLAGS = ("ignore_eos", "skip_special_tokens", "detokenize", "include_stop_str_in_output")
@@ -40,6 +46,70 @@ def _explained(kind: type[Params]) -> type[Params]:
     # The same, with words for an error.
     kind.__init__ = ends_at_the_user(init)  # type: ignore[method-assign]
     return kind
+
+
+@_explained
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """The form that a text must have, with vLLM's names; exactly one of these. Up to 64 KiB.
+
+    json: a JSON schema, as a dict or as its text; the text is one line of JSON after that.
+    regex: a regular expression for the whole text. choice: texts, one of which it must be.
+    grammar: a context-free grammar, in llguidance's Lark or in llama.cpp's GBNF.
+    json_object: True for any JSON object.
+
+    Raises InvalidParamsError for another value. What the grammar of a form means, llguidance says
+    when a request is queued.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        _flag("json_object", self.json_object)
+        given = [name for name in FORMS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidParamsError(
+                f"structured_outputs takes exactly one of {', '.join(FORMS)}, got "
+                + (" and ".join(given) or "none")
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and not (isinstance(text, str) and text):
+                raise InvalidParamsError(
+                    f"structured_outputs: {name} must be a text that is not empty, got "
+                    f"{shown(text)}"
+                )
+        self._check_size()
+
+    def _check_size(self) -> None:
+        try:
+            size = len(self.source[1].encode())
+        except UnicodeEncodeError as error:
+            raise InvalidParamsError(
+                "structured_outputs holds a lone surrogate, which no text of a model can hold"
+            ) from error
+        if size > MAX_FORM:
+            raise InvalidParamsError(
+                f"structured_outputs has {size} bytes, and may have {MAX_FORM}; make it smaller, "
+                "or check the text afterwards"
+            )
+
+    @property
+    def source(self) -> tuple[str, str]:
+        """Which form it is, and its text: of choices, a list in JSON; "" of json_object."""
+        name = next(name for name in FORMS if getattr(self, name) not in (None, False))
+        value = getattr(self, name)
+        if name == "choice":
+            return name, dumps(value, ensure_ascii=False)
+        return name, value if isinstance(value, str) else ""
 
 
 @_explained
@@ -72,6 +142,8 @@ class SamplingParams:
     n: independent completions of the prompt, up to 1024, which share its KV; with a seed,
     completion i uses seed + i.
     detokenize: False leaves the text empty. include_stop_str_in_output: keep the stop in the text.
+    structured_outputs: the form that the text must have, a StructuredOutputsParams or a dict of its
+    fields. A text that can go on no further ends with "stop".
 
     Raises InvalidParamsError for a value out of range, and for an unknown name: it says what names
     of other engines are here.
@@ -99,6 +171,7 @@ class SamplingParams:
     n: int = 1
     detokenize: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._set("temperature", _number("temperature", self.temperature, 0.0, 100.0))
@@ -120,6 +193,7 @@ class SamplingParams:
         self._check_adjustments()
         for name in FLAGS:
             _flag(name, getattr(self, name))
+        self._set("structured_outputs", _form(self.structured_outputs))
         self._set("stop", _texts("stop", self.stop))
         self._set("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         if self.stop and not self.detokenize:
@@ -185,6 +259,11 @@ class SamplingParams:
         return self.logit_bias  # type: ignore[return-value]  # normalised in __post_init__
 
     @property
+    def form(self) -> StructuredOutputsParams | None:
+        """`structured_outputs` as a record."""
+        return self.structured_outputs  # type: ignore[return-value]  # normalised in __post_init__
+
+    @property
     def named_ids(self) -> dict[str, tuple[int, ...]]:
         """Token ids in these parameters, by the name of the parameter."""
         return {
@@ -241,6 +320,44 @@ class BeamSearchParams:
                 f'early_stopping must be True, False or "never", got {shown(ends)}'
             )
         _flag("ignore_eos", self.ignore_eos)
+
+
+def _form(form: object) -> StructuredOutputsParams | None:
+    if form is None or isinstance(form, StructuredOutputsParams):
+        return form
+    if not isinstance(form, Mapping) or not all(isinstance(name, str) for name in form):
+        raise InvalidParamsError(
+            "structured_outputs must be a StructuredOutputsParams, or a dict of its fields, got "
+            + shown(form)
+        )
+    return StructuredOutputsParams(**form)
+
+
+def _schema(schema: object) -> str:
+    """A JSON schema as one line of JSON."""
+    if not isinstance(schema, Mapping | str):
+        raise InvalidParamsError(
+            "structured_outputs: json must be a JSON schema, as a dict or as text (of a pydantic "
+            f"model: Model.model_json_schema()), got {shown(schema)}"
+        )
+    try:
+        read = loads(schema) if isinstance(schema, str) else dict(schema)
+        if not isinstance(read, dict):
+            raise ValueError(f"{shown(read)} is no object")
+        return dumps(read, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise InvalidParamsError(f"structured_outputs: json is no JSON schema: {reason}") from error
+
+
+def _choices(choices: object) -> tuple[str, ...]:
+    texts = tuple(choices) if isinstance(choices, tuple | list) else ()
+    if not 0 < len(texts) <= MAX_CHOICES or not all(isinstance(t, str) and t for t in texts):
+        raise InvalidParamsError(
+            f"structured_outputs: choice must be a list of 1 to {MAX_CHOICES} texts that are not "
+            f"empty, got {shown(choices)}"
+        )
+    return texts
 
 
 def seeded(params: SamplingParams, engine_seed: int, name: str) -> SamplingParams:

@@ -95,6 +95,13 @@ class TextStream(Protocol):
     def flush(self) -> str: ...
 
 
+class Grammar(Protocol):
+    """Where a text stands in the form that it must have (grammar.GrammarState)."""
+
+    def accept(self, token_id: int) -> bool: ...
+    def masks(self, guesses: tuple[int, ...]) -> list[bytes]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class TokenScore:
     """How likely the model thought a token, before anything that sampling does to its logits.
@@ -158,6 +165,12 @@ class Request:
         """Whether it pauses after each token, until it is told how it goes on."""
         return self.num_candidates > 0
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host must know a token before the next one can be sampled."""
+        params = self.params
+        return self.pauses or params.follows_history or params.form is not None
+
 
 @dataclass(slots=True)
 class SequenceOutput:
@@ -185,7 +198,8 @@ class Sequence:
     computes the next ones. At the first admission `num_cached` of them were found in the prefix
     cache, `num_cached_on_host` of these on the host only. prompt_owner: the sequence whose prompt
     this one shares: completion 0 of its request, or the beam that it was forked from. guesser,
-    draft_length: for speculation; history: for penalties.
+    draft_length: for speculation; history: for penalties; grammar: of the form that the output must
+    have, until it ends.
     """
 
     seq_id: int
@@ -201,6 +215,7 @@ class Sequence:
     guesser: Guesser | None = None
     draft_length: DraftLength | None = None
     history: TokenHistory | None = None
+    grammar: Grammar | None = None
     output: SequenceOutput = field(default_factory=SequenceOutput)
 
     @property
@@ -248,14 +263,17 @@ class Sequence:
         )
 
     def append(self, token_id: int) -> None:
-        """Add a sampled token and end the sequence if it, the text or the length says so."""
+        """Add a sampled token and end the sequence if it, the text, its form or the length says
+        so. Raises RequestError if the token does not fit the form.
+        """
         request, stream = self.request, self.output.text_stream
         self.token_ids.append(token_id)
+        is_complete = self.grammar is not None and self.grammar.accept(token_id)
         if self.history is not None:
             self.history.add(token_id)
         may_stop = self.num_output_tokens > request.params.min_tokens
         is_stopped = may_stop and token_id in request.stop_token_ids
-        is_last = is_stopped or self.num_tokens >= request.max_total_tokens
+        is_last = is_stopped or is_complete or self.num_tokens >= request.max_total_tokens
         if stream is not None:
             new = stream.add(token_id)
             if is_last:
@@ -264,6 +282,8 @@ class Sequence:
                 return
         if is_stopped:
             self.finish("stop", token_id if token_id in request.params.stop_ids else None)
+        elif is_complete:
+            self.finish("stop")
         elif is_last:
             self.finish("length")
 
@@ -291,6 +311,7 @@ class Sequence:
         """End the sequence; the first reason stays."""
         if not self.is_finished:
             self.status = SequenceStatus.FINISHED
+            self.grammar = None
             self.output.finish_reason = reason
             self.output.stop_reason = stop_reason
 

@@ -107,7 +107,8 @@ NO_ORDER = Fault(
 )
 KERNELS = "tests/kernels/test_cpu_kernels.py tests/attention/test_windows.py::test_the_c_kernel"
 PRODUCTS = (
-    "tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_bounds.py "
+    "tests/kernels/test_cpu_linear.py tests/kernels/test_cpu_codes.py "
+    "tests/kernels/test_cpu_bounds.py "
     "tests/kernels/test_call_tape.py"
 )
 ENGINES = "tests/sanitize/engine_smoke.py"

@@ -16,7 +16,14 @@ from nanoengine.async_llm.mailbox import Mailbox
 from nanoengine.config import NAMES, Settings, shows_settings
 from nanoengine.engine.block_map import BlockMap
 from nanoengine.engine.completion import merge_deltas, outputs_of
-from nanoengine.engine.request_forms import Messages, OneParams, Prompt, TemplateKwargs, Tools
+from nanoengine.engine.request_forms import (
+    Messages,
+    OneParams,
+    Prompt,
+    TemplateKwargs,
+    Tools,
+    one_params,
+)
 from nanoengine.engine.stats import EngineStats
 from nanoengine.engine.streaming import DeltaStream
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
@@ -75,7 +82,9 @@ class AsyncLLM:
         request_id in use. Raises later TransferError if the request's KV is lost, the engine's
         error if the engine fails, EngineClosedError if it is closed.
         """
-        return self._outputs(lambda llm: llm.stream(prompt, sampling_params), request_id)
+        return self._outputs(
+            lambda llm: llm.stream(prompt, sampling_params), request_id, sampling_params
+        )
 
     @explains_unknown(ARGUMENT, " of chat()")
     def chat(
@@ -93,6 +102,7 @@ class AsyncLLM:
                 messages, sampling_params, add_generation_prompt, chat_template_kwargs, tools
             ),
             request_id,
+            sampling_params,
         )
 
     @explains_unknown(ARGUMENT, " of stream()")
@@ -108,7 +118,9 @@ class AsyncLLM:
         raises for the prompt.
         """
         try:
-            return await self._open(lambda llm: llm.stream(prompt, sampling_params), request_id)
+            return await self._open(
+                lambda llm: llm.stream(prompt, sampling_params), request_id, sampling_params
+            )
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
 
@@ -160,8 +172,14 @@ class AsyncLLM:
         return await asyncio.wrap_future(self._engine.post(function))
 
     async def _open(
-        self, open_stream: Callable[[LLM], DeltaStream], request_id: str | None
+        self,
+        open_stream: Callable[[LLM], DeltaStream],
+        request_id: str | None,
+        params: OneParams,
     ) -> AsyncDeltaStream:
+        given = one_params(params)
+        if given is not None and given.form is not None:
+            await asyncio.to_thread(self._engine.prepare, given.form)
         mailbox = Mailbox()
         begin = partial(self._engine.begin, mailbox, open_stream, request_id)
         try:
@@ -171,10 +189,13 @@ class AsyncLLM:
             raise
 
     async def _outputs(
-        self, open_stream: Callable[[LLM], DeltaStream], request_id: str | None
+        self,
+        open_stream: Callable[[LLM], DeltaStream],
+        request_id: str | None,
+        params: OneParams,
     ) -> AsyncGenerator[RequestOutput, None]:
         try:
-            async with await self._open(open_stream, request_id) as stream:
+            async with await self._open(open_stream, request_id, params) as stream:
                 begun = stream.begun()
                 so_far: list[StreamDelta] = []  # one for each completion
                 while stream.output is None:

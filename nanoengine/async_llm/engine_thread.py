@@ -19,6 +19,7 @@ from nanoengine.engine.streaming import DeltaStream
 from nanoengine.errors import EngineClosedError, RequestError
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
+from nanoengine.sampling_params import StructuredOutputsParams
 
 Answer = TypeVar("Answer")
 
@@ -41,7 +42,7 @@ class EngineThread:
         )
         self._thread.start()
         try:
-            self.plan = ready.result()
+            self.plan, self.inputs = ready.result()
         except BaseException:
             self._refuse(None)
             if ready.done():  # otherwise Ctrl-C came here: the thread ends once it has loaded
@@ -49,6 +50,12 @@ class EngineThread:
             raise
 
     # -- for every thread
+
+    def prepare(self, form: StructuredOutputsParams) -> None:
+        """Compile the grammar of a form and keep it, while the engine's thread goes on. Raises
+        RequestErrors.
+        """
+        self.inputs.grammars.state_of(form)
 
     def post(self, function: Callable[[LLM], Answer]) -> Future[Answer]:
         """Have the engine's thread call `function(llm)` before its next step."""
@@ -139,7 +146,7 @@ class EngineThread:
         except BaseException as error:
             ready.set_exception(error)
             return
-        ready.set_result(llm.plan)
+        ready.set_result((llm.plan, llm.llm_engine.inputs))
         try:
             self._serve(llm)
         except BaseException as error:

@@ -1,7 +1,7 @@
 """Drafter: guesses by decode steps of the model itself over the part of the KV on the device.
 
-No byte crosses the link for a draft, and the host waits for nothing: tokens go from step to step on
-the device. What a draft writes is overwritten by the step that checks it.
+No byte crosses the link for a draft: tokens go from step to step on the device. What a draft writes
+is overwritten by the step that checks it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from nanoengine.context import AttentionBackend, KVCache
 from nanoengine.devices.device import Device
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
+from nanoengine.engine.token_masks import masked
 from nanoengine.models.decoder import Model
 from nanoengine.sequence import ScheduledBatch
 
@@ -60,9 +61,17 @@ class Drafts:
             items.append(item.with_drafts((*made, *missing)))
         return ScheduledBatch(tuple(items))
 
+    def read(self, batch: ScheduledBatch, device: Device) -> ScheduledBatch:
+        """The batch with these drafts as guesses, if the grammar of one of them must know it."""
+        if not any(item.num_drafts and item.seq.grammar is not None for item in batch.items):
+            return batch
+        return self.fill(batch, device.read_back(self.tokens).tolist())
+
 
 class Drafter:
-    """Runs the draft steps of a batch."""
+    """Runs the draft steps of a batch. The host waits for drafts only where a grammar says which
+    tokens may follow them.
+    """
 
     def __init__(
         self, model: Model, attention: AttentionBackend, sampler: Sampler, device: Device
@@ -76,10 +85,12 @@ class Drafter:
         """Run the steps one after the other; each begins with what the one before it drew."""
         made: list[Tensor] = []
         places: dict[int, list[int]] = {}
+        known: dict[int, tuple[int, ...]] = {}
         num_made = 0
         for step in steps:
             newest = {item: at[-1] for item, at in places.items()}
-            made.append(self._next(batch, step, newest, made))
+            made.append(self._next(batch, step, newest, made, self._masks(batch, step, known)))
+            self._read(batch, step, made[-1], known)
             for place, item in enumerate(step.items, num_made):
                 places.setdefault(item, []).append(place)
             num_made += len(step.items)
@@ -92,9 +103,10 @@ class Drafter:
         step: DraftStep,
         newest: dict[int, int],
         made: list[Tensor],
+        masks: dict[int, bytes],
     ) -> Tensor:
         """What each row of a step draws, int64 [rows]. newest: where among all that was made the
-        newest draft of each item is.
+        newest draft of each item is. masks: of rows whose tokens a grammar limits.
         """
         seqs = [batch.items[item].seq for item in step.items]
         rows = [
@@ -111,6 +123,31 @@ class Drafter:
                 last if is_same else last[self._device.tensor(at, torch.int64)]
             )
         hidden = self._model.forward(ctx)
-        logits = self._model.logits(hidden[: len(rows)])
+        logits = masked(self._model.logits(hidden[: len(rows)]), masks, self._device)
         positions = [position + 1 for position in step.positions]
         return self._sampler.sample(logits, seqs, positions).clamp_(min=0)
+
+    def _masks(
+        self, batch: ScheduledBatch, step: DraftStep, known: dict[int, tuple[int, ...]]
+    ) -> dict[int, bytes]:
+        """The masks of a step's rows after what was drafted; none after the end of a text."""
+        masks = {}
+        for row, item in enumerate(step.items):
+            grammar, drafted = batch.items[item].seq.grammar, known.get(item, ())
+            if grammar is not None and len(made := grammar.masks(drafted)) > len(drafted):
+                masks[row] = made[-1]
+        return masks
+
+    def _read(
+        self,
+        batch: ScheduledBatch,
+        step: DraftStep,
+        tokens: Tensor,
+        known: dict[int, tuple[int, ...]],
+    ) -> None:
+        """Note the drafts that grammars must know."""
+        if any(batch.items[item].seq.grammar is not None for item in step.items):
+            for item, token in zip(
+                step.items, self._device.read_back(tokens).tolist(), strict=True
+            ):
+                known[item] = (*known.get(item, ()), token)

@@ -8,6 +8,7 @@ import operator
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 
 import xxhash
@@ -22,6 +23,7 @@ from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutpu
 from nanoengine.startup.parts import Parts
 from nanoengine.startup.plan import MemoryPlan
 from nanoengine.text.detokenizer import IncrementalDetokenizer
+from nanoengine.text.grammar import Grammars
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -63,6 +65,12 @@ class InputProcessor:
     def model_sampling_params(self) -> SamplingParams:
         """Those of the model's generation_config.json. Raises CorruptModelError."""
         return read_sampling_params(self._folder)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Of structured outputs. Raises InvalidPromptError without a tokenizer."""
+        config = self._model_config
+        return Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     def next_id(self) -> int:
         """The id of a new sequence."""
@@ -135,6 +143,7 @@ class InputProcessor:
             guesser=PromptLookup() if guesses[0] else None,
             draft_length=PayingDrafts(guesses[1], self._draft_cost) if guesses[1] else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
+            grammar=self.grammars.state_of(params.form) if params.form else None,
             output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),
         )
 

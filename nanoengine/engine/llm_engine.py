@@ -59,8 +59,8 @@ class LLMEngine:
 
     def _make_parts(self, ranks: Ranks, started: ExitStack) -> None:
         """Load the model, divide the memory, make the parts; `started` closes them."""
+        parts = ranks.load(self.device)
         config, device = ranks.config, self.device
-        parts = ranks.load(device)
         started.enter_context(in_use(parts.folder))
         self.model_config: ModelConfig = parts.model.config
         part, dtype = parts.model.part, parts.facts.dtype

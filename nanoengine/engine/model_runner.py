@@ -19,6 +19,7 @@ from nanoengine.engine.drafter import Drafter, Drafts, DraftStep
 from nanoengine.engine.logprobs import StepScores, TokenScorer
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
+from nanoengine.engine.token_masks import masked, step_masks
 from nanoengine.models.decoder import Model
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence
 from nanoengine.startup.parts import Parts
@@ -123,7 +124,8 @@ class ModelRunner:
             return StepTokens(batch, nothing, nothing, scores, drafts)
         logits = self.model.logits(hidden[ctx.logit_rows])
         seqs, positions = zip(*drawn, strict=True)
-        tokens = self.sampler.sample(logits, seqs, positions)
+        masks = step_masks(drafts.read(batch, self._device))
+        tokens = self.sampler.sample(masked(logits, masks, self._device), seqs, positions)
         both = torch.cat((tokens, drafts.tokens)) if drafts.places else tokens
         numbers = self._device.read_back(both)
         scores = self._scorer.score_sampled(scores, seqs, logits, tokens)

@@ -4,6 +4,7 @@ unless tensor_parallel_size asks for more.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from nanoengine.config import EngineConfig
@@ -16,7 +17,9 @@ from nanoengine.startup.probe import measure_copy
 
 
 class Ranks(Protocol):
-    """What the engine asks of its ranks. config: the settings of each of them."""
+    """What the engine asks of its ranks. config: the settings of each of them, and once the model
+    is loaded, those that it can be run with.
+    """
 
     @property
     def config(self) -> EngineConfig: ...
@@ -48,7 +51,10 @@ class OneRank:
         self.config = config
 
     def load(self, device: Device) -> Parts:
-        return load_parts(self.config, device)
+        parts = load_parts(self.config, device)
+        if parts.model.config.recurrent_layers:  # a state cannot be cut where KV can
+            self.config = replace(self.config, enable_prefix_caching=False, speculative=None)
+        return parts
 
     def share_of(self, device: Device) -> Memory:
         return device

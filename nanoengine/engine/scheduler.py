@@ -141,8 +141,7 @@ class Scheduler:
             return None
         if sum(not item.samples for item in batch.items) > 1:
             return None  # several prompts share a step by other rules
-        asked = [item.seq.request for item in batch.items]
-        if any(request.params.follows_history or request.pauses for request in asked):
+        if any(item.seq.request.needs_tokens for item in batch.items):
             return None
         streamed = self._config.num_drafts and any(self._kv.is_streamed(i.seq) for i in batch.items)
         if streamed or batch.num_drafts:  # these may have been brought to the device meanwhile

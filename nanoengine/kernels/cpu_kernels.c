@@ -1422,6 +1422,8 @@ void argmax(const void *x, int64_t *out, int64_t rows, int64_t dim, int64_t stri
 #undef ROW
 }
 
+#include "cpu_delta.h"
+
 const char *isa(void) {
 #if HAVE_PAIRS
     return "avx512_bf16";

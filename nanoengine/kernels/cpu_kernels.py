@@ -16,15 +16,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoengine.context import KVChunk, KVTarget, SoftmaxState
+from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, SoftmaxState
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape
+from nanoengine.models.delta_net import DeltaNet
 
-# One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order.
+# One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; and
+# of delta_args in cpu_delta.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q9qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
+_DELTA_ARGS = struct.Struct("=12Q10qd")
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -75,13 +78,17 @@ class CpuKernels:
         self._attend = library.attend
         self._rms_norm = library.rms_norm
         self._rope_store = library.rope_store
-        for function in (self._attend, self._rms_norm, self._rope_store):
+        self._gated_delta = library.gated_delta
+        for function in (self._attend, self._rms_norm, self._rope_store, self._gated_delta):
             function.argtypes = [ctypes.c_char_p]
         self._rms_norm.restype = self._rope_store.restype = library.silu_mul.restype = None
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul = library.silu_mul
         self._silu_mul.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
+        self._sigmoid_mul = library.sigmoid_mul
+        self._sigmoid_mul.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
+        self._sigmoid_mul.restype = None
         self._has_tiles = library.allow_tiles() == 0
         library.isa.restype = ctypes.c_char_p
         self.isa: str = "amx_bf16" if self._has_tiles else library.isa().decode()
@@ -231,6 +238,47 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         self.tape.call(self._silu_mul, args, gate_up, out)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:
+        """out = x * sigmoid(gate); x and out are [tokens, heads x head_dim], contiguous, gate
+        [tokens, heads, head_dim] with adjacent heads.
+        """
+        args = (
+            x.data_ptr(),
+            gate.data_ptr(),
+            out.data_ptr(),
+            *out.shape,
+            gate.stride(0),
+            _IS_BF16[x.dtype],
+            torch.get_num_threads(),
+        )
+        self.tape.call(self._sigmoid_mul, args, x, gate, out)
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    ) -> None:
+        """As delta_net.gated_delta, into out. Raises EngineError."""
+        shape = net.shape
+        mixed = torch.empty(len(x), shape.channels, dtype=torch.float32)
+        pointed_to = (
+            *(x, net.conv, net.decay, net.dt_bias, net.norm, state.inputs, state.memory),
+            *(state.slots, ctx.query_start, ctx.kv_lens, mixed, out),
+        )
+        packed = _DELTA_ARGS.pack(
+            *(tensor.data_ptr() for tensor in pointed_to),
+            len(ctx.kv_lens),
+            len(x),
+            x.stride(0),
+            shape.num_key_heads,
+            shape.num_value_heads,
+            shape.key_dim,
+            shape.value_dim,
+            shape.conv_size,
+            _IS_BF16[x.dtype],
+            torch.get_num_threads(),
+            net.eps,
+        )
+        self.tape.call(self._gated_delta, (packed,), pointed_to)
 
 
 def _checked_is_bf16(q: Tensor, k: Tensor, v: Tensor) -> int:

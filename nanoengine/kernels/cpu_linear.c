@@ -1,48 +1,48 @@
-/* Products of bfloat16 activations with packed weights, x W^T, for CPUs with AVX512-BF16.
+/* Products of activations with packed weights, x W^T: of bfloat16 for CPUs with AVX512-BF16, of float32 for
+ * all. A weight lies here as numbers, or as the codes of a GGUF file (cpu_codes.h), which become numbers
+ * a chunk at a time, in the caches: so a product of codes has the bits of one of the numbers.
  *
  * The law: an output element is one chain of steps over its k, in order, whatever the number of rows
  * of the call, the row's place among them and the number of threads. So a row's bits are the same
- * alone and in any batch. A step is a fused one over a pair of k; or, where there are matrix tiles (AMX)
- * and k fills them, one over 32 values of k: see cpu_tiles.h. An epilogue makes the same rounding steps
- * as the operators it stands for.
+ * alone and in any batch. A step is a fused one over a word of k: one float32, or a pair of bfloat16. Or,
+ * where there are matrix tiles (AMX) and k fills them, one over 32 values of k: see cpu_tiles.h. An
+ * epilogue makes the same rounding steps as the operators it stands for.
  *
- * Weights lie in panels of PANEL outputs, k in pairs: [panel][pair][output][2], padded with zeros. A
- * register block is up to ROWS rows times VECS vectors of 16 outputs; the panel streams past it. Work
+ * Numbers lie in panels of PANEL outputs, word by word: [panel][word][output], padded with zeros. A
+ * register block is up to ROWS rows times half a panel or a whole one; the panel streams past it. Work
  * is shared out in units of half a panel, so that 9 panels keep two threads busy alike. For matrix tiles
  * a half panel is one piece of memory: [half panel][step][vector][16 pairs][16 outputs][2].
  */
 #include <omp.h>
-
-int supported(void) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-    return 1;
-#else
-    return 0;
-#endif
-}
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #include <sys/mman.h>
 
+#ifndef MODE /* of numbers and activations: F32 or BF16_PAIRS */
+#define MODE BF16_PAIRS
+#endif
+#include "cpu_codes.h"
 #include "cpu_tiles.h"
 
-enum { VECS = 4, PANEL = VECS * LANES, HALF = PANEL / 2 };
-enum { ROWS = 6 };                /* 6 * 4 accumulators of 32 registers */
-enum { CHUNK = 1024 };            /* pairs of k: 256 KiB of a panel, which stay in L2 */
+enum { HALF = PANEL / 2, HALF_VECS = HALF / LANES, VECS = PANEL / LANES };
+enum { TURN = 16 };               /* outputs of gate and up that take turns */
+enum { ROWS = LANES == 16 ? 6 : 3 }; /* 6 * 4 accumulators of 32 registers, or 3 * 4 of 16 */
+enum { CHUNK = 1024 };            /* words of k: 256 KiB of a panel, which stay in L2 */
 enum { BLOCK_BYTES = 512 << 10 }; /* activations of a row block: with a panel's chunk, about L2 */
-enum { BLOCK_ROWS = 64 * ROWS };
+enum { BLOCK_ROWS = 64 * 6 };
 enum { STRIP = 4, STRIP_BYTES = STRIP * PANEL * 4 };
 enum { PRIVATE_BYTES = 64 << 10 }; /* normed rows that every thread makes for itself */
+/* Groups of codes that are numbers at one time: of many rows in L2, of few in L1. */
+enum { MANY_GROUPS = 16, FEW_GROUPS = 1 };
 /* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by. */
 enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS };
 enum { STEP_BYTES = HALF * TILE_K * 2, CHUNK_STEPS = 18 };
 enum { STORE, ADD, FLOAT, SILU_MUL };
 
 typedef struct { /* one packed weight: filled by cpu_linear.py */
-    const uint16_t *panels;
-    const float *bias;           /* [panels * PANEL] in the order of the panels, or NULL */
-    const uint16_t *norm_weight; /* [k], or NULL: norm the activations first */
+    const char *panels;
+    const float *bias;       /* [panels * PANEL] in the order of the panels, or NULL */
+    const char *norm_weight; /* [k], or NULL: norm the activations first */
     int64_t outputs, k, is_gated, is_tiled; /* is_tiled: in matrix tiles */
+    int64_t format; /* DENSE, or of codes */
     double eps;
 } weight_t;
 
@@ -50,14 +50,14 @@ typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
     const weight_t *w;
     const char *x;
     char *out;
-    char *normed; /* [rows][k] bf16, where there is a norm and that is more than PRIVATE_BYTES */
+    char *normed; /* [rows][k], where there is a norm and that is more than PRIVATE_BYTES */
     int64_t x_stride, out_stride, rows, epilogue, threads;
 } call_t;
 
-typedef int32_t __attribute__((aligned(2), may_alias)) pair_t; /* in a cast GCC ignores it */
+enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of a number */
+INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
 
-INLINE int64_t pairs_of(const weight_t *w) { return ceil_div(w->k, 2); }
-INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
+int has_pairs(void) { return HAVE_PAIRS; }
 
 /* ---- products --------------------------------------------------------------------------------- */
 
@@ -69,58 +69,58 @@ INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 
  * for Zen 4; further ahead is slower, too). */
 enum { AHEAD = 4096, TILED_AHEAD = 1024 };
 
-/* acc[r][v] += x[r] . w[v] over `pairs` pairs of k. acc is [rows][PANEL]; `is_first` starts at 0. */
-INLINE void multiply(const uint16_t *w, const char *x, int64_t x_stride, int64_t pairs, int is_odd,
+/* acc[r][v] += x[r] . w[v] over `words` words of k. acc is [rows][PANEL]; `is_first` starts at 0. `is_odd`:
+ * the last word of x is half a pair. */
+INLINE void multiply(const char *w, const char *x, int64_t x_stride, int64_t words, int is_odd,
                      int is_first, ahead_t ahead, float *acc, const int rows, const int vecs) {
-    __m512 s[ROWS][VECS];
+    vf s[ROWS][VECS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int v = 0; v < vecs; v++)
-            s[r][v] = is_first ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + r * PANEL + v * LANES);
+            s[r][v] = is_first ? (vf){0} : load(acc + r * PANEL + v * LANES);
     const char *x3 = x + 3 * x_stride;
 #define STEP(READ)                                                                                  \
     do {                                                                                            \
-        __m512bh b[VECS];                                                                           \
-        UNROLL for (int v = 0; v < vecs; v++)                                                       \
-            b[v] = (__m512bh)_mm512_loadu_si512(w + 2 * v * LANES);                                 \
+        vf b[VECS];                                                                                 \
+        UNROLL for (int v = 0; v < vecs; v++) b[v] = load(w + 4 * v * LANES);                       \
         UNROLL for (int r = 0; r < rows; r++) {                                                     \
-            const __m512bh a = (__m512bh)_mm512_set1_epi32(                                         \
-                READ(r < 3 ? x + r * x_stride : x3 + (r - 3) * x_stride));                          \
-            UNROLL for (int v = 0; v < vecs; v++) s[r][v] = _mm512_dpbf16_ps(s[r][v], a, b[v]);     \
+            const vf a = (vf)splat_i(READ(r < 3 ? x + r * x_stride : x3 + (r - 3) * x_stride));     \
+            UNROLL for (int v = 0; v < vecs; v++)                                                   \
+                s[r][v] = MODE == F32 ? fused(a, b[v], s[r][v]) : dot_pairs(s[r][v], a, b[v]);      \
         }                                                                                           \
     } while (0)
-#define PAIR(p) (*(const pair_t *)(p))
-#define LAST(p) (*(const uint16_t *)(p))
-    for (int64_t left = pairs - is_odd; left > 0; left -= STRIP) {
+#define WHOLE(p) (*(const word_t *)(p))
+#define HALF_A_PAIR(p) (*(const uint16_t *)(p))
+    for (int64_t left = words - is_odd; left > 0; left -= STRIP) {
         prefetch_ahead(&ahead);
-        for (int64_t n = min64(left, STRIP); n > 0; n--, x += 4, x3 += 4, w += 2 * PANEL) STEP(PAIR);
+        for (int64_t n = min64(left, STRIP); n > 0; n--, x += 4, x3 += 4, w += 4 * PANEL) STEP(WHOLE);
     }
-    if (is_odd) STEP(LAST);
+    if (is_odd) STEP(HALF_A_PAIR);
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int v = 0; v < vecs; v++) _mm512_storeu_ps(acc + r * PANEL + v * LANES, s[r][v]);
+        UNROLL for (int v = 0; v < vecs; v++) store(acc + r * PANEL + v * LANES, s[r][v]);
 }
 
-#define MULTIPLY(rows, vecs)                                                                        \
-    static void multiply_##rows##_##vecs(const uint16_t *w, const char *x, int64_t x_stride,        \
-                                         int64_t pairs, int is_odd, int is_first, ahead_t ahead,    \
-                                         float *acc) {                                              \
-        multiply(w, x, x_stride, pairs, is_odd, is_first, ahead, acc, rows, vecs);                  \
+#define MULTIPLY(rows, halves)                                                                      \
+    static void multiply_##rows##_##halves(const char *w, const char *x, int64_t x_stride,          \
+                                           int64_t words, int is_odd, int is_first, ahead_t ahead,  \
+                                           float *acc) {                                            \
+        multiply(w, x, x_stride, words, is_odd, is_first, ahead, acc, rows, halves * HALF_VECS);    \
     }
-#define MULTIPLY_ALL(rows) MULTIPLY(rows, 2) MULTIPLY(rows, 4)
-MULTIPLY_ALL(1)
-MULTIPLY_ALL(2)
-MULTIPLY_ALL(3)
-MULTIPLY_ALL(4)
-MULTIPLY_ALL(5)
-MULTIPLY_ALL(6)
-typedef void multiply_t(const uint16_t *, const char *, int64_t, int64_t, int, int, ahead_t, float *);
-#define BOTH(rows) {multiply_##rows##_2, multiply_##rows##_4}
-static multiply_t *const MULTIPLIERS[ROWS][2] = {BOTH(1), BOTH(2), BOTH(3), BOTH(4), BOTH(5), BOTH(6)};
+#define MULTIPLY_BOTH(rows) MULTIPLY(rows, 1) MULTIPLY(rows, 2)
+#if LANES == 16
+#define EACH_ROWS(f) f(1) f(2) f(3) f(4) f(5) f(6)
+#else
+#define EACH_ROWS(f) f(1) f(2) f(3)
+#endif
+EACH_ROWS(MULTIPLY_BOTH)
+typedef void multiply_t(const char *, const char *, int64_t, int64_t, int, int, ahead_t, float *);
+#define BOTH(rows) {multiply_##rows##_1, multiply_##rows##_2},
+static multiply_t *const MULTIPLIERS[ROWS][2] = {EACH_ROWS(BOTH)};
 
 /* ---- epilogues -------------------------------------------------------------------------------- */
 
-/* silu(gate) * up, each rounded to bf16 on its way as the steps one by one would. */
+/* silu(gate) * up, each rounded on its way as the steps one by one would. */
 INLINE vf gated(vf gate, vf up) {
-    return rounded(silu(rounded(gate, BF16_WIDE)), BF16_WIDE) * rounded(up, BF16_WIDE);
+    return rounded(silu(rounded(gate, MODE)), MODE) * rounded(up, MODE);
 }
 
 INLINE vf with_bias(const float *acc, const float *bias) {
@@ -129,42 +129,37 @@ INLINE vf with_bias(const float *acc, const float *bias) {
 
 /* Outputs [first, first + LANES) of a row, of which `left` exist. */
 INLINE void put(char *out, int64_t first, int64_t left, vf y, int64_t epilogue) {
-    const __mmask16 mask = first_lanes(left);
-    if (epilogue == FLOAT) {
-        _mm512_mask_storeu_ps(out + 4 * first, mask, (__m512)y);
-        return;
-    }
-    vh h = narrow(y);
-    if (epilogue == ADD)
-        h = narrow(widen((vh)_mm256_maskz_loadu_epi16(mask, out + 2 * first)) + widen(h));
-    _mm256_mask_storeu_epi16(out + 2 * first, mask, (__m256i)h);
+    const int n = (int)min64(left, LANES), kept = epilogue == FLOAT ? F32 : MODE;
+    if (n <= 0) return;
+    out = AT(out, first, kept);
+    if (epilogue == ADD) y = load_f32(out, n, MODE) + rounded(y, MODE);
+    store_n(out, y, n, kept);
 }
 
-/* Finish `rows` rows of the vectors [vec, vec + vecs) of all the panels laid end to end. */
-INLINE void finish(const call_t *c, int64_t row, int rows, int64_t vec, int vecs, const float *acc,
+/* Finish `rows` rows of the outputs [column, column + columns) of all the panels laid end to end. */
+INLINE void finish(const call_t *c, int64_t row, int rows, int64_t column, int columns, const float *acc,
                    int64_t width, int64_t epilogue) {
-    const float *bias = c->w->bias ? c->w->bias + vec * LANES : NULL;
-    const int step = epilogue == SILU_MUL ? 2 : 1;
+    const float *bias = c->w->bias ? c->w->bias + column : NULL;
+    const int turns = epilogue == SILU_MUL ? 2 : 1;
     for (int r = 0; r < rows; r++, acc += width) {
         char *out = c->out + (row + r) * c->out_stride;
-        for (int v = 0; v < vecs; v += step) {
-            const int64_t first = (vec + v) / step * LANES;
-            vf y = with_bias(acc + v * LANES, bias ? bias + v * LANES : NULL);
-            if (epilogue == SILU_MUL) {
-                const int up = (v + 1) * LANES;
-                y = gated(y, with_bias(acc + up, bias ? bias + up : NULL));
+        for (int at = 0; at < columns; at += turns * TURN)
+            UNROLL for (int i = at; i < at + TURN; i += LANES) {
+                const int64_t first = (column + at) / turns + i - at;
+                vf y = with_bias(acc + i, bias ? bias + i : NULL);
+                if (epilogue == SILU_MUL)
+                    y = gated(y, with_bias(acc + i + TURN, bias ? bias + i + TURN : NULL));
+                put(out, first, c->w->outputs - first, y, epilogue);
             }
-            put(out, first, c->w->outputs - first, y, epilogue);
-        }
     }
 }
-static void finish_rows(const call_t *c, int64_t row, int rows, int64_t vec, int vecs,
+static void finish_rows(const call_t *c, int64_t row, int rows, int64_t column, int columns,
                         const float *acc, int64_t width) {
     switch (c->epilogue) {
-    case ADD: finish(c, row, rows, vec, vecs, acc, width, ADD); break;
-    case FLOAT: finish(c, row, rows, vec, vecs, acc, width, FLOAT); break;
-    case SILU_MUL: finish(c, row, rows, vec, vecs, acc, width, SILU_MUL); break;
-    default: finish(c, row, rows, vec, vecs, acc, width, STORE);
+    case ADD: finish(c, row, rows, column, columns, acc, width, ADD); break;
+    case FLOAT: finish(c, row, rows, column, columns, acc, width, FLOAT); break;
+    case SILU_MUL: finish(c, row, rows, column, columns, acc, width, SILU_MUL); break;
+    default: finish(c, row, rows, column, columns, acc, width, STORE);
     }
 }
 
@@ -176,28 +171,77 @@ INLINE ahead_t every_line(const char *p, int64_t bytes, int64_t passes) {
     return (ahead_t){.from = p, .lines = lines, .step = 64 * lines};
 }
 
-/* The rows [row, row + rows) of vectors [vec, vec + vecs), which lie in one panel. `is_warm` says
- * that the panel was prefetched. */
-static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t vec, int vecs,
-                           int is_warm, float *acc) {
+/* Where a thread's codes become numbers, and its sums are. */
+typedef struct {
+    char numbers[MANY_GROUPS * GROUP * PANEL * 4];
+    float acc[BLOCK_ROWS * PANEL];
+} __attribute__((aligned(64))) scratch_t;
+
+/* Where the panel with this output begins. */
+INLINE const char *panel_of(const weight_t *w, int64_t column) {
+    const int64_t dense = words_of(w) * PANEL * 4, panel = column / PANEL;
+    if (w->format == DENSE) return w->panels + panel * dense;
+    return w->panels + panel * (w->k / FORMAT[w->format].weights) * block_bytes(w->format) * PANEL;
+}
+
+/* The groups [begin, end) of k of the outputs [column, column + columns), which lie in one panel. */
+static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
+                   unpacked_t to) {
+    const char *panel = panel_of(w, column);
+    unpack_t *const group = UNPACKERS[w->format];
+    for (; begin < end; begin++, to.at += to.group)
+        group(panel, begin, column % PANEL, columns, to);
+}
+
+/* The rows [row, row + rows), few, of the outputs [column, column + columns) of a weight of codes. */
+static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                         float *acc) {
     const weight_t *w = c->w;
-    const int64_t all = pairs_of(w), groups = ceil_div(rows, ROWS);
-    const uint16_t *panel = w->panels + vec / VECS * all * 2 * PANEL + vec % VECS * 2 * LANES;
-    for (int64_t at = 0; at < all; at += CHUNK) {
-        const int64_t pairs = min64(CHUNK, all - at), bytes = pairs * PANEL * 4;
-        const uint16_t *chunk = panel + at * 2 * PANEL;
-        const int is_last = at + pairs == all;
-        const char *here = (const char *)chunk, *next = here + bytes;
-        const ahead_t sparse = {.from = here + AHEAD, .lines = 1, .step = STRIP_BYTES};
-        ahead_t ahead = is_warm ? every_line(next, STRIP_BYTES, groups) : sparse;
+    const char *panel = panel_of(w, column);
+    for (int64_t end = row + rows, n; row < end; row += n) {
+        n = end - row >= 4 ? FEW_ROWS : end - row >= 2 ? 2 : 1;
+        const int width = n == 1 && LANES == 16 ? PANEL : HALF;
+        multiply_codes_t *const run = CODE_MULTIPLIERS[w->format][n - 1][width / PANEL];
+        const char *x = c->x + row * c->x_stride;
+        for (int at = 0; at < columns; at += width)
+            run(panel, w->k / GROUP, column % PANEL + at, x, c->x_stride, acc + at);
+        finish_rows(c, row, (int)n, column, columns, acc, PANEL);
+    }
+}
+
+/* The rows [row, row + rows) of the outputs [column, column + columns), which are half a panel or one.
+ * `is_warm` says that the panel was prefetched. */
+static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                           int is_warm, scratch_t *scratch) {
+    const weight_t *w = c->w;
+    const int64_t all = words_of(w), groups = ceil_div(rows, ROWS);
+    const int64_t at_once = groups > 1 ? MANY_GROUPS : FEW_GROUPS;
+    const int64_t step = w->format == DENSE ? CHUNK : at_once * GROUP_WORDS;
+    const char *panel = panel_of(w, column) + column % PANEL * 4;
+    float *acc = scratch->acc;
+    for (int64_t at = 0; at < all; at += step) {
+        const int64_t words = min64(step, all - at), bytes = words * PANEL * 4;
+        const char *chunk = panel + at * PANEL * 4;
+        const int is_last = at + words == all;
+        const char *next = chunk + bytes;
+        ahead_t ahead = {.from = chunk + AHEAD, .lines = 1, .step = STRIP_BYTES};
+        if (is_warm) ahead = every_line(next, STRIP_BYTES, groups);
+        if (w->format != DENSE) {
+            chunk = scratch->numbers, ahead = (ahead_t){0};
+            unpack(w, column, columns, at / GROUP_WORDS, (at + words) / GROUP_WORDS,
+                   (unpacked_t){scratch->numbers, 4 * PANEL, 4 * TURN, GROUP_WORDS * 4 * PANEL});
+        }
         for (int64_t g = 0, r = 0; g < groups; g++) {
             const int64_t n = (rows - r) / (groups - g);
-            if (g == 1 && !is_warm) ahead = every_line(next, STRIP_BYTES, groups - 1);
-            if (g > 0 && ahead.from >= next + bytes) ahead.lines = 0;
-            MULTIPLIERS[n - 1][vecs / 4](chunk, c->x + (row + r) * c->x_stride + 4 * at, c->x_stride,
-                                         pairs, is_last && w->k % 2, at == 0, ahead, acc + r * PANEL);
-            ahead.from += ceil_div(pairs, STRIP) * ahead.step;
-            if (is_last) finish_rows(c, row + r, n, vec, vecs, acc + r * PANEL, PANEL);
+            if (w->format == DENSE) {
+                if (g == 1 && !is_warm) ahead = every_line(next, STRIP_BYTES, groups - 1);
+                if (g > 0 && ahead.from >= next + bytes) ahead.lines = 0;
+            }
+            MULTIPLIERS[n - 1][columns / PANEL](
+                chunk, c->x + (row + r) * c->x_stride + 4 * at, c->x_stride, words,
+                is_last && w->k * ITEM % 4, at == 0, ahead, acc + r * PANEL);
+            ahead.from += ceil_div(words, STRIP) * ahead.step;
+            if (is_last) finish_rows(c, row + r, n, column, columns, acc + r * PANEL, PANEL);
             r += n;
         }
         is_warm = groups > 1;
@@ -207,29 +251,37 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t v
 /* The rows [row, row + rows) of half panel `half` of a tiled weight, as multiply_block. `shaped`: rows
  * that this thread's tiles are shaped for; to shape them anew takes 50 ns. */
 static void multiply_half(const call_t *c, int64_t row, int64_t rows, int64_t half, int is_warm,
-                          int64_t *shaped, float *acc) {
-    const int64_t all = c->w->k / TILE_K, chunks = ceil_div(all, CHUNK_STEPS);
-    const int64_t groups = ceil_div(rows, TILED_ROWS);
-    const char *chunk = (const char *)c->w->panels + half * all * STEP_BYTES;
-    for (int64_t i = 0, at = 0, steps; i < chunks; i++, at += steps, chunk += steps * STEP_BYTES) {
+                          int64_t *shaped, scratch_t *scratch) {
+    const weight_t *w = c->w;
+    const int64_t all = w->k / TILE_K, groups = ceil_div(rows, TILED_ROWS);
+    const int64_t chunks = ceil_div(all, CHUNK_STEPS);
+    const char *numbers = w->panels + half * all * STEP_BYTES;
+    for (int64_t i = 0, at = 0, steps; i < chunks; i++, at += steps, numbers += steps * STEP_BYTES) {
         steps = (all - at) / (chunks - i);
-        const char *next = chunk + steps * STEP_BYTES;
-        const side_t columns = {chunk, TILE_BYTES, STEP_BYTES};
+        const char *chunk = numbers, *next = chunk + steps * STEP_BYTES;
         ahead_t ahead = {chunk + TILED_AHEAD, STEP_BYTES / 64, STEP_BYTES};
         if (is_warm) ahead = every_line(next, STEP_BYTES, groups);
+        if (w->format != DENSE) {
+            chunk = scratch->numbers, ahead = (ahead_t){0};
+            unpack(w, half * HALF, HALF, at, at + steps,
+                   (unpacked_t){scratch->numbers, TILE_BYTES, TILE_PAIRS * TILE_BYTES, STEP_BYTES});
+        }
+        const side_t columns = {chunk, TILE_BYTES, STEP_BYTES};
         for (int64_t g = 0, r = 0; g < groups; g++, r += TILED_ROWS) {
             const int64_t n = min64(TILED_ROWS, rows - r);
             const char *x = c->x + (row + r) * c->x_stride + at * TILE_BYTES;
             const product_t p = {{x, c->x_stride, TILE_BYTES}, columns, STEP_BYTES / 2, steps, HALF * 4};
-            float *sums = acc + (chunks > 1 ? r * HALF : 0);
+            float *sums = scratch->acc + (chunks > 1 ? r * HALF : 0);
             if (*shaped != n) shape_tiles(min64(n, TILE_ROWS), n > TILE_ROWS ? n - TILE_ROWS : n);
             *shaped = n;
-            if (g == 1 && !is_warm) ahead = every_line(next, STEP_BYTES, groups - 1);
-            if (g > 0 && ahead.from >= next + steps * STEP_BYTES) ahead.lines = 0;
+            if (w->format == DENSE) {
+                if (g == 1 && !is_warm) ahead = every_line(next, STEP_BYTES, groups - 1);
+                if (g > 0 && ahead.from >= next + steps * STEP_BYTES) ahead.lines = 0;
+            }
             if (n > TILE_ROWS) multiply_tiles(p, ahead, sums, at == 0, 1, 1, 1);
             else multiply_tiles(p, ahead, sums, at == 0, 0, 1, 1);
             ahead.from += steps * ahead.step;
-            if (i + 1 == chunks) finish_rows(c, row + r, n, half * 2, 2, sums, HALF);
+            if (i + 1 == chunks) finish_rows(c, row + r, n, half * HALF, HALF, sums, HALF);
         }
         is_warm = groups > 1;
     }
@@ -238,25 +290,30 @@ static void multiply_half(const call_t *c, int64_t row, int64_t rows, int64_t ha
 /* Units [begin, end): half panels, all of them for one row block after the other. */
 static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, int64_t begin,
                            int64_t end) {
-    float acc[BLOCK_ROWS * PANEL] __attribute__((aligned(64)));
+    scratch_t scratch;
     int64_t shaped = 0;
     for (int64_t u = begin; u < end && c->w->is_tiled; u++) {
         const int64_t row = u / halves * block_rows, rows = min64(block_rows, c->rows - row);
-        multiply_half(c, row, rows, u % halves, u > begin && rows > TILED_ROWS, &shaped, acc);
+        multiply_half(c, row, rows, u % halves, u > begin && rows > TILED_ROWS, &shaped, &scratch);
     }
     for (int64_t u = begin; u < end && !c->w->is_tiled;) {
         const int64_t row = u / halves * block_rows, half = u % halves;
-        const int is_whole = half % 2 == 0 && half + 1 < halves && u + 1 < end;
+        const int is_whole = LANES == 16 && half % 2 == 0 && half + 1 < halves && u + 1 < end;
         const int64_t rows = min64(block_rows, c->rows - row);
-        multiply_block(c, row, rows, half * 2, is_whole ? 4 : 2, u > begin && rows > ROWS, acc);
+        const int columns = is_whole ? PANEL : HALF;
+        /* one row of half a panel has no function of its own */
+        const int is_few = rows <= FEW_ROWS && (is_whole || rows % 2 == 0 || LANES < 16);
+        if (c->w->format != DENSE && is_few)
+            multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
+        else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
         u += is_whole ? 2 : 1;
     }
 }
 
 /* Rows of a block: what L2 holds, and less where there would be too few units for the threads. */
-static int64_t choose_block_rows(int64_t rows, int64_t k, int64_t halves, int64_t threads,
+static int64_t choose_block_rows(int64_t rows, int64_t words, int64_t halves, int64_t threads,
                                  int64_t group) {
-    int64_t block = BLOCK_BYTES / (2 * min64(k, 2 * CHUNK));
+    int64_t block = BLOCK_BYTES / (4 * min64(words, CHUNK));
     block = min64(BLOCK_ROWS, block < 4 * ROWS ? 4 * ROWS : block);
     for (; block > 4 * ROWS; block /= 2) {
         const int64_t units = ceil_div(rows, block) * halves;
@@ -268,9 +325,10 @@ static int64_t choose_block_rows(int64_t rows, int64_t k, int64_t halves, int64_
 
 /* The rows of x, normed: by every thread for itself, or together where they are many. */
 static void norm_rows(const call_t *c, int is_private, char *out) {
-    const float eps = (float)c->w->eps;
+    const weight_t *w = c->w;
+    const float eps = (float)w->eps;
 #define NORM(r)                                                                                     \
-    norm(c->x + (r) * c->x_stride, c->w->norm_weight, out + (r) * 2 * c->w->k, c->w->k, eps, BF16_WIDE)
+    norm(c->x + (r) * c->x_stride, w->norm_weight, out + (r) * ITEM * w->k, w->k, eps, MODE)
     if (is_private) {
         for (int64_t r = 0; r < c->rows; r++) NORM(r);
     } else {
@@ -282,19 +340,20 @@ static void norm_rows(const call_t *c, int is_private, char *out) {
 /* One thread's part of a call. */
 static void linear_in_team(const call_t *call, int64_t threads) {
     const weight_t *w = call->w;
-    const int64_t halves = ceil_div(w->outputs, w->is_gated ? LANES : HALF), rows = call->rows;
+    const int64_t halves = ceil_div(w->outputs, w->is_gated ? TURN : HALF), rows = call->rows;
     const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
-    const int64_t block_rows = choose_block_rows(rows, w->k, halves, threads, group);
+    const int64_t block_rows = choose_block_rows(rows, words_of(w), halves, threads, group);
     const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
     const int64_t step = units < 8 * threads ? 1 : 2, steps = ceil_div(halves, step);
     call_t c = *call;
-    char buffer[PRIVATE_BYTES];
+    char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
     if (w->is_gated) c.epilogue = SILU_MUL;
     if (w->norm_weight) {
-        const int is_private = rows * w->k * 2 <= PRIVATE_BYTES;
+        const int64_t stride = w->k * ITEM;
+        const int is_private = rows * stride <= PRIVATE_BYTES;
         char *normed = is_private ? buffer : call->normed;
         norm_rows(call, is_private, normed);
-        c.x = normed, c.x_stride = 2 * w->k;
+        c.x = normed, c.x_stride = stride;
     }
     if (blocks == 1) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
@@ -328,7 +387,7 @@ void linear(const call_t *calls, int64_t count) {
 
 /* ---- experts ---------------------------------------------------------------------------------- */
 
-typedef struct { /* the experts of a layer for some rows, filled by cpu_linear.py; bf16 side by side */
+typedef struct { /* the experts of a layer for some rows, filled by cpu_linear.py; rows lie side by side */
     const weight_t *const *gate_up, *const *down; /* [experts] */
     const char *x;                                /* [rows][k] */
     const int64_t *ids;                           /* [rows][top_k]: the experts of each row */
@@ -355,7 +414,7 @@ static int64_t plan_experts(const experts_t *e) {
         const int64_t first = e->starts[id], rows = e->starts[id + 1] - first;
         if (!rows) continue;
         const weight_t *gate_up = e->gate_up[id], *down = e->down[id];
-        const int64_t width = 2 * gate_up->k, inner = 2 * down->k;
+        const int64_t width = ITEM * gate_up->k, inner = ITEM * down->k;
         char *sorted = e->sorted + first * width, *gated = e->gated + first * inner;
         e->calls[n] = (call_t){gate_up, sorted, gated, NULL, width, inner, rows, SILU_MUL, e->threads};
         e->calls[hit + n++] = (call_t){down, gated, sorted, NULL, inner, width, rows, STORE, e->threads};
@@ -368,18 +427,19 @@ static int64_t plan_experts(const experts_t *e) {
 static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) {
     int64_t steps = 0, at = 0, before = 0;
     for (int64_t i = 0; i < count; i++) {
-        const int64_t halves = ceil_div(calls[i].w->outputs, calls[i].w->is_gated ? LANES : HALF);
-        const int64_t group = calls[i].w->is_tiled ? TILED_ROWS : ROWS;
-        const int64_t rows = choose_block_rows(calls[i].rows, calls[i].w->k, halves, threads, group);
+        const weight_t *w = calls[i].w;
+        const int64_t halves = ceil_div(w->outputs, w->is_gated ? TURN : HALF);
+        const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
+        const int64_t rows = choose_block_rows(calls[i].rows, words_of(w), halves, threads, group);
         steps += ceil_div(calls[i].rows, rows) * ceil_div(halves, 2);
     }
 #pragma omp for schedule(dynamic, 1)
     for (int64_t step = 0; step < steps; step++) {
         for (;; at++) { /* a thread's steps come in order */
             const weight_t *w = calls[at].w;
-            const int64_t halves = ceil_div(w->outputs, w->is_gated ? LANES : HALF), panels = ceil_div(halves, 2);
+            const int64_t halves = ceil_div(w->outputs, w->is_gated ? TURN : HALF), panels = ceil_div(halves, 2);
             const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
-            const int64_t rows = choose_block_rows(calls[at].rows, w->k, halves, threads, group);
+            const int64_t rows = choose_block_rows(calls[at].rows, words_of(w), halves, threads, group);
             const int64_t own = ceil_div(calls[at].rows, rows) * panels;
             if (step >= before + own) {
                 before += own;
@@ -392,6 +452,15 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
     }
 }
 
+/* A product that no compiler fuses with the sum after it. */
+#if defined(__x86_64__)
+#define KEEP_APART(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define KEEP_APART(x) __asm__("" : "+w"(x))
+#else
+#define KEEP_APART(x) __asm__("" : "+m"(x))
+#endif
+
 /* The results of a row's experts times their weights, added in the order of its choices. Each product is
  * rounded before it is added, as an operator by itself does. */
 static void add_up(const experts_t *e, int64_t row) {
@@ -400,17 +469,17 @@ static void add_up(const experts_t *e, int64_t row) {
         const int n = (int)min64(LANES, width - at);
         vf total = {0};
         for (int64_t i = row * e->top_k; i < (row + 1) * e->top_k; i++) {
-            vf term = load_f32(e->sorted + 2 * (e->places[i] * width + at), n, BF16_WIDE) * e->weights[i];
-            __asm__("" : "+v"(term)); /* not one fused step with the sum */
+            vf term = load_f32(e->sorted + ITEM * (e->places[i] * width + at), n, MODE) * e->weights[i];
+            KEEP_APART(term);
             total = i == row * e->top_k ? term : total + term;
         }
-        store_n(e->out + 2 * (row * width + at), total, n, BF16_WIDE);
+        store_n(e->out + ITEM * (row * width + at), total, n, MODE);
     }
 }
 
 /* out = for each row the sum over its experts of weight * down(silu(gate(x)) * up(x)). */
 void experts(const experts_t *e) {
-    const int64_t hit = plan_experts(e), width = 2 * e->down[0]->outputs;
+    const int64_t hit = plan_experts(e), width = ITEM * e->down[0]->outputs;
     const int64_t choices = e->rows * e->top_k, products = choices * width * e->down[0]->k;
     const int64_t threads = products < 1 << 16 ? 1 : e->threads;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
@@ -438,53 +507,75 @@ void advise_huge_pages(void *p, int64_t bytes) {
 }
 
 /* Where output n of part `which` (gate 0, up 1) of a packed weight lies: its column, all panels laid
- * end to end. Gate and up take turns, a vector each. */
+ * end to end. Gate and up take turns. */
 INLINE int64_t column_of(int64_t n, int64_t is_gated, int64_t which) {
-    return is_gated ? n / LANES * 2 * LANES + which * LANES + n % LANES : n;
+    return is_gated ? n / TURN * 2 * TURN + which * TURN + n % TURN : n;
 }
 
-/* Where pair p of k of a column lies, in pairs. */
-INLINE int64_t pair_at(const weight_t *w, int64_t column, int64_t p) {
-    const int64_t pairs = pairs_of(w);
-    if (!w->is_tiled) return (column / PANEL * pairs + p) * PANEL + column % PANEL;
-    const int64_t step = column / HALF * (pairs / TILE_PAIRS) + p / TILE_PAIRS;
-    const int64_t tile = 2 * step + column % HALF / LANES;
-    return (tile * TILE_PAIRS + p % TILE_PAIRS) * LANES + column % LANES;
+/* Where word i of k of a column of numbers lies, in words. */
+INLINE int64_t word_at(const weight_t *w, int64_t column, int64_t i) {
+    const int64_t words = words_of(w);
+    if (!w->is_tiled) return (column / PANEL * words + i) * PANEL + column % PANEL;
+    const int64_t step = column / HALF * (words / TILE_PAIRS) + i / TILE_PAIRS;
+    const int64_t tile = 2 * step + column % HALF / TURN;
+    return (tile * TILE_PAIRS + i % TILE_PAIRS) * TURN + column % TURN;
 }
 
-/* Pack the rows of `weight` [outputs, k] as part `which`; the panels hold zeros before. */
-void pack(const weight_t *w, const uint16_t *weight, int64_t row_stride, int64_t which, int64_t threads) {
-    const int64_t pairs = pairs_of(w), k = w->k;
-    uint16_t *panels = (uint16_t *)w->panels;
+/* Bytes of word i of a row; the last one of an odd row of bfloat16 has half of them. */
+INLINE size_t bytes_at(const weight_t *w, int64_t i) {
+    return (size_t)min64(4, w->k * ITEM - 4 * i);
+}
+
+static void pack_numbers(const weight_t *w, const char *rows, int64_t stride, int64_t which, int64_t n0) {
+    const int64_t words = words_of(w);
+    for (int64_t i0 = 0; i0 < words; i0 += STRIP)
+        for (int64_t n = n0; n < min64(n0 + TURN, w->outputs); n++) {
+            const int64_t column = column_of(n, w->is_gated, which);
+            for (int64_t i = i0; i < min64(i0 + STRIP, words); i++)
+                memcpy((char *)w->panels + 4 * word_at(w, column, i), rows + n * stride + 4 * i,
+                       bytes_at(w, i));
+        }
+}
+
+/* Pack the rows of a weight [outputs, k], `stride` bytes apart, as part `which`; the panels hold zeros
+ * before. Rows are numbers, or codes as the file has them. */
+void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, int64_t threads) {
 #pragma omp parallel for num_threads((int)threads) schedule(static)
-    for (int64_t n0 = 0; n0 < w->outputs; n0 += LANES) {
-        for (int64_t p0 = 0; p0 < pairs; p0 += STRIP) {
-            for (int64_t n = n0; n < min64(n0 + LANES, w->outputs); n++) {
-                const int64_t column = column_of(n, w->is_gated, which);
-                const uint16_t *from = weight + n * row_stride;
-                for (int64_t p = p0; p < min64(p0 + STRIP, pairs); p++) {
-                    uint16_t *to = panels + 2 * pair_at(w, column, p);
-                    to[0] = from[2 * p];
-                    if (2 * p + 1 < k) to[1] = from[2 * p + 1];
-                }
-            }
+    for (int64_t n0 = 0; n0 < w->outputs; n0 += TURN) {
+        if (w->format == DENSE) {
+            pack_numbers(w, rows, stride, which, n0);
+            continue;
+        }
+        for (int64_t n = n0; n < min64(n0 + TURN, w->outputs); n++) {
+            const int64_t column = column_of(n, w->is_gated, which);
+            pack_column(rows + n * stride, w->k / FORMAT[w->format].weights,
+                        (char *)panel_of(w, column), column % PANEL, (int)w->format);
         }
     }
 }
 
+/* One row of a weight. Codes become numbers 16 outputs at a time, of which one is wanted. */
+static void gather_row(const weight_t *w, int64_t id, char *to) {
+    if (w->format == DENSE) {
+        for (int64_t i = 0; i < words_of(w); i++)
+            memcpy(to + 4 * i, w->panels + 4 * word_at(w, id, i), bytes_at(w, i));
+        return;
+    }
+    char numbers[GROUP * 4 * TURN] __attribute__((aligned(64)));
+    const int64_t first = id / TURN * TURN;
+    for (int64_t group = 0; group < w->k / GROUP; group++) {
+        unpack(w, first, TURN, group, group + 1, (unpacked_t){numbers, 4 * TURN, 0, 0});
+        for (int64_t i = 0; i < GROUP_WORDS; i++, to += 4)
+            memcpy(to, numbers + 4 * (i * TURN + id - first), 4);
+    }
+}
+
 /* out[i] = row ids[i] of a weight that is not gated. Returns 0, or -1 at an id that is no row. */
-int gather_rows(const weight_t *w, const int64_t *ids, int64_t count, uint16_t *out, int64_t threads) {
-    const int64_t k = w->k;
+int gather_rows(const weight_t *w, const int64_t *ids, int64_t count, char *out, int64_t threads) {
     for (int64_t i = 0; i < count; i++)
         if (ids[i] < 0 || ids[i] >= w->outputs) return -1;
-    if (count * k < 1 << 14) threads = 1;
+    if (count * w->k < 1 << 14) threads = 1;
 #pragma omp parallel for num_threads((int)threads) schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        uint16_t *to = out + i * k;
-        for (int64_t p = 0; p < k / 2; p++)
-            memcpy(to + 2 * p, w->panels + 2 * pair_at(w, ids[i], p), 4);
-        if (k % 2) to[k - 1] = w->panels[2 * pair_at(w, ids[i], k / 2)];
-    }
+    for (int64_t i = 0; i < count; i++) gather_row(w, ids[i], out + i * w->k * ITEM);
     return 0;
 }
-#endif

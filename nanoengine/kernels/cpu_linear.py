@@ -1,4 +1,4 @@
-"""Products with weights packed for AVX512-BF16 or AMX, and fused operators, in `cpu_linear.c`.
+"""Products with packed weights, of numbers or of codes, and fused operators, in `cpu_linear.c`.
 
 Owns the packed copy of a weight and the C calling convention. Knows no layer and no model. The
 layout, and the rule that makes a row's bits independent of its batch, are in `cpu_linear.c`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,17 +20,21 @@ from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.models.experts import Router
+from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight, Weight
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
-# As in cpu_linear.c: outputs of a panel, lanes of a vector, k of a matrix tile, bytes of normed
-# rows that fit a thread, and the epilogues.
+# As in cpu_linear.c: outputs of a panel, outputs of gate and up that take turns, k of a matrix
+# tile, bytes of normed rows that fit a thread, the epilogues, and the modes of the dtypes.
 _PANEL = 64
-_LANES = 16
+_TURN = 16
 _TILE_K = 32
 _PRIVATE_BYTES = 64 << 10
 STORE, ADD, FLOAT = 0, 1, 2
+_MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
+# The formats of cpu_codes.h, in its order.
+_FORMATS = {name: number for number, name in enumerate(("", *FORMATS))}
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
-_WEIGHT = struct.Struct("=3Q4qd")
+_WEIGHT = struct.Struct("=3Q5qd")
 _CALL = struct.Struct("=4Q5q")
 # The same of experts_t.
 _EXPERTS = struct.Struct("=11Q4q")
@@ -39,7 +43,7 @@ _PAGE_BYTES = 2 << 20
 
 
 def is_supported() -> bool:
-    """Whether this CPU multiplies pairs of bfloat16 (AVX512-BF16)."""
+    """Whether this CPU multiplies pairs of bfloat16 (AVX512-BF16); float32 runs on all."""
     return b"avx512_bf16" in cpu_flags().split()
 
 
@@ -86,51 +90,50 @@ class PackedWeight:
         shape: tuple[int, int],
         is_gated: bool,
         is_tiled: bool,
+        dtype: torch.dtype,
+        code_format: str,
     ) -> None:
         norm_weight, eps = norm or (None, 0.0)
+        self.dtype = dtype
         self.library, self.panels, self.bias, self.norm_weight = library, panels, bias, norm_weight
         self.outputs, self.inputs = shape
         self.is_gated = is_gated
         pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
-        record = _WEIGHT.pack(*pointers, *shape, is_gated, is_tiled, eps)
+        kinds = is_gated, is_tiled, _FORMATS[code_format]
+        record = _WEIGHT.pack(*pointers, *shape, *kinds, eps)
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
         self.tape = tape
 
-    def multiply(self, x: Tensor, out: Tensor, epilogue: int) -> None:
-        """out (epilogue) norm(x) W^T; x [tokens, inputs] and out [tokens, outputs] may have strides
-        between rows.
-        """
-        call, normed = self.call(x, out, epilogue)
-        self.tape.call(self.library.linear, (call, 1), x, out, normed)
-
     def call(self, x: Tensor, out: Tensor, epilogue: int) -> tuple[bytes, Tensor | None]:
-        """The arguments of `multiply` as C takes them, and the scratch memory they point to."""
+        """out (epilogue) norm(x) W^T as C takes it, and the scratch memory that points to.
+
+        x [tokens, inputs] and out [tokens, outputs] may have strides between rows.
+        """
         tokens, width = x.shape
         x_stride, step = x.stride()
-        if width != self.inputs or x.dtype is not torch.bfloat16 or step != 1:
+        name = str(self.dtype).removeprefix("torch.")
+        if width != self.inputs or x.dtype is not self.dtype or step != 1:
             raise EngineError(
-                f"a packed product takes bfloat16 rows of {self.inputs} values side by side: got "
+                f"a packed product takes {name} rows of {self.inputs} values side by side: got "
                 f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
             )
         if epilogue == ADD and (
-            out.shape != (tokens, self.outputs)
-            or out.dtype is not torch.bfloat16
-            or out.stride(1) != 1
+            out.shape != (tokens, self.outputs) or out.dtype is not self.dtype or out.stride(1) != 1
         ):
             raise EngineError(
-                f"a product of {tokens} rows is added to bfloat16 rows of {self.outputs} values "
+                f"a product of {tokens} rows is added to {name} rows of {self.outputs} values "
                 f"side by side: got {out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
             )
         normed = None
-        if self.norm_weight is not None and tokens * width * 2 > _PRIVATE_BYTES:
+        if self.norm_weight is not None and tokens * width * x.itemsize > _PRIVATE_BYTES:
             normed = x.new_empty(tokens, width)
         packed = _CALL.pack(
             self.address,
             x.data_ptr(),
             out.data_ptr(),
             0 if normed is None else normed.data_ptr(),
-            x_stride * 2,
+            x_stride * x.itemsize,
             out.stride(0) * out.itemsize,
             tokens,
             epilogue,
@@ -139,34 +142,70 @@ class PackedWeight:
         return packed, normed
 
 
-class PackedLinear:
-    """norm(x) @ weight.T + bias: fp32 sums, rounded once. Made by `CpuLinear.pack`."""
+class PackedProduct:
+    """Products of the same activations, whose outputs lie one after the other."""
 
-    def __init__(self, weight: PackedWeight) -> None:
-        self.weight = weight
-        self.in_features, self.out_features = weight.inputs, weight.outputs
+    def __init__(self, weights: tuple[PackedWeight, ...]) -> None:
+        self._weights = weights
+        self.in_features = weights[0].inputs
+        self.out_features = sum(weight.outputs for weight in weights)
+        self.dtype = weights[0].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """What its weights take."""
+        return sum(weight.panels.nbytes for weight in self._weights)
+
+    @property
+    def weight(self) -> PackedWeight:
+        """The weight of a product that has one."""
+        (weight,) = self._weights
+        return weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, out_features], bfloat16."""
+        """[tokens, in_features] -> [tokens, out_features], in the dtype of the activations."""
         out = x.new_empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, STORE)
+        self.multiply(x, out, STORE)
         return out
+
+    def multiply(self, x: Tensor, out: Tensor, epilogue: int) -> None:
+        """out (epilogue) the product; x and out may have strides between rows."""
+        self.run(self.calls(x, out, epilogue), x, out)
+
+    def run(self, calls: list[tuple[bytes, Tensor | None]], *held: object) -> None:
+        """Make calls of this product and of others in one call of C. held: see CallTape."""
+        packed, weight = b"".join(call for call, _ in calls), self._weights[0]
+        weight.tape.call(weight.library.linear, (packed, len(calls)), held, calls)
+
+    def calls(self, x: Tensor, out: Tensor, epilogue: int) -> list[tuple[bytes, Tensor | None]]:
+        """A call of C for each of the products, see PackedWeight.call."""
+        if len(self._weights) == 1:
+            return [self._weights[0].call(x, out, epilogue)]
+        parts = torch.split(out, [weight.outputs for weight in self._weights], dim=1)
+        return [
+            weight.call(x, part, epilogue)
+            for weight, part in zip(self._weights, parts, strict=True)
+        ]
+
+
+class PackedLinear(PackedProduct):
+    """norm(x) @ weight.T + bias: fp32 sums, rounded once. Made by `CpuLinear.pack`."""
 
     def in_float(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features], the float32 sums themselves."""
         out = torch.empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, FLOAT)
+        self.multiply(x, out, FLOAT)
         return out
 
     def gather_rows(self, token_ids: Tensor) -> Tensor:
-        """Rows of the weight itself, [n, in_features]; int64 [n], contiguous. For tied embeddings.
+        """Rows of the weight itself, [n, in_features]; int64 [n], contiguous. For embeddings.
 
         Raises EngineError for an id outside the rows.
         """
         if token_ids.dtype is not torch.int64 or not token_ids.is_contiguous():
             raise EngineError(f"token ids are contiguous int64, got {token_ids.dtype}")
         weight = self.weight
-        out = torch.empty(len(token_ids), weight.inputs, dtype=torch.bfloat16)
+        out = torch.empty(len(token_ids), weight.inputs, dtype=self.dtype)
         if weight.library.gather_rows(
             weight.address,
             token_ids.data_ptr(),
@@ -178,21 +217,11 @@ class PackedLinear:
         return out
 
 
-class PackedGateUp:
-    """silu(gate(x)) * up(x) of two fused products. Made by `CpuLinear.pack_gate_up`."""
+class PackedGateUp(PackedProduct):
+    """silu(gate(x)) * up(x) of two fused products. Made by `CpuLinear.pack_gate_up`.
 
-    def __init__(self, weight: PackedWeight) -> None:
-        self.weight = weight
-        self.in_features, self.out_features = weight.inputs, weight.outputs
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, in_features] -> [tokens, out_features], bfloat16.
-
-        Rounds where the unfused steps do: both products, the silu, and the result.
-        """
-        out = x.new_empty(x.shape[0], self.out_features)
-        self.weight.multiply(x, out, STORE)
-        return out
+    Rounds where the unfused steps do: both products, the silu, and the result.
+    """
 
 
 class PackedAfterAttention:
@@ -204,34 +233,32 @@ class PackedAfterAttention:
     def __init__(
         self,
         workspace: Workspace,
-        weights: tuple[PackedWeight, PackedWeight, PackedWeight],
-        next_qkv: PackedWeight | None,
+        products: tuple[PackedLinear, PackedGateUp, PackedLinear],
+        next_qkv: PackedLinear | None,
     ) -> None:
-        """weights: of out, of gate and up, and of down."""
-        self._out, self._gate_up, self._down = weights
+        """products: out, gate and up, and down."""
+        self._out, self._gate_up, self._down = products
         self._next_qkv = next_qkv
         self._workspace = workspace
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
-        """x [tokens, hidden], attended [tokens, heads x head_dim]; bfloat16, as is the result."""
+        """x [tokens, hidden], attended [tokens, heads x head_dim], in the dtype of the result."""
         tokens = x.shape[0]
         gated = self._buffer("gated", tokens, self._gate_up)
         steps = [
-            self._out.call(attended, x, ADD),
-            self._gate_up.call(x, gated, STORE),
-            self._down.call(gated, x, ADD),
+            *self._out.calls(attended, x, ADD),
+            *self._gate_up.calls(x, gated, STORE),
+            *self._down.calls(gated, x, ADD),
         ]
         result = x
         if self._next_qkv is not None:
             result = self._buffer("qkv", tokens, self._next_qkv)
-            steps.append(self._next_qkv.call(x, result, STORE))
-        calls = b"".join(call for call, _ in steps)
-        held = x, attended, gated, result, steps
-        self._out.tape.call(self._out.library.linear, (calls, len(steps)), held)
+            steps += self._next_qkv.calls(x, result, STORE)
+        self._out.run(steps, x, attended, gated, result)
         return result
 
-    def _buffer(self, name: str, tokens: int, weight: PackedWeight) -> Tensor:
-        return self._workspace.buffer(name, (tokens, weight.outputs), torch.bfloat16)
+    def _buffer(self, name: str, tokens: int, product: PackedProduct) -> Tensor:
+        return self._workspace.buffer(name, (tokens, product.out_features), product.dtype)
 
 
 class PackedExperts:
@@ -243,26 +270,29 @@ class PackedExperts:
         router: Router,
         experts: Sequence[tuple[PackedGateUp, PackedLinear]],
     ) -> None:
+        """experts: of gate, up and down, each a product of one weight."""
         self._workspace, self._router, self._experts = workspace, router, experts
         addresses = ([each.weight.address for each in part] for part in zip(*experts, strict=True))
         self._gate_up, self._down = (torch.tensor(part) for part in addresses)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden], bfloat16. Rounds where `models.experts` does."""
+        """[tokens, hidden] -> [tokens, hidden]. Rounds where `models.experts` does."""
         ids, weights = self._router(x)
         tokens, top_k = ids.shape
         gate_up, down = (each.weight for each in self._experts[0])
-        if x.dtype is not torch.bfloat16 or x.shape[1] != gate_up.inputs or not x.is_contiguous():
+        dtype = gate_up.dtype
+        if x.dtype is not dtype or x.shape[1] != gate_up.inputs or not x.is_contiguous():
+            name = str(dtype).removeprefix("torch.")
             raise EngineError(
-                f"packed experts take contiguous bfloat16 rows of {gate_up.inputs} values: got "
+                f"packed experts take contiguous {name} rows of {gate_up.inputs} values: got "
                 f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
             )
         choices, count, buffer = tokens * top_k, len(self._experts), self._workspace.buffer
         out = torch.empty_like(x)
         held = (
             *(self._gate_up, self._down, x, ids.contiguous(), weights.contiguous(), out),
-            buffer("sorted", (choices, gate_up.inputs), torch.bfloat16),
-            buffer("by expert", (choices, down.inputs), torch.bfloat16),
+            buffer("sorted", (choices, gate_up.inputs), dtype),
+            buffer("by expert", (choices, down.inputs), dtype),
             buffer("places", (choices,), torch.int64),
             buffer("starts", (count + 1,), torch.int64),
             buffer("calls", (2 * min(count, choices), _CALL.size), torch.uint8),
@@ -276,7 +306,9 @@ class PackedExperts:
 class CpuLinear:
     """Bound C functions, and the memory that packed weights go to."""
 
-    def __init__(self, library: ctypes.CDLL, tape: CallTape) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, tape: CallTape, dtype: torch.dtype, with_codes: bool
+    ) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         self._library = library
         library.linear.argtypes = [ctypes.c_char_p, integer]
@@ -289,50 +321,78 @@ class CpuLinear:
         self._arena = WeightArena(library)
         self._workspace = Workspace()
         self._tape = tape
-        self._has_tiles = library.allow_tiles() == 0
+        self.dtype = dtype
+        self._with_codes = with_codes
+        self._has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
 
     @classmethod
     def load(
-        cls, tape: CallTape, folder: Path | None = None, extra_cflags: tuple[str, ...] = ()
+        cls,
+        tape: CallTape,
+        folder: Path | None = None,
+        extra_cflags: tuple[str, ...] = (),
+        dtype: torch.dtype = torch.bfloat16,
+        with_codes: bool = False,
     ) -> CpuLinear:
         """Compile (or take from the cache) and bind.
 
+        dtype: of activations, bfloat16 or float32. with_codes: weights may be codes, too.
         Raises KernelBuildError with the reason: this CPU, or a compiler that is too old for it.
         """
-        if not is_supported():
+        if dtype is torch.bfloat16 and not is_supported():
             raise KernelBuildError("this CPU has no AVX512-BF16: oneDNN multiplies instead")
-        library = load_library(SOURCE, folder, extra_cflags)
-        if not library.supported():
+        flags = f"-DMODE={_MODES[dtype]}", f"-DWITH_CODES={int(with_codes)}"
+        library = load_library(SOURCE, folder, (*extra_cflags, *flags))
+        if dtype is torch.bfloat16 and not library.has_pairs():
             raise KernelBuildError("the C compiler knows no AVX512-BF16: install gcc 10 or newer")
-        return cls(library, tape)
+        return cls(library, tape, dtype, with_codes)
 
     def pack(
         self,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         norm: tuple[Tensor, float] | None = None,
     ) -> PackedLinear:
-        """Pack weight [outputs, inputs] and bias [outputs], both bfloat16 on the CPU.
+        """Pack weight [outputs, inputs] and bias [outputs] on the CPU, in the dtype of activations;
+        or the codes of a weight, as they are.
 
         norm: (weight [inputs], eps) of an RMSNorm of the activations before the product.
         """
-        return PackedLinear(self._pack((weight,), () if bias is None else (bias,), norm))
+        parts = weight.parts if isinstance(weight, CodedWeight) else (weight,)
+        if bias is not None:
+            self._check(bias, weight.shape[:1])
+        biases = () if bias is None else torch.split(bias, [_shape(part)[0] for part in parts])
+        return PackedLinear(
+            tuple(self._pack((part,), biases[i : i + 1], norm) for i, part in enumerate(parts))
+        )
 
     def pack_gate_up(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         biases: tuple[Tensor, Tensor] | None = None,
         norm: tuple[Tensor, float] | None = None,
-    ) -> PackedGateUp:
-        """Pack gate and up, each [outputs, inputs], into one weight; else as `pack`."""
-        return PackedGateUp(self._pack((gate, up), biases or (), norm))
+    ) -> PackedGateUp | None:
+        """Pack gate and up, each [outputs, inputs], into one weight; else as `pack`.
+
+        None: they are not codes of one format each.
+        """
+        (gate_part, *more_gate), (up_part, *more_up) = (
+            each.parts if isinstance(each, CodedWeight) else (each,) for each in (gate, up)
+        )
+        if more_gate or more_up or _format(gate_part) != _format(up_part):
+            return None
+        return PackedGateUp((self._pack((gate_part, up_part), biases or (), norm),))
 
     def experts(
-        self, router: Router, experts: Sequence[tuple[PackedGateUp, PackedLinear]]
+        self, router: Router, weights: Iterable[tuple[Tensor, Tensor, Tensor]]
     ) -> PackedExperts:
-        """Experts of gate, up and down, without norms and biases."""
-        return PackedExperts(self._workspace, router, experts)
+        """weights: gate, up and down of each expert, as `pack_gate_up` and `pack` take them."""
+        packed = [
+            (PackedGateUp((self._pack((gate, up), (), None),)), self.pack(down))
+            for gate, up, down in weights
+        ]
+        return PackedExperts(self._workspace, router, packed)
 
     def after_attention(
         self,
@@ -342,28 +402,33 @@ class CpuLinear:
         next_qkv: PackedLinear | None,
     ) -> PackedAfterAttention:
         """As LayerOps.after_attention."""
-        weights = out.weight, gate_up.weight, down.weight
-        next_weight = None if next_qkv is None else next_qkv.weight
-        return PackedAfterAttention(self._workspace, weights, next_weight)
+        return PackedAfterAttention(self._workspace, (out, gate_up, down), next_qkv)
 
     def _pack(
         self,
-        weights: tuple[Tensor, ...],
+        weights: tuple[CodedRows | Tensor, ...],
         biases: tuple[Tensor, ...],
         norm: tuple[Tensor, float] | None,
     ) -> PackedWeight:
-        shape = weights[0].shape
+        shape, code_format = _shape(weights[0]), _format(weights[0])
         for weight in weights:
-            _check(weight, shape)
+            self._check(weight, shape)
         for bias in biases:
-            _check(bias, shape[:1])
+            self._check(bias, shape[:1])
         if norm is not None:
-            _check(norm[0], shape[1:])
+            self._check(norm[0], shape[1:])
+        if code_format and not self._with_codes:
+            raise EngineError("codes are packed by kernels that were loaded with_codes")
         outputs, inputs = shape
-        columns = -(-outputs // _LANES) * _LANES * len(weights)
+        columns = -(-outputs // _TURN) * _TURN * len(weights)
         num_panels = -(-columns // _PANEL)
-        panels = self._arena.allocate(num_panels * _PANEL * -(-inputs // 2) * 4)
-        if inputs % 2 or num_panels * _PANEL != outputs * len(weights):
+        itemsize = self.dtype.itemsize
+        row_bytes = -(-inputs * itemsize // 4) * 4
+        if code_format:
+            in_block, block_bytes = FORMATS[code_format]
+            row_bytes = inputs // in_block * block_bytes
+        panels = self._arena.allocate(num_panels * _PANEL * row_bytes)
+        if inputs * itemsize % 4 or num_panels * _PANEL != outputs * len(weights):
             panels.zero_()  # products read the padding, too
         packed = PackedWeight(
             self._library,
@@ -374,31 +439,45 @@ class CpuLinear:
             (outputs, inputs),
             len(weights) == 2,
             self._has_tiles and inputs % _TILE_K == 0,
+            self.dtype,
+            code_format,
         )
         for which, weight in enumerate(weights):
-            rows = weight.contiguous()
-            self._library.pack(
-                packed.address, rows.data_ptr(), inputs, which, torch.get_num_threads()
-            )
+            rows = (weight.rows if isinstance(weight, CodedRows) else weight).contiguous()
+            stride = rows.stride(0) * rows.itemsize
+            threads = torch.get_num_threads()
+            self._library.pack(packed.address, rows.data_ptr(), stride, which, threads)
         return packed
+
+    def _check(self, weight: CodedRows | Tensor, shape: tuple[int, ...]) -> None:
+        rows = weight.rows if isinstance(weight, CodedRows) else weight
+        dtype = torch.uint8 if isinstance(weight, CodedRows) else self.dtype
+        if (
+            rows.dtype is not dtype
+            or rows.device.type != "cpu"
+            or _shape(weight) != tuple(shape)
+            or 0 in shape
+        ):
+            name = str(dtype).removeprefix("torch.")
+            raise EngineError(
+                f"weights to pack are {name} on the CPU, here of shape {tuple(shape)}: got "
+                f"{rows.dtype} on {rows.device}, shape {_shape(weight)}"
+            )
+
+
+def _shape(weight: CodedRows | Tensor) -> tuple[int, ...]:
+    if isinstance(weight, CodedRows):
+        return len(weight.rows), weight.num_inputs
+    return tuple(weight.shape)
+
+
+def _format(weight: CodedRows | Tensor) -> str:
+    return weight.format if isinstance(weight, CodedRows) else ""
 
 
 def _pack_biases(biases: tuple[Tensor, ...], columns: int) -> Tensor:
-    """float32 [columns], in the order of the panels: vectors of gate and up alternate."""
-    pad = -len(biases[0]) % _LANES
-    parts = [functional.pad(bias.float(), (0, pad)).view(-1, _LANES) for bias in biases]
+    """float32 [columns], in the order of the panels: those of gate and up take turns."""
+    pad = -len(biases[0]) % _TURN
+    parts = [functional.pad(bias.float(), (0, pad)).view(-1, _TURN) for bias in biases]
     packed = torch.stack(parts, dim=1).flatten()
     return functional.pad(packed, (0, columns - len(packed)))
-
-
-def _check(weight: Tensor, shape: torch.Size) -> None:
-    if (
-        weight.dtype is not torch.bfloat16
-        or weight.device.type != "cpu"
-        or weight.shape != shape
-        or 0 in shape
-    ):
-        raise EngineError(
-            f"weights to pack are bfloat16 on the CPU, here of shape {tuple(shape)}: got "
-            f"{weight.dtype} on {weight.device}, shape {tuple(weight.shape)}"
-        )

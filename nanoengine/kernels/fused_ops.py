@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import ExpertsConfig
-from nanoengine.context import KVTarget, ReplayKey
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
+from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.experts import GroupedExperts, MixtureWeights
 from nanoengine.models.layer_ops import (
     MLP,
@@ -53,6 +54,10 @@ class Kernels(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None: ...
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    ) -> None: ...
     def argmax(self, logits: Tensor) -> Tensor: ...
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
@@ -92,6 +97,18 @@ class KernelOps(TorchOps):
     def _silu_mul(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._kernels.silu_mul(gate_up, out)
+        return out
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        self._kernels.sigmoid_mul(x, gate, out)
+        return out
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        out = x.new_empty(x.shape[0], net.shape.value_size)
+        self._kernels.gated_delta(x, net, state, ctx, out)
         return out
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -141,7 +158,8 @@ class PackedOps(KernelOps):
         is_fused = norm is not None and not norm.in_fp32 and activation == "silu"
         if norm is None or not is_fused or self._quantizer is not None:
             return super().gate_up(gate, up, biases, norm, activation)
-        return self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
+        packed = self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
+        return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
 
     def head(self, weight: Tensor, norm: Norm | None) -> Product:
         return self.tied(weight, norm)[1]
@@ -160,11 +178,8 @@ class PackedOps(KernelOps):
         """One call of C if all products are packed."""
         if self._quantizer is not None or activation != "silu":
             return super().experts(config, weights, norm, activation)
-        packed = [
-            (self._products.pack_gate_up(each.gate, each.up), self._products.pack(each.down))
-            for each in weights.experts
-        ]
-        experts = self._products.experts(make_router(self, config, weights), packed)
+        each = ((expert.gate, expert.up, expert.down) for expert in weights.experts)
+        experts = self._products.experts(make_router(self, config, weights), each)
         return finish_experts(self, experts, weights, norm, activation)
 
     def after_attention(

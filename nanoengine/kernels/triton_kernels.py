@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoengine.context import KVTarget
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState
+from nanoengine.models.delta_net import DeltaNet, gated_delta
 
 
 @triton.jit
@@ -159,6 +160,16 @@ class TritonKernels:
         _silu_mul[(tokens, triton.cdiv(size, step))](
             gate_up, out, gate_up.stride(0), size, step, num_warps=_warps(step)
         )
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:
+        """As CpuKernels.sigmoid_mul, with PyTorch."""
+        out.copy_(x * gate.reshape(x.shape).sigmoid())
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
+    ) -> None:
+        """As CpuKernels.gated_delta, with PyTorch: a call for each token of the longest prompt."""
+        out.copy_(gated_delta(x, net, state, ctx))
 
     def argmax(self, logits: Tensor) -> Tensor:
         """int64 [rows]: the first place of the largest value of each row."""

@@ -16,8 +16,8 @@ from nanoengine.kv.block_table import BlockTable, StepBudget
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.open_step import OpenStep
-from nanoengine.kv.placement import device_slot
 from nanoengine.kv.prefix_cache import PrefixCache, PrefixHits
+from nanoengine.kv.state_slots import StateSlots
 from nanoengine.kv.step_planner import PadDecode, StepPlanner
 from nanoengine.kv.transfers import FailedTransfer, TransferCounters
 from nanoengine.sequence import Admission, ScheduledBatch, Sequence
@@ -51,7 +51,8 @@ class HybridKVCacheManager:
         self._decode_reserve_blocks = decode_reserve_blocks
         self._prefix_cache = PrefixCache(self.blocks, spec, enable_prefix_caching)
         locate = self.memory.offload.host.locate if self.memory.offload else None
-        self._planner = StepPlanner(spec, self.blocks, locate, pad_decode)
+        self._states = StateSlots(spec.num_states)
+        self._planner = StepPlanner(spec, self.blocks, locate, pad_decode, self._states)
         self._heat = BlockHeat(device)
         self._budget = StepBudget(0)
 
@@ -76,6 +77,10 @@ class HybridKVCacheManager:
         num_writable = self.spec.num_blocks - self._num_kept([*running, table])
         if running and self.spec.num_host_blocks and len(running) >= num_writable - 1:
             return Admission.FULL
+        ids = [other.seq.seq_id for other in running]
+        if not self._states.may_take(ids):
+            return Admission.FULL
+        self._rewind_if_lost(table)
         start = self._prefix_cache.find_start(table, self.tables)
         if start is None:
             return Admission.IN_FLIGHT
@@ -90,9 +95,12 @@ class HybridKVCacheManager:
         if not table.blocks:
             self._prefix_cache.adopt(table, start)
         table.is_preempted = False
+        self._states.take(seq.seq_id, ids)
         self._grow(table, num_new)
         if start.prompt_owner is not None:
-            self._copy_last_prompt_block(table, start.prompt_owner)
+            copy = self._prefix_cache.share_prompt(table, start.prompt_owner)
+            if copy is not None:
+                self.memory.copy_block(*copy)
         self._prefix_cache.announce(table)
         self._budget.num_write_blocks -= self._num_kept([table])
         return Admission.ADMITTED
@@ -118,6 +126,10 @@ class HybridKVCacheManager:
         preempted.
         """
         table, size, budget = self.tables[seq.seq_id], self.spec.block_size, self._budget
+        if not num_ahead:
+            self._rewind_if_lost(table)
+        elif not self._states.is_at(seq.seq_id, seq.num_computed + num_ahead):
+            return 0
         computed = seq.num_computed + num_ahead
         if self.spec.window:
             most = (table.num_released + self.spec.max_held_blocks) * size
@@ -191,6 +203,7 @@ class HybridKVCacheManager:
         table = self.tables.pop(seq.seq_id, None)
         if table is not None:
             self._prefix_cache.withdraw(table)
+            self._states.release(seq.seq_id)
             self._release(table.held)
             table.commit(0)
 
@@ -203,7 +216,7 @@ class HybridKVCacheManager:
         self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
         if planned.streamed and self.spec.slot_blocks:  # who reads host KV in place drafts nothing
             self._heat.begin(batch, self.tables)
-        return OpenStep(planned, len(batch.items), self.memory, self._planner, self._heat)
+        return OpenStep(planned, batch, self.memory, self._planner, self._heat)
 
     # -- for the engine and its user ---------------------------------------------------------------
 
@@ -250,29 +263,17 @@ class HybridKVCacheManager:
             held += table.num_released * self.spec.block_size
             assert held >= table.seq.num_computed, "computed tokens without KV"
         self.blocks.check(references)
+        self._states.check(self.tables)
 
     # -- parts of these ----------------------------------------------------------------------------
 
     def _running_tables(self) -> list[BlockTable]:
         return [table for table in self.tables.values() if not table.is_preempted]
 
-    def _copy_last_prompt_block(self, table: BlockTable, owner: BlockTable) -> None:
-        """The prompt may end within a block, which the sequence then writes to: it needs a copy.
-        Where no device slot is free at once, that part of the prompt is computed again.
-        """
-        seq, size = table.seq, self.spec.block_size
-        self._prefix_cache.share_keys(table, owner)
-        index, num_tokens = divmod(seq.num_prompt_tokens, size)
-        if not num_tokens or owner.blocks[index].device_slot is None:
-            return
-        slot = self.blocks.idle_device_slot()
-        if slot is None:
-            return
-        copy = table.blocks[index]
-        copy.device_slot, copy.num_tokens = slot, num_tokens
-        self.memory.copy_block(device_slot(owner.blocks[index]), slot, num_tokens)
-        table.num_shared_tokens = seq.num_prompt_tokens
-        table.commit(min(seq.num_prompt_tokens, seq.num_tokens - 1))
+    def _rewind_if_lost(self, table: BlockTable) -> None:
+        """Without its recurrent state a sequence is computed from its first token on."""
+        if not self._states.is_at(table.seq.seq_id, table.seq.num_computed):
+            self._release(table.keep_first(0, self.spec.block_size))
 
     def _grow(self, table: BlockTable, num_blocks: int) -> None:
         table.blocks += [self.blocks.allocate() for _ in range(num_blocks)]

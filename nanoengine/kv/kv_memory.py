@@ -40,7 +40,7 @@ class LayerPool:
 class KVMemory:
     """Owns the device pool, [layers, device_blocks, 2, block_size, kv_heads, head_dim].
 
-    offload: None without a host tier.
+    offload: None without a host tier. states: of each recurrent layer, as in RecurrentState.
     """
 
     def __init__(self, spec: KVSpec, device: Device, debug: bool = False) -> None:
@@ -54,9 +54,11 @@ class KVMemory:
             self.pool = torch.empty(shape, dtype=spec.dtype, device=device.torch_device)
             if debug:
                 self.pool.fill_(torch.nan)
+            self.states = self._make_states(spec)
             self.offload = self._make_offload(spec)
         except (RuntimeError, MemoryError) as error:
             num_bytes = spec.block_bytes * spec.num_blocks
+            num_bytes += spec.state_bytes
             gib = (num_bytes + spec.host_block_bytes * spec.num_host_blocks) / (1 << 30)
             raise OutOfMemoryError(
                 f"{spec.num_blocks} device and {spec.num_host_blocks} host KV blocks need "
@@ -78,6 +80,18 @@ class KVMemory:
             self.is_debugged,
             spec.host_codec,
         )
+
+    def _make_states(self, spec: KVSpec) -> list[tuple[Tensor, Tensor]]:
+        delta, place = spec.delta, self.device.torch_device
+        if delta is None:
+            return []
+        heads = (delta.num_value_heads, delta.key_dim, delta.value_dim)
+        shape = (len(delta.layers), spec.num_states + 1)
+        inputs = torch.zeros(
+            (*shape, delta.conv_size - 1, delta.channels), dtype=spec.dtype, device=place
+        )
+        memory = torch.zeros((*shape, *heads), dtype=torch.float32, device=place)
+        return list(zip(inputs, memory, strict=True))
 
     @property
     def counters(self) -> TransferCounters:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanoengine.config import DeltaConfig
 from nanoengine.errors import PromptTooLongError
 from nanoengine.kv.kv_codec import Int8Codec
 
@@ -22,6 +23,8 @@ class KVSpec:
     (None: all keys); () without any. host_codec: of host blocks (None: as on the device).
     least_run_bytes: of one layer; fewer bytes of device blocks between streamed ones are streamed
     too if the host has them: an attention call and a fill of their own would take longer.
+    num_layers, windows: of the layers with KV. delta: of recurrent layers; num_states: sequences
+    that can have their state at once, which are those that run.
     """
 
     num_layers: int
@@ -39,6 +42,18 @@ class KVSpec:
     windows: tuple[int | None, ...] = ()
     host_codec: Int8Codec | None = None
     least_run_bytes: int = 0
+    delta: DeltaConfig | None = None
+    num_states: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all recurrent states: one more than sequences, for the rows of none."""
+        delta = self.delta
+        if delta is None:
+            return 0
+        inputs = (delta.conv_size - 1) * delta.channels * self.dtype.itemsize
+        memory = delta.value_size * delta.key_dim * 4
+        return (self.num_states + 1) * len(delta.layers) * (inputs + memory)
 
     @property
     def block_bytes(self) -> int:
@@ -67,6 +82,11 @@ class KVSpec:
     def ring_bytes(self) -> int:
         """Bytes of the ring; each slot holds blocks of one layer."""
         return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes on the device beside blocks of KV."""
+        return self.ring_bytes + self.state_bytes
 
     @property
     def capacity_blocks(self) -> int:

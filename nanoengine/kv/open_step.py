@@ -12,6 +12,7 @@ from nanoengine.kv.draft_plan import DraftReads
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_planner import PlannedStep, StepPlanner
+from nanoengine.sequence import ScheduledBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +36,20 @@ class OpenStep:
     def __init__(
         self,
         planned: PlannedStep,
-        num_seqs: int,
+        batch: ScheduledBatch,
         memory: KVMemory,
         planner: StepPlanner,
         heat: BlockHeat,
     ) -> None:
-        """num_seqs: sequences of the batch. heat: has begun the step, if anyone drafts in it."""
+        """heat: has begun the step, if anyone drafts in it."""
+        self._batch = batch
         self._planned = planned
         self._memory = memory
         self._planner = planner
         self._heat = heat
         self._counters = memory.counters
         self._before = replace(memory.counters)
-        self.num_rows = planned.plan.num_rows or num_seqs
+        self.num_rows = planned.plan.num_rows or len(batch.items)
         run = memory.start(planned.plan.transfers)
         self.kv = StepKV.open(planned.plan, memory, run)
 
@@ -77,11 +79,13 @@ class OpenStep:
         )
 
     def mark_written(self) -> None:
-        """Every layer has stored its keys and values. From here on they may go to the host, and a
-        step that is planned before this one is committed finds the blocks as they will be.
+        """Every layer has stored its keys and values, and replaced its states. From here on blocks
+        may go to the host, and a step that is planned before this one is committed finds them as
+        they will be.
         """
         for write in self._planned.writes:
             write.block.num_tokens = max(write.block.num_tokens, write.offset + write.num_tokens)
+        self._planner.states.end(self._batch)
         self._heat.end()
 
     def close(self) -> None:

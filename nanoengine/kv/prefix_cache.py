@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.placement import device_slot
 from nanoengine.sequence import Sequence
 
 
@@ -106,19 +107,35 @@ class PrefixCache:
             table.published.append(self._blocks.publish(table.blocks[index], parent, keys[index]))
             self._blocks.withdraw(keys[index], table.seq.seq_id)
 
-    def share_keys(self, table: BlockTable, owner: BlockTable) -> None:
-        """The table begins with the full blocks of its owner's prompt, published or not."""
-        num_full = table.seq.num_prompt_tokens // self._size
-        table.published, table.keys = owner.published[:num_full], owner.keys[:num_full]
+    def share_prompt(self, table: BlockTable, owner: BlockTable) -> tuple[int, int, int] | None:
+        """The table begins with the full blocks of its owner's prompt, published or not.
+
+        The prompt may end within a block, which the sequence then writes to: it needs a copy.
+        Returns the device slots to copy from and to, and how many tokens. None where no slot is
+        free at once: that part of the prompt is computed again.
+        """
+        seq = table.seq
+        index, num_tokens = divmod(seq.num_prompt_tokens, self._size)
+        table.published, table.keys = owner.published[:index], owner.keys[:index]
+        if not num_tokens or owner.blocks[index].device_slot is None:
+            return None
+        slot = self._blocks.idle_device_slot()
+        if slot is None:
+            return None
+        copy = table.blocks[index]
+        copy.device_slot, copy.num_tokens = slot, num_tokens
+        table.num_shared_tokens = seq.num_prompt_tokens
+        table.commit(min(seq.num_prompt_tokens, seq.num_tokens - 1))
+        return device_slot(owner.blocks[index]), slot, num_tokens
 
     def _prompt_owner(
         self, table: BlockTable, tables: Mapping[int, BlockTable]
     ) -> BlockTable | None:
         """The table whose prompt this one shares; None when that sequence has ended, has not begun,
-        or has released what is needed.
+        or has released what is needed. A recurrent state is not shared.
         """
         owner = table.seq.prompt_owner
-        if owner is None or owner.is_finished:
+        if owner is None or owner.is_finished or self._spec.num_states:
             return None
         found = tables.get(owner.seq_id)
         num_full = owner.num_prompt_tokens // self._size

@@ -14,7 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from nanoengine.context import KVChunk, KVTarget, MakeTensor, ReplayKey, Spans, packed
+from nanoengine.context import (
+    KVChunk,
+    KVTarget,
+    MakeTensor,
+    RecurrentState,
+    ReplayKey,
+    Spans,
+    packed,
+)
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_plan import DEVICE, HOST, Part, StepPlan
@@ -83,6 +91,7 @@ class StepKV:
 
     k_slots, v_slots, stored: as in KVTarget, for the `rows` of a layer's pool. reads: in the order
     of plan.reads. run: the step's transfers under way; None if it can have none.
+    state_slots: as in RecurrentState; None if no layer is recurrent.
     """
 
     plan: StepPlan
@@ -92,6 +101,7 @@ class StepKV:
     stored: Tensor | None
     reads: list[ChunkTable]
     run: TransferRun | None
+    state_slots: Tensor | None
 
     @classmethod
     def open(cls, plan: StepPlan, memory: KVMemory, run: TransferRun | None = None) -> StepKV:
@@ -113,7 +123,13 @@ class StepKV:
                 for part in plan.reads
             ],
             run,
+            tensor(plan.state_slots, torch.int64) if plan.state_slots else None,
         )
+
+    def state(self, layer: int) -> RecurrentState:
+        """The state of a recurrent layer."""
+        assert self.state_slots is not None
+        return RecurrentState(*self.memory.states[layer], self.state_slots)
 
     def target(self, layer: int) -> KVTarget:
         """Where this step's keys and values go; they may be stored from now on."""
@@ -133,8 +149,11 @@ class StepKV:
         on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
         if memory.offload and not memory.offload.are_stored(plan.write_slots, on_host):
             return None
+        slots = [self.k_slots, self.v_slots]
+        if self.state_slots is not None:
+            slots.append(self.state_slots)
         return ReplayKey(
-            (self.k_slots, self.v_slots, *(tensor for t in self.reads for tensor in t.tensors)),
+            (*slots, *(tensor for t in self.reads for tensor in t.tensors)),
             (*(table.part.tier for table in self.reads), self.plan.unseen),
         )
 

@@ -101,6 +101,7 @@ class StepPlan:
 
     num_tokens: of the step. num_rows: the sequences that it is laid out for, those past the real
     ones without KV; 0: as many as it has. write_slots: the device slots of `writes`, each once.
+    state_slots: of the recurrent state of each sequence; () if the model has none.
     unseen: for each layer the numbers of `reads` that lie before its window; () if no layer has a
     window.
     """
@@ -112,6 +113,7 @@ class StepPlan:
     reads: tuple[Part, ...]
     unseen: tuple[frozenset[int], ...] = ()
     transfers: StepTransfers = StepTransfers()
+    state_slots: tuple[int, ...] = ()
 
 
 def without_short_runs(

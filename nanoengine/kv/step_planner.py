@@ -14,6 +14,7 @@ from nanoengine.kv.block_table import BlockTable, Write
 from nanoengine.kv.draft_plan import DraftReads, kept_blocks, plan_draft
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.placement import Placement, StepTables, device_slot
+from nanoengine.kv.state_slots import StateSlots
 from nanoengine.kv.step_plan import (
     DEVICE,
     HOST,
@@ -57,11 +58,13 @@ class StepPlanner:
         blocks: BlockManager,
         locate: Locate | None,
         pad_decode: PadDecode | None = None,
+        states: StateSlots | None = None,
     ) -> None:
         """locate: host slot -> (segment of the host pool, place in it); None without a host tier.
         pad_decode: number of sequences of a decode step -> the number that it is laid out for, so
-        that there are fewer kinds of steps (None: as many as it has).
+        that there are fewer kinds of steps (None: as many as it has). states: of recurrent layers.
         """
+        self.states = states or StateSlots(0)
         self._spec = spec
         self._blocks = blocks
         self._locate = locate
@@ -86,9 +89,10 @@ class StepPlanner:
         metrics = [item.seq.metrics for item in batch.items]
         self._count_transfers(metrics, seen, placement, parts, unseen)
         streamed = {span.index for part in parts if part.tier != DEVICE for span in part.spans}
+        num_rows = self._num_rows(parts, batch)
         plan = StepPlan(
             num_tokens=batch.num_tokens,
-            num_rows=self._num_rows(parts, batch),
+            num_rows=num_rows,
             writes=tuple(
                 SlotWrite(write.row, device_slot(write.block), write.offset, write.num_tokens)
                 for write in writes
@@ -97,6 +101,7 @@ class StepPlanner:
             reads=tuple(parts),
             unseen=unseen,
             transfers=self._transfers(batch, placement, parts, unseen, seen),
+            state_slots=self.states.begin(batch, num_rows),
         )
         counted = tuple(metrics[index] for index in streamed)
         drafts = tuple(self._drafts(batch, step, placement))

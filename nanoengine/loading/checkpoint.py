@@ -31,6 +31,8 @@ from nanoengine.text.checked_json import (
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Heads that guess further tokens; the model does not need them.
+GUESSING_HEADS = ("mtp.",)
 # Buffers in old checkpoints, which models compute themselves.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
 MAX_FILE_NAME = 255  # characters, the limit of file systems
@@ -198,7 +200,8 @@ def check_names(
 ) -> None:
     """Check that the checkpoint holds exactly the tensors `needed` (name to shape, before fusion).
 
-    Unneeded tensors whose names begin or end with one of `ignorable` are allowed. Raises
+    Unneeded tensors whose names begin or end with one of `ignorable` are allowed, and
+    GUESSING_HEADS. Raises
     WeightMismatchError with the missing, unexpected and wrongly shaped tensors, and
     UnsupportedModelError for a needed tensor that is not float32, float16 or bfloat16.
     """
@@ -208,7 +211,7 @@ def check_names(
     unexpected = sorted(
         name
         for name in present - needed.keys()
-        if not name.startswith(allowed) and not name.endswith(allowed)
+        if not name.startswith((*allowed, *GUESSING_HEADS)) and not name.endswith(allowed)
     )
     wrong = [
         f"{name} is {list(reader.shape(name))}, not {list(shape)}"

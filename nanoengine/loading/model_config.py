@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.config import DeltaConfig, ModelConfig, RopeConfig
 from nanoengine.errors import (
     CorruptModelError,
     ModelNotFoundError,
@@ -19,8 +19,11 @@ from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.loading.wrappers import WRAPPERS, text_config
 from nanoengine.models.architectures import (
     ARCHITECTURES,
+    FULL,
+    RECURRENT,
     Architecture,
     layer_windows,
+    recurrent_layers,
 )
 from nanoengine.text.checked_json import (
     CheckedJson,
@@ -30,6 +33,7 @@ from nanoengine.text.checked_json import (
 from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
+MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64
 
 
 def read_model_config(
@@ -55,6 +59,7 @@ def read_model_config(
     vocab_size = content.size("vocab_size")
     num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
     head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
+    delta = _delta(content, num_layers) if architecture.recurrent else None
     rope, local_rope, max_position = _ropes(content, architecture, head_dim, max_model_len)
     reads = architecture.reads
     config = ModelConfig(
@@ -81,6 +86,7 @@ def read_model_config(
         ),
         final_logit_softcap=_softcap(content, reads),
         wrapper=wrapper,
+        delta=delta,
         experts=read_experts(content, architecture.experts, num_layers),
     )
     _check_heads(config, content.path)
@@ -156,6 +162,25 @@ def _no_rope_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
     return tuple(i for i, has_rope in enumerate(listed[:num_layers]) if not has_rope)
 
 
+def _delta(content: CheckedJson, num_layers: int) -> DeltaConfig:
+    """The recurrent layers."""
+    delta = DeltaConfig(
+        layers=recurrent_layers(content.values, num_layers, content.path),
+        num_key_heads=content.size("linear_num_key_heads"),
+        num_value_heads=content.size("linear_num_value_heads"),
+        key_dim=content.size("linear_key_head_dim", limit=MAX_STATE_DIM),
+        value_dim=content.size("linear_value_head_dim", limit=MAX_STATE_DIM),
+        conv_size=content.size("linear_conv_kernel_dim", limit=MAX_CONV_SIZE),
+    )
+    if delta.num_value_heads % delta.num_key_heads or delta.conv_size < 2:
+        raise UnsupportedModelError(
+            f"{content.path}: {delta.num_value_heads} linear value heads, {delta.num_key_heads} "
+            f"key heads and a convolution of {delta.conv_size}; value heads must be a multiple of "
+            "key heads, and the convolution 2 at least"
+        )
+    return delta
+
+
 def _ropes(
     content: CheckedJson, architecture: Architecture, head_dim: int, max_model_len: int | None
 ) -> tuple[RopeConfig, RopeConfig | None, int]:
@@ -174,7 +199,7 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
         about = about_quantization(quantised)
         raise UnsupportedModelError(f"{content.path}: {about}")
     refused = {
-        "sliding_window": not architecture.windows and _has_window(content),
+        "sliding_window": not architecture.windows and _has_window(content, architecture),
         "auto_map": _brings_code(content, architecture.own_code),
     }
     for key, values in architecture.requires.items():
@@ -187,9 +212,10 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
             )
 
 
-def _has_window(content: CheckedJson) -> bool:
+def _has_window(content: CheckedJson, architecture: Architecture) -> bool:
     layer_types = content.get("layer_types")
-    if isinstance(layer_types, list) and any(kind != "full_attention" for kind in layer_types):
+    known = (FULL, RECURRENT) if architecture.recurrent else (FULL,)
+    if isinstance(layer_types, list) and any(kind not in known for kind in layer_types):
         return True
     return (
         content.get("sliding_window") is not None and content.get("use_sliding_window") is not False

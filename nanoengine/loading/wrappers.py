@@ -12,6 +12,7 @@ from typing import Any
 # `model_type` of its `text_config`, and the architecture that this is.
 WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
 }
 # Keys of config.json that count for the text model, too; they override those of `text_config`.

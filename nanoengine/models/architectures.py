@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from nanoengine.config import ModelConfig
+from nanoengine.config import ExpertsConfig, ModelConfig
 from nanoengine.errors import UnsupportedModelError, shown
 
 CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,10 @@ class Architecture:
     activation: of the gate; a key of layer_ops.GATED.
     has_drafter: a checkpoint may hold one more layer, which guesses a token further: left out.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
+    output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
+    multiplied by the gate's sigmoid.
+    recurrent: the projections of layers with a gated delta rule, if it has such layers; config.json
+    says which ones.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
     experts: of some layers or all; None: none.
@@ -76,6 +80,8 @@ class Architecture:
     activation: str = "silu"
     has_drafter: bool = False
     scales_embeddings: bool = False
+    output_gate: bool = False
+    recurrent: tuple[str, ...] = ()
     windows: str = ""
     experts: ExpertNames | None = None
     reads: tuple[str, ...] = ()
@@ -85,6 +91,26 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     own_code: str = ""
 
+
+# config.json of Qwen3-Next and of Qwen 3.5, which differ in the order of projections.
+_HYBRID: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+}
+_HYBRID_READS = ("partial_rotary_factor", *(key for key in _HYBRID if key.startswith("linear_")))
+_HYBRID_REQUIRES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu", "swish"),
+    "attn_output_gate": (None, True),
+    "mamba_ssm_dtype": (None, "float32"),
+}
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
@@ -210,6 +236,26 @@ ARCHITECTURES = {
             "moe_intermediate_size": 768,
         },
     ),
+    "Qwen3NextForCausalLM": Architecture(
+        "Qwen3-Next without experts",
+        norm_offset=1.0,
+        qk_norm="head",
+        output_gate=True,
+        recurrent=("qkvz", "ba"),
+        reads=_HYBRID_READS,
+        requires={**_HYBRID_REQUIRES, "num_experts": (0,)},
+        defaults={**_HYBRID, "num_experts": 512, "num_key_value_heads": 2},
+    ),
+    "Qwen3_5ForCausalLM": Architecture(
+        "Qwen 3.5 and 3.6 (dense)",
+        norm_offset=1.0,
+        qk_norm="head",
+        output_gate=True,
+        recurrent=("qkv", "z", "b", "a"),
+        reads=_HYBRID_READS,
+        requires=_HYBRID_REQUIRES,
+        defaults={**_HYBRID, "num_key_value_heads": 4},
+    ),
     "SmolLM3ForCausalLM": Architecture(
         "SmolLM3",
         reads=("no_rope_layers",),
@@ -227,6 +273,8 @@ def layer_windows(
     for settings with which transformers would not run.
     """
     rule = ARCHITECTURES[architecture].windows
+    if ARCHITECTURES[architecture].recurrent:
+        return ()
     if rule == "pattern":
         return _windows_by_pattern(settings, num_layers, where)
     if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
@@ -268,6 +316,24 @@ def _windows_by_pattern(
     return tuple(window if k == SLIDING else None for k in listed) if SLIDING in listed else ()
 
 
+def recurrent_layers(
+    settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int, ...]:
+    """The layers without attention: by `layer_types`; without it, all but every
+    `full_attention_interval`-th. Arguments and errors as of `layer_windows`.
+    """
+    listed, interval = settings.get("layer_types"), settings.get("full_attention_interval")
+    if listed is None and type(interval) is int and interval > 0:
+        listed = [RECURRENT if (i + 1) % interval else FULL for i in range(num_layers)]
+    kinds = listed if isinstance(listed, list) and len(listed) == num_layers else []
+    if FULL not in kinds or any(kind not in (FULL, RECURRENT) for kind in kinds):
+        raise UnsupportedModelError(
+            f"{where}: 'layer_types' {shown(listed)} for {num_layers} layers is not supported; "
+            f"each must be {FULL!r} or {RECURRENT!r}, and one at least the first of these"
+        )
+    return tuple(i for i, kind in enumerate(kinds) if kind == RECURRENT)
+
+
 def _are_layer_types(listed: object, num_layers: int) -> bool:
     if not isinstance(listed, list) or len(listed) != num_layers:
         return False
@@ -283,41 +349,64 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        shapes.update(_layer_shapes(config, layer))
+        prefix = f"model.layers.{layer}."
+        is_recurrent = layer in config.recurrent_layers
+        shapes.update(
+            _delta_shapes(config, prefix) if is_recurrent else _attention_shapes(config, prefix)
+        )
+        shapes.update(_other_shapes(config, layer))
     return shapes
 
 
-def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of the norms and the feed-forward, or experts, of a layer."""
     architecture, prefix = ARCHITECTURES[config.architecture], f"model.layers.{layer}."
-    hidden = config.hidden_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for norm in astuple(architecture.norms):
         if norm:
-            yield f"{prefix}{norm}.weight", (hidden,)
-    if architecture.qk_norm:
-        is_whole = architecture.qk_norm == "all heads"
-        yield f"{prefix}self_attn.q_norm.weight", (heads if is_whole else config.head_dim,)
-        yield f"{prefix}self_attn.k_norm.weight", (kv_heads if is_whole else config.head_dim,)
-    qkv = {"q": heads, "k": kv_heads, "v": kv_heads}
-    if architecture.is_fused:
-        qkv = {"qkv": heads + 2 * kv_heads}
-    attention = f"{prefix}self_attn."
-    yield from _product_shapes(attention, qkv, hidden, has_qkv_bias(config))
-    yield from _product_shapes(attention, {"o": hidden}, heads, has_out_bias(config))
-    experts = config.experts_of(layer)
+            yield f"{prefix}{norm}.weight", (config.hidden_size,)
+    experts = experts_of(config, layer)
     if experts is None:
         yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size)
         return
     names = architecture.experts or ExpertNames()
-    yield f"{prefix}mlp.gate.weight", (experts.count, hidden)
+    yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
     if names.has_choice_bias:
         yield f"{prefix}mlp.gate.{CHOICE_BIAS}", (experts.count,)
     if experts.shared_size:
         yield from _mlp_shapes(config, f"{prefix}mlp.{names.shared}.", experts.shared_size)
     if names.has_shared_gate:
-        yield f"{prefix}mlp.{names.shared}_gate.weight", (1, hidden)
+        yield f"{prefix}mlp.{names.shared}_gate.weight", (1, config.hidden_size)
     for expert in range(experts.count):
         yield from _mlp_shapes(config, f"{prefix}mlp.experts.{expert}.", experts.inner_size)
+
+
+def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    architecture, part = ARCHITECTURES[config.architecture], f"{prefix}self_attn."
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if architecture.qk_norm:
+        is_whole = architecture.qk_norm == "all heads"
+        yield f"{part}q_norm.weight", (heads if is_whole else config.head_dim,)
+        yield f"{part}k_norm.weight", (kv_heads if is_whole else config.head_dim,)
+    qkv = {"q": heads * (1 + architecture.output_gate), "k": kv_heads, "v": kv_heads}
+    if architecture.is_fused:
+        qkv = {"qkv": heads + 2 * kv_heads}
+    yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
+    yield from _product_shapes(part, {"o": config.hidden_size}, heads, has_out_bias(config))
+
+
+def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    delta, part = config.delta, f"{prefix}linear_attn."
+    assert delta is not None
+    heads = delta.num_value_heads
+    rows = {"qkv": delta.channels, "z": delta.value_size, "b": heads, "a": heads}
+    rows |= {"qkvz": delta.channels + delta.value_size, "ba": 2 * heads}
+    for name in ARCHITECTURES[config.architecture].recurrent:
+        yield f"{part}in_proj_{name}.weight", (rows[name], config.hidden_size)
+    yield f"{part}conv1d.weight", (delta.channels, 1, delta.conv_size)
+    yield f"{part}A_log", (heads,)
+    yield f"{part}dt_bias", (heads,)
+    yield f"{part}norm.weight", (delta.value_dim,)
+    yield f"{part}out_proj.weight", (config.hidden_size, delta.value_size)
 
 
 def _mlp_shapes(
@@ -337,6 +426,12 @@ def _product_shapes(
         yield f"{prefix}{name}_proj.weight", (num_rows, columns)
         if has_bias:
             yield f"{prefix}{name}_proj.bias", (num_rows,)
+
+
+def experts_of(config: ModelConfig, layer: int) -> ExpertsConfig | None:
+    """The experts of this layer; None if it has a feed-forward."""
+    experts = config.experts
+    return None if experts is None or layer in experts.dense_layers else experts
 
 
 def has_qkv_bias(config: ModelConfig) -> bool:

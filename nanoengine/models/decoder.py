@@ -19,12 +19,14 @@ from nanoengine.models.architectures import (
     ARCHITECTURES,
     CHOICE_BIAS,
     ExpertNames,
+    experts_of,
     has_out_bias,
     has_qkv_bias,
 )
+from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.experts import ExpertWeights, MixtureWeights
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
-from nanoengine.models.layers import Attention
+from nanoengine.models.layers import Attention, DeltaLayer
 from nanoengine.models.rope import Rotary, head_order
 
 TensorSource = Callable[[str], Tensor]
@@ -34,7 +36,7 @@ TensorSource = Callable[[str], Tensor]
 class _Layer:
     """One iteration of the loop over layers. rope: the index of its kind of rotation."""
 
-    attention: Attention
+    attention: Attention | DeltaLayer
     after_attention: AfterAttention
     rope: int
 
@@ -128,7 +130,7 @@ class _LayerParts:
     """What a layer computes, in this order. The products include the norms around them."""
 
     qkv: Product
-    attention: Attention
+    attention: Attention | DeltaLayer
     out: Product
     mlp: Product
 
@@ -165,48 +167,88 @@ class _Builder:
         """The parts of one layer."""
         config, names = self._config, self._architecture.norms
         layer = f"model.layers.{index}."
-        attention = layer + "self_attn."
-        out = self._summand(attention, "o", has_out_bias(config))
+        before = self._norm_if(layer, names.before_attention)
+        if index in config.recurrent_layers:
+            make, part = self._delta_rule, layer + "linear_attn."
+        else:
+            make, part = self._attention, layer + "self_attn."
+        qkv, attention, out = make(index, part, before)
         return _LayerParts(
-            qkv=self._qkv(attention, self._norm_if(layer, names.before_attention)),
-            attention=self._attention(index, attention),
+            qkv=qkv,
+            attention=attention,
             out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
             mlp=self._mlp(index, layer),
         )
 
+    def _attention(
+        self, index: int, prefix: str, norm: Norm | None
+    ) -> tuple[Product, Attention | DeltaLayer, Product]:
+        config, architecture = self._config, self._architecture
+        head_norms = None
+        if architecture.qk_norm:
+            head_norms = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
+        kv_layer = index - sum(other < index for other in config.recurrent_layers)
+        heads = config.num_heads, config.num_kv_heads
+        attention = Attention(self._ops, kv_layer, *heads, head_norms, architecture.output_gate)
+        out = self._summand(prefix, "o", has_out_bias(config))
+        return self._qkv(prefix, norm), attention, out
+
     def _qkv(self, prefix: str, norm: Norm | None) -> Product:
         names = ("qkv",) if self._architecture.is_fused else ("q", "k", "v")
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
-        weight = self._in_order(torch.cat(weights))
-        bias = self._in_order(torch.cat(biases)) if biases else None
+        weight = self._in_order(weights)
+        bias = self._in_order(biases) if biases else None
         return self._ops.linear(weight, bias, norm)
 
-    def _in_order(self, qkv: Tensor) -> Tensor:
-        """[(heads + 2 kv_heads) x head_dim, ...] with the heads of q and k in `head_order`."""
+    def _in_order(self, parts: list[Tensor]) -> Tensor:
+        """Weights or biases of q, k and v as [(heads + 2 kv_heads) x head_dim, ...], the heads of q
+        and k in `head_order`; with a gate there are `heads` more, stored behind those of q.
+        """
+        config, dim = self._config, self._config.head_dim
+        if self._architecture.output_gate:
+            q, gate = parts[0].view(config.num_heads, 2 * dim, *parts[0].shape[1:]).chunk(2, dim=1)
+            parts = [q.flatten(0, 1), *parts[1:], gate.flatten(0, 1)]
+        qkv = torch.cat(parts)
         if self._head_order is None:
             return qkv
-        config = self._config
-        heads = qkv.view(-1, config.head_dim, *qkv.shape[1:])
-        q_and_k, v = heads.tensor_split((config.num_heads + config.num_kv_heads,))
-        return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], v)).flatten(0, 1)
+        heads = qkv.view(-1, dim, *qkv.shape[1:])
+        q_and_k, others = heads.tensor_split((config.num_heads + config.num_kv_heads,))
+        return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], others)).flatten(0, 1)
 
-    def _attention(self, index: int, prefix: str) -> Attention:
-        norms = None
-        if self._architecture.qk_norm:
-            norms = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
-        heads = self._config.num_heads, self._config.num_kv_heads
-        return Attention(self._ops, index, *heads, norms)
+    def _delta_rule(
+        self, index: int, prefix: str, norm: Norm | None
+    ) -> tuple[Product, Attention | DeltaLayer, Product]:
+        shape, source = self._config.delta, self._source
+        assert shape is not None
+        names = self._architecture.recurrent
+        stored = {name: source(f"{prefix}in_proj_{name}.weight") for name in names}
+        net = DeltaNet(
+            shape,
+            conv=source(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
+            decay=-source(prefix + "A_log").float().exp(),
+            dt_bias=source(prefix + "dt_bias").float(),
+            norm=source(prefix + "norm.weight").float(),
+            eps=self._config.rms_norm_eps,
+        )
+        projections = torch.cat(flat_projections(stored, shape))
+        return (
+            self._ops.linear(projections, None, norm),
+            DeltaLayer(self._ops, shape.layers.index(index), net),
+            self._ops.summand(source(prefix + "out_proj.weight")),
+        )
 
     def _head_norm(self, name: str) -> Norm:
         norm, order = self._norm(name), self._head_order
         if order is None:
             return norm
-        return replace(norm, weight=norm.weight.view(-1, len(order))[:, order].flatten())
+        return replace(
+            norm, weight=norm.weight.view(-1, len(order))[:, order.to(norm.weight.device)].flatten()
+        )
 
     def _mlp(self, index: int, layer: str) -> Product:
         names, prefix = self._architecture.norms, layer + "mlp."
         norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
-        experts = self._config.experts_of(index)
+        experts = experts_of(self._config, index)
         if experts is not None:
             return self._then_normed(self._experts(experts, prefix, norm), norm_after)
         gate_up = self._gate_up(prefix, norm)

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoengine.config import ExpertsConfig
-from nanoengine.context import KVTarget, ReplayKey
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.experts import (
     Experts,
     ExpertWeights,
@@ -117,6 +118,18 @@ class LayerOps(Protocol):
 
         q, k and v are [tokens, heads, head_dim]; q and k may be overwritten.
         """
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), the sigmoid rounded first; x is [tokens, heads x head_dim], gate
+        [tokens, heads, head_dim].
+        """
+        ...
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        """As delta_net.gated_delta."""
         ...
 
     def argmax(self, logits: Tensor) -> Tensor:
@@ -304,6 +317,14 @@ class TorchOps:
     ) -> Tensor:
         target.store(_rotate(k, cos, sin), v)
         return _rotate(q, cos, sin)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * gate.reshape(x.shape).sigmoid()
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        return gated_delta(x, net, state, ctx)
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)

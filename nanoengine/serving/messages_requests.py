@@ -10,10 +10,10 @@ from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, shown
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.answer_forms import OUTPUT_FORMAT, form_in
 from nanoengine.serving.openai_keys import (
     IN_KWARGS,
     NO_CALLS,
-    NO_FORM,
     OWN_MESSAGE,
     Refused,
     given_keys,
@@ -32,7 +32,7 @@ SAME = ("temperature", "top_p", "top_k", "max_tokens")
 KNOWN = (
     *SAME,
     *("messages", "model", "system", "stop_sequences", "stream"),
-    *("cache_salt", "chat_template_kwargs"),
+    *("cache_salt", "chat_template_kwargs", "output_config"),
 )
 REFUSED: Refused = {
     "tools": ((), NO_CALLS),
@@ -40,8 +40,7 @@ REFUSED: Refused = {
     "mcp_servers": ((), NO_CALLS),
     "container": ((), NO_CALLS),
     "thinking": (({"type": "disabled"},), IN_KWARGS),
-    "output_config": ((), NO_FORM),
-    "output_format": ((), NO_FORM),
+    "output_format": ((), "here it is output_config={'format': ...}"),
     "context_management": ((), "conversations are not cut or made shorter"),
 }
 
@@ -63,6 +62,7 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
         )
     if "stop_sequences" in given:
         params["stop"] = given["stop_sequences"]
+    params |= _form(given)
     return ChatRequest(
         _messages(given),
         params_from(defaults, params, {"stop": "stop_sequences"}),
@@ -70,6 +70,16 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
         may_be_cut=True,
         **common_keys(given),
     )
+
+
+def _form(given: dict[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams for the format in output_config, whose effort is not obeyed."""
+    config = given.get("output_config", {})
+    if not isinstance(config, dict) or config.keys() - {"format"}:
+        raise InvalidParamsError(f"output_config may hold a format alone, got {shown(config)}")
+    asked = config.get("format")
+    form = None if asked is None else form_in(asked, OUTPUT_FORMAT)
+    return {} if form is None else {"structured_outputs": form}
 
 
 def read_count(body: object, defaults: SamplingParams) -> ChatRequest:

@@ -18,11 +18,14 @@ PARAMS = (
     *("temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids"),
     *("max_tokens", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
-    *("skip_special_tokens", "include_stop_str_in_output", "logprobs"),
+    *("skip_special_tokens", "include_stop_str_in_output", "logprobs", "structured_outputs"),
 )
 # Keys of both endpoints that are no parameters. OpenAI's own completions have no
 # max_completion_tokens, but load generators send it there.
-COMMON = ("model", "stream", "stream_options", "cache_salt", "max_completion_tokens")
+COMMON = (
+    *("model", "stream", "stream_options", "cache_salt", "max_completion_tokens"),
+    "response_format",
+)
 OWN = {
     CHAT: ("messages", "chat_template_kwargs", "top_logprobs"),
     COMPLETIONS: ("prompt", "echo"),
@@ -39,7 +42,7 @@ IGNORED = (
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 IS_TEXT = "answers are text"
 NO_CALLS = "calls of tools are not read from the answer"
-NO_FORM = "the form of an answer cannot be forced"
+OTHER_FORM = "here it is structured_outputs={{{!r}: ...}}"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
 OWN_MESSAGE = "an answer begins a message of its own"
 EMPTY: tuple[Any, ...] = ("", [], {})  # such values ask for nothing, whatever their key
@@ -53,12 +56,10 @@ REFUSED: Refused = {
     "tool_choice": (("none", "auto"), NO_CALLS),
     "functions": ((), NO_CALLS),
     "function_call": (("none", "auto"), NO_CALLS),
-    "response_format": (({"type": "text"},), NO_FORM),
-    "structured_outputs": ((), NO_FORM),
-    "guided_json": ((), NO_FORM),
-    "guided_regex": ((), NO_FORM),
-    "guided_choice": ((), NO_FORM),
-    "guided_grammar": ((), NO_FORM),
+    "guided_json": ((), OTHER_FORM.format("json")),
+    "guided_regex": ((), OTHER_FORM.format("regex")),
+    "guided_choice": ((), OTHER_FORM.format("choice")),
+    "guided_grammar": ((), OTHER_FORM.format("grammar")),
     "modalities": ((["text"],), IS_TEXT),
     "audio": ((), IS_TEXT),
     "detokenize": ((True,), IS_TEXT),

@@ -20,6 +20,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, SamplingParams
+from nanoengine.serving.answer_forms import form_of
 from nanoengine.serving.openai_keys import (
     CHAT,
     COMMON,
@@ -140,7 +141,7 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
 
 def _params(given: dict[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams, which checks them."""
-    params = {name: given[name] for name in PARAMS if name in given}
+    params = {name: given[name] for name in PARAMS if name in given} | form_of(given)
     limit = given.get("max_completion_tokens")
     if limit is not None and params.setdefault("max_tokens", limit) != limit:
         raise InvalidParamsError("max_tokens and max_completion_tokens differ; give one of them")

@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.answer_forms import TYPES
 from nanoengine.serving.openai_keys import CHAT, COMMON, COMPLETIONS, OWN, PARAMS
 
 Schema = dict[str, Any]
@@ -29,6 +30,16 @@ PARTS: dict[str, Schema] = {
     "None": {"type": "null"},
     "list[int]": IDS,
     "list[str]": TEXTS,
+    "StructuredOutputsParams": {
+        "type": "object",
+        "properties": {
+            "json": OBJECT,
+            "regex": TEXT,
+            "choice": TEXTS,
+            "grammar": TEXT,
+            "json_object": FLAG,
+        },
+    },
     "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},
 }
 PART: Schema = {
@@ -46,6 +57,14 @@ MESSAGE: Schema = {
 }
 MESSAGES: Schema = {"type": "array", "items": MESSAGE, "minItems": 1}
 PROMPT: Schema = {"anyOf": [TEXT, IDS, TEXTS, {"type": "array", "items": IDS}]}
+FORMAT: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": [*TYPES]},
+        "json_schema": {"type": "object", "properties": {"name": TEXT, "schema": OBJECT}},
+    },
+    "required": ["type"],
+}
 OTHERS: dict[str, Schema] = {
     "model": TEXT,
     "stream": FLAG,
@@ -55,6 +74,7 @@ OTHERS: dict[str, Schema] = {
     },
     "cache_salt": TEXT,
     "max_completion_tokens": WHOLE,
+    "response_format": FORMAT,
     "messages": MESSAGES,
     "chat_template_kwargs": OBJECT,
     "top_logprobs": WHOLE,
@@ -85,6 +105,7 @@ RESPONSES: Schema = {
         "input": {"anyOf": [TEXT, MESSAGES]},
         "instructions": TEXT,
         "max_output_tokens": WHOLE,
+        "text": {"type": "object", "properties": {"format": FORMAT}},
         "temperature": NUMBER,
         "top_p": NUMBER,
         "stream": FLAG,

@@ -34,7 +34,7 @@ class ResponsesWriter:
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
             "top_logprobs": self._params.logprobs or 0,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": request.format},
             "truncation": "disabled",
             "background": False,
             "parallel_tool_calls": True,

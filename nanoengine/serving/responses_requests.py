@@ -11,7 +11,16 @@ from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.serving.openai_keys import IN_KWARGS, NO_CALLS, NO_FORM, PARAMS, Refused, given_keys
+from nanoengine.serving.answer_forms import TEXT_FORMAT, form_in
+from nanoengine.serving.openai_keys import (
+    IN_KWARGS,
+    NO_CALLS,
+    PARAMS,
+    Refused,
+    check_refused,
+    given_keys,
+    unknown_key,
+)
 from nanoengine.serving.openai_requests import (
     ChatRequest,
     common_keys,
@@ -33,9 +42,10 @@ KNOWN = (
     *SAME,
     *REPEATED,
     *("input", "model", "stream", "include", "top_logprobs"),
-    *("cache_salt", "chat_template_kwargs"),
+    *("cache_salt", "chat_template_kwargs", "text"),
 )
 PLAIN = {"type": "text"}
+VERBOSITY = (("medium",), IN_KWARGS)
 REFUSED: Refused = {
     "previous_response_id": ((), NOT_KEPT),
     "conversation": ((), NOT_KEPT),
@@ -45,14 +55,6 @@ REFUSED: Refused = {
     "truncation": (("disabled",), "conversations are not cut or made shorter"),
     "tools": ((), NO_CALLS),
     "tool_choice": (("none", "auto"), NO_CALLS),
-    "text": (
-        (
-            {"format": PLAIN},
-            {"verbosity": "medium"},
-            {"format": PLAIN, "verbosity": "medium"},
-        ),
-        NO_FORM,
-    ),
     "stream_options": (
         ({"include_obfuscation": True}, {"include_obfuscation": False}),
         "the last event has the usage",
@@ -63,10 +65,13 @@ REFUSED: Refused = {
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """chat: what to generate. repeated: keys of the body that the answer has, too."""
+    """chat: what to generate. repeated: keys of the body that the answer has, too; format: of its
+    text, as the body has it.
+    """
 
     chat: ChatRequest
     repeated: dict[str, Any]
+    format: Any
 
 
 def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
@@ -77,13 +82,29 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
     given = given_keys(body, KNOWN, REFUSED)
     params = {name: given[name] for name in SAME if name in given}
     params |= {"max_tokens": given.get("max_output_tokens"), "logprobs": _logprobs(given)}
+    text_format = _text_format(given)
+    if (form := form_in(text_format, TEXT_FORMAT)) is not None:
+        params["structured_outputs"] = form
     chat = ChatRequest(
         _messages(given),
         params_from(defaults, params, {"max_tokens": "max_output_tokens"}),
         template_kwargs(given),
         **common_keys(given),
     )
-    return ResponsesRequest(chat, {name: given.get(name) for name in REPEATED})
+    return ResponsesRequest(chat, {name: given.get(name) for name in REPEATED}, text_format)
+
+
+def _text_format(given: dict[str, Any]) -> Any:
+    """The format in `text`, which may hold a verbosity, too. Raises InvalidParamsError."""
+    text = given.get("text", {})
+    if not isinstance(text, dict):
+        raise InvalidParamsError(f"text must be an object, got {shown(text)}")
+    for name in text.keys() - {"format"}:
+        if name != "verbosity":
+            raise unknown_key(name, ("format", "verbosity"), " of text")
+        if text[name] is not None:
+            check_refused("text.verbosity", text[name], VERBOSITY)
+    return PLAIN if text.get("format") is None else text["format"]
 
 
 def _logprobs(given: dict[str, Any]) -> int | None:

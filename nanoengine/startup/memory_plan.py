@@ -23,6 +23,8 @@ CPU_SLOT_TOKENS, GPU_SLOT_TOKENS = 4096, 16384
 # An attention call and a fill of their own take 80 us on a CPU, in which 800 KB are copied, and
 # about 10 us on a GPU, 500 KB.
 LEAST_RUN_BYTES = 256 << 10
+# Of the memory beside weights and a step, the most that recurrent states take.
+STATE_SHARE = 0.25
 
 
 class Memory(Protocol):
@@ -99,7 +101,7 @@ def plan_memory(
         offload=describe_offload(spec),
         max_model_len=max_model_len,
         max_model_len_bound=bound,
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=spec.num_states or config.max_num_seqs,
         max_num_batched_tokens=tokens,
         quantization=facts.quantization,
         invariance=facts.invariance,
@@ -145,7 +147,7 @@ def _kv_spec(
     config: EngineConfig, model: ModelConfig, device: Memory, dtype: torch.dtype, activations: int
 ) -> KVSpec:
     spec = KVSpec(
-        num_layers=model.num_layers,
+        num_layers=model.num_kv_layers,
         num_blocks=0,
         block_size=config.kvcache_block_size,
         num_kv_heads=model.num_kv_heads,
@@ -155,7 +157,10 @@ def _kv_spec(
         step_tokens=config.max_num_batched_tokens,
         windows=model.windows,
         host_codec=Int8Codec() if config.kv_offload_dtype == "int8" else None,
+        delta=model.delta,
+        num_states=config.max_num_seqs if model.delta else 0,
     )
+    spec = _with_states(spec, device.memory()[0] - activations)
     ring_slots, slot_blocks = 0, 0
     if streams(config, device.name):
         spec = replace(spec, least_run_bytes=LEAST_RUN_BYTES)
@@ -186,17 +191,33 @@ def _kv_spec(
     return replace(spec, num_host_blocks=num_host_blocks, spare_blocks=spare)
 
 
+def _with_states(spec: KVSpec, room: int) -> KVSpec:
+    """As many recurrent states as STATE_SHARE of the room holds, but one at least."""
+    if spec.delta is None:
+        return spec
+    each = replace(spec, num_states=0).state_bytes
+    num_states = min(spec.num_states, int(room * STATE_SHARE) // each - 1)
+    return replace(spec, num_states=max(1, num_states))
+
+
 def _check_asked(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> None:
     """Raise OutOfMemoryError with the setting that asks for more memory than there is."""
     free, _ = device.memory()
     check_step_fits(config, activations, free)
-    if spec.ring_bytes > free - activations:
+    left = free - activations - spec.state_bytes
+    if left < 0:
+        raise OutOfMemoryError(
+            f"the recurrent states of a request and of none take {_gib(spec.state_bytes)}, but "
+            f"{_gib(free - activations)} are left beside weights and activations; lower "
+            "max_num_batched_tokens, or take a smaller model"
+        )
+    if spec.ring_bytes > left:
         raise OutOfMemoryError(
             f"a ring of {spec.ring_slots} slots of {spec.slot_blocks * spec.block_size} tokens "
-            f"needs {_gib(spec.ring_bytes)}, but {_gib(free - activations)} are left beside "
+            f"needs {_gib(spec.ring_bytes)}, but {_gib(left)} are left beside "
             "activations; lower slot_tokens or ring_slots"
         )
-    room = free - activations - spec.ring_bytes
+    room = free - activations - spec.fixed_bytes
     setting, asked = _asked_on_device(config, spec)
     if asked > room:
         raise OutOfMemoryError(
@@ -204,7 +225,7 @@ def _check_asked(config: EngineConfig, spec: KVSpec, device: Memory, activations
             f"are left beside activations and ring; lower {setting}"
         )
     asked_on_host = _asked_on_host(config)
-    room = _host_room(device, activations + spec.ring_bytes + asked)
+    room = _host_room(device, activations + spec.fixed_bytes + asked)
     if asked_on_host > room:
         too = f" or {setting}" if asked and device.name == "cpu" else ""
         raise OutOfMemoryError(
@@ -244,7 +265,7 @@ def _host_room(device: Memory, on_device: int) -> int:
 def _host_bytes(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> int:
     if config.kv_offload_gib is not None:
         return _asked_on_host(config)
-    on_device = activations + spec.ring_bytes + spec.num_blocks * spec.block_bytes
+    on_device = activations + spec.fixed_bytes + spec.num_blocks * spec.block_bytes
     quarter, ranks = device.host_memory() // 4, config.tensor_parallel_size
     return min(DEFAULT_HOST_KV_BYTES // ranks, quarter, _host_room(device, on_device))
 
@@ -255,7 +276,7 @@ def _device_blocks(
     if config.num_gpu_blocks is not None:
         return config.num_gpu_blocks
     free, total = device.memory()
-    room = free - activations - spec.ring_bytes
+    room = free - activations - spec.fixed_bytes
     positions = min(config.max_model_len or model.max_position, model.max_position)
     # Not more than all requests at full length can use.
     most = config.max_num_seqs * -(-positions // spec.block_size) * spec.block_bytes
@@ -263,7 +284,10 @@ def _device_blocks(
     if config.kv_cache_gib is not None:
         _, budget = _asked_on_device(config, spec)
     elif device.name == "cpu":
-        half, beside_host = (free - activations) // 2, room - _asked_on_host(config)
+        half, beside_host = (
+            (free - activations - spec.state_bytes) // 2,
+            room - _asked_on_host(config),
+        )
         budget = min(DEFAULT_CPU_KV_BYTES // ranks, half, beside_host, most)
     else:
         setting = "gpu_memory_utilization"
@@ -293,7 +317,7 @@ def _offload_room(
             spec = _kv_spec(config, model, device, dtype, activations)
         except OutOfMemoryError:
             return None
-    on_device = activations + spec.ring_bytes + spec.num_blocks * spec.block_bytes
+    on_device = activations + spec.fixed_bytes + spec.num_blocks * spec.block_bytes
     return OffloadRoom(spec, _host_room(device, on_device), config.tensor_parallel_size)
 
 

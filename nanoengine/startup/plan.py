@@ -106,6 +106,7 @@ class MemoryPlan:
             Part("S", "step", "a step", self.activation_bytes),
             Part("K", "kv", kv_label, kv.num_blocks * kv.block_bytes),
             Part("R", "ring", "buffer", kv.ring_bytes),
+            Part("H", "states", "recurrent states", kv.state_bytes),
         )
 
     def _repr_html_(self) -> str:
@@ -128,6 +129,8 @@ class MemoryPlan:
             f"invariance   {self.invariance}",
             f"{on_device:12} {_tier(kv.num_blocks, kv.block_size, kv.block_bytes)}",
         ]
+        if kv.delta is not None:
+            lines.append(f"recurrent    {_states(kv)}")
         if kv.num_host_blocks:
             lossy = " in int8 (lossy)" if kv.host_codec is not None else ""
             tier = _tier(kv.num_host_blocks, kv.block_size, kv.host_block_bytes)
@@ -193,6 +196,17 @@ def _tier(num_blocks: int, block_size: int, block_bytes: int) -> str:
     return (
         f"{_gib(num_blocks * block_bytes)} = {num_blocks} blocks x {block_size} tokens = "
         f"{num_blocks * block_size} tokens at {block_bytes // block_size} bytes"
+    )
+
+
+def _states(kv: KVSpec) -> str:
+    """What recurrent layers take, and what they do without."""
+    assert kv.delta is not None
+    each = kv.state_bytes / (kv.num_states + 1) / (1 << 20)
+    return (
+        f"{len(kv.delta.layers)} of {kv.num_layers + len(kv.delta.layers)} layers have no KV but a "
+        f"state of {each:.1f} MiB for each request at once; no prefix is cached, nothing is "
+        "guessed, and a preempted request begins again"
     )
 
 

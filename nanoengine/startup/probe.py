@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import EngineConfig, ModelConfig
-from nanoengine.context import KVChunk, KVTarget
+from nanoengine.context import KVChunk, KVTarget, RecurrentState
 from nanoengine.devices.device import Device
 from nanoengine.devices.waiting import WaitingShare
 from nanoengine.kv.kv_cache import HybridKVCacheManager
@@ -192,6 +192,21 @@ def fill_random(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
             block.device_slot = slot
 
 
+def _scratch_state(
+    model: ModelConfig, num_seqs: int, dtype: torch.dtype, device: Device
+) -> RecurrentState | None:
+    """The state of one recurrent layer, which all of a step replace; None if there are none."""
+    delta, place = model.delta, device.torch_device
+    if delta is None:
+        return None
+    heads = (num_seqs, delta.num_value_heads, delta.key_dim, delta.value_dim)
+    return RecurrentState(
+        torch.zeros((num_seqs, delta.conv_size - 1, delta.channels), dtype=dtype, device=place),
+        torch.zeros(heads, device=place),
+        torch.arange(num_seqs, device=place),
+    )
+
+
 class ScratchKV:
     """The KV of one layer, which all layers of a step write and read (model_runner.OpenStep)."""
 
@@ -225,9 +240,14 @@ class ScratchKV:
         numbers = ([*range(len(lengths))], [0] * len(lengths), counts, padded)
         index, first_block, num_blocks, table = (device.tensor(x, torch.int32) for x in numbers)
         self._chunk = KVChunk(k, v, index, first_block, num_blocks, table, spans, is_last=True)
+        self._state = _scratch_state(model, len(lengths), dtype, device)
 
     def target(self, layer: int) -> KVTarget:
         return self._target
+
+    def state(self, layer: int) -> RecurrentState:
+        assert self._state is not None
+        return self._state
 
     def replay_key(self) -> None:
         """None: such a step is never replayed."""

@@ -187,7 +187,7 @@ missing: `nanoengine serve` has one scheduler, and shows its metrics at /metrics
     scheduler_load_shards_num scheduler_sync_period scheduler_expire_period
     scheduler_release_load_expire_period scheduler_reader_parallel scheduler_writer_parallel
     scheduler_reader_batch_size scheduler_writer_batch_size tokenizer_base_url
-missing: grammars are not supported yet; describe the form in the prompt and check the text
+missing: llguidance reads all forms; a request asks for one by structured_outputs of SamplingParams
   vLLM: structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback
     guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties
   FastDeploy: guided_decoding_backend guided_decoding_disable_any_whitespace
@@ -327,6 +327,7 @@ works
   vLLM: n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
     stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs detokenize
     skip_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words
+    structured_outputs
   FastDeploy: n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p
     seed stop stop_token_ids max_tokens min_tokens logprobs bad_words
   LMDeploy: n repetition_penalty temperature top_p top_k min_p ignore_eos stop_token_ids
@@ -383,13 +384,24 @@ missing unless (1,): beam search is llm.beam_search(prompts, beam_width=4, max_t
 missing unless (1,): take n and logprobs=0, and choose the output with the highest
 cumulative_logprob
   vLLM: best_of  FastDeploy: best_of  OpenAI: best_of
-missing: grammars are not supported yet; describe the form in the prompt and check the text
-  vLLM: structured_outputs guided_decoding guided_json guided_regex guided_choice guided_grammar
-    guided_json_object guided_decoding_backend guided_whitespace_pattern
-  FastDeploy: guided_decoding guided_json guided_regex guided_choice guided_grammar
-    guided_json_object structural_tag  LMDeploy: response_format
-  SGLang: json_schema regex ebnf structural_tag  llama.cpp: grammar json_schema  Ollama: format
-  OpenAI: response_format
+changed: structured_outputs={"json": schema}
+  vLLM: guided_json json  FastDeploy: guided_json  SGLang: json_schema  llama.cpp: json_schema
+  Ollama: format  LMDeploy: response_format  OpenAI: response_format
+changed: structured_outputs={"regex": pattern}
+  vLLM: guided_regex regex  FastDeploy: guided_regex  SGLang: regex
+changed: structured_outputs={"choice": [texts]}
+  vLLM: guided_choice choice  FastDeploy: guided_choice
+changed: structured_outputs={"grammar": text}
+  vLLM: guided_grammar grammar  FastDeploy: guided_grammar  SGLang: ebnf  llama.cpp: grammar
+changed: structured_outputs={"json_object": True}
+  vLLM: guided_json_object json_object  FastDeploy: guided_json_object
+changed: structured_outputs, a StructuredOutputsParams or a dict of its fields
+  vLLM: guided_decoding  FastDeploy: guided_decoding
+missing: structured_outputs has json, regex, choice, grammar and json_object, and one way to read
+them; a JSON schema says additionalProperties itself
+  vLLM: guided_decoding_backend guided_whitespace_pattern structural_tag disable_any_whitespace
+    disable_additional_properties whitespace_pattern disable_fallback
+  FastDeploy: structural_tag  SGLang: structural_tag
 missing: this way to choose tokens is not supported; there are temperature, top_k, top_p, min_p and
 penalties
   transformers: typical_p epsilon_cutoff eta_cutoff top_h penalty_alpha no_repeat_ngram_size
@@ -471,7 +483,7 @@ missing: requests run in the order of their arrival
   vLLM: priority
 missing: give it in the prompt: {"prompt": text, "cache_salt": "a"}
   vLLM: cache_salt
-missing: grammars are not supported yet; describe the form in the prompt and check the text
+missing: ask by structured_outputs of SamplingParams
   vLLM: guided_options_request
 missing: the model was chosen when the LLM was made
   OpenAI: model  Ollama: model

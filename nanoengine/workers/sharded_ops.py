@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.config import ExpertsConfig, ModelConfig
-from nanoengine.context import KVTarget, ReplayKey
+from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.experts import MixtureWeights
 from nanoengine.models.layer_ops import (
     AfterAttention,
@@ -98,6 +99,14 @@ class ShardedOps:
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.rms_norm(x, norm)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._ops.sigmoid_mul(x, gate)
+
+    def gated_delta(
+        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext
+    ) -> Tensor:
+        return self._ops.gated_delta(x, net, state, ctx)
 
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget

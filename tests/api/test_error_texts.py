@@ -94,7 +94,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "11 guided_json": (
         lambda b: SamplingParams(guided_json={}),  # type: ignore[call-arg]
-        ("'guided_json'", "grammars are not supported yet"),
+        ("'guided_json'", 'here it is structured_outputs={"json": schema}'),
     ),
     "12 too many parameters": (
         lambda b: b.llm.generate("a", [{"temperature": 0}, {"temperature": 1}]),

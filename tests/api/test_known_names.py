@@ -138,8 +138,8 @@ def test_a_setting_of_another_engine_has_its_own_sentence(name: str, text: str) 
         ("best_of", "cumulative_logprob"),
         ("n_predict", "here it is max_tokens"),
         ("stream_interval", r"generate\(\) returns whole texts"),  # a setting has another sentence
-        ("guided_json", "grammars are not supported yet"),
-        ("structured_outputs", "grammars are not supported yet"),
+        ("guided_json", 'here it is structured_outputs={"json": schema}'),
+        ("ebnf", 'here it is structured_outputs={"grammar": text}'),
         ("max_model_len", r"LLM\(model, max_model_len=...\)"),
         ("session_len", r"LLM\(model, max_model_len=...\)"),
         ("temprature", "did you mean 'temperature'"),

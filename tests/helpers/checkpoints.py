@@ -41,10 +41,14 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -99,6 +103,14 @@ YARN_ROPE = {
     "factor": 4.0,
     "beta_fast": 2.0,
     "original_max_position_embeddings": 64,
+}
+
+HYBRID = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
 }
 
 
@@ -250,6 +262,22 @@ TINY: dict[str, TinyModel] = {
         {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
         seed=7,
     ),
+    # Two of three layers are recurrent; 4 of 16 dimensions of a head are turned.
+    "qwen3.5": TinyModel(Qwen3_5TextConfig, Qwen3_5ForCausalLM, HYBRID, seed=12),
+    # Heads of odd sizes, the first layer with attention, and projections in another order.
+    "qwen3-next": TinyModel(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        HYBRID
+        | {
+            "num_experts": 0,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "attention_bias": True,
+        },
+        seed=13,
+    ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(
         Gemma3TextConfig,
@@ -287,10 +315,14 @@ TINY: dict[str, TinyModel] = {
 
 
 def _randomize_vectors(model: torch.nn.Module) -> None:
-    """Norm weights start as ones and biases as zeros: leave neither where a bug could not show."""
+    """Norm weights start as ones and biases as zeros: leave neither where a bug could not show. A
+    small A lets a recurrent state remember for long.
+    """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            centre = 0.0 if name.endswith("bias") else 1.0
+            centre = {"bias": 0.0, "A_log": -2.0}.get(
+                name.rpartition(".")[2].removeprefix("dt_"), 1.0
+            )
             torch.nn.init.normal_(parameter, centre, 0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -191,7 +191,7 @@ def test_adding_is_a_product_and_a_sum(packer, k, outputs, tokens):
     linear, x = packer.pack(normal(outputs, k)), normal(tokens, k, seed=1)
     residual = normal(tokens, outputs, seed=2)
     want = residual + linear(x)
-    linear.weight.multiply(x, residual, ADD)
+    linear.multiply(x, residual, ADD)
     assert same_bits(residual, want)
 
 
@@ -233,7 +233,7 @@ def test_rows_may_lie_apart(packer, k):
     apart[:, 5 : 5 + k] = x
     residual = torch.full((9, 100), 7.0, dtype=torch.bfloat16)
     want = residual[:, 20:60] + linear(x)
-    linear.weight.multiply(apart[:, 5 : 5 + k], residual[:, 20:60], ADD)
+    linear.multiply(apart[:, 5 : 5 + k], residual[:, 20:60], ADD)
     assert same_bits(residual[:, 20:60].contiguous(), want)
     residual[:, 20:60] = 7.0
     assert (residual == 7.0).all()
@@ -308,7 +308,7 @@ def test_wrong_activations_are_refused(packer):
     residuals = normal(2, 40), normal(3, 41), normal(3, 40).float(), normal(40, 3).T
     for residual in residuals:
         with pytest.raises(EngineError, match="added to bfloat16 rows of 40"):
-            linear.weight.multiply(normal(3, 61), residual, ADD)
+            linear.multiply(normal(3, 61), residual, ADD)
 
 
 def test_wrong_weights_are_refused(packer):
@@ -366,6 +366,18 @@ def test_a_compiler_that_does_not_know_the_cpu(monkeypatch, tmp_path):
 @pytest.mark.parametrize("hidden, inner, count, top_k", [(96, 64, 6, 3), (61, 40, 9, 2)])
 def test_experts_in_one_call_are_as_one_by_one(packer, kernels, hidden, inner, count, top_k):
     """Of whole matrix tiles, and of odd sizes: the bits of each expert's products by themselves."""
+    compare_experts(packer, kernels, hidden, inner, count, top_k)
+
+
+def test_experts_in_one_call_in_float32(build_folder, kernels):
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32)
+    compare_experts(packer, kernels, 61, 40, 9, 2)
+
+
+def compare_experts(packer, kernels, hidden, inner, count, top_k):
+    def normal(*shape, seed):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(packer.dtype)
+
     gates, ups, downs = (normal(count, inner, hidden, seed=seed) for seed in range(3))
     weights = [ExpertWeights(*each, d.T) for *each, d in zip(gates, ups, downs, strict=True)]
     router = normal(count, hidden, seed=3) / 10
@@ -384,5 +396,5 @@ def test_experts_in_one_call_are_as_one_by_one(packer, kernels, hidden, inner, c
             torch.set_num_threads(threads)
             assert same_bits(packed(x[:tokens]), want[:tokens]), (tokens, threads)
             assert same_bits(packed(x[-tokens:]), want[-tokens:]), (tokens, threads)
-    with pytest.raises(EngineError, match="packed experts take contiguous bfloat16 rows"):
-        packed(normal(3, 2 * hidden)[:, :hidden])
+    with pytest.raises(EngineError, match=r"packed experts take contiguous .*float.* rows"):
+        packed(normal(3, 2 * hidden, seed=5)[:, :hidden])

@@ -25,6 +25,7 @@ SPLIT = re.compile(r"(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.|^lm_head\.")
         for name, tiny in sorted(TINY.items())
         for size in (1, 2, 4)
         if tiny.settings.get("num_attention_heads", 4) % size == 0
+        if size == 1 or "linear_num_key_heads" not in tiny.settings
     ],
 )
 def test_the_rows_of_all_ranks_are_the_tensor(
@@ -44,6 +45,13 @@ def test_the_rows_of_all_ranks_are_the_tensor(
             assert [shape[0] for shape in shapes] == [*map(len, parts)]
         else:
             assert all(torch.equal(part, whole) for part in parts), tensor
+
+
+def test_recurrent_layers_are_not_divided(tiny: Callable[[str], Path]) -> None:
+    config = read_model_config(tiny("qwen3.5"))
+    Shard(0, 1).check(config)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 cannot divide a model with rec"):
+        Shard(0, 2).check(config)
 
 
 def test_ranks_share_a_kv_head_where_there_are_more_ranks(tiny: Callable[[str], Path]) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from driver import break_engine
@@ -85,6 +85,31 @@ def test_responses(client: Any) -> None:
     with client.responses.stream(**asked, instructions="Be brief.") as stream:
         text = "".join(e.delta for e in stream if e.type == "response.output_text.delta")
     assert text == whole.output_text and whole.usage.input_tokens > 0
+
+
+def test_answers_in_a_form(client: Any, claude: Any) -> None:
+    """By the helpers that make a schema of a class, and read the answer as one."""
+    pydantic = pytest.importorskip("pydantic")
+    color = Literal["red", "green"]
+    Answer = pydantic.create_model("Answer", color=(color, ...), even=(bool, ...))
+    asked: Any = {"model": "tiny", "messages": MESSAGES}
+    chat = client.chat.completions.parse(**asked, response_format=Answer)
+    assert chat.choices[0].message.parsed.color in ("red", "green")
+    with client.chat.completions.stream(**asked, response_format=Answer) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, Answer)
+    response = client.responses.parse(model="tiny", input="hi", text_format=Answer)
+    assert isinstance(response.output_parsed, Answer)
+    schema = Answer.model_json_schema() | {"additionalProperties": False}
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    message = claude.messages.create(
+        model="tiny", max_tokens=200, messages=MESSAGES[1:], extra_body={"output_config": form}
+    )
+    assert Answer.model_validate_json(message.content[0].text)
+    with pytest.raises(openai.BadRequestError, match="banana"):
+        client.chat.completions.create(
+            **asked, extra_body={"structured_outputs": {"json": {"type": "banana"}}}
+        )
 
 
 def test_models(client: Any) -> None:

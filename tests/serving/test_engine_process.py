@@ -86,6 +86,12 @@ def _same(value: Any) -> Any:
         (COMPLETIONS, {"prompt": "x", "max_tokens": 20, "stop": ["e", "a"], "temperature": 0}),
         (RESPONSES, {"input": "hello", "max_output_tokens": 7, "temperature": 0}),
         (MESSAGES, HELLO | {"max_tokens": 600, "temperature": 0}),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "structured_outputs": {"regex": "(ab){9}"}, "max_tokens": 30},
+        ),
+        (CHAT, HELLO | {"response_format": {"type": "json_object"}, "max_tokens": 20, "seed": 1}),
+        (CHAT, HELLO | {"structured_outputs": {"json": {"type": "banana"}}}),
         ("/tokenize", {"prompt": "aé"}),
         (CHAT, HELLO | {"model": "x"}),
         (CHAT, HELLO | {"top_p": 7}),

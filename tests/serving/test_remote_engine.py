@@ -288,6 +288,14 @@ def test_outputs_go_through(output: RequestOutput) -> None:
     assert shown(through(RequestOutput, output)) == shown(output)
 
 
+FORMS = st.sampled_from(
+    [
+        *({"json": {"é": [1, None]}}, {"json": "{}"}, {"regex": "a"}, {"choice": ["a", "b"]}),
+        *({"grammar": "start: /a/"}, {"json_object": True}),
+    ]
+)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.fixed_dictionaries(
@@ -314,6 +322,7 @@ def test_outputs_go_through(output: RequestOutput) -> None:
             "prompt_logprobs": st.none() | st.integers(0, 20),
             "n": st.integers(1, 1024),
             "include_stop_str_in_output": st.booleans(),
+            "structured_outputs": st.none() | FORMS,
         },
     )
 )
@@ -345,6 +354,7 @@ def test_every_field_is_among_the_parameters_tried() -> None:
         prompt_logprobs=0,
         n=2,
         include_stop_str_in_output=True,
+        structured_outputs={"json": {"type": "object"}},
     )
     plain = SamplingParams()
     same = {name for name in plain.__slots__ if getattr(plain, name) == getattr(changed, name)}

@@ -1,0 +1,268 @@
+/* Weights as the codes of a GGUF file: where they lie, and what they stand for.
+ *
+ * A file stores an output as blocks of 32 or 256 weights, one after the other: float16 scales, and words
+ * of 32 bits that hold codes, or scales of 6 or 8 bits. Here the blocks of PANEL outputs take turns, half
+ * by half and word by word: [panel][block][half][PANEL], then [word][PANEL]. So a vector has the same word
+ * of LANES outputs, and no byte more is held than the file has.
+ *
+ * A weight is d * code + m, where d and m belong to a group of 32 weights (Q6_K: of 16). d, m and d * code
+ * are exact in fp32, but for Q6_K, whose m is a multiple of d; so a fused step gives the bits of the
+ * file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is).
+ *
+ * MODE is what numbers are: F32, or BF16_PAIRS.
+ */
+#ifndef NANOENGINE_CPU_CODES_H
+#define NANOENGINE_CPU_CODES_H
+#include "cpu_vectors.h"
+
+enum { PANEL = 64, GROUP = 32 };
+enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
+
+typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
+    int64_t weights, halves, words, halves_at, words_at;
+} format_t;
+static const format_t FORMAT[FORMATS] = {
+    [Q4_0] = {32, 1, 4, 0, 2},  [Q4_1] = {32, 2, 4, 0, 4},    [Q5_0] = {32, 1, 5, 0, 2},
+    [Q5_1] = {32, 2, 5, 0, 4},  [Q8_0] = {32, 1, 8, 0, 2},    [Q4_K] = {256, 2, 35, 0, 4},
+    [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0},
+};
+INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
+
+/* ---- halves and words of LANES outputs -------------------------------------------------------- */
+
+typedef struct { const char *halves, *words; } block_t; /* at the first of LANES outputs */
+
+INLINE block_t block_at(const char *panel, int64_t block, int64_t column, const int format) {
+    const char *at = panel + block * block_bytes(format) * PANEL;
+    return (block_t){at + 2 * column, at + FORMAT[format].halves * 2 * PANEL + 4 * column};
+}
+
+INLINE vu word(block_t b, int64_t i) {
+    vu x;
+    memcpy(&x, b.words + i * 4 * PANEL, sizeof x);
+    return x;
+}
+
+/* float16 to float32. */
+INLINE vf half(block_t b, int64_t i) {
+    vh x;
+    memcpy(&x, b.halves + i * 2 * PANEL, sizeof x);
+#if LANES == 16
+    return (vf)_mm512_cvtph_ps((__m256i)x);
+#elif LANES == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps((__m128i)x);
+#else
+    const vu u = __builtin_convertvector(x, vu);
+    const vf size = (vf)((u & 0x7fff) << 13) * 0x1p112f; /* also of denormals */
+    return (vf)((vu)size | (u & 0x8000) << 16);
+#endif
+}
+
+/* Signed byte n of the lanes, as numbers. */
+INLINE vf signed_byte(vu x, int n) {
+    return __builtin_convertvector((vi)(x << (24 - 8 * n)) >> 24, vf);
+}
+
+/* ---- scales ----------------------------------------------------------------------------------- */
+
+typedef struct { vf d[2], m[2]; } scales_t; /* of the first and the last 16 weights of a group */
+
+/* The 6-bit scale and minimum of group g that Q4_K and Q5_K keep in 3 words. */
+INLINE void scale_and_minimum(block_t b, int64_t g, vf *scale, vf *minimum) {
+    const int s = 8 * (int)(g % 4);
+    const vu low = word(b, 0) >> s, middle = word(b, 1) >> s, high = word(b, 2) >> s;
+    vu d = low & 63, m = middle & 63;
+    if (g >= 4) d = (high & 15) | (low >> 6 & 3) << 4, m = (high >> 4 & 15) | (middle >> 6 & 3) << 4;
+    *scale = __builtin_convertvector((vi)d, vf);
+    *minimum = __builtin_convertvector((vi)m, vf);
+}
+
+INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
+    scales_t s;
+    s.d[0] = half(b, 0);
+    if (format == Q4_1 || format == Q5_1) {
+        s.m[0] = half(b, 1);
+    } else if (format == Q4_K || format == Q5_K) {
+        vf scale, minimum;
+        scale_and_minimum(b, g, &scale, &minimum);
+        s.d[0] *= scale, s.m[0] = -(half(b, 1) * minimum);
+    } else {
+        s.m[0] = s.d[0] * (format == Q4_0 ? -8.0f : format == Q5_0 ? -16.0f : 0.0f);
+    }
+    s.d[1] = s.d[0], s.m[1] = s.m[0];
+    if (format == Q6_K) {
+        const vu scales = word(b, 48 + g / 2) >> (g % 2 * 16);
+        UNROLL for (int i = 0; i < 2; i++) {
+            s.d[i] = half(b, 0) * signed_byte(scales, i);
+            s.m[i] = s.d[i] * -32.0f;
+        }
+    }
+    return s;
+}
+
+/* ---- codes ------------------------------------------------------------------------------------ */
+
+typedef int32_t __attribute__((aligned(2), may_alias)) word_t; /* in a cast GCC ignores it */
+
+/* The codes of four weights of group g, 4 i and those after it in half h: a byte each, whose upper half
+ * may be anything where a code has 4 bits. */
+INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format) {
+    const int64_t odd = g % 2, at = 4 * h + i;
+    vu low, high;
+    switch (format) {
+    case Q4_0:
+    case Q4_1: return word(b, i) >> (4 * h);
+    case Q8_0: return word(b, at);
+    case Q4_K: return word(b, 3 + g / 2 * 8 + at) >> (int)(4 * odd);
+    case Q5_K:
+        low = word(b, 11 + g / 2 * 8 + at) >> (int)(4 * odd);
+        high = word(b, 3 + at) >> (int)g & 0x01010101u;
+        break;
+    case Q6_K:
+        low = word(b, g / 4 * 16 + odd * 8 + at) >> (int)(g % 4 / 2 * 4);
+        high = word(b, 32 + g / 4 * 8 + at) >> (int)(g % 4 * 2) & 0x03030303u;
+        break;
+    default: /* Q5_0, Q5_1: 4 bits of the first word go to 4 bytes */
+        low = word(b, 1 + i) >> (4 * h);
+        high = (word(b, 0) >> (int)(4 * at) & 15) * 0x204081u & 0x01010101u;
+    }
+    return (low & 0x0f0f0f0fu) | high << 4;
+}
+
+/* Code n of the four as a number. */
+INLINE vf code(vu four, int n, const int format) {
+    if (format == Q8_0) return signed_byte(four, n);
+    const vu x = four >> (8 * n);
+    const int bits = format == Q6_K ? 6 : format == Q4_0 || format == Q4_1 || format == Q4_K ? 4 : 5;
+#if LANES == 16 /* a look-up reads as many bits as its table needs */
+    const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    if (bits == 4) return (vf)_mm512_permutexvar_ps((__m512i)x, low);
+    const __m512 high = _mm512_add_ps(low, _mm512_set1_ps(16));
+    if (bits == 5) return (vf)_mm512_permutex2var_ps(low, (__m512i)x, high);
+#endif
+    return __builtin_convertvector((vi)(x & ((1u << bits) - 1)), vf);
+}
+
+/* ---- a group of weights ----------------------------------------------------------------------- */
+
+/* Weight n of the four as a number, or n and n + 1 as a pair of bfloat16. */
+INLINE vf weights(vu four, int n, vf d, vf m, const int format) {
+    const vf w = fused(d, code(four, n, format), m);
+    return MODE == F32 ? w : round_pairs(w, fused(d, code(four, n + 1, format), m));
+}
+
+typedef struct { /* where numbers go; bytes from word to word of k, from 16 outputs to the next, from one
+                    group to the next */
+    char *at;
+    int64_t word, vector, group;
+} unpacked_t;
+
+/* Group `group` of the outputs [column, column + columns) of a panel as numbers: float32, or pairs of
+ * bfloat16. */
+INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64_t columns,
+                         unpacked_t to, const int format) {
+    const int64_t per_block = FORMAT[format].weights / GROUP, g = group % per_block;
+    for (int64_t c = 0; c < columns; c += LANES) {
+        const block_t b = block_at(panel, group / per_block, column + c, format);
+        const scales_t s = scales_of(b, g, format);
+        char *at = to.at + c / 16 * to.vector + c % 16 * 4;
+        UNROLL for (int h = 0; h < 2; h++)
+            for (int i = 0; i < 4; i++) {
+                const vu four = four_codes(b, g, h, i, format);
+                for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, at += to.word)
+                    store(at, weights(four, n, s.d[h], s.m[h], format));
+            }
+    }
+}
+
+#if WITH_CODES
+#define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K)
+#else /* they take long to compile */
+#define EACH_FORMAT(f)
+#endif
+#define UNPACK(format)                                                                              \
+    static void unpack_##format(const char *panel, int64_t group, int64_t column, int64_t columns,  \
+                                unpacked_t to) {                                                    \
+        unpack_group(panel, group, column, columns, to, format);                                    \
+    }
+EACH_FORMAT(UNPACK)
+typedef void unpack_t(const char *, int64_t, int64_t, int64_t, unpacked_t);
+#define UNPACKER(format) [format] = unpack_##format,
+static unpack_t *const UNPACKERS[FORMATS] = {EACH_FORMAT(UNPACKER)};
+
+/* ---- products of few rows --------------------------------------------------------------------- */
+
+enum { FEW_ROWS = LANES == 16 ? 4 : 2 };
+
+/* acc[r][v] = x[r] . w[v] over whole groups of k, in the order of `multiply` in cpu_linear.c: but weights
+ * are numbers in registers only. Its arrays have the sizes that are the most, as GCC keeps none in
+ * registers whose size is an argument. */
+INLINE void multiply_codes(const char *panel, int64_t groups, int64_t column, const char *x,
+                           int64_t x_stride, float *acc, const int rows, const int vecs,
+                           const int format) {
+    const int64_t per_block = FORMAT[format].weights / GROUP;
+    vf s[FEW_ROWS][PANEL / LANES], w[PANEL / LANES];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v++) s[r][v] = (vf){0};
+    for (int64_t group = 0; group < groups; group++) {
+        const int64_t g = group % per_block;
+        block_t b[PANEL / LANES];
+        scales_t scales[PANEL / LANES];
+        vu four[PANEL / LANES];
+        UNROLL for (int v = 0; v < vecs; v++) {
+            b[v] = block_at(panel, group / per_block, column + v * LANES, format);
+            scales[v] = scales_of(b[v], g, format);
+        }
+        UNROLL for (int h = 0; h < 2; h++)
+            for (int i = 0; i < 4; i++) {
+                UNROLL for (int v = 0; v < vecs; v++) four[v] = four_codes(b[v], g, h, i, format);
+                UNROLL for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, x += 4) {
+                    UNROLL for (int v = 0; v < vecs; v++)
+                        w[v] = weights(four[v], n, scales[v].d[h], scales[v].m[h], format);
+                    UNROLL for (int r = 0; r < rows; r++) {
+                        const vf a = (vf)splat_i(*(const word_t *)(x + r * x_stride));
+                        UNROLL for (int v = 0; v < vecs; v++)
+                            s[r][v] = MODE == F32 ? fused(a, w[v], s[r][v]) : dot_pairs(s[r][v], a, w[v]);
+                    }
+                }
+            }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v++) store(acc + r * PANEL + v * LANES, s[r][v]);
+}
+
+#define MULTIPLY_CODES(format, rows, columns)                                                       \
+    static void multiply_##format##_##rows##_##columns(const char *panel, int64_t groups,           \
+                                                       int64_t column, const char *x,               \
+                                                       int64_t x_stride, float *acc) {              \
+        multiply_codes(panel, groups, column, x, x_stride, acc, rows, columns / LANES, format);     \
+    }
+typedef void multiply_codes_t(const char *, int64_t, int64_t, const char *, int64_t, float *);
+/* One row has its sums in a whole panel, so that they are enough to wait for one another. */
+#if LANES == 16
+#define MULTIPLIERS_OF(format)                                                                      \
+    MULTIPLY_CODES(format, 1, 64) MULTIPLY_CODES(format, 2, 32) MULTIPLY_CODES(format, 4, 32)
+#define LISTED(format)                                                                              \
+    [format] = {{NULL, multiply_##format##_1_64}, {multiply_##format##_2_32}, {NULL},               \
+                {multiply_##format##_4_32}},
+#else
+#define MULTIPLIERS_OF(format) MULTIPLY_CODES(format, 1, 32) MULTIPLY_CODES(format, 2, 32)
+#define LISTED(format) [format] = {{multiply_##format##_1_32}, {multiply_##format##_2_32}},
+#endif
+EACH_FORMAT(MULTIPLIERS_OF)
+/* By format, rows - 1, and whether it is a whole panel. */
+static multiply_codes_t *const CODE_MULTIPLIERS[FORMATS][FEW_ROWS][2] = {EACH_FORMAT(LISTED)};
+
+/* Put one output's blocks, as the file has them, into its column of a panel. */
+INLINE void pack_column(const char *blocks, int64_t count, char *panel, int64_t column, int format) {
+    const format_t f = FORMAT[format];
+    for (int64_t b = 0; b < count; b++, blocks += block_bytes(format)) {
+        char *to = panel + b * block_bytes(format) * PANEL;
+        for (int64_t i = 0; i < f.halves; i++)
+            memcpy(to + 2 * (i * PANEL + column), blocks + f.halves_at + 2 * i, 2);
+        to += f.halves * 2 * PANEL;
+        for (int64_t i = 0; i < f.words; i++)
+            memcpy(to + 4 * (i * PANEL + column), blocks + f.words_at + 4 * i, 4);
+    }
+}
+#endif

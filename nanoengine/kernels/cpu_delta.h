@@ -1,0 +1,201 @@
+/* Recurrent layers on the CPU: a causal convolution, the gated delta rule (arXiv 2412.06464) and a gated
+ * norm in one call; included by cpu_kernels.c.
+ *
+ * Every token is one step of the rule, in order: the bits of a row depend on its sequence alone. A column
+ * of a head's matrix depends on the same column of v alone, so columns are computed in stripes that stay
+ * in the first cache while a stripe goes through the tokens.
+ */
+enum { STRIPE = 4 }; /* vectors of columns */
+enum { TOKENS = 16 }; /* whose q and k are kept */
+
+typedef struct { /* filled by cpu_kernels.py with struct.pack: keep both in step; strides in elements */
+    const void *x; /* [tokens, channels + values + 2 * heads]: q, k, v; z; b; a */
+    const float *conv, *decay, *dt_bias, *norm;
+    void *inputs; /* [slots, conv_size - 1, channels] */
+    float *memory; /* [slots, heads, key_dim, value_dim] */
+    const int64_t *slots;
+    const int32_t *query_start, *kv_lens;
+    float *mixed; /* [tokens, channels], for this call: after the convolution; of v the heads' results */
+    void *out; /* [tokens, heads, value_dim] */
+    int64_t sequences, tokens, x_token, key_heads, heads, key_dim, value_dim, conv_size, is_bf16, threads;
+    double eps;
+} delta_args;
+
+typedef struct { /* one sequence of the call */
+    int64_t first, count, slot, is_new;
+} run_t;
+
+INLINE run_t run_of(const delta_args *a, int64_t seq) {
+    run_t r = {.first = a->query_start[seq], .slot = a->slots[seq]};
+    r.count = a->query_start[seq + 1] - r.first;
+    r.is_new = a->kv_lens[seq] == r.count;
+    return r;
+}
+INLINE int64_t key_size(const delta_args *a) { return a->key_heads * a->key_dim; }
+INLINE int64_t channels_of(const delta_args *a) { return 2 * key_size(a) + a->heads * a->value_dim; }
+
+/* Channels [d, d + LANES) of the input `ago` tokens before token t of a run. */
+INLINE vf input_at(const delta_args *a, const run_t *r, int64_t t, int64_t ago, int64_t d, int mode) {
+    const int64_t dim = channels_of(a), kept = a->conv_size - 1;
+    if (t >= ago) return LOAD(a->x, (r->first + t - ago) * a->x_token + d, mode);
+    if (r->is_new) return splat(0.0f);
+    return LOAD(a->inputs, (r->slot * kept + kept + t - ago) * dim + d, mode);
+}
+
+/* LANES channels of a run: silu of their convolution, and what the next step needs of them. */
+INLINE void convolve(const delta_args *a, const run_t *r, int64_t d, int mode) {
+    const int64_t dim = channels_of(a), kept = a->conv_size - 1;
+    for (int64_t t = 0; t < r->count; t++) {
+        vf sum = {0};
+        for (int64_t ago = kept; ago >= 0; ago--)
+            sum = fused(input_at(a, r, t, ago, d, mode), LOAD(a->conv, (kept - ago) * dim + d, F32), sum);
+        STORE(a->mixed, (r->first + t) * dim + d, rounded(silu(rounded(sum, mode)), mode), F32);
+    }
+    for (int64_t ago = kept; ago > 0; ago--)
+        STORE(a->inputs, (r->slot * kept + kept - ago) * dim + d,
+              input_at(a, r, r->count, ago, d, mode), mode);
+}
+
+/* x / |x| * scale of a head. */
+INLINE void unit(const float *x, float *out, int64_t dim, float scale) {
+    vf squares = {0};
+    for (int64_t d = 0; d < dim; d += LANES) squares = fused(LOAD(x, d, F32), LOAD(x, d, F32), squares);
+    const float by = scale / sqrtf(sum_lanes(squares) + 1e-6f);
+    for (int64_t d = 0; d < dim; d += LANES) STORE(out, d, LOAD(x, d, F32) * by, F32);
+}
+
+INLINE float sigmoid(float x, int mode) { return rounded(splat(1.0f / (1.0f + expf(-x))), mode)[0]; }
+INLINE float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+
+/* One token in `vecs` vectors of columns, of the last of which n count: s decays, learns, and is read. */
+INLINE void step_columns(float *s, int64_t stride, const float *k, const float *q, int64_t dim, float *v,
+                         float decay, float beta, int vecs, int n) {
+    vf said[STRIPE] = {{0}}, change[STRIPE], read[STRIPE] = {{0}};
+    for (int64_t i = 0; i < dim; i++)
+        UNROLL for (int c = 0; c < vecs; c++) {
+            float *at = s + i * stride + c * LANES;
+            const vf x = load_f32(at, n, F32) * decay;
+            store_n(at, x, n, F32);
+            said[c] = fused(x, splat(k[i]), said[c]);
+        }
+    UNROLL for (int c = 0; c < vecs; c++) change[c] = (load_f32(v + c * LANES, n, F32) - said[c]) * beta;
+    for (int64_t i = 0; i < dim; i++)
+        UNROLL for (int c = 0; c < vecs; c++) {
+            float *at = s + i * stride + c * LANES;
+            const vf x = fused(splat(k[i]), change[c], load_f32(at, n, F32));
+            store_n(at, x, n, F32);
+            read[c] = fused(x, splat(q[i]), read[c]);
+        }
+    UNROLL for (int c = 0; c < vecs; c++) store_n(v + c * LANES, read[c], n, F32);
+}
+
+typedef struct { /* up to TOKENS tokens of a head, and a stripe of its matrix */
+    float *q, *k, *stripe, decay[TOKENS], beta[TOKENS];
+} head_t;
+
+/* `count` tokens from `first` on in columns [d, d + n): in a copy of the stripe if there are many. */
+INLINE void step_stripe(const delta_args *a, const head_t *h, float *s, float *v, int64_t count, int vecs,
+                        int n) {
+    const int64_t dim = a->key_dim, width = vecs * LANES;
+    const int copied = vecs == STRIPE && count > 2;
+    float *at = copied ? h->stripe : s;
+    const int64_t stride = copied ? width : a->value_dim;
+    if (copied)
+        for (int64_t i = 0; i < dim; i++) memcpy(at + i * width, s + i * a->value_dim, 4 * width);
+    for (int64_t t = 0; t < count; t++)
+        step_columns(at, stride, h->k + t * dim, h->q + t * dim, dim, v + t * channels_of(a), h->decay[t],
+                     h->beta[t], vecs, n);
+    if (copied)
+        for (int64_t i = 0; i < dim; i++) memcpy(s + i * a->value_dim, at + i * width, 4 * width);
+}
+
+INLINE void norm_head(const delta_args *a, int64_t token, int64_t head, const float *x, int mode) {
+    const int64_t dim = a->value_dim, place = head * dim;
+    const char *z = AT(a->x, token * a->x_token + channels_of(a) + place, mode);
+    char *out = AT(a->out, token * a->heads * dim + place, mode);
+    vf squares = {0};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf wide = rounded(LOAD(x, d, F32), mode);
+        squares = fused(wide, wide, squares);
+    }
+    const float scale = 1.0f / sqrtf(sum_lanes(squares) / dim + (float)a->eps);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf normed = rounded(rounded(LOAD(x, d, F32), mode) * scale, mode);
+        STORE(out, d, rounded(normed * LOAD(a->norm, d, F32), mode) * silu(LOAD(z, d, mode)), mode);
+    }
+}
+
+/* All tokens of a run in one head. */
+INLINE void delta_head(const delta_args *a, const run_t *r, int64_t head, head_t *h, int mode) {
+    const int64_t key = head / (a->heads / a->key_heads) * a->key_dim, values = a->heads * a->value_dim;
+    const int64_t all = channels_of(a);
+    float *s = a->memory + (r->slot * a->heads + head) * a->key_dim * a->value_dim;
+    if (r->is_new) memset(s, 0, 4 * a->key_dim * a->value_dim);
+    for (int64_t begin = 0; begin < r->count; begin += TOKENS) {
+        const int64_t count = min64(TOKENS, r->count - begin), first = r->first + begin;
+        for (int64_t t = 0; t < count; t++) {
+            const float *mixed = a->mixed + (first + t) * all;
+            const char *ba = AT(a->x, (first + t) * a->x_token + all + values, mode);
+            unit(mixed + key, h->q + t * a->key_dim, a->key_dim, 1.0f / sqrtf(a->key_dim));
+            unit(mixed + key_size(a) + key, h->k + t * a->key_dim, a->key_dim, 1.0f);
+            h->beta[t] = sigmoid(load_f32(AT(ba, head, mode), 1, mode)[0], mode);
+            const float rate = load_f32(AT(ba, a->heads + head, mode), 1, mode)[0] + a->dt_bias[head];
+            h->decay[t] = expf(a->decay[head] * softplus(rate));
+        }
+        float *v = a->mixed + first * all + 2 * key_size(a) + head * a->value_dim;
+        int64_t d = 0;
+        for (; d + STRIPE * LANES <= a->value_dim; d += STRIPE * LANES)
+            step_stripe(a, h, s + d, v + d, count, STRIPE, LANES);
+        for (; d < a->value_dim; d += LANES)
+            step_stripe(a, h, s + d, v + d, count, 1, min64(a->value_dim - d, LANES));
+        for (int64_t t = 0; t < count; t++) norm_head(a, first + t, head, v + t * all, mode);
+    }
+}
+
+int gated_delta(const delta_args *a) {
+    const int64_t blocks = ceil_div(channels_of(a), LANES), keys = TOKENS * a->key_dim;
+    const int64_t work = a->tokens * a->heads * a->key_dim * a->value_dim;
+    const int team = work < 1 << 16 ? 1 : (int)a->threads;
+    const int64_t mine = ceil_div(2 * keys + STRIPE * LANES * a->key_dim, 16) * 16;
+    float *scratch = aligned_alloc(64, 4 * mine * team);
+    if (!scratch) return -1;
+#pragma omp parallel num_threads(team)
+    {
+        const unsigned saved = flush_denormals();
+        float *own = scratch + omp_get_thread_num() * mine;
+        head_t h = {.stripe = own, .q = own + STRIPE * LANES * a->key_dim};
+        h.k = h.q + keys;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < a->sequences * blocks; i++) {
+            const run_t r = run_of(a, i / blocks);
+            if (a->is_bf16) convolve(a, &r, i % blocks * LANES, BF16_WIDE);
+            else convolve(a, &r, i % blocks * LANES, F32);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < a->sequences * a->heads; i++) {
+            const run_t r = run_of(a, i / a->heads);
+            if (a->is_bf16) delta_head(a, &r, i % a->heads, &h, BF16_WIDE);
+            else delta_head(a, &r, i % a->heads, &h, F32);
+        }
+        restore_denormals(saved);
+    }
+    free(scratch);
+    return 0;
+}
+
+/* x * sigmoid(gate) with the sigmoid rounded first, as torch does in two steps. */
+INLINE void sigmoid_row(const void *x, const void *gate, void *out, int64_t row, int64_t dim,
+                        int64_t stride, int mode) {
+    const char *g = AT(gate, row * stride, mode);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf y = LOAD(g, d, mode), e = exp2v(pick(y > 0.0f, -y, y) * LOG2E);
+        const vf s = pick(y > 0.0f, splat(1.0f), e) / (e + 1.0f);
+        STORE(out, row * dim + d, LOAD(x, row * dim + d, mode) * rounded(s, mode), mode);
+    }
+}
+void sigmoid_mul(const void *x, const void *gate, void *out, int64_t rows, int64_t dim, int64_t stride,
+                 int64_t is_bf16, int64_t threads) {
+#define ROW(i, mode) sigmoid_row(x, gate, out, i, dim, stride, mode)
+    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+#undef ROW
+}

@@ -1,0 +1,52 @@
+"""Reads the form that an answer must have: response_format, the format of a response's text, and
+Anthropic's output_config. Knows no grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoengine.errors import InvalidParamsError, shown
+
+# Where each kind of body has its form; in a chat the schema is one level deeper.
+CHAT_FORMAT, TEXT_FORMAT = "response_format", "text.format"
+OUTPUT_FORMAT = "output_config.format"
+TYPES = ("text", "json_object", "json_schema")
+
+
+def form_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams for the form in a body of a chat or a completion; none without one.
+
+    Raises InvalidParamsError.
+    """
+    own, asked = given.get("structured_outputs"), given.get(CHAT_FORMAT)
+    form = None if asked is None else form_in(asked, CHAT_FORMAT)
+    if own is not None and form is not None:
+        raise InvalidParamsError(
+            f"{CHAT_FORMAT} and structured_outputs are two forms of one answer; give one of them"
+        )
+    return {} if form is None else {"structured_outputs": form}
+
+
+def form_in(asked: object, where: str) -> dict[str, Any] | None:
+    """The fields of StructuredOutputsParams in a format; None for any text. where: its place in
+    the body. Raises InvalidParamsError.
+    """
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if not isinstance(asked, Mapping) or kind not in TYPES:
+        raise InvalidParamsError(
+            f"{where} must be an object whose type is {', '.join(TYPES[:2])} or {TYPES[2]}, got "
+            f"{shown(asked if kind is None else kind)}; structured_outputs takes a regex, choices "
+            "and grammars"
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    holder = asked.get("json_schema") if where == CHAT_FORMAT else asked
+    schema = holder.get("schema") if isinstance(holder, Mapping) else None
+    if not isinstance(schema, Mapping):
+        place = f"{where}.json_schema" if where == CHAT_FORMAT else where
+        raise InvalidParamsError(f"{place}.schema must be a JSON schema, got {shown(schema)}")
+    return {"json": schema}

@@ -1,0 +1,292 @@
+"""Structured outputs: texts have their form, and are what the model prefers among those that have.
+
+Choices are compared with transformers' logits and a search by hand, JSON with jsonschema.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from checkpoints import EOS_IDS, reference, reference_logits
+from driver import STREAMED, Driver, small_engine
+from schemas import random_schema
+
+from nanoengine import LLM, SamplingParams, StructuredOutputsParams
+from nanoengine.engine.draft_length import PayingDrafts
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.errors import InvalidParamsError, InvalidPromptError, RequestError
+from nanoengine.outputs import CompletionOutput
+from nanoengine.text import grammar
+from nanoengine.text.tokenizer import Tokenizer
+
+OFFLOAD = STREAMED | {"debug_kv": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "resident": {},
+    "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 5},
+    "preempted": {"num_gpu_blocks": 20, "decode_reserve_blocks": 0},
+    "run ahead": {"runs_ahead": True},
+    "streamed": OFFLOAD,
+    "in place": OFFLOAD | {"offload_mode": "in_place"},
+    "guesses": {"speculative": "ngram:3"},
+    "drafts": OFFLOAD | {"speculative": "resident:4", "max_num_seqs": 1},
+}
+PROMPTS = [[(7 * i + 3 * j) % 250 + 4 for i in range(n)] for j, n in enumerate((120, 60, 9))]
+# Long enough for guesses that fit, and some that go on where others end.
+CHOICES = ("abababababababcd", "abababababababce", "abab", "bababababab", "bababababac", "é🙂")
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 999, "minimum": 0}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every streamed step drafts, whether it pays or not."""
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 4)
+
+
+@functools.cache
+def chosen(path: Path, prompt: tuple[int, ...]) -> list[int]:
+    """Greedy among the bytes that lead to one of CHOICES, by transformers' logits."""
+    tokenizer = Tokenizer.from_folder(path)
+    texts = [tokenizer.encode(choice, add_special_tokens=False) for choice in CHOICES]
+    made: list[int] = []
+    while True:
+        following = {text[len(made)] for text in texts if text[: len(made)] == made != text}
+        allowed = [*following, *(EOS_IDS if made in texts else ())]
+        if not following:
+            return made
+        logits = reference_logits(reference(path), [*prompt, *made])[-1]
+        made.append(max(sorted(allowed), key=lambda i: float(logits[i])))
+        if made[-1] in EOS_IDS:
+            return made
+
+
+def only(engine: LLMEngine, prompt: list[int], params: SamplingParams) -> CompletionOutput:
+    return Driver(engine).run([prompt], params)[0].outputs[0]
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_choices_are_those_of_transformers(tiny: Callable[[str], Path], layout: str) -> None:
+    """Twice over one cache; once beside a request without a form, whose tokens stay as they are."""
+    path = tiny("llama")
+    engine = small_engine(path, **LAYOUTS[layout])
+    form = StructuredOutputsParams(choice=CHOICES)
+    free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    asked = SamplingParams(temperature=0, max_tokens=30, structured_outputs=form, logprobs=0)
+    alone = only(engine, PROMPTS[0], free)
+    for beside in ([PROMPTS[0]], []):
+        params = [asked] * 3 + [free] * len(beside)
+        outputs = Driver(engine).run([*PROMPTS, *beside], params)
+        for prompt, output in zip(PROMPTS, outputs[:3], strict=True):
+            made, right = output.outputs[0], chosen(path, tuple(prompt))
+            assert made.token_ids == right and made.finish_reason == "stop"
+            assert made.text in CHOICES and made.stop_reason is None
+        assert all(output.outputs[0].token_ids == alone.token_ids for output in outputs[3:])
+    if layout in ("guesses", "drafts"):
+        assert sum(output.metrics.num_accepted for output in outputs)
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Callable[[str], Path]) -> Iterator[LLM]:
+    with LLM(tiny("llama"), dtype="float32", num_gpu_blocks=200, kvcache_block_size=8) as made:
+        yield made
+
+
+def check_schemas(llm: LLM, seeds: range) -> None:
+    """Texts that ended by themselves are valid; a few of a random model's are too long."""
+    accepted, params = [], []
+    for seed in seeds:
+        schema, draw = random_schema(seed), SamplingParams(max_tokens=250, seed=seed)
+        try:
+            made = SamplingParams(
+                max_tokens=250, seed=seed, temperature=1.3, structured_outputs={"json": schema}
+            )
+            llm.llm_engine.inputs.grammars.state_of(made.form)
+        except InvalidParamsError as error:
+            assert re.match("structured_outputs: json: ", str(error)), (schema, draw)
+            continue
+        accepted.append(schema)
+        params.append(made)
+    assert len(accepted) >= 0.9 * len(seeds)
+    outputs = llm.generate(["An answer: "] * len(params), params, use_tqdm=False)
+    ended = [output.outputs[0].finish_reason for output in outputs]
+    assert set(ended) <= {"stop", "length"} and ended.count("stop") >= 0.8 * len(ended)
+    for schema, output in zip(accepted, outputs, strict=True):
+        if output.outputs[0].finish_reason == "stop":
+            value = json.loads(output.outputs[0].text)
+            jsonschema.validate(
+                value, schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+            )
+
+
+def test_json_is_valid(llm: LLM) -> None:
+    check_schemas(llm, range(20))
+
+
+@pytest.mark.slow
+def test_json_of_many_schemas_is_valid(llm: LLM) -> None:
+    check_schemas(llm, range(1000, 2000))
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "[0-9]{3}-(ab|é)+"}, "[0-9]{3}-(ab|é)+"),
+        ({"grammar": 'start: "a" b "."\nb: "x" | "(" b ")"'}, r"a\(*x\)*\."),
+        ({"grammar": 'root ::= "a" ("b" | "c")+ "."'}, r"a[bc]+\."),
+        (
+            {"choice": ['"quoted"\\', "two\nlines\t", "/a/ | b"]},
+            r'"quoted"\\|two\nlines\t|/a/ \| b',
+        ),
+        ({"json_object": True}, r"\{.*"),
+        ({"json": {}}, ".*"),
+    ],
+)
+def test_a_text_has_its_form(llm: LLM, form: dict[str, Any], pattern: str) -> None:
+    params = SamplingParams(max_tokens=60, n=6, seed=3, structured_outputs=form)
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    ended = [made for made in output.outputs if made.finish_reason == "stop"]
+    for made in ended:
+        assert re.fullmatch(pattern, made.text, re.DOTALL), made.text
+        if pattern in (r"\{.*", ".*"):
+            json.loads(made.text)
+    assert ended or "json" in next(iter(form))
+
+
+def test_completions_and_seeds_are_those_of_single_requests(
+    tiny: Callable[[str], Path], llm: LLM
+) -> None:
+    """And log-probabilities are the model's own, which know no form."""
+    asked: dict[str, Any] = {"max_tokens": 30, "structured_outputs": {"choice": CHOICES}}
+    (whole,) = llm.generate("x", SamplingParams(n=5, seed=4, logprobs=2, **asked), use_tqdm=False)
+    for index, made in enumerate(whole.outputs):
+        (single,) = llm.generate("x", SamplingParams(seed=4 + index, **asked), use_tqdm=False)
+        assert single.outputs[0].token_ids == made.token_ids
+    assert len({made.text for made in whole.outputs}) > 1
+    logits = reference_logits(reference(tiny("llama")), whole.prompt_token_ids)[-1]
+    first = whole.outputs[0]
+    own = torch.log_softmax(logits, 0)[first.token_ids[0]]
+    assert first.logprobs[0][first.token_ids[0]].logprob == pytest.approx(float(own), abs=1e-4)
+
+
+def test_other_ends_still_end(llm: LLM) -> None:
+    """A stop string, max_tokens; an end-of-sequence token only where the text may end."""
+    repeated: dict[str, Any] = {"temperature": 0, "structured_outputs": {"regex": "(ab){4,}"}}
+    (stopped, cut, ignored) = llm.generate(
+        ["x"] * 3,
+        [
+            SamplingParams(max_tokens=50, stop="aba", **repeated),
+            SamplingParams(max_tokens=5, **repeated),
+            SamplingParams(max_tokens=50, ignore_eos=True, min_tokens=8, **repeated),
+        ],
+        use_tqdm=False,
+    )
+    assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == ("", "aba")
+    assert (cut.outputs[0].text, cut.outputs[0].finish_reason) == ("ababa", "length")
+    assert re.fullmatch("(ab){4,}", ignored.outputs[0].text)
+
+
+def test_a_stream_has_the_same_text_and_leaves_nothing(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=30, structured_outputs={"choice": CHOICES})
+    (whole,) = llm.generate("x", params, use_tqdm=False)
+    assert "".join(llm.stream("x", params)) == whole.outputs[0].text
+    seqs = llm.llm_engine.inputs.sequences("x", params, None, None)
+    state = llm.llm_engine._queue(seqs)
+    llm.llm_engine.step()
+    assert seqs[0].grammar is not None
+    llm.llm_engine.abort(state.request_id)
+    assert seqs[0].grammar is None
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object, got none"),
+        ({"json": {}, "regex": "a"}, "exactly one of .*, got json and regex"),
+        ({"jsn": {}}, "did you mean 'json'"),
+        ({"json": "{"}, "json is no JSON schema: Expecting"),
+        ({"json": "[]"}, r"json is no JSON schema: \[\] is no object"),
+        ({"json": {"enum": [float("nan")]}}, "no JSON schema: Out of range float"),
+        ({"json": {"enum": [{1}]}}, "no JSON schema: .*set"),
+        ({"json": 5}, "json must be a JSON schema"),
+        ({"regex": ""}, "regex must be a text that is not empty, got ''"),
+        ({"regex": "\ud800"}, "lone surrogate"),
+        ({"choice": []}, "choice must be a list of 1 to 4096 texts"),
+        ({"choice": ["a", ""]}, "choice must be a list of 1 to 4096 texts"),
+        ({"grammar": "x" * 65537}, "has 65537 bytes, and may have 65536"),
+        ({"json_object": 1}, "json_object must be True or False"),
+        ("json", "structured_outputs must be a StructuredOutputsParams"),
+    ],
+)
+def test_a_form_that_is_none_is_refused(form: Any, words: str) -> None:
+    with pytest.raises(InvalidParamsError, match=words):
+        SamplingParams(structured_outputs=form)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"json": {"type": "banana"}}, "json: .*banana"),
+        ({"json": {"not": {}}}, 'json: Unimplemented keys: \\["not"\\]'),
+        ({"json": {"minimum": 3, "maximum": 1, "type": "integer"}}, "json: Unsatisfiable schema"),
+        (
+            {"json": functools.reduce(lambda s, _: {"items": s}, range(200), {})},
+            "json: recursion limit",
+        ),
+        ({"regex": "(a"}, "regex: .*unclosed group"),
+        ({"regex": "a(?=b)"}, "regex: .*look-around"),
+        ({"grammar": "start: b"}, "grammar: .*unknown name"),
+        ({"grammar": "start: " + "(" * 3000}, "grammar: .*nested"),
+    ],
+)
+def test_a_grammar_that_is_none_is_refused(llm: LLM, form: dict[str, Any], words: str) -> None:
+    params = SamplingParams(structured_outputs=form)
+    with pytest.raises(InvalidParamsError, match=f"structured_outputs: {words}"):
+        llm.generate("x", params)
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_request_alone(llm: LLM) -> None:
+    heavy = {"regex": "((a{1,100}){1,100}){50}"}
+    params = SamplingParams(max_tokens=60, structured_outputs=heavy)
+    light = SamplingParams(max_tokens=30, temperature=0, structured_outputs={"choice": CHOICES})
+    failed, other = llm.generate(["x", "x"], [params, light], use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error" and isinstance(failed.error, RequestError)
+    assert "form of structured_outputs: lexer error" in str(failed.error)
+    assert other.outputs[0].text in CHOICES
+
+
+def test_grammars_are_kept_up_to_a_limit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = llm.llm_engine.inputs
+    made = grammar.Grammars(llm.tokenizer, 260, EOS_IDS)
+    compiled: list[tuple[str, str]] = []
+    whole = made._compile
+    monkeypatch.setattr(made, "_compile", lambda source: compiled.append(source) or whole(source))
+    monkeypatch.setattr(grammar, "MAX_CACHED", 3 * grammar.ENTRY + 10)
+    forms = [StructuredOutputsParams(regex=letter) for letter in "abcd"]
+    for form in (*forms[:3], forms[0], forms[3], forms[0], forms[1]):
+        made.state_of(form)
+    assert [text for _, text in compiled] == ["a", "b", "c", "d", "b"]
+    assert inputs.grammars is inputs.grammars
+
+
+def test_who_cannot_have_a_form(tiny: Callable[[str], Path], llm: LLM) -> None:
+    with pytest.raises(InvalidParamsError, match="unknown parameter 'structured_outputs'"):
+        llm.beam_search("x", beam_width=2, max_tokens=4, structured_outputs={"regex": "a"})
+    engine = small_engine(tiny("llama"), num_gpu_blocks=16)
+    engine.inputs._tokenizer = None
+    with pytest.raises(InvalidPromptError, match="without a tokenizer"):
+        engine.add_request([5], SamplingParams(structured_outputs={"json": OBJECT}))
+    engine.close()

@@ -1,0 +1,149 @@
+"""Products of codes: the weights are those of the package gguf, the bits those of its numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from coded import random_rows, random_weight
+from marks import EMULATED, emulate, needs_compiler, use_our_products
+from torch import Tensor
+
+from nanoengine.kernels import cpu_linear
+from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.kernels.cpu_linear import ADD, CpuLinear
+from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
+
+F32, BF16 = torch.float32, torch.bfloat16
+# (outputs, inputs): whole panels, less than one, and an odd number of half panels.
+SHAPES = [(64, 256), (33, 512), (200, 768)]
+# bfloat16 is done in C where this CPU lacks it: in pairs, and in matrix tiles.
+MACHINES = ["float32", *(EMULATED or ["bfloat16"])]
+
+
+@pytest.fixture(scope="module", params=MACHINES)
+def packer(build_folder: Path, request: pytest.FixtureRequest) -> CpuLinear:
+    dtype = F32 if request.param == "float32" else BF16
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param in EMULATED:
+            emulate(patch, request.param)
+        elif dtype is BF16:
+            use_our_products(patch)
+        return CpuLinear.load(CallTape(), build_folder, (), dtype, with_codes=True)
+
+
+def normal(packer: CpuLinear, *shape: int, seed: int = 0) -> Tensor:
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(packer.dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    ints = torch.int16 if a.dtype == BF16 else torch.int32
+    same: bool = a.dtype == b.dtype and torch.equal(a.view(ints), b.view(ints))
+    return same
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_those_of_the_package(packer, name):
+    for outputs, inputs in SHAPES:
+        weight = random_weight(name, outputs, inputs, packer.dtype)
+        rows = packer.pack(weight).gather_rows(torch.arange(outputs).flip(0))
+        assert torch.equal(rows, weight.numbers().flip(0)), "and 0 may be -0"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_product_has_the_bits_of_one_of_numbers(packer, name):
+    """Which is exact to float32 sums: whatever the number of rows, and where a row lies."""
+    for outputs, inputs in SHAPES:
+        weight = random_weight(name, outputs, inputs, packer.dtype)
+        numbers = weight.numbers()
+        coded, dense = packer.pack(weight), packer.pack(numbers)
+        x = normal(packer, 300, inputs)
+        want = dense.in_float(x)
+        exact = x.double() @ numbers.double().T
+        size = x.double().abs() @ numbers.double().abs().T
+        assert ((want - exact).abs() <= size * 2**-20).all()
+        for first, last in ((0, 300), (7, 8), (9, 11), (3, 6), (8, 12), (20, 25), (100, 170)):
+            assert same_bits(coded.in_float(x[first:last]), want[first:last]), (first, last)
+
+
+def test_no_thread_moves_a_bit(packer):
+    coded, x = packer.pack(random_weight("Q4_K", 300, 512, packer.dtype)), normal(packer, 40, 512)
+    want = coded(x)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 3, 4, 5, 40):
+            assert same_bits(coded(x[:rows]), want[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+def test_what_is_fused_is_that_of_numbers(packer, rows):
+    """Norm, silu of the gate, residual sum and bias."""
+    dtype, norm = packer.dtype, (normal(packer, 256, seed=1), 1e-5)
+    gate, up = (random_weight(name, 80, 256, dtype) for name in ("Q5_0", "Q5_0"))
+    x, residual = normal(packer, rows, 256, seed=2), normal(packer, rows, 80, seed=3)
+    coded = packer.pack_gate_up(gate, up, norm=norm)
+    dense = packer.pack_gate_up(gate.numbers(), up.numbers(), norm=norm)
+    assert same_bits(coded(x), dense(x))
+    bias = normal(packer, 80, seed=4)
+    sums = [residual.clone() for _ in range(2)]
+    for weight, out in zip((gate, gate.numbers()), sums, strict=True):
+        packer.pack(weight, bias, norm).multiply(x, out, ADD)
+    assert same_bits(*sums) and not torch.equal(sums[0], residual)
+
+
+def test_parts_of_several_formats_are_one_product(packer):
+    """q, k and v of a Q4_K_M file, and one that is not coded."""
+    coded = [random_weight(name, 32, 256, packer.dtype) for name in ("Q4_K", "Q4_K", "Q6_K")]
+    weights: list[Weight] = [*coded, normal(packer, 8, 256)]
+    together = joined(weights)
+    assert isinstance(together, CodedWeight) and len(together.parts) == 3
+    assert together.shape == (104, 256)
+    numbers = torch.cat([*(each.numbers() for each in coded), weights[3]])
+    assert torch.equal(together.numbers(), numbers)
+    order = torch.cat((torch.arange(63, -1, -1), torch.arange(64, 104)))
+    assert torch.equal(together.take(order).numbers(), numbers[order])
+    assert torch.equal(together[50:100].numbers(), numbers[50:100])
+    bias, norm = normal(packer, 104), (normal(packer, 256, seed=1), 1e-5)
+    for rows in (1, 30):
+        x = normal(packer, rows, 256, seed=5)
+        got, want = (packer.pack(each, bias, norm)(x) for each in (together, numbers))
+        assert same_bits(got, want)
+
+
+def test_gate_and_up_of_two_formats_are_not_packed_as_one(packer):
+    gate, up = (random_weight(name, 32, 256, packer.dtype) for name in ("Q4_0", "Q4_1"))
+    assert packer.pack_gate_up(gate, up) is None
+    assert packer.pack_gate_up(gate, joined([gate, up])[32:]) is None
+
+
+def test_a_smaller_vector_has_the_same_bits(build_folder):
+    if not EMULATED and not cpu_linear.is_supported():
+        pytest.skip("no AVX-512 to compare with")
+    both = [
+        CpuLinear.load(CallTape(), build_folder, flags, F32, with_codes=True)
+        for flags in ((), ("-march=haswell",))
+    ]
+    for name in FORMATS:
+        weight = random_weight(name, 100, 512, F32)
+        for rows in (1, 2, 7):
+            x = torch.randn(rows, 512)
+            assert same_bits(*(packer.pack(weight)(x) for packer in both))
+
+
+def test_codes_take_the_bytes_of_the_file(packer):
+    rows = random_rows("Q4_K", 128, 512)
+    packed = packer.pack(CodedWeight((rows,), packer.dtype))
+    assert packed.num_bytes == rows.rows.nbytes == 128 * 2 * 144
+
+
+def test_the_norm_is_that_of_the_kernel(packer, kernels: CpuKernels):
+    weight, norm = random_weight("Q4_1", 64, 96, packer.dtype), normal(packer, 96)
+    x = normal(packer, 5, 96, seed=1)
+    normed = torch.empty_like(x)
+    kernels.rms_norm(x, norm, 1e-5, normed)
+    assert same_bits(packer.pack(weight, norm=(norm, 1e-5))(x), packer.pack(weight)(normed))

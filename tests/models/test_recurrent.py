@@ -1,0 +1,205 @@
+"""Recurrent layers: the kernel in C beside PyTorch's form, bits that do not depend on how a text is
+cut, and states that come and go with their requests.
+
+Logits and ids beside transformers' are tested with the other architectures' (TINY).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import reference, reference_greedy
+from driver import Driver, assert_greedy, small_engine
+from marks import needs_compiler
+from torch import Tensor
+
+from nanoengine import SamplingParams
+from nanoengine.config import DeltaConfig
+from nanoengine.context import ForwardContext, RecurrentState, StepRows
+from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.models.delta_net import DeltaNet, gated_delta
+from nanoengine.startup import memory_plan
+
+SHAPES = {
+    "as in Qwen": DeltaConfig((0,), 1, 3, 128, 128, 4),
+    "odd sizes": DeltaConfig((0,), 2, 4, 12, 75, 3),
+}
+Rule = Callable[[Tensor, DeltaNet, RecurrentState, ForwardContext], Tensor]
+
+
+def make_net(shape: DeltaConfig) -> DeltaNet:
+    generator = torch.Generator().manual_seed(1)
+
+    def random_of(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    heads = shape.num_value_heads
+    return DeltaNet(
+        shape,
+        random_of(shape.conv_size, shape.channels),
+        -random_of(heads).exp() / 8,
+        random_of(heads),
+        random_of(shape.value_dim),
+        1e-6,
+    )
+
+
+def make_state(shape: DeltaConfig, dtype: torch.dtype) -> RecurrentState:
+    """Five slots of noise: what a new sequence finds there must not matter."""
+    generator = torch.Generator().manual_seed(2)
+    inputs = torch.randn(5, shape.conv_size - 1, shape.channels, generator=generator).to(dtype)
+    heads = (5, shape.num_value_heads, shape.key_dim, shape.value_dim)
+    return RecurrentState(inputs, torch.randn(heads, generator=generator), torch.empty(0))
+
+
+def run_step(
+    rule: Rule,
+    net: DeltaNet,
+    state: RecurrentState,
+    x: Sequence[Tensor],
+    done: Sequence[int],
+    slots: Sequence[int],
+) -> list[Tensor]:
+    """The rows of each sequence, of which `done` tokens were computed before."""
+    lengths = [(len(rows), before + len(rows)) for rows, before in zip(x, done, strict=True)]
+    ctx = ForwardContext.lay_out(
+        StepRows([0], [0], lengths), None, None, lambda v, dtype: torch.tensor(v, dtype=dtype)
+    )
+    state = RecurrentState(state.inputs, state.memory, torch.tensor(slots))
+    return list(rule(torch.cat(list(x)), net, state, ctx).split([len(rows) for rows in x]))
+
+
+def rules(kernels: CpuKernels) -> dict[str, Rule]:
+    def in_c(x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext) -> Tensor:
+        out = x.new_empty(len(x), net.shape.value_size)
+        kernels.gated_delta(x, net, state, ctx, out)
+        return out
+
+    return {"C": in_c, "PyTorch": gated_delta}
+
+
+def some_rows(net: DeltaNet, dtype: torch.dtype, *lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(n, sum(net.sizes), generator=generator).to(dtype) for n in lengths]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_the_kernel_computes_what_pytorch_does(
+    kernels: CpuKernels, shape: DeltaConfig, dtype: torch.dtype
+) -> None:
+    """New sequences and others, prompts and decodes, in one step."""
+    net = make_net(shape)
+    x, done, slots = some_rows(net, dtype, 1, 21, 2, 1), (0, 0, 7, 9), (4, 1, 0, 3)
+    found: dict[str, list[Tensor]] = {}
+    for name, rule in rules(kernels).items():
+        state = make_state(shape, dtype)
+        found[name] = [*run_step(rule, net, state, x, done, slots), state.inputs, state.memory]
+    tolerance = 1e-5 if dtype is torch.float32 else 0.03
+    for ours, theirs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_bits_do_not_depend_on_cuts_batch_or_threads(
+    kernels: CpuKernels, shape: DeltaConfig, dtype: torch.dtype
+) -> None:
+    rule, net = rules(kernels)["C"], make_net(shape)
+    rows, mate = some_rows(net, dtype, 61, 40)
+    whole = make_state(shape, dtype)
+    (want,) = run_step(rule, net, whole, [rows], [0], [2])
+    for cuts in ((1,) * 61, (16, 1, 3, 41), (2, 59)):
+        state, got, done = make_state(shape, dtype), [], 0
+        torch.set_num_threads(1 + len(cuts) % 2)
+        for count in cuts:
+            parts = [mate[: 1 + done % 7], rows[done : done + count]]
+            got.append(run_step(rule, net, state, parts, [done % 2, done], [4, 0])[1])
+            done += count
+        assert torch.equal(torch.cat(got), want)
+        assert torch.equal(state.memory[0], whole.memory[2])
+        assert torch.equal(state.inputs[0], whole.inputs[2])
+
+
+def some_prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(256) for _ in range(length)] for length in (40, 3, 17, 64, 9)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 2, "max_num_batched_tokens": 13},
+        {"num_gpu_blocks": 12, "decode_reserve_blocks": 0},
+    ],
+    ids=["chunks", "preempted"],
+)
+def test_states_follow_their_requests(
+    tiny: Callable[[str], Path], settings: dict[str, int]
+) -> None:
+    """Requests that come and go, are aborted and preempted: ids are transformers'."""
+    path = tiny("qwen3.5")
+    engine = small_engine(path, **settings)
+    driver, prompts = Driver(engine), some_prompts()
+    doomed = engine.add_request(prompts[3], SamplingParams(max_tokens=20))
+    for _ in range(3):
+        driver.step()
+    engine.abort(doomed)
+    outputs = driver.run(prompts)
+    assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
+    assert ("num_gpu_blocks" in settings) == any(o.metrics.num_preemptions for o in outputs)
+    assert "2 of 3 layers have no KV but a state of" in str(engine.plan)
+
+
+def test_a_step_that_failed_is_computed_from_the_beginning(tiny: Callable[[str], Path]) -> None:
+    """It has changed some states, and may run again."""
+    path, prompt = tiny("qwen3.5"), some_prompts()[0]
+    engine = small_engine(path, max_num_batched_tokens=16, max_num_seqs=2)
+    expected = reference_greedy(reference(path), prompt, 8)
+    engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    run, calls = engine.runner.attention.run, iter([None] * 4 + [RuntimeError("lost")])
+
+    def breaks_once(*args: object) -> Tensor:
+        error = next(calls, None)
+        if error is not None:
+            raise error
+        return run(*args)
+
+    engine.runner.attention.run = breaks_once
+    outputs = []
+    while engine.has_unfinished_requests:
+        try:
+            outputs += engine.step()
+        except RuntimeError as error:
+            assert str(error) == "lost"
+    assert next(calls, "all were made") == "all were made"
+    assert outputs[0].outputs[0].token_ids == expected
+
+
+def test_several_completions_each_have_a_state(tiny: Callable[[str], Path]) -> None:
+    path, prompt = tiny("qwen3.5"), some_prompts()[2]
+    params = [
+        SamplingParams(temperature=1.0, seed=4, n=n, max_tokens=9, ignore_eos=True) for n in (3, 1)
+    ]
+    driver = Driver(small_engine(path))
+    several, single = driver.run([prompt, prompt], params)
+    assert several.outputs[0].token_ids == single.outputs[0].token_ids
+    assert len({tuple(each.token_ids) for each in several.outputs}) > 1
+
+
+def test_no_more_requests_run_than_states_fit(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompts = tiny("qwen3.5"), some_prompts()
+    assert small_engine(path).plan.max_num_seqs == 64
+    monkeypatch.setattr(memory_plan, "STATE_SHARE", 1e-9)  # one is always allocated
+    few = small_engine(path)
+    driver = Driver(few)
+    assert_greedy(path, prompts, driver.run(prompts), 16)
+    assert (driver.max_batch, few.plan.max_num_seqs) == (1, 1)
