@@ -147,10 +147,8 @@ ATTENTION_LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """Layers with a gated delta rule (arXiv 2412.06464) instead of attention: `layers`, by index.
-
-    A key head serves num_value_heads / num_key_heads value heads in a row. conv_size: tokens that
-    the convolution before the rule sees.
+    """`layers` with a gated delta rule (arXiv 2412.06464) instead of attention. A key head serves
+    neighbouring value heads. conv_size: tokens that the convolution before the rule sees.
     """
 
     layers: tuple[int, ...]
@@ -173,11 +171,13 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """The experts of a layer, of which each token goes to `top_k` (models/experts.py).
+    """Each token goes to `top_k` of a layer's experts, but in dense_layers.
 
-    inner_size: an expert's intermediate_size. renormalises: the scores of a token's experts are
-    divided by their sum. dense_layers: layers with a feed-forward instead. has_bias: of the router
-    and of each expert's products.
+    inner_size: an expert's intermediate_size. router: what scores are, a key of
+    models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
+    multiplies them. top_groups: of num_groups groups of experts, those open to a token.
+    shared_size: intermediate_size of the expert that all tokens go to (0: none). has_bias: of the
+    router and of each expert's products.
     """
 
     count: int
@@ -185,6 +185,11 @@ class ExpertsConfig:
     inner_size: int
     renormalises: bool
     dense_layers: tuple[int, ...] = ()
+    router: str = "softmax"
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_size: int = 0
     has_bias: bool = False
 
 
@@ -241,11 +246,6 @@ class ModelConfig:
     def num_kv_layers(self) -> int:
         """Layers that have KV."""
         return self.num_layers - len(self.recurrent_layers)
-
-    def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """The experts of this layer; None if it has a feed-forward."""
-        experts = self.experts
-        return None if experts is None or layer in experts.dense_layers else experts
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V of one token over all layers."""

@@ -385,6 +385,116 @@ void linear(const call_t *calls, int64_t count) {
     }
 }
 
+/* ---- experts ---------------------------------------------------------------------------------- */
+
+typedef struct { /* the experts of a layer for some rows, filled by cpu_linear.py; rows lie side by side */
+    const weight_t *const *gate_up, *const *down; /* [experts] */
+    const char *x;                                /* [rows][k] */
+    const int64_t *ids;                           /* [rows][top_k]: the experts of each row */
+    const float *weights;                         /* [rows][top_k] */
+    char *out;                                    /* [rows][k] */
+    char *sorted, *gated;     /* [rows * top_k][k] and [rows * top_k][inner]: by expert */
+    int64_t *places, *starts; /* [rows * top_k]: of a row's choice in `sorted`; [experts + 1] */
+    call_t *calls;            /* two for each expert that rows go to */
+    int64_t experts, top_k, rows, threads;
+} experts_t;
+
+/* Sort the choices by expert, keeping their order; and set up the calls, first of gate and up. Returns how
+ * many there are of each. */
+static int64_t plan_experts(const experts_t *e) {
+    const int64_t choices = e->rows * e->top_k;
+    memset(e->starts, 0, (size_t)(e->experts + 1) * sizeof *e->starts);
+    for (int64_t i = 0; i < choices; i++) e->starts[e->ids[i] + 1]++;
+    int64_t hit = 0, n = 0;
+    for (int64_t id = 0; id < e->experts; id++) {
+        hit += e->starts[id + 1] > 0;
+        e->starts[id + 1] += e->starts[id];
+    }
+    for (int64_t id = 0; id < e->experts; id++) {
+        const int64_t first = e->starts[id], rows = e->starts[id + 1] - first;
+        if (!rows) continue;
+        const weight_t *gate_up = e->gate_up[id], *down = e->down[id];
+        const int64_t width = ITEM * gate_up->k, inner = ITEM * down->k;
+        char *sorted = e->sorted + first * width, *gated = e->gated + first * inner;
+        e->calls[n] = (call_t){gate_up, sorted, gated, NULL, width, inner, rows, SILU_MUL, e->threads};
+        e->calls[hit + n++] = (call_t){down, gated, sorted, NULL, inner, width, rows, STORE, e->threads};
+    }
+    for (int64_t i = 0; i < choices; i++) e->places[i] = e->starts[e->ids[i]]++;
+    return hit;
+}
+
+/* One thread's part of calls that read nothing of each other: a panel at a time of all of them. */
+static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) {
+    int64_t steps = 0, at = 0, before = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const weight_t *w = calls[i].w;
+        const int64_t halves = ceil_div(w->outputs, w->is_gated ? TURN : HALF);
+        const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
+        const int64_t rows = choose_block_rows(calls[i].rows, words_of(w), halves, threads, group);
+        steps += ceil_div(calls[i].rows, rows) * ceil_div(halves, 2);
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t step = 0; step < steps; step++) {
+        for (;; at++) { /* a thread's steps come in order */
+            const weight_t *w = calls[at].w;
+            const int64_t halves = ceil_div(w->outputs, w->is_gated ? TURN : HALF), panels = ceil_div(halves, 2);
+            const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
+            const int64_t rows = choose_block_rows(calls[at].rows, words_of(w), halves, threads, group);
+            const int64_t own = ceil_div(calls[at].rows, rows) * panels;
+            if (step >= before + own) {
+                before += own;
+                continue;
+            }
+            const int64_t first = (step - before) / panels * halves, half = (step - before) % panels * 2;
+            multiply_units(&calls[at], halves, rows, first + half, first + min64(half + 2, halves));
+            break;
+        }
+    }
+}
+
+/* A product that no compiler fuses with the sum after it. */
+#if defined(__x86_64__)
+#define KEEP_APART(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define KEEP_APART(x) __asm__("" : "+w"(x))
+#else
+#define KEEP_APART(x) __asm__("" : "+m"(x))
+#endif
+
+/* The results of a row's experts times their weights, added in the order of its choices. Each product is
+ * rounded before it is added, as an operator by itself does. */
+static void add_up(const experts_t *e, int64_t row) {
+    const int64_t width = e->down[0]->outputs;
+    for (int64_t at = 0; at < width; at += LANES) {
+        const int n = (int)min64(LANES, width - at);
+        vf total = {0};
+        for (int64_t i = row * e->top_k; i < (row + 1) * e->top_k; i++) {
+            vf term = load_f32(e->sorted + ITEM * (e->places[i] * width + at), n, MODE) * e->weights[i];
+            KEEP_APART(term);
+            total = i == row * e->top_k ? term : total + term;
+        }
+        store_n(e->out + ITEM * (row * width + at), total, n, MODE);
+    }
+}
+
+/* out = for each row the sum over its experts of weight * down(silu(gate(x)) * up(x)). */
+void experts(const experts_t *e) {
+    const int64_t hit = plan_experts(e), width = ITEM * e->down[0]->outputs;
+    const int64_t choices = e->rows * e->top_k, products = choices * width * e->down[0]->k;
+    const int64_t threads = products < 1 << 16 ? 1 : e->threads;
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < choices; i++)
+            memcpy(e->sorted + e->places[i] * width, e->x + i / e->top_k * width, (size_t)width);
+        multiply_calls(e->calls, hit, threads);
+        multiply_calls(e->calls + hit, hit, threads);
+        if (e->down[0]->is_tiled || e->gate_up[0]->is_tiled) release_tiles();
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < e->rows; row++) add_up(e, row);
+    }
+}
+
 /* ---- memory and packing ----------------------------------------------------------------------- */
 
 /* A hint, before the pages are touched; where it is not understood, small pages do. */

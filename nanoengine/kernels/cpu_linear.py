@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
+from nanoengine.models.experts import Router
 from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight, Weight
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
@@ -34,6 +36,8 @@ _FORMATS = {name: number for number, name in enumerate(("", *FORMATS))}
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q5qd")
 _CALL = struct.Struct("=4Q5q")
+# The same of experts_t.
+_EXPERTS = struct.Struct("=11Q4q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
 
@@ -152,6 +156,12 @@ class PackedProduct:
         """What its weights take."""
         return sum(weight.panels.nbytes for weight in self._weights)
 
+    @property
+    def weight(self) -> PackedWeight:
+        """The weight of a product that has one."""
+        (weight,) = self._weights
+        return weight
+
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features], in the dtype of the activations."""
         out = x.new_empty(x.shape[0], self.out_features)
@@ -194,7 +204,7 @@ class PackedLinear(PackedProduct):
         """
         if token_ids.dtype is not torch.int64 or not token_ids.is_contiguous():
             raise EngineError(f"token ids are contiguous int64, got {token_ids.dtype}")
-        (weight,) = self._weights
+        weight = self.weight
         out = torch.empty(len(token_ids), weight.inputs, dtype=self.dtype)
         if weight.library.gather_rows(
             weight.address,
@@ -251,6 +261,48 @@ class PackedAfterAttention:
         return self._workspace.buffer(name, (tokens, product.out_features), product.dtype)
 
 
+class PackedExperts:
+    """The experts of a layer, for all rows in one call of C. Made by `CpuLinear.experts`."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        router: Router,
+        experts: Sequence[tuple[PackedGateUp, PackedLinear]],
+    ) -> None:
+        """experts: of gate, up and down, each a product of one weight."""
+        self._workspace, self._router, self._experts = workspace, router, experts
+        addresses = ([each.weight.address for each in part] for part in zip(*experts, strict=True))
+        self._gate_up, self._down = (torch.tensor(part) for part in addresses)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]. Rounds where `models.experts` does."""
+        ids, weights = self._router(x)
+        tokens, top_k = ids.shape
+        gate_up, down = (each.weight for each in self._experts[0])
+        dtype = gate_up.dtype
+        if x.dtype is not dtype or x.shape[1] != gate_up.inputs or not x.is_contiguous():
+            name = str(dtype).removeprefix("torch.")
+            raise EngineError(
+                f"packed experts take contiguous {name} rows of {gate_up.inputs} values: got "
+                f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
+            )
+        choices, count, buffer = tokens * top_k, len(self._experts), self._workspace.buffer
+        out = torch.empty_like(x)
+        held = (
+            *(self._gate_up, self._down, x, ids.contiguous(), weights.contiguous(), out),
+            buffer("sorted", (choices, gate_up.inputs), dtype),
+            buffer("by expert", (choices, down.inputs), dtype),
+            buffer("places", (choices,), torch.int64),
+            buffer("starts", (count + 1,), torch.int64),
+            buffer("calls", (2 * min(count, choices), _CALL.size), torch.uint8),
+        )
+        numbers = count, top_k, tokens, torch.get_num_threads()
+        packed = _EXPERTS.pack(*(tensor.data_ptr() for tensor in held), *numbers)
+        gate_up.tape.call(gate_up.library.experts, (packed,), held)
+        return out
+
+
 class CpuLinear:
     """Bound C functions, and the memory that packed weights go to."""
 
@@ -261,6 +313,8 @@ class CpuLinear:
         self._library = library
         library.linear.argtypes = [ctypes.c_char_p, integer]
         library.linear.restype = None
+        library.experts.argtypes = [ctypes.c_char_p]
+        library.experts.restype = None
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         library.pack.argtypes = [pointer, pointer, integer, integer, integer]
         library.pack.restype = None
@@ -329,6 +383,16 @@ class CpuLinear:
         if more_gate or more_up or _format(gate_part) != _format(up_part):
             return None
         return PackedGateUp((self._pack((gate_part, up_part), biases or (), norm),))
+
+    def experts(
+        self, router: Router, weights: Iterable[tuple[Tensor, Tensor, Tensor]]
+    ) -> PackedExperts:
+        """weights: gate, up and down of each expert, as `pack_gate_up` and `pack` take them."""
+        packed = [
+            (PackedGateUp((self._pack((gate, up), (), None),)), self.pack(down))
+            for gate, up, down in weights
+        ]
+        return PackedExperts(self._workspace, router, packed)
 
     def after_attention(
         self,

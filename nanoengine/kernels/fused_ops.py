@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeGuard
 
@@ -15,7 +15,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.experts import ExpertWeights, GroupedExperts, RouterWeights
+from nanoengine.models.experts import GroupedExperts, MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import (
     MLP,
     AfterAttention,
@@ -24,6 +24,8 @@ from nanoengine.models.layer_ops import (
     NormedProduct,
     Product,
     TorchOps,
+    finish_experts,
+    make_router,
 )
 from nanoengine.models.quant import Quantizer
 
@@ -182,6 +184,16 @@ class PackedOps(KernelOps):
     def _accumulate(self, x: Tensor, summand: Tensor) -> None:
         self._cpu_kernels.add(x, summand)
 
+    def experts(
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
+    ) -> Product:
+        """One call of C if all products are packed."""
+        if self._quantizer is not None or activation != "silu" or config.has_bias:
+            return super().experts(config, weights, norm, activation)
+        each = ((expert.gate, expert.up, expert.down) for expert in weights.experts)
+        experts = self._products.experts(make_router(self, config, weights), each)
+        return finish_experts(self, experts, weights, norm, activation)
+
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
@@ -220,21 +232,17 @@ class GpuOps(KernelOps):
         self._graphs = graphs
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        router: RouterWeights,
-        weights: Iterable[ExpertWeights],
-        norm: Norm | None,
-        activation: str,
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
-        if self._quantizer is not None or router.weight.dtype is not torch.bfloat16:
+        if self._quantizer is not None or weights.router.weight.dtype is not torch.bfloat16:
             raise ConfigError(
                 'experts run on a GPU in bfloat16 only; set dtype="bfloat16" and leave '
                 "quantization out"
             )
-        experts = GroupedExperts(config, self.router(router), weights, self._gated(activation))
-        return self._normed(norm, experts)
+        router, gated = make_router(self, config, weights), self._gated(activation)
+        experts = GroupedExperts(router, weights.experts, config.count, gated)
+        return finish_experts(self, experts, weights, norm, activation)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -23,6 +23,7 @@ from nanoengine.errors import (
 from nanoengine.loading.mxfp4 import GROUP, unpack_mxfp4
 from nanoengine.loading.refused import about_folder
 from nanoengine.loading.wrappers import text_names
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.text.checked_json import (
     MAX_REASON,
     has_file,
@@ -68,8 +69,11 @@ class CheckpointReader:
     are mapped anew from time to time, because pages read so far count as the process's memory while
     they are mapped, beside the weights made from them.
 
-    others: tensors of a wrapper that are not its text model's.
+    others: tensors of a wrapper that are not its text model's. dtypes: those that are read, by
+    their names in a file.
     """
+
+    dtypes: Mapping[str, torch.dtype] = DTYPES
 
     def __init__(self, folder: Path, is_wrapped: bool = False) -> None:
         """is_wrapped: there is a text model with others beside; its tensors get the names that they
@@ -152,9 +156,9 @@ class CheckpointReader:
         return len(range(rows)[slice(*part.rows)]), *columns
 
     def dtype(self, name: str) -> torch.dtype:
-        """float32, float16 or bfloat16. Raises UnsupportedModelError for another stored dtype."""
+        """One of `dtypes`. Raises UnsupportedModelError for another stored dtype."""
         part = self._parts[name]
-        dtypes = PACKED_DTYPES if part.scales else DTYPES
+        dtypes = PACKED_DTYPES if part.scales else self.dtypes
         for whole in filter(None, (part.stored, part.scales)):
             stored = str(self._slice(whole).get_dtype())
             if stored not in dtypes:
@@ -204,8 +208,13 @@ class CheckpointReader:
 
 
 def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
-    """Suffixes of tensor names that no model needs but a checkpoint may hold; for `check_names`."""
-    return (*COMPUTED_BUFFERS, "lm_head.weight") if config.tie_word_embeddings else COMPUTED_BUFFERS
+    """Beginnings and ends of tensor names that no model needs but a checkpoint may hold; for
+    `check_names`.
+    """
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    drafter = f"model.layers.{config.num_layers}."
+    has_one = ARCHITECTURES[config.architecture].has_drafter
+    return (*COMPUTED_BUFFERS, *tied, *([drafter] if has_one else []))
 
 
 def check_names(
@@ -215,16 +224,18 @@ def check_names(
 ) -> None:
     """Check that the checkpoint holds exactly the tensors `needed` (name to shape, before fusion).
 
-    Unneeded tensors whose names end with one of `ignorable` are allowed, and GUESSING_HEADS. Raises
+    Unneeded tensors whose names begin or end with one of `ignorable` are allowed, and
+    GUESSING_HEADS. Raises
     WeightMismatchError with the missing, unexpected and wrongly shaped tensors, and
     UnsupportedModelError for a needed tensor that is not float32, float16 or bfloat16.
     """
     present = reader.names()
     missing = sorted(needed.keys() - present)
+    allowed = tuple(ignorable)
     unexpected = sorted(
         name
         for name in present - needed.keys()
-        if not name.endswith(tuple(ignorable)) and not name.startswith(GUESSING_HEADS)
+        if not name.startswith((*allowed, *GUESSING_HEADS)) and not name.endswith(allowed)
     )
     wrong = [
         f"{name} is {list(reader.shape(name))}, not {list(shape)}"

@@ -20,6 +20,7 @@ from nanoengine.models.architectures import ARCHITECTURES, ExpertNames
 from nanoengine.text.checked_json import CheckedJson
 
 MAX_EXPERTS = 10_000
+COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -29,34 +30,61 @@ def read_experts(
     """None if all layers are dense. Raises CorruptModelError for impossible numbers."""
     if names is None:
         return None
-    # transformers 5 writes the second name for models that have the first one at the hub.
-    given = "num_experts" if content.get("num_local_experts") is None else "num_local_experts"
-    if content.get(given) == 0:
-        return None
-    count = content.size(given, limit=MAX_EXPERTS)
-    renormalises = names.renormalises
+    # transformers 5 writes the first name for models that have another one at the hub.
+    given = next((key for key in COUNTS if content.get(key) is not None), COUNTS[-1])
     dense = _dense_layers(content, num_layers)
-    if len(dense) == num_layers:
+    if content.get(given) == 0 or len(dense) == num_layers:
         return None
+    count, inner = content.size(given, limit=MAX_EXPERTS), content.size(names.inner_size)
+    renormalises, shared = names.renormalises, 0
+    if names.shared == "shared_expert":
+        shared = content.size("shared_expert_intermediate_size")
+    elif names.shared:
+        shared = inner * content.size("n_shared_experts", limit=MAX_EXPERTS)
     return ExpertsConfig(
         count=count,
         top_k=content.size("num_experts_per_tok", limit=count),
-        inner_size=content.size(names.inner_size),
+        inner_size=inner,
         renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
         dense_layers=dense,
         has_bias=names.has_bias,
+        router=names.router,
+        scaling=content.real("routed_scaling_factor", 1.0) if names.router == "sigmoid" else 1.0,
+        shared_size=shared,
+        **(_groups(content, count) if names.router == "sigmoid" else {}),
     )
 
 
+def _groups(content: CheckedJson, count: int) -> dict[str, int]:
+    """ExpertsConfig's num_groups and top_groups: groups of two experts at least."""
+    num_groups = content.size("n_group", 1)
+    if count % num_groups or (num_groups > 1 and count < 2 * num_groups):
+        raise CorruptModelError(
+            f"{content.path}: 'n_group' is {num_groups}, of which {count} experts make no equal "
+            "groups of two or more"
+        )
+    top_groups = content.size("topk_group", 1, limit=num_groups)
+    if content.size("num_experts_per_tok") > count // num_groups * top_groups:
+        raise CorruptModelError(
+            f"{content.path}: 'topk_group' of {top_groups} groups leaves fewer experts than "
+            "'num_experts_per_tok'"
+        )
+    return {"num_groups": num_groups, "top_groups": top_groups}
+
+
 def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
-    """Qwen's: those listed, and all but every `decoder_sparse_step`-th."""
+    """DeepSeek's: the first. Qwen's: those listed, and all but every `decoder_sparse_step`-th."""
     listed = content.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
         raise CorruptModelError(
             f"{content.path}: 'mlp_only_layers' must be a list of layers, not {shown(listed)}"
         )
-    step = content.size("decoder_sparse_step", 1)
-    return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
+    step, first = content.size("decoder_sparse_step", 1), content.get("first_k_dense_replace") or 0
+    if type(first) is not int:
+        raise CorruptModelError(
+            f"{content.path}: 'first_k_dense_replace' is {shown(first)}, no number of layers"
+        )
+    return tuple(i for i in range(num_layers) if i < first or i in listed or (i + 1) % step)
 
 
 def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Part]:
@@ -71,7 +99,7 @@ def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Par
     own = dict(zip(names.parts, _PARTS, strict=True))
     block = rf"(model\.layers\.\d+\.)(?:mlp|{names.block})\."
     for stored in reader.names():
-        if match := re.fullmatch(rf"{block}(?:gate|{names.router})\.(weight|bias)", stored):
+        if match := re.fullmatch(rf"{block}(?:gate|{names.router_name})\.(weight|bias)", stored):
             found[f"{match[1]}mlp.gate.{match[2]}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):
             part = own.get(match[3], match[3])

@@ -17,12 +17,14 @@ from nanoengine.config import ModelConfig
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
 from nanoengine.loading.experts_json import about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
+from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.loading.wrappers import about_others
-from nanoengine.models.architectures import weight_shapes
+from nanoengine.loading.wrappers import about_others, text_config
+from nanoengine.models.architectures import CHOICE_BIAS, weight_shapes
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
+from nanoengine.text.checked_json import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +70,33 @@ def load_model(
         decoder = Decoder(part, lambda name: shard.take(name, dummy(name), config), device, ops)
         return LoadedModel(config, part, decoder, "random weights", num_bytes)
     is_wrapped = bool(config.wrapper)
-    with CheckpointReader(folder, is_wrapped) as reader:
+    with _open(folder, is_wrapped) as reader:
         parts = expert_parts(config, reader)
         reader.rename(parts)
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> torch.Tensor:
-            return shard.take(name, reader.tensor(name), config).to(device, dtype)
+            as_stored = torch.float32 if name.endswith(CHOICE_BIAS) else dtype
+            return shard.take(name, reader.tensor(name), config).to(device, as_stored)
 
         decoder = Decoder(part, source, device, ops)
         stored = describe_weights(folder) + about_packed(parts, reader, dtype)
+        if isinstance(reader, Fp8Reader):
+            stored = f"{stored}; {reader.growth(num_bytes)}"
     if is_wrapped:
         stored = f"{stored}; {about_others(config.wrapper, reader.others)}"
     return LoadedModel(config, part, decoder, stored, num_bytes)
+
+
+def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
+    content = read_json(folder / "config.json")
+    inner = text_config(content) if is_wrapped else content
+    block = fp8_block((inner or content).get("quantization_config"))
+    return (
+        CheckpointReader(folder, is_wrapped)
+        if block is None
+        else Fp8Reader(folder, is_wrapped, block)
+    )
 
 
 def _dummy_source(

@@ -13,6 +13,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.experts_json import read_experts
+from nanoengine.loading.fp8 import fp8_block
 from nanoengine.loading.refused import (
     about_architecture,
     about_folder,
@@ -198,9 +199,13 @@ def _ropes(
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     """Raise UnsupportedModelError for settings that change the arithmetic in ways not done here."""
-    quantization = content.get("quantization_config")
-    if quantization is not None and quant_method(quantization) not in architecture.quantizations:
-        about = about_quantization(quantization)
+    quantised = content.get("quantization_config")
+    if (
+        quantised is not None
+        and fp8_block(quantised) is None
+        and quant_method(quantised) not in architecture.quantizations
+    ):
+        about = about_quantization(quantised)
         raise UnsupportedModelError(f"{content.path}: {about}")
     refused = {
         "sliding_window": not architecture.windows and _has_window(content, architecture),

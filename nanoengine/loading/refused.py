@@ -84,7 +84,11 @@ QUANTIZATIONS_REFUSED = (
         QUANTISED,
         f'{ORIGINAL} with quantization="int4", or a Q4_0 GGUF of it with quantization="gguf"',
     ),
-    Refusal(r"fp8", QUANTISED, f'{ORIGINAL}, with quantization="int8" for weights of 8 bits'),
+    Refusal(
+        r"fp8|compressed",
+        QUANTISED,
+        f'{ORIGINAL} or one in FP8, with quantization="int8" for weights of 8 bits',
+    ),
     Refusal(r"", QUANTISED, f'{ORIGINAL} with quantization="int8" or "int4"'),
 )
 

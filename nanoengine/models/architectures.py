@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from nanoengine.config import ModelConfig
+from nanoengine.config import ExpertsConfig, ModelConfig
 from nanoengine.errors import UnsupportedModelError, shown
 from nanoengine.models.layer_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 
+CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
 FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -28,18 +29,24 @@ class ExpertNames:
     """What config.json and a checkpoint say of an architecture's experts.
 
     inner_size: the key of an expert's intermediate size. renormalises: ExpertsConfig's; None: the
-    key `norm_topk_prob` says it. block, router, parts: where a checkpoint has the experts, and its
-    names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a tensor
-    for all experts is [experts, inputs, outputs], and gate and up take turns.
+    key `norm_topk_prob` says it. block, router_name, parts: where a checkpoint has the experts, and
+    its names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a
+    tensor for all experts is [experts, inputs, outputs], and gate and up take turns. router: as in
+    ExpertsConfig; has_choice_bias: whether it has a bias for the choice alone. shared: the name of
+    the expert that all tokens go to; "": none. has_shared_gate: whether that has a gate.
     """
 
     inner_size: str = "moe_intermediate_size"
     renormalises: bool | None = None
     block: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    router: str = "gate"
+    router_name: str = "gate"
     has_bias: bool = False
     is_turned: bool = False
+    router: str = "softmax"
+    has_choice_bias: bool = False
+    shared: str = ""
+    has_shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +56,11 @@ class Architecture:
     models: what models of this architecture are called.
     norm_offset: RMSNorm adds this to its weight; unless it is 0, norms are in fp32 throughout.
     qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
-    qkv_bias: q, k and v have a bias even if config.json has no key for it.
+    qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
+    config.json has a key for is also of the output.
     is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
     activation: of the gate; a key of layer_ops.GATED.
+    has_drafter: a checkpoint may hold one more layer, which guesses a token further: left out.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
     multiplied by the gate's sigmoid.
@@ -73,8 +82,10 @@ class Architecture:
     norm_offset: float = 0.0
     qk_norm: str = ""
     qkv_bias: bool = False
+    out_bias: bool = True
     is_fused: bool = False
     activation: str = "silu"
+    has_drafter: bool = False
     scales_embeddings: bool = False
     output_gate: bool = False
     recurrent: tuple[str, ...] = ()
@@ -145,6 +156,25 @@ ARCHITECTURES = {
             "sliding_window_pattern": 6,
         },
     ),
+    "Glm4MoeForCausalLM": Architecture(
+        "GLM 4.5 to 4.7 with experts (also Air)",
+        out_bias=False,
+        qk_norm="head",
+        experts=ExpertNames(router="sigmoid", has_choice_bias=True, shared="shared_experts"),
+        has_drafter=True,
+        reads=("partial_rotary_factor",),
+        requires={"hidden_act": (None, "silu"), "use_qk_norm": (True,)},
+        defaults={
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-5,
+            "use_qk_norm": False,
+        },
+    ),
     "GptOssForCausalLM": Architecture(
         "gpt-oss (20b, 120b)",
         activation="clamped_swiglu",
@@ -152,7 +182,7 @@ ARCHITECTURES = {
         sinks=True,
         # A softmax over the chosen scores is one over all, divided by the sum of the chosen.
         experts=ExpertNames(
-            "intermediate_size", True, router="router", has_bias=True, is_turned=True
+            "intermediate_size", True, router_name="router", has_bias=True, is_turned=True
         ),
         quantizations=("mxfp4",),
         requires={
@@ -215,6 +245,19 @@ ARCHITECTURES = {
         qkv_bias=True,
         windows="layer_types",
         defaults={"use_sliding_window": False},
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B)",
+        qkv_bias=True,
+        experts=ExpertNames(shared="shared_expert", has_shared_gate=True),
+        requires={"hidden_act": (None, "silu"), "qkv_bias": (None, True)},
+        defaults={
+            "use_sliding_window": False,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
     ),
     "Qwen3ForCausalLM": Architecture(
         "Qwen 3 (dense)", qk_norm="head", windows="layer_types", defaults={"head_dim": 128}
@@ -358,13 +401,21 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     for norm in astuple(architecture.norms):
         if norm:
             yield f"{prefix}{norm}.weight", (config.hidden_size,)
-    experts = config.experts_of(layer)
+    experts = experts_of(config, layer)
     if experts is None:
         yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size, config.mlp_bias)
         return
+    names = architecture.experts or ExpertNames()
     yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
     if experts.has_bias:
         yield f"{prefix}mlp.gate.bias", (experts.count,)
+    if names.has_choice_bias:
+        yield f"{prefix}mlp.gate.{CHOICE_BIAS}", (experts.count,)
+    if experts.shared_size:
+        name = f"{prefix}mlp.{names.shared}."
+        yield from _mlp_shapes(config, name, experts.shared_size, has_bias=False)
+    if names.has_shared_gate:
+        yield f"{prefix}mlp.{names.shared}_gate.weight", (1, config.hidden_size)
     for expert in range(experts.count):
         name = f"{prefix}mlp.experts.{expert}."
         yield from _mlp_shapes(config, name, experts.inner_size, experts.has_bias)
@@ -383,7 +434,7 @@ def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, t
     if architecture.sinks:
         yield f"{part}sinks", (config.num_heads,)
     yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
-    yield from _product_shapes(part, {"o": config.hidden_size}, heads, config.attention_bias)
+    yield from _product_shapes(part, {"o": config.hidden_size}, heads, has_out_bias(config))
 
 
 def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -420,6 +471,17 @@ def _product_shapes(
             yield f"{prefix}{name}_proj.bias", (num_rows,)
 
 
+def experts_of(config: ModelConfig, layer: int) -> ExpertsConfig | None:
+    """The experts of this layer; None if it has a feed-forward."""
+    experts = config.experts
+    return None if experts is None or layer in experts.dense_layers else experts
+
+
 def has_qkv_bias(config: ModelConfig) -> bool:
     """Whether q, k and v have a bias."""
     return config.attention_bias or ARCHITECTURES[config.architecture].qkv_bias
+
+
+def has_out_bias(config: ModelConfig) -> bool:
+    """Whether the output of attention has a bias."""
+    return config.attention_bias and ARCHITECTURES[config.architecture].out_bias

@@ -15,9 +15,16 @@ from torch import Tensor
 
 from nanoengine.config import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, ReplayKey
-from nanoengine.models.architectures import ARCHITECTURES, has_qkv_bias
+from nanoengine.models.architectures import (
+    ARCHITECTURES,
+    CHOICE_BIAS,
+    ExpertNames,
+    experts_of,
+    has_out_bias,
+    has_qkv_bias,
+)
 from nanoengine.models.delta_net import DeltaNet, flat_projections
-from nanoengine.models.experts import ExpertWeights, RouterWeights
+from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import Attention, DeltaLayer
 from nanoengine.models.rope import Rotary, head_order
@@ -182,11 +189,16 @@ class _Builder:
             head_norms = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
         kv_layer = index - sum(other < index for other in config.recurrent_layers)
         heads = config.num_heads, config.num_kv_heads
-        sinks = self._source(prefix + "sinks").float() if architecture.sinks else None
+        sinks = self._source_if(architecture.sinks, prefix + "sinks")
         attention = Attention(
-            self._ops, kv_layer, *heads, head_norms, architecture.output_gate, sinks
+            self._ops,
+            kv_layer,
+            *heads,
+            head_norms,
+            architecture.output_gate,
+            None if sinks is None else sinks.float(),
         )
-        out = self._summand(prefix, "o", config.attention_bias)
+        out = self._summand(prefix, "o", has_out_bias(config))
         return self._qkv(prefix, norm), attention, out
 
     def _qkv(self, prefix: str, norm: Norm | None) -> Product:
@@ -211,14 +223,6 @@ class _Builder:
         q_and_k, others = heads.tensor_split((config.num_heads + config.num_kv_heads,))
         return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], others)).flatten(0, 1)
 
-    def _head_norm(self, name: str) -> Norm:
-        norm, order = self._norm(name), self._head_order
-        return (
-            norm
-            if order is None
-            else replace(norm, weight=norm.weight[order.to(norm.weight.device)])
-        )
-
     def _delta_rule(
         self, index: int, prefix: str, norm: Norm | None
     ) -> tuple[Product, Attention | DeltaLayer, Product]:
@@ -241,10 +245,18 @@ class _Builder:
             self._ops.summand(source(prefix + "out_proj.weight")),
         )
 
+    def _head_norm(self, name: str) -> Norm:
+        norm, order = self._norm(name), self._head_order
+        if order is None:
+            return norm
+        return replace(
+            norm, weight=norm.weight.view(-1, len(order))[:, order.to(norm.weight.device)].flatten()
+        )
+
     def _mlp(self, index: int, layer: str) -> Product:
         names, prefix = self._architecture.norms, layer + "mlp."
         norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
-        experts = self._config.experts_of(index)
+        experts = experts_of(self._config, index)
         if experts is not None:
             return self._then_normed(self._experts(experts, prefix, norm), norm_after)
         gate_up = self._gate_up(prefix, norm)
@@ -252,11 +264,22 @@ class _Builder:
         return MLP(gate_up, self._then_normed(down, norm_after))
 
     def _experts(self, config: ExpertsConfig, prefix: str, norm: Norm | None) -> Product:
-        has_bias = config.has_bias
-        bias = self._source(prefix + "gate.bias") if has_bias else None
-        router = RouterWeights(self._source(prefix + "gate.weight"), bias)
-        weights = (self._expert(f"{prefix}experts.{i}.", has_bias) for i in range(config.count))
-        return self._ops.experts(config, router, weights, norm, self._architecture.activation)
+        names = self._architecture.experts or ExpertNames()
+        shared, has_bias = prefix + names.shared, config.has_bias
+        weights = MixtureWeights(
+            router=RouterWeights(
+                self._source(prefix + "gate.weight"),
+                self._source_if(has_bias, prefix + "gate.bias"),
+            ),
+            experts=(self._expert(f"{prefix}experts.{i}.", has_bias) for i in range(config.count)),
+            choice_bias=self._source_if(names.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
+            shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
+            shared_gate=self._source_if(names.has_shared_gate, shared + "_gate.weight"),
+        )
+        return self._ops.experts(config, weights, norm, self._architecture.activation)
+
+    def _source_if(self, is_there: bool, name: str) -> Tensor | None:
+        return self._source(name) if is_there else None
 
     def _expert(self, prefix: str, has_bias: bool) -> ExpertWeights:
         (gate, up, down), biases = self._weights(prefix, ("gate", "up", "down"), has_bias)

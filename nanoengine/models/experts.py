@@ -16,6 +16,10 @@ from torch.nn import functional
 
 from nanoengine.config import ExpertsConfig
 
+Map = Callable[[Tensor], Tensor]  # [rows, a] -> [rows, b]
+Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [rows, hidden] -> as `route`
+LEAST_SUM = 1e-20  # below any sum of scores that is not 0, by which nothing can be divided
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
@@ -35,21 +39,31 @@ class RouterWeights:
     bias: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MixtureWeights:
+    """The experts of a layer, which are read one at a time.
+
+    choice_bias: fp32 [experts], added to the scores for the choice
+    alone. shared: an expert to which every row goes; shared_gate: [1, hidden], of a sigmoid that
+    its result is multiplied by.
+    """
+
+    router: RouterWeights
+    experts: Iterable[ExpertWeights]
+    choice_bias: Tensor | None = None
+    shared: ExpertWeights | None = None
+    shared_gate: Tensor | None = None
+
+
 class Experts:
     """Sends each row to its experts and adds up what they give, an expert at a time."""
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        router: Callable[[Tensor], Tensor],
-        experts: Sequence[Callable[[Tensor], Tensor]],
-    ) -> None:
-        """router: [tokens, hidden] -> logits of all experts, fp32 [tokens, experts]."""
-        self._config, self._router, self._experts = config, router, experts
+    def __init__(self, router: Router, experts: Sequence[Map]) -> None:
+        self._router, self._experts = router, experts
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        ids, weights = route(self._config, self._router(x))
+        ids, weights = self._router(x)
         tokens, top_k = ids.shape
         chosen = ids.flatten()
         counts = torch.bincount(chosen, minlength=len(self._experts)).tolist()
@@ -67,17 +81,13 @@ class GroupedExperts:
     """
 
     def __init__(
-        self,
-        config: ExpertsConfig,
-        router: Callable[[Tensor], Tensor],
-        weights: Iterable[ExpertWeights],
-        gated: Callable[[Tensor], Tensor],
+        self, router: Router, experts: Iterable[ExpertWeights], count: int, gated: Map
     ) -> None:
         """gated: activation(gate) * up of [rows, 2 * inner]."""
-        self._config, self._router, self._gated = config, router, gated
+        self._router, self._gated = router, gated
         biases: list[tuple[Tensor, Tensor]] = []
-        for index, expert in enumerate(weights):
-            (inner, hidden), count = expert.gate.shape, config.count
+        for index, expert in enumerate(experts):
+            inner, hidden = expert.gate.shape
             if index == 0:
                 self._gate_up = expert.gate.new_empty(count, 2 * inner, hidden)
                 self._down = expert.down.new_empty(count, hidden, inner)
@@ -87,11 +97,11 @@ class GroupedExperts:
                 biases.append((torch.cat(expert.biases[:2]), expert.biases[2]))
         of_gate_up, of_down = zip(*biases, strict=True) if biases else ((), ())
         self._biases = (torch.stack(of_gate_up), torch.stack(of_down)) if biases else None
-        self._all = torch.arange(config.count, device=self._down.device)
+        self._all = torch.arange(count, device=self._down.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        ids, weights = route(self._config, self._router(x))
+        ids, weights = self._router(x)
         tokens, top_k = ids.shape
         chosen, places = ids.flatten().sort(stable=True)
         ends = torch.searchsorted(chosen, self._all, right=True).int()
@@ -106,19 +116,69 @@ class GroupedExperts:
         return add_up(parts.view(tokens, top_k, -1), weights)
 
 
-def route(config: ExpertsConfig, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [tokens, experts] -> the experts of each row, int64 [tokens, top_k], the likeliest
+class SharedExpert:
+    """What the experts give, and to it what the one gives to which every row goes."""
+
+    def __init__(self, experts: Map, shared: Map, gate: Map | None) -> None:
+        """gate: [tokens, hidden] -> fp32 [tokens, 1], before its sigmoid."""
+        self._experts, self._shared, self._gate = experts, shared, gate
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        shared = self._shared(x)
+        if self._gate is not None:
+            shared = (shared.float() * _sigmoid(self._gate(x))).to(x.dtype)
+        return self._experts(x) + shared
+
+
+def route(
+    config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """fp32 [tokens, experts] -> the experts of each row, int64 [tokens, top_k], the first choice
     first, and their weights, fp32 [tokens, top_k].
     """
-    scores = logits.softmax(-1)
-    ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, : config.top_k]
+    scores = SCORES[config.router](logits)
+    choice = scores if choice_bias is None else scores + choice_bias
+    if config.num_groups > 1:
+        choice = _in_top_groups(config, choice)
+    ids = _largest(choice, config.top_k)
     weights = scores.gather(1, ids)
     if config.renormalises:
-        total = weights[:, :1].clone()
+        total = weights[:, :1] + LEAST_SUM
         for slot in range(1, config.top_k):
             total += weights[:, slot : slot + 1]
         weights = weights / total
-    return ids, weights
+    return ids, weights * config.scaling
+
+
+def _in_top_groups(config: ExpertsConfig, choice: Tensor) -> Tensor:
+    """-inf but in the top_groups of num_groups neighbourhoods, by their two best experts
+    (DeepSeek-V3, arXiv 2412.19437).
+    """
+    grouped = choice.view(len(choice), config.num_groups, -1)
+    best = grouped.gather(2, _largest(grouped, 2))
+    kept = _largest(best[..., 0] + best[..., 1], config.top_groups)
+    mask = torch.full_like(best[..., 0], -torch.inf).scatter_(1, kept, 0.0)
+    return (grouped + mask.unsqueeze(2)).flatten(1)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """The indices of the largest in the last dimension; of equals the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """In double: a vector's last elements go through other code than the first."""
+    return logits.double().sigmoid().float()
+
+
+# By ExpertsConfig.router. The softmax is over all experts; divided by the sum of the chosen, it is
+# the softmax over these.
+SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": _sigmoid}
 
 
 def add_up(parts: Tensor, weights: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ kernels/fused_ops.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,15 @@ from torch.nn import functional
 from nanoengine.config import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet, gated_delta
-from nanoengine.models.experts import Experts, ExpertWeights, RouterWeights
+from nanoengine.models.experts import (
+    Experts,
+    ExpertWeights,
+    MixtureWeights,
+    Router,
+    RouterWeights,
+    SharedExpert,
+    route,
+)
 from nanoengine.models.quant import Quantizer
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -84,14 +92,9 @@ class LayerOps(Protocol):
         ...
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        router: RouterWeights,
-        weights: Iterable[ExpertWeights],
-        norm: Norm | None,
-        activation: str,
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
-        """The experts of a layer, on norm(x). Of `weights` one is taken at a time."""
+        """The experts of a layer, on norm(x)."""
         ...
 
     def after_attention(
@@ -207,18 +210,34 @@ class MLP:
 def make_experts(
     ops: LayerOps,
     config: ExpertsConfig,
-    router: RouterWeights,
-    weights: Iterable[ExpertWeights],
+    weights: MixtureWeights,
     norm: Norm | None,
     activation: str,
 ) -> Product:
     """LayerOps.experts of the products of `ops`."""
-    each = [_expert(ops, expert, activation) for expert in weights]
-    experts = Experts(config, ops.router(router), each)
+    each = [_expert(ops, expert, activation) for expert in weights.experts]
+    experts = Experts(make_router(ops, config, weights), each)
+    return finish_experts(ops, experts, weights, norm, activation)
+
+
+def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -> Router:
+    """Chooses the experts of rows."""
+    product, bias = ops.router(weights.router), weights.choice_bias
+    return lambda x: route(config, product(x), bias)
+
+
+def finish_experts(
+    ops: LayerOps, experts: Product, weights: MixtureWeights, norm: Norm | None, activation: str
+) -> Product:
+    """The experts of a layer, with the norm before them and the shared one beside them."""
+    if weights.shared is not None:
+        gate = weights.shared_gate
+        product = None if gate is None else ops.router(RouterWeights(gate))
+        experts = SharedExpert(experts, _expert(ops, weights.shared, activation), product)
     return experts if norm is None else NormedProduct(ops, norm, experts)
 
 
-def _expert(ops: LayerOps, weights: ExpertWeights, activation: str) -> MLP:
+def _expert(ops: LayerOps, weights: ExpertWeights, activation: str) -> Product:
     gate, up, down = weights.biases or (None, None, None)
     both = None if gate is None or up is None else (gate, up)
     gate_up = ops.gate_up(weights.gate, weights.up, both, None, activation)
@@ -279,14 +298,9 @@ class TorchOps:
         return lambda x: product(x.float())
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        router: RouterWeights,
-        weights: Iterable[ExpertWeights],
-        norm: Norm | None,
-        activation: str,
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
-        return make_experts(self, config, router, weights, norm, activation)
+        return make_experts(self, config, weights, norm, activation)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -88,7 +88,9 @@ class Shard:
             return (self._range(model.vocab_size if part == "lm_head" else model.hidden_size),)
         if part in ("gate", "up", "gate_up"):
             num = model.intermediate_size
-            if ".experts." in name and model.experts is not None:
+            if model.experts is not None and ".mlp.shared_expert" in name:
+                num = model.experts.shared_size
+            elif model.experts is not None and ".mlp.experts." in name:
                 num = model.experts.inner_size
             inner = self._range(num)
             return (inner, _moved(inner, num)) if part == "gate_up" else (inner,)

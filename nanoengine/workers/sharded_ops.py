@@ -9,7 +9,7 @@ Gathers move data and compute nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from nanoengine.config import ExpertsConfig, ModelConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.experts import ExpertWeights, RouterWeights
+from nanoengine.models.experts import MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import (
     AfterAttention,
     Embed,
@@ -87,15 +87,10 @@ class ShardedOps:
         return self._ops.router(weights)
 
     def experts(
-        self,
-        config: ExpertsConfig,
-        router: RouterWeights,
-        weights: Iterable[ExpertWeights],
-        norm: Norm | None,
-        activation: str,
+        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
         """Every rank has its rows of each expert."""
-        return make_experts(self, config, router, weights, norm, activation)
+        return make_experts(self, config, weights, norm, activation)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -181,7 +181,7 @@ def is_slow(place: int, arithmetic: str) -> bool:
     """
     model, kind = divmod(place, len(KINDS))
     if MODELS[model] in ("qwen3-moe", "gpt-oss") and arithmetic in EMULATED:
-        return True  # a call for each expert, of an emulated CPU
+        return True  # products of many experts take long on an emulated CPU
     every = max(1, len(ARITHMETICS) // 2)
     return (model + kind) % len(KINDS) > 0 or (model + ARITHMETICS.index(arithmetic)) % every > 0
 

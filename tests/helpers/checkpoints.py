@@ -23,6 +23,8 @@ from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -39,6 +41,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -212,6 +216,36 @@ TINY: dict[str, TinyModel] = {
         },
         seed=14,
     ),
+    # Scores by sigmoid with a bias, in groups of two; a dense layer first; half a head is turned.
+    "glm4-moe": TinyModel(
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "use_qk_norm": True,
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 24,
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+        },
+        seed=15,
+    ),
+    "qwen2-moe": TinyModel(
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 2,
+        },
+        seed=16,
+    ),
     # The middle layer sees no positions; keys that it lacks have other defaults than Llama's.
     "smollm3": TinyModel(
         SmolLM3Config,
@@ -307,6 +341,9 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
                 name.rpartition(".")[2].removeprefix("dt_"), 1.0
             )
             torch.nn.init.normal_(parameter, centre, 0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.2)
 
 
 def _byte_tokenizer(adds_bos: bool) -> PreTrainedTokenizerFast:

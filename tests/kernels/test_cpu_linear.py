@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ import torch
 from marks import BUILDS, needs_compiler, use_our_products, use_tiles
 from torch import Tensor
 
+from nanoengine.config import ExpertsConfig
 from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_linear import ADD, CpuLinear, WeightArena
+from nanoengine.kernels.cpu_linear import ADD, CpuLinear, PackedExperts, WeightArena
+from nanoengine.kernels.fused_ops import PackedOps
+from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
+from nanoengine.models.layer_ops import make_experts
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -356,3 +361,40 @@ def test_a_compiler_that_does_not_know_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_linear, "cpu_flags", lambda: b"flags\t\t: fpu avx512_bf16")
     with pytest.raises(KernelBuildError, match="compiler knows no AVX512-BF16"):
         CpuLinear.load(CallTape(), tmp_path, ("-march=x86-64",))
+
+
+@pytest.mark.parametrize("hidden, inner, count, top_k", [(96, 64, 6, 3), (61, 40, 9, 2)])
+def test_experts_in_one_call_are_as_one_by_one(packer, kernels, hidden, inner, count, top_k):
+    """Of whole matrix tiles, and of odd sizes: the bits of each expert's products by themselves."""
+    compare_experts(packer, kernels, hidden, inner, count, top_k)
+
+
+def test_experts_in_one_call_in_float32(build_folder, kernels):
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32)
+    compare_experts(packer, kernels, 61, 40, 9, 2)
+
+
+def compare_experts(packer, kernels, hidden, inner, count, top_k):
+    def normal(*shape, seed):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(packer.dtype)
+
+    gates, ups, downs = (normal(count, inner, hidden, seed=seed) for seed in range(3))
+    weights = [ExpertWeights(*each, d.T) for *each, d in zip(gates, ups, downs, strict=True)]
+    router = normal(count, hidden, seed=3) / 10
+    router[1] -= 100  # to which no row goes
+    config = ExpertsConfig(count, top_k, inner, renormalises=True)
+    ops = PackedOps(kernels, packer)
+    one_by_one, packed = (
+        make(config, MixtureWeights(RouterWeights(router), iter(weights)), None, "silu")
+        for make in (partial(make_experts, ops), ops.experts)
+    )
+    assert isinstance(packed, PackedExperts)
+    x = normal(700, hidden, seed=4).abs()
+    want = one_by_one(x)
+    for tokens in (700, 1, 2, 7, 33, 300):
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(packed(x[:tokens]), want[:tokens]), (tokens, threads)
+            assert same_bits(packed(x[-tokens:]), want[-tokens:]), (tokens, threads)
+    with pytest.raises(EngineError, match=r"packed experts take contiguous .*float.* rows"):
+        packed(normal(3, 2 * hidden, seed=5)[:, :hidden])

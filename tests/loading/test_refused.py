@@ -17,9 +17,9 @@ from nanoengine.models.architectures import ARCHITECTURES
 # By classes of transformers and by names in a GGUF.
 KINDS = {
     "a mixture of experts": (
-        "Qwen2MoeForCausalLM gpt-oss "
+        "gpt-oss "
         "DeepseekForCausalLM DeepseekV3ForCausalLM deepseek2 Llama4ForCausalLM "
-        "Glm4MoeForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
+        "Glm4MoeLiteForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
         "minimax-m2 Ernie4_5_MoeForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (
@@ -62,8 +62,8 @@ def test_what_is_supported_is_said_in_names_that_users_know() -> None:
     ("method", "instead"),
     [
         *((name, '"int4", or a Q4_0 GGUF') for name in ("awq", "gptq", "mxfp4", "auto-round")),
-        *((name, '"int8" for weights of 8 bits') for name in ("fp8", "fbgemm_fp8")),
-        *((name, '"int8" or "int4"') for name in ("bitsandbytes", "compressed-tensors", "quanto")),
+        *((name, '"int8" for weights of 8 bits') for name in ("ptpc_fp8", "compressed-tensors")),
+        *((name, '"int8" or "int4"') for name in ("bitsandbytes", "quanto")),
     ],
 )
 def test_quantised_weights_are_named_with_what_works_instead(method: str, instead: str) -> None:

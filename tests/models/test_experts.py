@@ -7,12 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from transformers import DeepseekV3Config, Qwen2MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from nanoengine.config import ExpertsConfig
-from nanoengine.models.experts import ExpertWeights, GroupedExperts, RouterWeights, add_up, route
-from nanoengine.models.layer_ops import TorchOps, silu_mul
+from nanoengine.models.experts import (
+    ExpertWeights,
+    GroupedExperts,
+    MixtureWeights,
+    RouterWeights,
+    add_up,
+    route,
+)
+from nanoengine.models.layer_ops import TorchOps, make_router, silu_mul
 
 HIDDEN, INNER, COUNT, TOP_K = 24, 16, 6, 3
+PARTS = ("gate", "up", "down")
 CONFIG = ExpertsConfig(COUNT, TOP_K, INNER, renormalises=True)
 
 
@@ -48,9 +59,11 @@ def test_all_experts_in_one_product_are_as_each_by_itself(has_bias: bool) -> Non
     if has_bias:
         biases = zip(some(COUNT, INNER), some(INNER, COUNT).T, some(COUNT, HIDDEN), strict=True)
         experts = [replace(each, biases=b) for each, b in zip(experts, biases, strict=True)]
-    ops, weights = TorchOps(), RouterWeights(router, some(COUNT) if has_bias else None)
-    one_by_one = ops.experts(CONFIG, weights, iter(experts), None, "silu")
-    grouped = GroupedExperts(CONFIG, ops.router(weights), iter(experts), silu_mul)
+    ops = TorchOps()
+    weights = MixtureWeights(RouterWeights(router, some(COUNT) if has_bias else None), experts)
+    one_by_one = ops.experts(CONFIG, weights, None, "silu")
+    chosen = make_router(ops, CONFIG, weights)
+    grouped = GroupedExperts(chosen, iter(experts), COUNT, silu_mul)
     for rows in (x, x[:1]):
         torch.testing.assert_close(grouped(rows), one_by_one(rows), atol=1e-4, rtol=1e-5)
 
@@ -58,7 +71,8 @@ def test_all_experts_in_one_product_are_as_each_by_itself(has_bias: bool) -> Non
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_experts_equal_a_sum_by_hand(num_rows: int) -> None:
     x, router, weights = some(num_rows, HIDDEN), some(COUNT, HIDDEN), some_weights()
-    found = TorchOps().experts(CONFIG, RouterWeights(router), iter(weights), None, "silu")(x)
+    mixture = MixtureWeights(RouterWeights(router), weights)
+    found = TorchOps().experts(CONFIG, mixture, None, "silu")(x)
     for row, got in zip(x, found, strict=True):
         scores = (router @ row).softmax(0)
         top = scores.topk(TOP_K)
@@ -67,3 +81,56 @@ def test_experts_equal_a_sum_by_hand(num_rows: int) -> None:
             w = weights[index]
             expected += share * (w.down @ (torch.nn.functional.silu(w.gate @ row) * (w.up @ row)))
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (3, 2), (4, 1)])
+@pytest.mark.parametrize("renormalises", [True, False])
+def test_scores_by_sigmoid_are_those_of_deepseek(
+    num_groups: int, top_groups: int, renormalises: bool
+) -> None:
+    """transformers' router, with a bias that changes the choice and no weight."""
+    settings = DeepseekV3Config(
+        hidden_size=HIDDEN,
+        n_routed_experts=24,
+        num_experts_per_tok=4,
+        n_group=num_groups,
+        topk_group=top_groups,
+        norm_topk_prob=renormalises,
+        routed_scaling_factor=2.5,
+    )
+    theirs = DeepseekV3TopkRouter(settings)
+    theirs.weight.data, theirs.e_score_correction_bias = some(24, HIDDEN), some(24)
+    ours = ExpertsConfig(24, 4, INNER, renormalises, (), "sigmoid", 2.5, num_groups, top_groups)
+    x = some(50, HIDDEN)
+    logits, weights, ids = theirs(x)
+    got_ids, got = route(ours, logits, theirs.e_score_correction_bias)
+    assert torch.equal(got_ids.sort(-1).values, ids.sort(-1).values)
+    places = ids.argsort(-1), got_ids.argsort(-1)
+    torch.testing.assert_close(got.gather(1, places[1]), weights.gather(1, places[0]))
+    assert not torch.equal(got_ids, route(ours, logits)[0])
+
+
+def test_a_shared_expert_is_that_of_qwen() -> None:
+    """transformers' block, with a gate."""
+    settings = Qwen2MoeConfig(
+        hidden_size=HIDDEN,
+        num_experts=COUNT,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=INNER,
+        shared_expert_intermediate_size=20,
+    )
+    block = Qwen2MoeSparseMoeBlock(settings)
+    for seed, parameter in enumerate(block.parameters()):
+        parameter.data.copy_(some(*parameter.shape, 9)[..., seed])
+    gate_up, down = block.experts.gate_up_proj.data, block.experts.down_proj.data
+    weights = MixtureWeights(
+        RouterWeights(block.gate.weight.data),
+        [ExpertWeights(*both.chunk(2), each) for both, each in zip(gate_up, down, strict=True)],
+        shared=ExpertWeights(
+            *(getattr(block.shared_expert, f"{part}_proj").weight.data for part in PARTS)
+        ),
+        shared_gate=block.shared_expert_gate.weight.data,
+    )
+    x = some(9, HIDDEN)
+    found = TorchOps().experts(replace(CONFIG, renormalises=False), weights, None, "silu")(x)
+    torch.testing.assert_close(found, block(x[None])[0].detach(), atol=1e-4, rtol=1e-5)

@@ -90,10 +90,50 @@ static void check_layer(int64_t width, int64_t k, int64_t inner, int format) {
     expect_same("gather_rows", rows[0], rows[1], 300 * k * 2);
 }
 
+enum { EXPERTS = 7, TOP_K = 3, ROWS_MOST = 120 };
+
+/* As PackedExperts in cpu_linear.py; row r goes to experts r, r + 1 and r + 3, and none to the last. */
+static char *some_experts(int64_t width, int64_t inner, int64_t rows, int threads, int format) {
+    random_state = 3;
+    weight_t gate_up[EXPERTS], down[EXPERTS];
+    const weight_t *gate_ups[EXPERTS], *downs[EXPERTS];
+    for (int i = 0; i < EXPERTS; i++) {
+        gate_up[i] = some_weight(inner, width, 1, 0, 1, format), gate_ups[i] = &gate_up[i];
+        down[i] = some_weight(width, inner, 0, 0, 1, format), downs[i] = &down[i];
+    }
+    const int64_t choices = rows * TOP_K;
+    char *x = some_numbers(rows * width, 1), *out = malloc(rows * width * 2);
+    char *sorted = malloc(choices * width * 2), *gated = malloc(choices * inner * 2);
+    int64_t ids[ROWS_MOST * TOP_K], places[ROWS_MOST * TOP_K], starts[EXPERTS + 1];
+    float weights[ROWS_MOST * TOP_K];
+    call_t calls[2 * EXPERTS];
+    for (int64_t i = 0; i < choices; i++)
+        ids[i] = (i / TOP_K + (i % TOP_K + 1) * (i % TOP_K) / 2) % (EXPERTS - 1), weights[i] = 0.3f;
+    const experts_t e = {gate_ups, downs, x, ids, weights, out, sorted, gated, places, starts, calls,
+                         EXPERTS, TOP_K, rows, threads};
+    experts(&e);
+    free(x), free(sorted), free(gated);
+    return out;
+}
+
+static void check_experts(int64_t width, int64_t inner, int format) {
+    static const int64_t ROWS[] = {1, 5, ROWS_MOST};
+    for (size_t i = 0; i < sizeof ROWS / sizeof *ROWS; i++) {
+        char *alone = some_experts(width, inner, ROWS[i], 1, format), what[80];
+        char *together = some_experts(width, inner, ROWS[i], 2, format);
+        snprintf(what, sizeof what, "experts of %d rows, k %d", (int)ROWS[i], (int)width);
+        expect_same(what, alone, together, ROWS[i] * 2 * width);
+        free(alone), free(together);
+    }
+}
+
 int main(void) {
     check_layer(160, 96, 224, DENSE);
     check_layer(131, 61, 75, DENSE);
     check_layer(160, 96, 224, Q4_0);
+    check_experts(160, 96, DENSE);
+    check_experts(131, 61, DENSE);
+    check_experts(160, 96, Q4_0);
     return conclude("avx512_bf16", HAVE_TILES);
 }
 #else

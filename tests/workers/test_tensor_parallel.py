@@ -131,8 +131,8 @@ def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted({*TINY} - {"llama", "llama-sharded", "olmoe", "mixtral"}),
-        pytest.param("mixtral", marks=pytest.mark.slow),
+        *sorted({*TINY} - {"llama", "llama-sharded", "olmoe", "mixtral", "qwen2-moe"}),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen2-moe")),
     ],
 )
 def test_every_architecture(tiny: Tiny, name: str) -> None:

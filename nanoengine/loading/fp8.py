@@ -1,0 +1,107 @@
+"""Reads checkpoints whose weights are FP8 (E4M3, arXiv 2209.05433) with scales beside them.
+
+A weight is dequantised when it is read, so that activations stay as they are: other engines round
+these to 8 bits, too. A scale is of the whole weight, of a row (compressed-tensors, FBGEMM), or of a
+block of rows and columns (DeepSeek-V3, arXiv 2412.19437).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoengine.config import GIB
+from nanoengine.errors import UnsupportedModelError, WeightMismatchError
+from nanoengine.loading.checkpoint import DTYPES, CheckpointReader
+
+SCALES = ("_scale_inv", "_scale")  # after the weight's name; both multiply
+UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub")  # of rounded activations
+METHODS = ("fp8", "fbgemm_fp8")
+BLOCK = (128, 128)
+
+
+def fp8_block(config: object) -> tuple[int, int] | None:
+    """Rows and columns of a block, if this `quantization_config` is of FP8 weights; else None."""
+    if not isinstance(config, dict):
+        return None
+    method, block = config.get("quant_method"), config.get("weight_block_size")
+    if method not in METHODS and not (method == "compressed-tensors" and _is_float8(config)):
+        return None
+    if isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        return block[0], block[1]
+    return BLOCK if block is None else None
+
+
+def _is_float8(config: Mapping[str, Any]) -> bool:
+    """Whether all groups of compressed-tensors' config are."""
+    groups = config.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [group.get("weights") if isinstance(group, dict) else None for group in groups]
+    return bool(weights) and all(
+        isinstance(each, dict) and (each.get("type"), each.get("num_bits")) == ("float", 8)
+        for each in weights
+    )
+
+
+class Fp8Reader(CheckpointReader):
+    """Gives the weights of a checkpoint in FP8 as float32, and the others as they are stored."""
+
+    dtypes = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}
+
+    def __init__(self, folder: Path, is_wrapped: bool, block: tuple[int, int]) -> None:
+        """block: rows and columns that share a scale, where not all do."""
+        super().__init__(folder, is_wrapped)
+        self._block = block
+
+    def names(self) -> set[str]:
+        """Names of all tensors of the model but scales."""
+        return {name for name in super().names() if not name.endswith(SCALES + UNUSED)}
+
+    def tensor(self, name: str) -> Tensor:
+        """As CheckpointReader.tensor. Raises WeightMismatchError for an FP8 weight without a scale
+        or with one of another shape.
+        """
+        weight, part = super().tensor(name), self._parts[name]
+        if weight.dtype is not torch.float8_e4m3fn:
+            return weight
+        if part.index is not None:
+            raise UnsupportedModelError(
+                f"{self.folder}: {part.stored!r} holds all experts of a layer in FP8, which is not "
+                "supported; take a checkpoint with a tensor for each expert"
+            )
+        names = [part.stored + suffix for suffix in SCALES if part.stored + suffix in self._file_of]
+        if not names:
+            raise WeightMismatchError(f"{self.folder}: {part.stored!r} is FP8 and has no scale")
+        scale = self._read(part, names[0])
+        grid = scale.float().reshape(scale.shape if scale.dim() == 2 else (-1, 1))
+        repeats = [
+            _repeats(size, num, most)
+            for size, num, most in zip(weight.shape, grid.shape, self._block, strict=True)
+        ]
+        if None in repeats:
+            raise WeightMismatchError(
+                f"{self.folder}: {names[0]!r} is {list(scale.shape)}, no scales for blocks of "
+                f"{list(self._block)} of {list(weight.shape)}"
+            )
+        for dim, repeat in enumerate(repeats):
+            if repeat is not None and grid.shape[dim] > 1:
+                grid = grid.repeat_interleave(repeat, dim).narrow(dim, 0, weight.shape[dim])
+        return weight.float() * grid
+
+    def growth(self, num_bytes: int) -> str:
+        """For the plan. num_bytes: of the weights in memory."""
+        return (
+            f"FP8, dequantised: {self.num_bytes() / GIB:.2f} GiB stored are {num_bytes / GIB:.2f} "
+            'GiB in memory; quantization="int8" halves those of 16 bits'
+        )
+
+
+def _repeats(size: int, num_scales: int, block: int) -> int | None:
+    """How many of `size` rows or columns share a scale; None if so many scales cannot be."""
+    if num_scales in (1, size):
+        return size // num_scales
+    return block if -(-size // block) == num_scales else None

@@ -1,0 +1,159 @@
+"""Checkpoints in FP8 against a decoder of the format's bits, and against transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver, assert_logits_are_transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.errors import UnsupportedModelError, WeightMismatchError
+from nanoengine.loading.fp8 import Fp8Reader, fp8_block
+from nanoengine.loading.model_config import read_model_config
+
+Tiny = Callable[[str], Path]
+FLOAT8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
+CHANNELS = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": FLOAT8}}}
+# By name: the quantization_config, the end of the name of scales, rows and columns that share one.
+KINDS: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
+    "blocks": ({"quant_method": "fp8", "weight_block_size": [40, 56]}, "_scale_inv", (40, 56)),
+    "even blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, "_scale_inv", (16, 32)),
+    "rows": (CHANNELS, "_scale", (1, 1 << 20)),
+    "one": (CHANNELS, "_scale", (1 << 20, 1 << 20)),
+}
+
+
+def decoded(bits: int) -> float:
+    """E4M3: a sign, 4 bits of exponent with a bias of 7, 3 of mantissa; no infinity."""
+    sign, exponent, mantissa = -1 if bits >> 7 else 1, bits >> 3 & 15, bits & 7
+    if exponent == 0:
+        return sign * mantissa / 8 * 2.0**-6
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+TABLE = torch.tensor([decoded(bits) for bits in range(256)])
+
+
+def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 codes, a scale for each block, and what they say, each from one block at a time."""
+    rows, columns = (min(size, most) for size, most in zip(weight.shape, block, strict=True))
+    codes, said = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    scales = torch.empty(-(-len(weight) // rows), -(-weight.shape[1] // columns))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            scales[i, j] = weight[place].abs().amax() / 448
+            codes[place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
+            said[place] = TABLE[codes[place].view(torch.uint8).long()] * scales[i, j]
+    return codes, scales, said
+
+
+def make(source: Path, folder: Path, kind: str) -> dict[str, Tensor]:
+    """The checkpoint with its products in FP8; returns what these say."""
+    config, suffix, block = KINDS[kind]
+    shutil.copytree(source, folder)
+    path, said = folder / "model.safetensors", {}
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        tensors[name], scales, said[name] = quantised(tensors[name], block)
+        tensors[name + suffix] = scales if kind != "one" else scales.flatten()
+        tensors[name.replace("weight", "input_scale")] = torch.ones(1)
+    save_file(tensors, path)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | {"quantization_config": config}))
+    return said
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_every_weight_is_what_its_codes_and_scales_say(
+    tiny: Tiny, tmp_path: Path, name: str, kind: str
+) -> None:
+    said = make(tiny(name), tmp_path / "m", kind)
+    block = fp8_block(KINDS[kind][0])
+    assert len(said) > 15 and block is not None
+    assert read_model_config(tmp_path / "m").experts == read_model_config(tiny(name)).experts
+    with Fp8Reader(tmp_path / "m", False, block) as reader:
+        assert reader.names() == load_file(tiny(name) / "model.safetensors").keys()
+        for each, values in said.items():
+            assert torch.equal(reader.tensor(each), values), each
+
+
+def test_answers_are_those_of_the_same_weights_in_float32(tiny: Tiny, tmp_path: Path) -> None:
+    """And the plan says by how much they grow."""
+    said = make(tiny("llama"), tmp_path / "m", "blocks")
+    shutil.copytree(tiny("llama"), tmp_path / "plain")
+    path = tmp_path / "plain" / "model.safetensors"
+    save_file(load_file(path) | said, path)
+    engine = LLMEngine(tmp_path / "m", dtype="float32", device="cpu", num_gpu_blocks=4)
+    stored = r"FP8, dequantised: 0\.00 GiB stored are 0\.00 GiB in memory; quantization="
+    assert re.search(stored, str(engine.plan))
+    driver = Driver(engine)
+    outputs = driver.run([[7 * i % 256 for i in range(50)]])
+    assert_logits_are_transformers(driver, tmp_path / "plain", outputs)
+
+
+def test_weights_are_those_that_transformers_reads(tiny: Tiny, tmp_path: Path) -> None:
+    said = make(tiny("llama"), tmp_path / "m", "even blocks")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32)
+    theirs = model.state_dict()
+    assert all(torch.equal(theirs[name], values) for name, values in said.items())
+
+
+def change(folder: Path, **tensors: Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    kept = load_file(path) | {f"model.layers.1.mlp.{n}": t for n, t in tensors.items()}
+    save_file({name: t for name, t in kept.items() if t is not None}, path)
+
+
+@pytest.mark.parametrize("scales", [None, torch.ones(2, 3), torch.ones(5), torch.ones(1, 1, 2)])
+def test_scales_that_do_not_fit_are_refused(
+    tiny: Tiny, tmp_path: Path, scales: Tensor | None
+) -> None:
+    make(tiny("llama"), tmp_path / "m", "blocks")
+    change(tmp_path / "m", **{"up_proj.weight_scale_inv": scales})
+    match = r"up_proj\.weight' is FP8 and has no scale" if scales is None else "no scales for block"
+    with pytest.raises(WeightMismatchError, match=match):
+        LLMEngine(tmp_path / "m", device="cpu")
+
+
+def test_experts_of_a_layer_in_one_fp8_tensor_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    make(tiny("mixtral"), tmp_path / "m", "blocks")
+    name = "experts.down_proj"
+    stored = load_file(tmp_path / "m" / "model.safetensors")[f"model.layers.1.mlp.{name}"]
+    change(tmp_path / "m", **{name: stored.to(torch.float8_e4m3fn)})
+    with pytest.raises(UnsupportedModelError, match="a tensor for each expert"):
+        LLMEngine(tmp_path / "m", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "awq"},
+        {"quant_method": "fp8", "weight_block_size": [128]},
+        {"quant_method": "fp8", "weight_block_size": [0, 128]},
+        {"quant_method": "compressed-tensors"},
+        {"quant_method": "compressed-tensors", "config_groups": {}},
+        CHANNELS | {"config_groups": {"a": {"weights": FLOAT8}, "b": {"weights": {"num_bits": 4}}}},
+        CHANNELS | {"config_groups": {"a": {"weights": FLOAT8 | {"type": "int"}}}},
+        CHANNELS | {"config_groups": {"a": None}},
+        [],
+    ],
+)
+def test_other_configs_are_not_of_fp8(tiny: Tiny, tmp_path: Path, config: object) -> None:
+    assert fp8_block(config) is None
+    shutil.copytree(tiny("llama"), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    with pytest.raises(UnsupportedModelError, match="quantization_config"):
+        read_model_config(tmp_path / "m")
