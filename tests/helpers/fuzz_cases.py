@@ -12,12 +12,14 @@ import json
 import random
 import shutil
 import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nasties import NASTIES
+from schemas import random_schema
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config import EngineConfig, make_config
@@ -27,8 +29,9 @@ from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes
-from nanoengine.sampling_params import BeamSearchParams
+from nanoengine.sampling_params import BeamSearchParams, StructuredOutputsParams
 from nanoengine.text.chat_template import ChatTemplate
+from nanoengine.text.grammar import Grammars
 from nanoengine.text.template_process import TemplateProcess
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -211,6 +214,7 @@ class Bench:
         self.templates = json.loads((self.seeds / "templates.json").read_text())
         self.tokens: dict[str, list[int]] = json.loads((self.seeds / "tokens.json").read_text())
         self.process = TemplateProcess(seconds=0.5)
+        self.grammars = Grammars(Tokenizer.from_folder(self.folder), 272, [1, 3])
 
     def put(self, name: str, data: bytes) -> None:
         (self.folder / name).write_bytes(data)
@@ -345,6 +349,52 @@ def render_templates(bench: Bench, chance: random.Random) -> None:
     ChatTemplate(source, bench.process).render(messages, True, {"bos_token": "<s>"}, {})
 
 
+WORSE: list[dict[str, Any]] = [
+    *({"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}, {"multipleOf": 999983, "type": "integer"}),
+    *({"minLength": 10**9}, {"maxItems": 10**6}, {"minimum": -1e308, "maximum": 1e308}),
+    {"allOf": [{"pattern": f".*{letter}.*"} for letter in "abcdefghijklmnop"]},
+    *({"pattern": "(a+)+$"}, {"pattern": "((a{1,99}){1,99}){1,99}"}, {"enum": ["x" * 9] * 999}),
+]
+PIECES = ("(", ")", "[", "]", "{1,99}", "*", "+", "|", "&", "~", ".", "\\", "a", "é", '"x"', "/a/")
+RULES = (
+    "start: ",
+    "root ::= ",
+    "\na: ",
+    " a ",
+    "\nB: ",
+    " B ",
+    "%json ",
+    '{"type":"object"}',
+    "\n",
+)
+MOST_S = 15.0  # of one form: twice the limit of its compilation, and a few masks
+
+
+def compile_forms(bench: Bench, chance: random.Random) -> None:
+    """A random schema, made worse and damaged, or a text of odd pieces; and the masks of a few
+    tokens.
+    """
+    kind = chance.choice(["json", "json", "regex", "grammar"])
+    form: Any = "".join(
+        chance.choices(PIECES + RULES * (kind == "grammar"), k=chance.randint(1, 30))
+    )
+    if kind == "json":
+        form = random_schema(chance.randrange(10**6))
+        for _ in range(chance.choice([0, 1, 2])):
+            form = {**form, **chance.choice(WORSE)} if chance.random() < 0.5 else {"items": form}
+        form = damaged_json(form, chance) if chance.random() < 0.5 else form
+    begun = time.monotonic()
+    try:
+        state = bench.grammars.state_of(StructuredOutputsParams(**{kind: form}))
+        for _ in range(20):
+            (mask,) = state.masks(())
+            allowed = [i for i in range(272) if mask[i >> 3] >> (i & 7) & 1]
+            if not allowed or state.accept(chance.choice(allowed)):
+                break
+    finally:
+        assert time.monotonic() - begun < MOST_S, "a form takes too long"
+
+
 def _odd(fields: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     picked = chance.sample(sorted(fields), chance.choice([1, 1, 2, 4]))
     return {name: chance.choice(NASTIES) for name in picked}
@@ -427,8 +477,9 @@ PARSE: dict[str, tuple[Case, int]] = {
     "json": (read_json_files, 25),
     "safetensors": (read_safetensors, 15),
     "templates": (render_templates, 10),
-    "settings": (make_settings, 15),
+    "settings": (make_settings, 10),
     "params": (make_params, 10),
+    "grammars": (compile_forms, 5),
 }
 LOAD: dict[str, tuple[Case, int]] = {"load folder": (load_folder, 50), "load gguf": (load_gguf, 50)}
 CASES = PARSE | LOAD

@@ -33,7 +33,7 @@ def _any(rng: random.Random, depth: int) -> Schema:
 
 def _object(rng: random.Random, depth: int) -> Schema:
     names = rng.sample(NAMES, rng.randint(0, 3))
-    made = {
+    made: Schema = {
         "type": "object",
         "properties": {name: _any(rng, depth + 1) for name in names},
         "required": [name for name in names if rng.random() < 0.7],
