@@ -90,7 +90,9 @@ def test_an_engine_holds_its_conversion(
     kernels: CpuKernels,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(CpuKernels, "load", lambda tape: kernels)  # not compiled into the empty cache
+    monkeypatch.setattr(
+        CpuKernels, "load", lambda tape: kernels
+    )  # not compiled into the empty cache
     source = GGUFModel(tiny("llama")).write(tmp_path / "model.gguf")
     with LLM(source, num_threads=1, dtype="float32"):
         (held,) = conversions()
