@@ -19,6 +19,7 @@ from nanoengine.models.layer_ops import (
     TorchOps,
 )
 from nanoengine.models.quant import Quantizer
+from nanoengine.models.stored_codes import Weight
 
 
 class Recorder(Protocol):
@@ -95,7 +96,8 @@ class KernelOps(TorchOps):
 
 
 class PackedOps(KernelOps):
-    """bfloat16 products by our own kernel, with norm, silu and residual sum fused onto them.
+    """Products by our own kernel, with norm, silu and residual sum fused onto them: of bfloat16, or
+    of codes with activations in float32 or bfloat16.
 
     With a quantizer these are the head and the weights that it leaves.
     """
@@ -106,9 +108,10 @@ class PackedOps(KernelOps):
         super().__init__(kernels, kernels.tape, quantizer)
         self._products = products
         self.is_batch_invariant = quantizer is None
+        self.takes_codes = products.with_codes
 
     def _linear(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Product | None
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
     ) -> Product:
         if quantized is not None:
             return super()._linear(weight, bias, norm, quantized)
@@ -116,7 +119,7 @@ class PackedOps(KernelOps):
         return self._normed(other_norm, packed)
 
     def _pack(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None
     ) -> tuple[PackedLinear, Norm | None]:
         """The product with the norm fused onto it, or the product alone and the norm."""
         if norm is None or norm.in_fp32:
@@ -125,8 +128,8 @@ class PackedOps(KernelOps):
 
     def gate_up(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         biases: tuple[Tensor, Tensor] | None,
         norm: Norm | None,
         activation: str,
@@ -137,10 +140,15 @@ class PackedOps(KernelOps):
         packed = self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
         return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+    def head(self, weight: Weight, norm: Norm | None) -> Product:
         return self.tied(weight, norm)[1]
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+    def embedding(self, weight: Weight) -> Embed:
+        if isinstance(weight, Tensor):
+            return super().embedding(weight)
+        return self._products.pack(weight).gather_rows
+
+    def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""
         packed, other_norm = self._pack(weight, None, norm)
         return packed.gather_rows, self._normed(other_norm, packed.in_float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.refused import about_folder
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS, CodedRows, CodedWeight, Weight
 from nanoengine.text.checked_json import (
     MAX_REASON,
     has_file,
@@ -49,6 +51,7 @@ class CheckpointReader:
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
+        self._formats: dict[str, str] = {}
         self._num_read = 0
         try:
             weight_map = _weight_map(folder)
@@ -78,10 +81,13 @@ class CheckpointReader:
         try:
             file = safe_open(str(path), framework="pt", device="cpu")
             names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
+            about = file.metadata() or {}  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, ValueError) as error:
             reason = str(error)[:MAX_REASON]  # the error may quote the whole header
             raise CorruptModelError(f"{path} is truncated or damaged: {reason}") from error
         self._files[file_name] = file
+        if CODES_KEY in about:
+            self._formats |= _read_formats(path, about[CODES_KEY])
         return names
 
     def _check_index(self, weight_map: Mapping[str, str]) -> None:
@@ -96,12 +102,24 @@ class CheckpointReader:
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, read from the header only."""
-        return tuple(self._slice(name).get_shape())
+        """Shape of a tensor, read from the header only; of codes, that of their numbers."""
+        shape = tuple(self._slice(name).get_shape())
+        if name not in self._formats or len(shape) != 2:
+            return shape
+        weights, num_bytes = FORMATS[self._formats[name]]
+        return shape[0], shape[1] // num_bytes * weights
+
+    def code_format(self, name: str) -> str:
+        """A key of FORMATS; "" if the tensor is numbers."""
+        return self._formats.get(name, "")
 
     def dtype(self, name: str) -> torch.dtype:
-        """float32, float16 or bfloat16. Raises UnsupportedModelError for another stored dtype."""
+        """float32, float16 or bfloat16, of codes uint8. Raises UnsupportedModelError for another
+        stored dtype.
+        """
         stored = str(self._slice(name).get_dtype())
+        if stored == "U8" and name in self._formats:
+            return torch.uint8
         if stored not in DTYPES:
             raise UnsupportedModelError(
                 f"{self.folder / self._file_of[name]}: tensor {name!r} is {stored}; "
@@ -112,7 +130,8 @@ class CheckpointReader:
     def num_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(
-            math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._file_of
+            math.prod(self._slice(name).get_shape()) * self.dtype(name).itemsize
+            for name in self._file_of
         )
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -126,6 +145,13 @@ class CheckpointReader:
         self._num_read += tensor.nbytes
         return tensor
 
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """As `tensor`, but codes are a CodedWeight of this dtype, which is in memory."""
+        tensor = self.tensor(name)
+        if name not in self._formats:
+            return tensor
+        return CodedWeight((CodedRows(self._formats[name], tensor.clone()),), dtype)
+
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
 
@@ -138,6 +164,17 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _read_formats(path: Path, text: str) -> dict[str, str]:
+    """The formats of codes in a file's metadata. Raises CorruptModelError."""
+    try:
+        formats = json.loads(text)
+    except ValueError:
+        formats = None
+    if not isinstance(formats, dict) or not all(name in FORMATS for name in formats.values()):
+        raise CorruptModelError(f"{path}: {CODES_KEY!r} of its metadata names no known formats")
+    return formats
 
 
 def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:

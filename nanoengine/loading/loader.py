@@ -7,13 +7,15 @@ Never runs code of a checkpoint and never opens pickles.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from nanoengine.config import ModelConfig
+from nanoengine.errors import ModelLoadError
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.model_config import read_model_config
@@ -23,13 +25,15 @@ from nanoengine.models.architectures import (
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
+from nanoengine.models.stored_codes import Weight, numbers_of
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A decoder in memory. `source` describes its weights for the plan.
 
-    config: of the model. part: of this process's part of it, see Shard.
+    config: of the model. part: of this process's part of it, see Shard. codes: how many of its
+    tensors are codes, by format.
     """
 
     config: ModelConfig
@@ -37,6 +41,7 @@ class LoadedModel:
     decoder: Model
     source: str
     weight_bytes: int
+    codes: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_model(
@@ -67,14 +72,33 @@ def load_model(
         dummy = _dummy_source(shapes, device, dtype, seed)
         decoder = Decoder(part, lambda name: shard.take(name, dummy(name), config), device, ops)
         return LoadedModel(config, part, decoder, "random weights", num_bytes)
+    sizes, codes = [], Counter[str]()
     with CheckpointReader(folder) as reader:
         check_names(shapes, reader, ignorable_tensors(config))
 
-        def source(name: str) -> torch.Tensor:
-            return shard.take(name, reader.tensor(name), config).to(device, dtype)
+        def source(name: str) -> Weight:
+            stored = reader.weight(name, dtype)
+            if not ops.takes_codes:
+                stored = numbers_of(stored)
+            weight = shard.take(name, stored, config)
+            if isinstance(weight, torch.Tensor):
+                weight = weight.to(device, dtype)
+            else:
+                codes[reader.code_format(name)] += 1
+            sizes.append(weight.nbytes)
+            return weight
 
         decoder = Decoder(part, source, device, ops)
-    return LoadedModel(config, part, decoder, describe_weights(folder), num_bytes)
+    return LoadedModel(config, part, decoder, describe_weights(folder), sum(sizes), codes)
+
+
+def holds_codes(folder: Path) -> bool:
+    """Whether some tensors in `folder` are codes; False, too, if `load_model` will refuse it."""
+    try:
+        with CheckpointReader(folder) as reader:
+            return any(reader.code_format(name) for name in reader.names())
+    except ModelLoadError:
+        return False
 
 
 def _dummy_source(

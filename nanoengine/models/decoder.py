@@ -5,7 +5,6 @@ Knows tensor names, not files. Write a new class only for a model with another o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,8 +18,9 @@ from nanoengine.models.architectures import ARCHITECTURES, has_qkv_bias
 from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import Attention
 from nanoengine.models.rope import Rotary, head_order
+from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
 
-TensorSource = Callable[[str], Tensor]
+TensorSource = Callable[[str], Weight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Decoder:
         self, config: ModelConfig, source: TensorSource, device: torch.device, ops: LayerOps
     ) -> None:
         """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the final
-        dtype.
+        dtype; matrices may be codes if `ops` takes these.
         """
         builder = _Builder(config, source, ops)
         self._embed, self._head = builder.ends()
@@ -147,7 +147,7 @@ class _Builder:
         if self._config.tie_word_embeddings:
             embed, head = self._ops.tied(weight, norm)
         else:
-            embed = functools.partial(torch.embedding, weight)
+            embed = self._ops.embedding(weight)
             head = self._ops.head(self._source("lm_head.weight"), norm)
         if not self._architecture.scales_embeddings:
             return embed, head
@@ -173,18 +173,19 @@ class _Builder:
     def _qkv(self, prefix: str, norm: Norm | None) -> Product:
         names = ("qkv",) if self._architecture.is_fused else ("q", "k", "v")
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
-        weight = self._in_order(torch.cat(weights))
-        bias = self._in_order(torch.cat(biases)) if biases else None
+        weight, bias = joined(weights), torch.cat(biases) if biases else None
+        if self._head_order is not None:
+            order = self._row_order(self._head_order)
+            weight, bias = in_order(weight, order), None if bias is None else bias[order]
         return self._ops.linear(weight, bias, norm)
 
-    def _in_order(self, qkv: Tensor) -> Tensor:
-        """[(heads + 2 kv_heads) x head_dim, ...] with the heads of q and k in `head_order`."""
-        if self._head_order is None:
-            return qkv
+    def _row_order(self, head_order: Tensor) -> Tensor:
+        """int64 [(heads + 2 kv_heads) x head_dim]: the heads of q and k in `head_order`."""
         config = self._config
-        heads = qkv.view(-1, config.head_dim, *qkv.shape[1:])
+        rows = torch.arange((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        heads = rows.view(-1, config.head_dim)
         q_and_k, v = heads.tensor_split((config.num_heads + config.num_kv_heads,))
-        return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], v)).flatten(0, 1)
+        return torch.cat((q_and_k[:, head_order.cpu()], v)).flatten()
 
     def _attention(self, index: int, prefix: str) -> Attention:
         head_norms = None
@@ -198,10 +199,8 @@ class _Builder:
         names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")
         weights, biases = self._weights(prefix, names, self._config.mlp_bias)
         if self._architecture.is_fused:
-            weights, biases = (
-                [half for tensor in stored for half in tensor.chunk(2)]
-                for stored in (weights, biases)
-            )
+            weights = halves(weights[0])
+            biases = [half for bias in biases for half in bias.chunk(2)]
         gate, up = weights
         gate_up_biases = (biases[0], biases[1]) if biases else None
         return self._ops.gate_up(gate, up, gate_up_biases, norm, self._architecture.activation)
@@ -212,9 +211,13 @@ class _Builder:
 
     def _weights(
         self, prefix: str, names: tuple[str, ...], has_bias: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[list[Weight], list[Tensor]]:
         weights = [self._source(f"{prefix}{name}_proj.weight") for name in names]
-        return weights, [self._source(f"{prefix}{name}_proj.bias") for name in names if has_bias]
+        return weights, [self._vector(f"{prefix}{name}_proj.bias") for name in names if has_bias]
+
+    def _vector(self, name: str) -> Tensor:
+        """A tensor that is never codes."""
+        return numbers_of(self._source(name))
 
     def _then_normed(self, product: Product, norm: Norm | None) -> Product:
         return product if norm is None else lambda x: self._ops.rms_norm(product(x), norm)
@@ -223,7 +226,7 @@ class _Builder:
         return self._norm(prefix + name) if name else None
 
     def _norm(self, name: str) -> Norm:
-        weight, offset = self._source(f"{name}.weight"), self._architecture.norm_offset
+        weight, offset = self._vector(f"{name}.weight"), self._architecture.norm_offset
         if offset:  # a small weight would be lost beside it in 16 bits
             return Norm(weight.float() + offset, self._config.rms_norm_eps, in_fp32=True)
         return Norm(weight, self._config.rms_norm_eps)
