@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from nanoengine import SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError
+from nanoengine.kernels.call_tape import CallTape, _Pass
 from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf.convert import convert_gguf
@@ -140,6 +141,23 @@ def k_quants(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def test_k_quants(wide: Path, k_quants: Path) -> None:
     assert_like_transformers(k_quants, dequantised(wide, K_MIX, "Q4_K"))
+
+
+def test_a_decode_is_replayed_and_moves_no_bit(
+    k_quants: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays = []
+    replay = _Pass.replay
+
+    def counted(self: _Pass, tensors: Any) -> Tensor:
+        replays.append(self.is_whole)
+        return replay(self, tensors)
+
+    monkeypatch.setattr(_Pass, "replay", counted)
+    taped = logits_of(k_quants)
+    assert replays and all(replays)
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
+    assert all(map(torch.equal, taped, logits_of(k_quants)))
 
 
 def test_the_plan_says_what_is_held(k_quants: Path, tmp_path: Path) -> None:
