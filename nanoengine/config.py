@@ -325,7 +325,8 @@ class EngineConfig:
     context into chunks changes the bits of "flash-attn", "varlen", "ascend" and "sdpa" only.
     quantization: None, or lossy weights in all layers: "int8" (a scale for each output) or "int4"
     (a scale and a zero for each 128 inputs, or 64 or 32 where 128 does not divide them); "gguf"
-    keeps the 4-bit codes of a GGUF's Q4_0 and Q4_1 weights. Embeddings, output head and norms stay.
+    keeps the codes of a GGUF: on a CPU all of Q4_0 to Q6_K as they are, embeddings and head, too;
+    else those of Q4_0 and Q4_1. With the others embeddings, output head and norms stay.
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
     set, else all usable cores).
     tensor_parallel_size: processes that compute the model together, each with its heads and its

@@ -322,7 +322,7 @@ class CpuLinear:
         self._workspace = Workspace()
         self._tape = tape
         self.dtype = dtype
-        self._with_codes = with_codes
+        self.with_codes = with_codes
         self._has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
 
     @classmethod
@@ -417,7 +417,7 @@ class CpuLinear:
             self._check(bias, shape[:1])
         if norm is not None:
             self._check(norm[0], shape[1:])
-        if code_format and not self._with_codes:
+        if code_format and not self.with_codes:
             raise EngineError("codes are packed by kernels that were loaded with_codes")
         outputs, inputs = shape
         columns = -(-outputs // _TURN) * _TURN * len(weights)

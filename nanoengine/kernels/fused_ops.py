@@ -28,6 +28,7 @@ from nanoengine.models.layer_ops import (
     make_router,
 )
 from nanoengine.models.quant import Quantizer
+from nanoengine.models.stored_codes import Weight, numbers_of
 
 
 class Recorder(Protocol):
@@ -127,7 +128,8 @@ def _half_of(kernel: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tenso
 
 
 class PackedOps(KernelOps):
-    """bfloat16 products by our own kernel, with norm, silu and residual sum fused onto them.
+    """Products by our own kernel, with norm, silu and residual sum fused onto them: of bfloat16, or
+    of codes with activations in float32 or bfloat16.
 
     With a quantizer these are the head and the weights that it leaves.
     """
@@ -139,9 +141,10 @@ class PackedOps(KernelOps):
         self._cpu_kernels = kernels
         self._products = products
         self.is_batch_invariant = quantizer is None
+        self.takes_codes = products.with_codes
 
     def _linear(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Product | None
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
     ) -> Product:
         if quantized is not None:
             return super()._linear(weight, bias, norm, quantized)
@@ -149,7 +152,7 @@ class PackedOps(KernelOps):
         return self._normed(other_norm, packed)
 
     def _pack(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None
     ) -> tuple[PackedLinear, Norm | None]:
         """The product with the norm fused onto it, or the product alone and the norm."""
         if norm is None or norm.in_fp32:
@@ -158,8 +161,8 @@ class PackedOps(KernelOps):
 
     def gate_up(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         biases: tuple[Tensor, Tensor] | None,
         norm: Norm | None,
         activation: str,
@@ -170,10 +173,15 @@ class PackedOps(KernelOps):
         packed = self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
         return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+    def head(self, weight: Weight, norm: Norm | None) -> Product:
         return self.tied(weight, norm)[1]
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+    def embedding(self, weight: Weight) -> Embed:
+        if isinstance(weight, Tensor):
+            return super().embedding(weight)
+        return self._products.pack(weight).gather_rows
+
+    def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""
         packed, other_norm = self._pack(weight, None, norm)
         return packed.gather_rows, self._normed(other_norm, packed.in_float)
@@ -187,10 +195,14 @@ class PackedOps(KernelOps):
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
-        """One call of C if all products are packed."""
-        if self._quantizer is not None or activation != "silu" or config.has_bias:
+        """One call of C if all products are packed, of numbers."""
+        is_packed = self._quantizer is None and not self.takes_codes
+        if not is_packed or activation != "silu" or config.has_bias:
             return super().experts(config, weights, norm, activation)
-        each = ((expert.gate, expert.up, expert.down) for expert in weights.experts)
+        each = (
+            (numbers_of(expert.gate), numbers_of(expert.up), numbers_of(expert.down))
+            for expert in weights.experts
+        )
         experts = self._products.experts(make_router(self, config, weights), each)
         return finish_experts(self, experts, weights, norm, activation)
 

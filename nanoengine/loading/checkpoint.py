@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from nanoengine.loading.mxfp4 import GROUP, unpack_mxfp4
 from nanoengine.loading.refused import about_folder
 from nanoengine.loading.wrappers import text_names
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS, CodedRows, CodedWeight, Weight
 from nanoengine.text.checked_json import (
     MAX_REASON,
     has_file,
@@ -31,6 +33,7 @@ from nanoengine.text.checked_json import (
 )
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODE_DTYPES = {"U8": torch.uint8}
 PACKED_DTYPES = {"U8": torch.bfloat16}  # of MXFP4, and what it becomes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Heads that guess further tokens; the model does not need them.
@@ -85,6 +88,7 @@ class CheckpointReader:
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
         self._parts: dict[str, Part] = {}
+        self._formats: dict[str, str] = {}
         self._num_read = 0
         try:
             weight_map = _weight_map(folder)
@@ -117,10 +121,13 @@ class CheckpointReader:
         try:
             file = safe_open(str(path), framework="pt", device="cpu")
             names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
+            about = file.metadata() or {}  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError, ValueError) as error:
             reason = str(error)[:MAX_REASON]  # the error may quote the whole header
             raise CorruptModelError(f"{path} is truncated or damaged: {reason}") from error
         self._files[file_name] = file
+        if CODES_KEY in about:
+            self._formats |= _read_formats(path, about[CODES_KEY])
         return names
 
     def _check_index(self, weight_map: Mapping[str, str]) -> None:
@@ -145,20 +152,29 @@ class CheckpointReader:
         return set(self._parts)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, read from the header only."""
+        """Shape of a tensor, read from the header only; of codes, that of their numbers."""
         part = self._parts[name]
         shape = tuple(self._slice(part.stored).get_shape())
         if part.index is None:
-            return shape
+            if not self.code_format(name) or len(shape) != 2:
+                return shape
+            weights, num_bytes = FORMATS[self.code_format(name)]
+            return shape[0], shape[1] // num_bytes * weights
         rows, *columns = reversed(shape[1:]) if part.is_turned else shape[1:]
         if part.scales:
             columns = [columns[0] * GROUP]
         return len(range(rows)[slice(*part.rows)]), *columns
 
+    def code_format(self, name: str) -> str:
+        """A key of FORMATS; "" if the tensor is numbers."""
+        return self._formats.get(self._parts[name].stored, "")
+
     def dtype(self, name: str) -> torch.dtype:
-        """One of `dtypes`. Raises UnsupportedModelError for another stored dtype."""
+        """One of `dtypes`; uint8 of codes. Raises UnsupportedModelError for other stored ones."""
         part = self._parts[name]
         dtypes = PACKED_DTYPES if part.scales else self.dtypes
+        if self.code_format(name):
+            dtypes = CODE_DTYPES
         for whole in filter(None, (part.stored, part.scales)):
             stored = str(self._slice(whole).get_dtype())
             if stored not in dtypes:
@@ -170,7 +186,14 @@ class CheckpointReader:
 
     def num_bytes(self) -> int:
         """Bytes of all tensors of the model as stored."""
-        return sum(math.prod(self.shape(name)) * self.dtype(name).itemsize for name in self._parts)
+        return sum(
+            math.prod(self._stored_shape(name)) * self.dtype(name).itemsize for name in self._parts
+        )
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        if self.code_format(name):
+            return tuple(self._slice(self._parts[name].stored).get_shape())
+        return self.shape(name)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU and in its stored dtype, mapped from the file."""
@@ -193,6 +216,13 @@ class CheckpointReader:
         entry, rows = tensor[part.index], slice(*part.rows)
         return entry.T[rows].contiguous() if part.is_turned else entry[rows]
 
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """As `tensor`, but codes are a CodedWeight of this dtype, which is in memory."""
+        tensor = self.tensor(name)
+        if not self.code_format(name):
+            return tensor
+        return CodedWeight((CodedRows(self.code_format(name), tensor.clone()),), dtype)
+
     def _slice(self, stored: str) -> Any:
         return self._files[self._file_of[stored]].get_slice(stored)
 
@@ -205,6 +235,17 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _read_formats(path: Path, text: str) -> dict[str, str]:
+    """The formats of codes in a file's metadata. Raises CorruptModelError."""
+    try:
+        formats = json.loads(text)
+    except ValueError:
+        formats = None
+    if not isinstance(formats, dict) or not all(name in FORMATS for name in formats.values()):
+        raise CorruptModelError(f"{path}: {CODES_KEY!r} of its metadata names no known formats")
+    return formats
 
 
 def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:

@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 MAX_HUB_ID = 200  # characters, twice what the hub allows
 
 
-def resolve_model(name: str | Path) -> Path:
+def resolve_model(name: str | Path, keeps_codes: bool = False) -> Path:
     """The Hugging Face folder of a model. `name` is such a folder, a .gguf file, a name in PACKAGED
-    or a hub id ("organisation/model").
+    or a hub id ("organisation/model"). keeps_codes: of a GGUF, see `convert_gguf`.
 
     A GGUF is converted once into the user's cache (see `model_cache.py`); this takes seconds. A hub
     model is downloaded once into the hub's cache.
@@ -41,9 +41,9 @@ def resolve_model(name: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        return _convert_once(path)
+        return _convert_once(path, keeps_codes)
     if str(name) in PACKAGED:
-        return _convert_once(packaged_gguf(str(name)))
+        return _convert_once(packaged_gguf(str(name)), keeps_codes)
     if _may_be_at_the_hub(str(name)):
         return hub_folder(str(name))
     _raise_not_found(str(name))
@@ -102,17 +102,18 @@ def _check_suffix(path: Path) -> None:
         )
 
 
-def _convert_once(path: Path) -> Path:
+def _convert_once(path: Path, keeps_codes: bool) -> Path:
     _check_suffix(path)
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", path.stem)[:64].lstrip(".")
     try:
-        key = f"{model_cache.remembered_digest(path)}-v{CONVERTER_VERSION}"
+        kept = "-codes" if keeps_codes else ""
+        key = f"{model_cache.remembered_digest(path)}-v{CONVERTER_VERSION}{kept}"
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
 
     def convert(target: Path) -> str:
         logger.info("converting %s (once)", path)
-        return convert_gguf(path, target)
+        return convert_gguf(path, target, keeps_codes)
 
     return model_cache.cached_folder(f"{stem}-{key}", convert)
 
@@ -126,12 +127,12 @@ def _raise_not_found(name: str) -> NoReturn:
     raise ModelNotFoundError(f"there is no model at {shown(name)}: {about}")
 
 
-def find_model(name: str, load_format: str) -> Path:
+def find_model(name: str, load_format: str, keeps_codes: bool = False) -> Path:
     """The folder of a model from `resolve_model`, if it has the wanted format.
 
     Raises ModelLoadError, and ConfigError for another format.
     """
-    folder = resolve_model(name)
+    folder = resolve_model(name, keeps_codes)
     is_given = folder == _given_path(name) or model_cache.description(folder) is None
     found = "safetensors" if is_given else "gguf"
     if load_format in ("safetensors", "gguf") and load_format != found:

@@ -7,13 +7,15 @@ Never runs code of a checkpoint and never opens pickles.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from nanoengine.config import ModelConfig
+from nanoengine.errors import ModelLoadError
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
 from nanoengine.loading.experts_json import about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
@@ -24,6 +26,7 @@ from nanoengine.models.architectures import CHOICE_BIAS, weight_shapes
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
+from nanoengine.models.stored_codes import Weight, numbers_of
 from nanoengine.text.checked_json import read_json
 
 
@@ -31,7 +34,8 @@ from nanoengine.text.checked_json import read_json
 class LoadedModel:
     """A decoder in memory. `source` describes its weights for the plan.
 
-    config: of the model. part: of this process's part of it, see Shard.
+    config: of the model. part: of this process's part of it, see Shard. codes: how many of its
+    tensors are codes, by format.
     """
 
     config: ModelConfig
@@ -39,6 +43,7 @@ class LoadedModel:
     decoder: Model
     source: str
     weight_bytes: int
+    codes: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_model(
@@ -70,22 +75,32 @@ def load_model(
         decoder = Decoder(part, lambda name: shard.take(name, dummy(name), config), device, ops)
         return LoadedModel(config, part, decoder, "random weights", num_bytes)
     is_wrapped = bool(config.wrapper)
+    sizes, codes = [], Counter[str]()
     with _open(folder, is_wrapped) as reader:
         parts = expert_parts(config, reader)
         reader.rename(parts)
         check_names(shapes, reader, ignorable_tensors(config))
 
-        def source(name: str) -> torch.Tensor:
-            as_stored = torch.float32 if name.endswith(CHOICE_BIAS) else dtype
-            return shard.take(name, reader.tensor(name), config).to(device, as_stored)
+        def source(name: str) -> Weight:
+            stored = reader.weight(name, dtype)
+            if not ops.takes_codes:
+                stored = numbers_of(stored)
+            weight = shard.take(name, stored, config)
+            if isinstance(weight, torch.Tensor):
+                as_stored = torch.float32 if name.endswith(CHOICE_BIAS) else dtype
+                weight = weight.to(device, as_stored)
+            else:
+                codes[reader.code_format(name)] += 1
+            sizes.append(weight.nbytes)
+            return weight
 
         decoder = Decoder(part, source, device, ops)
-        stored = describe_weights(folder) + about_packed(parts, reader, dtype)
+        origin = describe_weights(folder) + about_packed(parts, reader, dtype)
         if isinstance(reader, Fp8Reader):
-            stored = f"{stored}; {reader.growth(num_bytes)}"
+            origin = f"{origin}; {reader.growth(num_bytes)}"
     if is_wrapped:
-        stored = f"{stored}; {about_others(config.wrapper, reader.others)}"
-    return LoadedModel(config, part, decoder, stored, num_bytes)
+        origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
+    return LoadedModel(config, part, decoder, origin, sum(sizes), codes)
 
 
 def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
@@ -97,6 +112,15 @@ def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
         if block is None
         else Fp8Reader(folder, is_wrapped, block)
     )
+
+
+def holds_codes(folder: Path) -> bool:
+    """Whether some tensors in `folder` are codes; False, too, if `load_model` will refuse it."""
+    try:
+        with CheckpointReader(folder) as reader:
+            return any(reader.code_format(name) for name in reader.names())
+    except ModelLoadError:
+        return False
 
 
 def _dummy_source(

@@ -5,7 +5,6 @@ Knows tensor names, not files. Write a new class only for a model with another o
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -28,8 +27,9 @@ from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeigh
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import Attention, DeltaLayer
 from nanoengine.models.rope import Rotary, head_order
+from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
 
-TensorSource = Callable[[str], Tensor]
+TensorSource = Callable[[str], Weight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Decoder:
         self, config: ModelConfig, source: TensorSource, device: torch.device, ops: LayerOps
     ) -> None:
         """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the final
-        dtype.
+        dtype; matrices may be codes if `ops` takes these.
         """
         builder = _Builder(config, source, ops)
         self._embed, self._head = builder.ends()
@@ -155,7 +155,7 @@ class _Builder:
         if self._config.tie_word_embeddings:
             embed, head = self._ops.tied(weight, norm)
         else:
-            embed = functools.partial(torch.embedding, weight)
+            embed = self._ops.embedding(weight)
             head = self._ops.head(self._source("lm_head.weight"), norm)
         if not self._architecture.scales_embeddings:
             return embed, head
@@ -189,7 +189,7 @@ class _Builder:
             head_norms = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
         kv_layer = index - sum(other < index for other in config.recurrent_layers)
         heads = config.num_heads, config.num_kv_heads
-        sinks = self._source_if(architecture.sinks, prefix + "sinks")
+        sinks = self._numbers_if(architecture.sinks, prefix + "sinks")
         attention = Attention(
             self._ops,
             kv_layer,
@@ -205,28 +205,30 @@ class _Builder:
         names = ("qkv",) if self._architecture.is_fused else ("q", "k", "v")
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
         weight = self._in_order(weights)
-        bias = self._in_order(biases) if biases else None
+        bias = numbers_of(self._in_order([*biases])) if biases else None
         return self._ops.linear(weight, bias, norm)
 
-    def _in_order(self, parts: list[Tensor]) -> Tensor:
+    def _in_order(self, parts: list[Weight]) -> Weight:
         """Weights or biases of q, k and v as [(heads + 2 kv_heads) x head_dim, ...], the heads of q
         and k in `head_order`; with a gate there are `heads` more, stored behind those of q.
         """
         config, dim = self._config, self._config.head_dim
         if self._architecture.output_gate:
-            q, gate = parts[0].view(config.num_heads, 2 * dim, *parts[0].shape[1:]).chunk(2, dim=1)
+            stored = numbers_of(parts[0])
+            q, gate = stored.view(config.num_heads, 2 * dim, *stored.shape[1:]).chunk(2, dim=1)
             parts = [q.flatten(0, 1), *parts[1:], gate.flatten(0, 1)]
-        qkv = torch.cat(parts)
+        qkv = joined(parts)
         if self._head_order is None:
             return qkv
-        heads = qkv.view(-1, dim, *qkv.shape[1:])
+        heads = torch.arange(qkv.shape[0]).view(-1, dim)
         q_and_k, others = heads.tensor_split((config.num_heads + config.num_kv_heads,))
-        return torch.cat((q_and_k[:, self._head_order.to(qkv.device)], others)).flatten(0, 1)
+        order = torch.cat((q_and_k[:, self._head_order.cpu()], others)).flatten()
+        return in_order(qkv, order)
 
     def _delta_rule(
         self, index: int, prefix: str, norm: Norm | None
     ) -> tuple[Product, Attention | DeltaLayer, Product]:
-        shape, source = self._config.delta, self._source
+        shape, source = self._config.delta, self._numbers
         assert shape is not None
         names = self._architecture.recurrent
         stored = {name: source(f"{prefix}in_proj_{name}.weight") for name in names}
@@ -268,18 +270,18 @@ class _Builder:
         shared, has_bias = prefix + names.shared, config.has_bias
         weights = MixtureWeights(
             router=RouterWeights(
-                self._source(prefix + "gate.weight"),
-                self._source_if(has_bias, prefix + "gate.bias"),
+                self._numbers(prefix + "gate.weight"),
+                self._numbers_if(has_bias, prefix + "gate.bias"),
             ),
             experts=(self._expert(f"{prefix}experts.{i}.", has_bias) for i in range(config.count)),
-            choice_bias=self._source_if(names.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
+            choice_bias=self._numbers_if(names.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
             shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
-            shared_gate=self._source_if(names.has_shared_gate, shared + "_gate.weight"),
+            shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
         )
         return self._ops.experts(config, weights, norm, self._architecture.activation)
 
-    def _source_if(self, is_there: bool, name: str) -> Tensor | None:
-        return self._source(name) if is_there else None
+    def _numbers_if(self, is_there: bool, name: str) -> Tensor | None:
+        return self._numbers(name) if is_there else None
 
     def _expert(self, prefix: str, has_bias: bool) -> ExpertWeights:
         (gate, up, down), biases = self._weights(prefix, ("gate", "up", "down"), has_bias)
@@ -289,10 +291,8 @@ class _Builder:
         names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")
         weights, biases = self._weights(prefix, names, self._config.mlp_bias)
         if self._architecture.is_fused:
-            weights, biases = (
-                [half for tensor in stored for half in tensor.chunk(2)]
-                for stored in (weights, biases)
-            )
+            weights = halves(weights[0])
+            biases = [half for bias in biases for half in bias.chunk(2)]
         gate, up = weights
         gate_up_biases = (biases[0], biases[1]) if biases else None
         return self._ops.gate_up(gate, up, gate_up_biases, norm, self._architecture.activation)
@@ -303,9 +303,13 @@ class _Builder:
 
     def _weights(
         self, prefix: str, names: tuple[str, ...], has_bias: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    ) -> tuple[list[Weight], list[Tensor]]:
         weights = [self._source(f"{prefix}{name}_proj.weight") for name in names]
-        return weights, [self._source(f"{prefix}{name}_proj.bias") for name in names if has_bias]
+        return weights, [self._numbers(f"{prefix}{name}_proj.bias") for name in names if has_bias]
+
+    def _numbers(self, name: str) -> Tensor:
+        """A tensor that is never codes."""
+        return numbers_of(self._source(name))
 
     def _then_normed(self, product: Product, norm: Norm | None) -> Product:
         return product if norm is None else lambda x: self._ops.rms_norm(product(x), norm)
@@ -314,7 +318,7 @@ class _Builder:
         return self._norm(prefix + name) if name else None
 
     def _norm(self, name: str) -> Norm:
-        weight, offset = self._source(f"{name}.weight"), self._architecture.norm_offset
+        weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset
         if offset:  # a small weight would be lost beside it in 16 bits
             return Norm(weight.float() + offset, self._config.rms_norm_eps, in_fp32=True)
         return Norm(weight, self._config.rms_norm_eps)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoengine.config import ExpertsConfig
+from nanoengine.models.stored_codes import Weight, numbers_of
 
 Map = Callable[[Tensor], Tensor]  # [rows, a] -> [rows, b]
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [rows, hidden] -> as `route`
@@ -25,9 +26,9 @@ LEAST_SUM = 1e-20  # below any sum of scores that is not 0, by which nothing can
 class ExpertWeights:
     """One expert: gate and up are [inner, hidden], down is [hidden, inner]. biases: of all."""
 
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    gate: Weight
+    up: Weight
+    down: Weight
     biases: tuple[Tensor, Tensor, Tensor] | None = None
 
 
@@ -43,9 +44,8 @@ class RouterWeights:
 class MixtureWeights:
     """The experts of a layer, which are read one at a time.
 
-    choice_bias: fp32 [experts], added to the scores for the choice
-    alone. shared: an expert to which every row goes; shared_gate: [1, hidden], of a sigmoid that
-    its result is multiplied by.
+    choice_bias: fp32 [experts], added to the scores for the choice alone. shared: an expert to
+    which every row goes; shared_gate: [1, hidden], of a sigmoid that its result is multiplied by.
     """
 
     router: RouterWeights
@@ -87,12 +87,13 @@ class GroupedExperts:
         self._router, self._gated = router, gated
         biases: list[tuple[Tensor, Tensor]] = []
         for index, expert in enumerate(experts):
-            inner, hidden = expert.gate.shape
+            gate, up, down = map(numbers_of, (expert.gate, expert.up, expert.down))
+            inner, hidden = gate.shape
             if index == 0:
-                self._gate_up = expert.gate.new_empty(count, 2 * inner, hidden)
-                self._down = expert.down.new_empty(count, hidden, inner)
-            torch.cat((expert.gate, expert.up), out=self._gate_up[index])
-            self._down[index] = expert.down
+                self._gate_up = gate.new_empty(count, 2 * inner, hidden)
+                self._down = down.new_empty(count, hidden, inner)
+            torch.cat((gate, up), out=self._gate_up[index])
+            self._down[index] = down
             if expert.biases is not None:
                 biases.append((torch.cat(expert.biases[:2]), expert.biases[2]))
         of_gate_up, of_down = zip(*biases, strict=True) if biases else ((), ())

@@ -28,6 +28,7 @@ from nanoengine.models.experts import (
     route,
 )
 from nanoengine.models.quant import Quantizer
+from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
@@ -58,20 +59,25 @@ class LayerOps(Protocol):
         """Whether the bits of a row depend on that row alone."""
         ...
 
+    @property
+    def takes_codes(self) -> bool:
+        """Whether weights may be codes."""
+        ...
+
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+        self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
         """norm(x) @ weight.T + bias; weight is [out_features, in_features]."""
         ...
 
-    def summand(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
         """x @ weight.T + bias, whose result is added to the residual stream."""
         ...
 
     def gate_up(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         biases: tuple[Tensor, Tensor] | None,
         norm: Norm | None,
         activation: str,
@@ -79,11 +85,15 @@ class LayerOps(Protocol):
         """activation(gate(norm(x))) * up(norm(x)) (arXiv 2002.05202); see GATED."""
         ...
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+    def head(self, weight: Weight, norm: Norm | None) -> Product:
         """The product that gives the logits; its weight is never quantised."""
         ...
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+    def embedding(self, weight: Weight) -> Embed:
+        """Token ids to rows of weight."""
+        ...
+
+    def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The embedding and the head that share one weight, which is held once if possible."""
         ...
 
@@ -248,49 +258,54 @@ class TorchOps:
     """Plain PyTorch, which runs anywhere."""
 
     is_batch_invariant = False
+    takes_codes = False
 
     def __init__(self, quantizer: Quantizer | None = None) -> None:
         """quantizer: packs the weights of the layers; None leaves them as they are."""
         self._quantizer = quantizer
 
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+        self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
-        quantized = None if self._quantizer is None else self._quantizer.product(weight)
+        quantizer = self._quantizer
+        quantized = None if quantizer is None else quantizer.product(numbers_of(weight))
         return self._linear(weight, bias, norm, quantized)
 
-    def summand(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
         return self.linear(weight, bias)
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+    def head(self, weight: Weight, norm: Norm | None) -> Product:
         return self._linear(weight, None, norm, None)
 
+    def embedding(self, weight: Weight) -> Embed:
+        return functools.partial(torch.embedding, numbers_of(weight))
+
     def _linear(
-        self, weight: Tensor, bias: Tensor | None, norm: Norm | None, quantized: Product | None
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
     ) -> Product:
-        return self._normed(norm, Linear(weight, bias, quantized))
+        return self._normed(norm, Linear(numbers_of(weight), bias, quantized))
 
     def _normed(self, norm: Norm | None, product: Product) -> Product:
         return product if norm is None else NormedProduct(self, norm, product)
 
     def gate_up(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         biases: tuple[Tensor, Tensor] | None,
         norm: Norm | None,
         activation: str,
     ) -> Product:
-        both = self.linear(torch.cat((gate, up)), None if biases is None else torch.cat(biases))
+        both = self.linear(joined([gate, up]), None if biases is None else torch.cat(biases))
         gated = self._gated(activation)
         return self._normed(norm, lambda x: gated(both(x)))
 
     def _gated(self, activation: str) -> Callable[[Tensor], Tensor]:
         return GATED[activation]
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+    def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """As LayerOps.tied; but a weight that oneDNN reorders is held twice."""
-        return functools.partial(torch.embedding, weight), self.head(weight, norm)
+        return self.embedding(weight), self.head(weight, norm)
 
     def router(self, weights: RouterWeights) -> Product:
         bias = None if weights.bias is None else weights.bias.float()

@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from torch import Tensor, cat
-
 from nanoengine.config import ModelConfig
 from nanoengine.errors import ConfigError
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_ops import LayerOps
+from nanoengine.models.stored_codes import Weight, joined
 
 UNIT = 16  # outputs: where a size does not divide, ranks get multiples of it
 
@@ -105,13 +104,13 @@ class Shard:
         num_q, num_kv = model.num_heads * size, model.num_kv_heads * size
         return q, _moved(kv, num_q), _moved(kv, num_q + num_kv)
 
-    def take(self, name: str, tensor: Tensor, model: ModelConfig) -> Tensor:
+    def take(self, name: str, tensor: Weight, model: ModelConfig) -> Weight:
         """This rank's rows of a whole tensor of the model."""
         rows = self.rows(name, model)
         if rows is None:
             return tensor
         parts = [tensor[each.start : each.stop] for each in rows]
-        return parts[0] if len(parts) == 1 else cat(parts)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     def shapes(
         self, whole: Mapping[str, tuple[int, ...]], model: ModelConfig

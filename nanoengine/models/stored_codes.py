@@ -21,6 +21,8 @@ FORMATS = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
+# In the metadata of a safetensors file: JSON, the format of each tensor that is codes.
+CODES_KEY = "codes"
 _ROWS_AT_ONCE = 1024
 
 
@@ -116,6 +118,17 @@ def joined(weights: list[Weight]) -> Weight:
             else:
                 parts.append(part)
     return CodedWeight(tuple(parts), weights[0].dtype)
+
+
+def halves(weight: Weight) -> list[Weight]:
+    """The first half of its rows, and the second."""
+    half = weight.shape[0] // 2
+    return [weight[:half], weight[half:]]
+
+
+def in_order(weight: Weight, order: Tensor) -> Weight:
+    """Its rows in another order, int64 [outputs]; see CodedWeight.take."""
+    return weight.take(order) if isinstance(weight, CodedWeight) else weight[order]
 
 
 def numbers_of(weight: Weight) -> Tensor:

@@ -5,6 +5,7 @@ Knows no requests and no steps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,7 +29,7 @@ from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
 from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
-from nanoengine.loading.loader import LoadedModel, load_model
+from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
 from nanoengine.models.layer_ops import LayerOps, TorchOps
 from nanoengine.models.quant import Quantizer
 from nanoengine.models.shard import Sharding
@@ -84,7 +85,7 @@ def load_parts(
 
     sharding: None loads the whole model.
     """
-    folder = find_model(config.model, config.load_format)
+    folder = find_folder(config, device)
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
     with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
@@ -94,16 +95,23 @@ def load_parts(
     return Parts(**own, tokenizer=tokenizer.result(), default_params=params)
 
 
+def find_folder(config: EngineConfig, device: Device) -> Path:
+    """The folder of the model, see `find_model`: on a CPU with its codes if these are asked for."""
+    keeps_codes = config.quantization == "gguf" and device.name == "cpu"
+    return find_model(config.model, config.load_format, keeps_codes)
+
+
 def load_compute_parts(
     config: EngineConfig, device: Device, folder: Path, sharding: RecordedSharding | None = None
 ) -> ComputeParts:
     """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
-    quantizer = None
-    if config.quantization is not None:
-        quantizer = Quantizer(config.quantization, device.torch_device, dtype)
-    ops = choose_ops(config, device, kernels, dtype, quantizer)
+    quantizer, ops = None, _code_ops(kernels, dtype) if holds_codes(folder) else None
+    if ops is None:
+        if config.quantization is not None:
+            quantizer = Quantizer(config.quantization, device.torch_device, dtype)
+        ops = choose_ops(config, device, kernels, dtype, quantizer)
     model = load_model(
         folder,
         config.load_format,
@@ -129,7 +137,7 @@ def load_compute_parts(
         dtype_reason=dtype_reason,
         weight_bytes=model.weight_bytes - (quantizer.saved_bytes() if quantizer else 0),
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
-        quantization=str(quantizer or ""),
+        quantization=describe_codes(model.codes, dtype) or str(quantizer or ""),
         invariance=describe_invariance(
             ops.is_batch_invariant,
             attention.is_batch_invariant,
@@ -137,6 +145,14 @@ def load_compute_parts(
         ),
     )
     return ComputeParts(folder, model, ops, attention, facts)
+
+
+def describe_codes(codes: Mapping[str, int], dtype: torch.dtype) -> str:
+    """A line for the plan, from how many weights are codes of each format; "" if none is."""
+    if not codes:
+        return ""
+    counts = ", ".join(f"{count} of {name}" for name, count in sorted(codes.items()))
+    return f"gguf (codes as stored): {counts}; the rest in {str(dtype).removeprefix('torch.')}"
 
 
 def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
@@ -179,6 +195,16 @@ def choose_ops(
         return PackedOps(kernels, CpuLinear.load(kernels.tape), quantizer)
     except KernelBuildError:
         return KernelOps(kernels, kernels.tape, quantizer)
+
+
+def _code_ops(kernels: CpuKernels | None, dtype: torch.dtype) -> LayerOps | None:
+    """Operations that multiply with codes, None where none can."""
+    if kernels is None:
+        return None
+    try:
+        return PackedOps(kernels, CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True))
+    except KernelBuildError:
+        return None
 
 
 def _gpu_ops(config: EngineConfig, device: Device, quantizer: Quantizer | None) -> LayerOps:

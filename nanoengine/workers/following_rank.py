@@ -15,8 +15,12 @@ from nanoengine.devices.device import Device
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_kv import StepKV
-from nanoengine.loading.find_model import find_model
-from nanoengine.startup.parts import ComputeParts, load_compute_parts, make_engine_device
+from nanoengine.startup.parts import (
+    ComputeParts,
+    find_folder,
+    load_compute_parts,
+    make_engine_device,
+)
 from nanoengine.startup.probe import measure_copy
 from nanoengine.workers.channel import Channel
 from nanoengine.workers.group import Group
@@ -34,7 +38,7 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
     device = make_engine_device(config)
     group = setup.join(hello["rank"])
     sharding = RankSharding(hello["rank"], group)
-    folder = find_model(config.model, config.load_format)
+    folder = find_folder(config, device)
     parts = load_compute_parts(config, device, folder, sharding)
     channel.reply(fingerprint(parts).encode())
     requests = channel.requests()

@@ -8,10 +8,8 @@ Gathers move data and compute nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from nanoengine.config import ExpertsConfig, ModelConfig
@@ -27,6 +25,7 @@ from nanoengine.models.layer_ops import (
     make_experts,
 )
 from nanoengine.models.shard import Shard
+from nanoengine.models.stored_codes import Weight
 from nanoengine.workers.group import Group
 
 
@@ -44,12 +43,16 @@ class ShardedOps:
     def is_batch_invariant(self) -> bool:
         return self._ops.is_batch_invariant
 
+    @property
+    def takes_codes(self) -> bool:
+        return self._ops.takes_codes
+
     def linear(
-        self, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None
+        self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
         return self._ops.linear(weight, bias, norm)
 
-    def summand(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+    def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
         """Its input is this rank's part, its result is whole."""
         product, gather = self._ops.summand(weight, bias), self._group.gather
         inputs = self._shard.widths(weight.shape[1])
@@ -58,15 +61,18 @@ class ShardedOps:
 
     def gate_up(
         self,
-        gate: Tensor,
-        up: Tensor,
+        gate: Weight,
+        up: Weight,
         biases: tuple[Tensor, Tensor] | None,
         norm: Norm | None,
         activation: str,
     ) -> Product:
         return self._ops.gate_up(gate, up, biases, norm, activation)
 
-    def head(self, weight: Tensor, norm: Norm | None) -> Product:
+    def embedding(self, weight: Weight) -> Embed:
+        return self._ops.embedding(weight)
+
+    def head(self, weight: Weight, norm: Norm | None) -> Product:
         """Its result is whole on rank 0, and empty on others."""
         product, gather = self._ops.head(weight, norm), self._group.gather_to_first
         outputs = self._shard.widths(self._model.vocab_size)
@@ -77,10 +83,10 @@ class ShardedOps:
 
         return run
 
-    def tied(self, weight: Tensor, norm: Norm | None) -> tuple[Embed, Product]:
+    def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """Every rank holds all embeddings; its head takes its rows of them."""
         rows = self._shard.take("lm_head.weight", weight, self._model)
-        return functools.partial(torch.embedding, weight), self.head(rows, norm)
+        return self.embedding(weight), self.head(rows, norm)
 
     def router(self, weights: RouterWeights) -> Product:
         """Every rank has all of it, so that all send a row to the same experts."""

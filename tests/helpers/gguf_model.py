@@ -53,6 +53,20 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3moe",
     "SmolLM3ForCausalLM": "smollm3",
 }
+SCALINGS: dict[str, dict[str, Any]] = {
+    "gemma3": {},
+    "mistral-window": {},
+    "mixtral": {},
+    "phi3": {"original_context_length": 512, "attn_factor": 1.2},
+    "qwen2": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 64,
+        "yarn_beta_fast": 2.0,
+    },
+    "smollm3": {},
+}
+WITH_WINDOWS = ("gemma3", "mistral-window", "mixtral")
 
 
 def gguf_name(name: str, names: dict[str, str]) -> str:
@@ -183,3 +197,23 @@ class GGUFModel:
             writer.add_array(key, value)
         elif value is not None:
             writer.add_string(key, value)
+
+
+def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
+    """With what llama.cpp's converter writes of RoPE and windows."""
+    rope = model.config["rope_parameters"]
+    if model.config.get("sliding_window") and name in WITH_WINDOWS:
+        model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
+    if name == "gemma3":
+        local = rope["sliding_attention"]["rope_theta"]
+        model.settings |= {
+            "gemma3.attention.sliding_window_pattern": 2,
+            "gemma3.rope.freq_base_swa": float(local),
+        }
+    for which in ("long", "short"):
+        if f"{which}_factor" in rope:
+            factors = np.array(rope[f"{which}_factor"], dtype=np.float32)
+            model.tensors[f"rope_factors_{which}.weight"] = factors
+    for key, value in SCALINGS[name].items():
+        model.settings[f"{model.arch}.rope.scaling.{key}"] = value
+    return model

@@ -21,7 +21,7 @@ import torch
 from checkpoints import GGUFValue
 from driver import Driver, assert_logits_are_transformers
 from gguf import GGMLQuantizationType as QuantType
-from gguf_model import USER_DEFINED, GGUFModel
+from gguf_model import SCALINGS, USER_DEFINED, WITH_WINDOWS, GGUFModel, with_scaling
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -125,24 +125,6 @@ def test_the_configuration_comes_back(
 
 
 # name: what llama.cpp's converter writes for the model's RoPE.
-SCALINGS: dict[str, dict[str, Any]] = {
-    "gemma3": {},
-    "mistral-window": {},
-    "mixtral": {},
-    "phi3": {"original_context_length": 512, "attn_factor": 1.2},
-    "qwen2": {
-        "type": "yarn",
-        "factor": 4.0,
-        "original_context_length": 64,
-        "yarn_beta_fast": 2.0,
-    },
-    "smollm3": {},
-}
-
-
-WITH_WINDOWS = ("gemma3", "mistral-window", "mixtral")
-
-
 @pytest.mark.parametrize("name", SCALINGS)
 def test_the_configuration_of_newer_architectures_comes_back(
     tiny: Callable[[str], Path], tmp_path: Path, out: Path, name: str
@@ -163,26 +145,6 @@ def test_the_configuration_of_newer_architectures_comes_back(
     ours = json.loads((out / "config.json").read_text())["rope_scaling"] or {}
     for key in ("long_factor", "short_factor"):
         assert ours.get(key) == theirs.get(key)
-
-
-def with_scaling(model: GGUFModel, name: str) -> GGUFModel:
-    """With what llama.cpp's converter writes of RoPE and windows."""
-    rope = model.config["rope_parameters"]
-    if model.config.get("sliding_window") and name in WITH_WINDOWS:
-        model.settings[f"{model.arch}.attention.sliding_window"] = model.config["sliding_window"]
-    if name == "gemma3":
-        local = rope["sliding_attention"]["rope_theta"]
-        model.settings |= {
-            "gemma3.attention.sliding_window_pattern": 2,
-            "gemma3.rope.freq_base_swa": float(local),
-        }
-    for which in ("long", "short"):
-        if f"{which}_factor" in rope:
-            factors = np.array(rope[f"{which}_factor"], dtype=np.float32)
-            model.tensors[f"rope_factors_{which}.weight"] = factors
-    for key, value in SCALINGS[name].items():
-        model.settings[f"{model.arch}.rope.scaling.{key}"] = value
-    return model
 
 
 @pytest.mark.parametrize("name", ["phi3", "phi3 21", "gemma3", "mistral-window", "mixtral"])

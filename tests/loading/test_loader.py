@@ -142,7 +142,7 @@ class Conversions:
         self.error: Exception | None = None
         monkeypatch.setattr(finding, "convert_gguf", self)
 
-    def __call__(self, source: Path, target: Path) -> str:
+    def __call__(self, source: Path, target: Path, keeps_codes: bool) -> str:
         self.count += 1
         assert list(target.iterdir()) == []
         (target / "config.json").write_text("{}")

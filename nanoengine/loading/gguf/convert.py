@@ -15,7 +15,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +30,7 @@ from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, mode
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
 from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS
 
 logger = logging.getLogger(__name__)
 CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
@@ -82,14 +83,23 @@ class _Tensor:
     quant_type: Any
     rows: npt.NDArray[np.intp] | None  # order to read the rows in; None is as stored
     offset: float = 0.0  # to be added
+    code_format: str = ""  # of a tensor that stays codes
+
+    @property
+    def written(self) -> tuple[str, tuple[int, ...], int]:
+        """Dtype, shape and bytes in a safetensors file."""
+        if self.code_format:
+            return "U8", self.data.shape, self.data.nbytes
+        return "BF16", self.shape, 2 * math.prod(self.shape)
 
 
-def convert_gguf(source: Path, target: Path) -> str:
+def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     """Fill the empty folder `target` with the model in `source`; returns what the weights are, in
-    words.
+    words. keeps_codes: matrices of a format in stored_codes.FORMATS stay as they are.
 
     Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
-    model.safetensors (bfloat16). At most 16 MiB of float32 are held at a time.
+    model.safetensors (bfloat16; codes are uint8 [rows, bytes of a row], and CODES_KEY of its
+    metadata is JSON with the format of each). At most 16 MiB of float32 are held at a time.
     Raises CorruptModelError for a damaged file, UnsupportedModelError for what cannot be
     represented.
     """
@@ -106,12 +116,16 @@ def convert_gguf(source: Path, target: Path) -> str:
         if name not in ROPE_TENSORS
         for tensor in _named(metadata, config, t)
     ]
-    _tell_growth(source, target, stored, tensors)
+    if keeps_codes:
+        tensors = [_with_codes(tensor) for tensor in tensors]
+    else:
+        _tell_growth(source, target, stored, tensors)
     eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
     _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
     _write_safetensors(target / "model.safetensors", tensors)
-    return f"{_main_type(stored)} GGUF, dequantised to bfloat16"
+    how = "codes as stored" if keeps_codes else "dequantised to bfloat16"
+    return f"{_main_type(stored)} GGUF, {how}"
 
 
 def read_gguf_config(source: Path) -> dict[str, Any]:
@@ -209,6 +223,12 @@ def _by_expert(prefix: str, suffix: str, stored: Any) -> list[_Tensor]:
     ]
 
 
+def _with_codes(tensor: _Tensor) -> _Tensor:
+    """The tensor as it stays, if it is a matrix of codes."""
+    name = tensor.quant_type.name
+    return replace(tensor, code_format=name if name in FORMATS and len(tensor.shape) == 2 else "")
+
+
 def _half_order(path: Path, stored: Any, num_heads: int, head_dim: int) -> npt.NDArray[np.intp]:
     """Stored rows in Hugging Face's order: in each head the even rows, then the odd ones.
 
@@ -248,15 +268,14 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _write_safetensors(path: Path, tensors: list[_Tensor]) -> None:
     """The format: uint64 header length, JSON header padded to 8 bytes, then the tensors end to
     end."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    formats = {tensor.name: tensor.code_format for tensor in tensors if tensor.code_format}
+    about = {CODES_KEY: json.dumps(formats)} if formats else {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | about}
     offset = 0
     for tensor in tensors:
-        end = offset + 2 * math.prod(tensor.shape)
-        header[tensor.name] = {
-            "dtype": "BF16",
-            "shape": tensor.shape,
-            "data_offsets": [offset, end],
-        }
+        dtype, shape, num_bytes = tensor.written
+        end = offset + num_bytes
+        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -270,6 +289,9 @@ def _write_tensor(file: BinaryIO, tensor: _Tensor) -> None:
     import gguf  # 0.3 s, see _open_reader
 
     for data in _row_chunks(tensor):
+        if tensor.code_format:
+            file.write(data.tobytes())
+            continue
         values = np.array(gguf.quants.dequantize(data, tensor.quant_type), dtype=np.float32)
         rounded = torch.from_numpy(values).add_(tensor.offset).to(torch.bfloat16)
         file.write(rounded.view(torch.int16).numpy().tobytes())

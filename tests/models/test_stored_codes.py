@@ -1,0 +1,197 @@
+"""Engines that multiply with the codes of a GGUF file: the model of the dequantised weights.
+
+Codes of K-quants are random, as the package gguf makes none: the same for the same row.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import TinyModel, reference, reference_logits
+from coded import random_rows
+from driver import Driver
+from gguf import GGMLQuantizationType as QuantType
+from gguf_model import GEMMA_NAMES, ORIGINAL_NAMES, SCALINGS, GGUFModel, gguf_name, with_scaling
+from marks import needs_compiler
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nanoengine import SamplingParams
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.errors import CorruptModelError
+from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kernels.cpu_linear import PackedAfterAttention
+from nanoengine.loading.checkpoint import CheckpointReader
+from nanoengine.loading.gguf.convert import convert_gguf
+from nanoengine.models.stored_codes import FORMATS
+from nanoengine.startup import parts
+
+Tiny = Callable[[str], Path]
+pytestmark = [needs_compiler, pytest.mark.usefixtures("fresh_cache")]
+PROMPTS = [[i * 7 % 256 for i in range(n)] for n in (9, 130)]
+# By the end of a tensor's name in the file; Q4_K_M files mix formats like this.
+MIX = {"attn_v": "Q8_0", "attn_output": "Q5_0", "ffn_down": "Q5_1", "token_embd": "Q8_0"}
+K_MIX = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "token_embd": "Q6_K", "output": "Q6_K"}
+quantize = gguf.quants.quantize
+
+
+def any_quantize(values: np.ndarray, kind: QuantType) -> np.ndarray:
+    if kind.name not in ("Q4_K", "Q5_K", "Q6_K"):
+        return quantize(values, kind)
+    width = values.shape[1]
+    rows = [random_rows(kind.name, 1, width, zlib.crc32(row.tobytes())).rows for row in values]
+    return torch.cat(rows).numpy()
+
+
+def kinds(model: GGUFModel, mix: dict[str, str], other: str) -> dict[str, QuantType]:
+    """The type of each matrix that has whole blocks."""
+    found = {}
+    for name, values in model.tensors.items():
+        kind = mix.get(name.split(".")[-2], other)
+        if values.ndim == 2 and values.shape[1] % FORMATS[kind][0] == 0:
+            found[name] = QuantType[kind]
+    return found
+
+
+def written(folder: Path, target: Path, mix: dict[str, str], other: str, name: str = "") -> Path:
+    model = GGUFModel(folder)
+    if name in SCALINGS:
+        with_scaling(model, name)
+    model.types = kinds(model, mix, other)
+    return model.write(target)
+
+
+def dequantised(folder: Path, mix: dict[str, str], other: str) -> PreTrainedModel:
+    """transformers' model of the numbers that the file's codes stand for."""
+    model, file = copy.deepcopy(reference(folder)), GGUFModel(folder)
+    types = kinds(file, mix, other)
+    names = GEMMA_NAMES if file.arch == "gemma3" else ORIGINAL_NAMES
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            kind = types.get(gguf_name(name, names))
+            if kind is None:
+                parameter.copy_(parameter.bfloat16())  # as a conversion rounds
+            else:
+                blocks = any_quantize(parameter.float().numpy(), kind)
+                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, kind)))
+    return model
+
+
+def make_engine(path: Path, **settings: Any) -> LLMEngine:
+    defaults: dict[str, Any] = {
+        "quantization": "gguf",
+        "kvcache_block_size": 8,
+        "dtype": "float32",
+        "device": "cpu",
+        "num_gpu_blocks": 64,
+    }
+    return LLMEngine(path, **(defaults | settings))
+
+
+def logits_of(path: Path, **settings: Any) -> list[Tensor]:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    driver = Driver(make_engine(path, max_num_batched_tokens=90, max_num_seqs=4, **settings))
+    outputs = driver.run(PROMPTS, params)
+    driver.engine.close()
+    return [torch.stack(driver.logits[output.request_id]) for output in outputs]
+
+
+def assert_like_transformers(path: Path, model: PreTrainedModel) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    driver = Driver(make_engine(path, max_num_batched_tokens=90, max_num_seqs=4))
+    for prompt, output in zip(PROMPTS, driver.run(PROMPTS, params), strict=True):
+        tokens = output.outputs[0].token_ids
+        logits = reference_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+        ours = torch.stack(driver.logits[output.request_id])
+        torch.testing.assert_close(ours, logits, atol=5e-4, rtol=1e-4)
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+def test_the_engine_equals_transformers_on_dequantised_weights(
+    tiny: Tiny, tmp_path: Path, name: str
+) -> None:
+    """Rows in another order, weights that stay numbers, and fused ones."""
+    path = written(tiny(name), tmp_path / "m.gguf", MIX, "Q4_0", name)
+    assert_like_transformers(path, dequantised(tiny(name), MIX, "Q4_0"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    TinyModel(settings={"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2})(
+        folder
+    )
+    return folder
+
+
+@pytest.fixture
+def k_quants(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(gguf.quants, "quantize", any_quantize)
+    return written(wide, tmp_path / "k.gguf", K_MIX, "Q4_K")
+
+
+def test_k_quants(wide: Path, k_quants: Path) -> None:
+    assert_like_transformers(k_quants, dequantised(wide, K_MIX, "Q4_K"))
+
+
+def test_a_decode_is_replayed_and_moves_no_bit(
+    k_quants: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays = []
+    replay = _Pass.replay
+
+    def counted(self: _Pass, tensors: Any) -> Tensor:
+        replays.append(self.is_whole)
+        return replay(self, tensors)
+
+    monkeypatch.setattr(_Pass, "replay", counted)
+    taped = logits_of(k_quants)
+    assert replays and all(replays)
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
+    assert all(map(torch.equal, taped, logits_of(k_quants)))
+
+
+def test_the_plan_says_what_is_held(k_quants: Path, tmp_path: Path) -> None:
+    """The bytes of the file's matrices, and float32 for the vectors beside them."""
+    engine = make_engine(k_quants)
+    reader = gguf.GGUFReader(k_quants)
+    matrices = sum(int(t.n_bytes) for t in reader.tensors if len(t.shape) == 2)
+    vectors = sum(4 * int(t.n_elements) for t in reader.tensors if len(t.shape) == 1)
+    assert engine.plan.weight_bytes == matrices + vectors
+    line = next(line for line in str(engine.plan).splitlines() if "quantised" in line)
+    assert "codes as stored): 8 of Q4_K, 2 of Q5_K, 4 of Q6_K; the rest in float32" in line
+    assert "the same bits in any batch" in str(engine.plan)
+    assert type(engine.runner.model._layers[0].after_attention) is PackedAfterAttention
+    engine.close()
+
+
+def test_without_a_compiler_numbers_are_quantised_again(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tiny("llama"), tmp_path / "m.gguf", {}, "Q4_0")
+    ours = logits_of(path)
+    monkeypatch.setattr(parts, "_code_ops", lambda kernels, dtype: None)
+    for mine, theirs in zip(ours, logits_of(path), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=0.3, rtol=0.05)
+
+
+def test_a_format_that_nobody_knows_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    convert_gguf(written(tiny("llama"), tmp_path / "m.gguf", {}, "Q4_0"), folder, keeps_codes=True)
+    with CheckpointReader(folder) as reader:
+        name = "model.layers.0.mlp.up_proj.weight"
+        assert (reader.code_format(name), reader.shape(name)) == ("Q4_0", (96, 64))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b"Q4_0", b"Q9_9"))
+    with pytest.raises(CorruptModelError, match="'codes' of its metadata names no known formats"):
+        CheckpointReader(folder)
