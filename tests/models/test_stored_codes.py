@@ -17,7 +17,7 @@ import pytest
 import torch
 from checkpoints import TinyModel, reference, reference_logits
 from coded import random_rows
-from driver import Driver
+from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GEMMA_NAMES, ORIGINAL_NAMES, SCALINGS, GGUFModel, gguf_name, with_scaling
 from marks import needs_compiler
@@ -122,6 +122,21 @@ def test_the_engine_equals_transformers_on_dequantised_weights(
     """Rows in another order, weights that stay numbers, and fused ones."""
     path = written(tiny(name), tmp_path / "m.gguf", MIX, "Q4_0", name)
     assert_like_transformers(path, dequantised(tiny(name), MIX, "Q4_0"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_codes_on_all_tiers(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Streamed and in place have the bits of resident; the numbers of the codes, rounded as a
+    conversion rounds them, give about the same.
+    """
+    path = written(tiny(name), tmp_path / "m.gguf", MIX, "Q4_0", name)
+    resident = logits_of(path)
+    for mode in ("stream", "in_place"):
+        gib = host_gib(tiny(name), 60, 8)
+        found = logits_of(path, num_gpu_blocks=7, kv_offload_gib=gib, offload_mode=mode)
+        assert all(map(torch.equal, found, resident))
+    converted = logits_of(path, quantization=None)
+    torch.testing.assert_close(resident[0][0], converted[0][0], atol=0.2, rtol=0)
 
 
 @pytest.fixture(scope="module")
