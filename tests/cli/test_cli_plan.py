@@ -115,6 +115,7 @@ def test_bytes_are_those_of_the_loaded_model(
             "step": llm.plan.activation_bytes,
             "kv": kv.num_blocks * kv.block_bytes,
             "ring": 0,
+            "states": 0,
         }
         assert llm.plan.max_model_len == row["context"]
 
@@ -159,7 +160,7 @@ def test_a_gguf_is_planned_from_its_metadata_and_not_converted(
     path = GGUFModel(tiny("llama")).write(tmp_path / "model.gguf")
     row = plan(capsys, path, "--gpu-gib", "0", "--dtype", "bfloat16")
     assert [*fresh_cache.iterdir()] == []
-    monkeypatch.setattr(parts, "find_kernels", lambda _: (None, ""))  # else compiled once more
+    monkeypatch.setattr(parts, "find_kernels", lambda *_: (None, ""))  # else compiled once more
     with LLM(path, dtype="bfloat16", num_threads=1) as llm:
         assert row["memory"]["RAM"]["weights"] == llm.plan.weight_bytes
         assert row["longest"] == llm.plan.max_model_len
