@@ -176,8 +176,7 @@ class ExpertsConfig:
     inner_size: an expert's intermediate_size. router: what scores are, a key of
     models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
     multiplies them. top_groups: of num_groups groups of experts, those open to a token.
-    shared_size: intermediate_size of the expert that all tokens go to (0: none). has_bias: of the
-    router and of each expert's products.
+    shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
     """
 
     count: int

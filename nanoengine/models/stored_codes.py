@@ -128,7 +128,9 @@ def halves(weight: Weight) -> list[Weight]:
 
 def in_order(weight: Weight, order: Tensor) -> Weight:
     """Its rows in another order, int64 [outputs]; see CodedWeight.take."""
-    return weight.take(order) if isinstance(weight, CodedWeight) else weight[order]
+    return (
+        weight.take(order) if isinstance(weight, CodedWeight) else weight[order.to(weight.device)]
+    )
 
 
 def numbers_of(weight: Weight) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,20 @@ from nanoengine.models.stored_codes import FORMATS
 from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]
-pytestmark = [needs_compiler, pytest.mark.usefixtures("fresh_cache")]
+pytestmark = [needs_compiler, pytest.mark.usefixtures("one_cache")]
 PROMPTS = [[i * 7 % 256 for i in range(n)] for n in (9, 130)]
 # By the end of a tensor's name in the file; Q4_K_M files mix formats like this.
 MIX = {"attn_v": "Q8_0", "attn_output": "Q5_0", "ffn_down": "Q5_1", "token_embd": "Q8_0"}
 K_MIX = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "token_embd": "Q6_K", "output": "Q6_K"}
 quantize = gguf.quants.quantize
+
+
+@pytest.fixture(scope="module")
+def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache of this file's own, in which kernels are compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def any_quantize(values: np.ndarray, kind: QuantType) -> np.ndarray:
