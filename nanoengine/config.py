@@ -272,7 +272,7 @@ CHOICES = {
 # Choices whose names do not say what they are.
 MEANINGS = {
     "quantization": 'None, "int8" or "int4" (weights are quantised as they are loaded), or "gguf" '
-    "(the 4-bit weights of a GGUF are kept)",
+    "(the codes of a GGUF are kept)",
     "generation_config": '"auto" (the model\'s), "vllm" or None (SamplingParams\' own defaults)',
 }
 # Lower and upper bound of every count.

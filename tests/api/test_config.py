@@ -100,7 +100,7 @@ def test_a_bad_quantization_names_the_allowed_and_the_nearest() -> None:
     [
         (
             {"quantization": "awq"},
-            "or \"gguf\" .the 4-bit weights of a GGUF are kept.*, got 'awq'$",
+            "or \"gguf\" .the codes of a GGUF are kept.*, got 'awq'$",
         ),
         ({"quantization": "wint8"}, "did you mean 'int8'"),
         ({"attention_backend": "flash_attn"}, "did you mean 'flash-attn'"),
