@@ -33,20 +33,7 @@ ISAS = {
     **EMULATED,
 }
 Make = Callable[[AttentionConfig], AttentionBackend]
-
-
-@pytest.fixture(params=[pytest.param("C", marks=needs_compiler), "torch", "triton"])
-def make(
-    request: pytest.FixtureRequest, build_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Make:
-    if request.param == "C":
-        kernels = CpuKernels.load(build_folder)
-        return lambda config: CpuAttention(config, kernels)
-    if request.param == "torch":
-        return TorchAttention
-    triton_attention = pytest.importorskip("nanoengine.attention.triton_attention")
-    monkeypatch.setattr(triton_attention, "PARTITION", 128)
-    return lambda config: triton_attention.TritonAttention(config, torch.float32, CPU)
+PARTITION = 128  # keys of a partition in Triton, see `make`
 
 
 def no_mass(batch: Batch) -> Tensor:

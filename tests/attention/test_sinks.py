@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.flash_attention import FlashAttention, SdpaKernel
-from nanoengine.attention.torch_attention import TorchAttention
 from nanoengine.config import AttentionConfig
 from nanoengine.context import AttentionBackend, KVChunk
 from nanoengine.kernels.cpu_kernels import CpuKernels
@@ -27,20 +26,7 @@ Q_LENS, KV_LENS = [1, 5, 30, 40, 3, 1, 1], [200, 140, 30, 180, 150, 1, 0]
 # Below every score, among them, and above them all.
 SINKS = torch.tensor([-9.0, 0.3, 12.0])
 Make = Callable[[AttentionConfig], AttentionBackend]
-
-
-@pytest.fixture(params=[pytest.param("C", marks=needs_compiler), "torch", "triton"])
-def make(
-    request: pytest.FixtureRequest, build_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Make:
-    if request.param == "C":
-        kernels = CpuKernels.load(build_folder)
-        return lambda config: CpuAttention(config, kernels)
-    if request.param == "torch":
-        return TorchAttention
-    triton_attention = pytest.importorskip("nanoengine.attention.triton_attention")
-    monkeypatch.setattr(triton_attention, "PARTITION", 64)
-    return lambda config: triton_attention.TritonAttention(config, torch.float32, CPU)
+PARTITION = 64  # keys of a partition in Triton, see `make`
 
 
 def some_batch(**settings: Any) -> Batch:
