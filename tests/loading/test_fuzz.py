@@ -89,6 +89,7 @@ def test_parameters(given: dict[str, Any], wanted: str) -> None:
     assert outcome(lambda: SamplingParams(**given)) == wanted
 
 
+@pytest.mark.breadth
 def test_a_few_new_cases_of_each_kind() -> None:
     command = [sys.executable, str(FUZZ)]
     counts = ["--cases", "100", "--loads", "2", "--minutes", "3"]
