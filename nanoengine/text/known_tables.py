@@ -192,7 +192,8 @@ missing: llguidance reads all forms; a request asks for one by structured_output
     guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties
   FastDeploy: guided_decoding_backend guided_decoding_disable_any_whitespace
   SGLang: grammar_backend
-missing: answers are not parsed: thoughts and tool calls are in the text as the model writes them
+missing: LLM.chat and the server read thoughts and tool calls; which parser, its template says, or
+the server's --tool-call-parser and --reasoning-parser
   vLLM: reasoning_parser reasoning_parser_plugin reasoning_config tool_call_parser
     enable_auto_tool_choice tool_parser_plugin
   FastDeploy: reasoning_parser tool_call_parser tool_parser_plugin
@@ -454,8 +455,7 @@ missing: LoRA is not supported yet; merge the adapter into its model (peft: merg
 """
 
 ARGUMENTS = """\
-missing: tools are shown to the model by chat(messages, chat_template_kwargs={"tools": [...]});
-calls in the answer are not parsed
+missing: tools are arguments of chat(messages, tools=[...], tool_choice=...)
   vLLM: tools tool_choice  LMDeploy: tools  Ollama: tools
   OpenAI: tools tool_choice functions function_call parallel_tool_calls
 missing: give variables of the chat template in chat_template_kwargs={...}
