@@ -82,7 +82,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post(CHAT, openapi_extra=body_of(request_schema(CHAT)))
     async def chat(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_request(CHAT, body, defaults))
-        writer = ChatWriter(asked, new_id(), service.name, bytes_of)
+        writer = ChatWriter(asked, new_id(), service.name, bytes_of, service.prompts.parsers)
         return await service.answer(request, asked, writer, DONE)
 
     @app.post(COMPLETIONS, openapi_extra=body_of(request_schema(COMPLETIONS)))

@@ -27,16 +27,19 @@ COMMON = (
     "response_format",
 )
 OWN = {
-    CHAT: ("messages", "chat_template_kwargs", "top_logprobs"),
+    CHAT: (
+        *("messages", "chat_template_kwargs", "top_logprobs"),
+        *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
+    ),
     COMPLETIONS: ("prompt", "echo"),
 }
 # Keys that do not change the text of the answer: OpenAI's, Anthropic's, vLLM's, SGLang's, and what
 # clients of llama.cpp and Ollama add.
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     *("max_tool_calls", "cache_control", "inference_geo", "speed", "user_profile_id"),
-    *("request_id", "rid", "priority", "include_reasoning", "mm_processor_kwargs"),
+    *("request_id", "rid", "priority", "mm_processor_kwargs"),
     *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "keep_alive"),
 )
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
@@ -52,10 +55,8 @@ REFUSED: Refused = {
     "best_of": ((1,), "answers are not compared; n gives several"),
     "use_beam_search": ((False,), "beam search is LLM.beam_search in Python"),
     "prompt_logprobs": ((), "/v1/completions with echo and logprobs gives those of a prompt"),
-    "tools": ((), NO_CALLS),
-    "tool_choice": (("none", "auto"), NO_CALLS),
-    "functions": ((), NO_CALLS),
-    "function_call": (("none", "auto"), NO_CALLS),
+    "functions": ((), "here it is tools"),
+    "function_call": (("none", "auto"), "here it is tool_choice"),
     "guided_json": ((), OTHER_FORM.format("json")),
     "guided_regex": ((), OTHER_FORM.format("regex")),
     "guided_choice": ((), OTHER_FORM.format("choice")),

@@ -55,6 +55,18 @@ MESSAGE: Schema = {
     },
     "required": ["role", "content"],
 }
+TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": TEXT, "description": TEXT, "parameters": OBJECT},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
+}
 MESSAGES: Schema = {"type": "array", "items": MESSAGE, "minItems": 1}
 PROMPT: Schema = {"anyOf": [TEXT, IDS, TEXTS, {"type": "array", "items": IDS}]}
 FORMAT: Schema = {
@@ -78,6 +90,10 @@ OTHERS: dict[str, Schema] = {
     "messages": MESSAGES,
     "chat_template_kwargs": OBJECT,
     "top_logprobs": WHOLE,
+    "tools": {"type": "array", "items": TOOL},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, TOOL]},
+    "parallel_tool_calls": FLAG,
+    "include_reasoning": FLAG,
     "prompt": PROMPT,
     "echo": FLAG,
 }

@@ -55,6 +55,7 @@ REFUSED: Refused = {
     "truncation": (("disabled",), "conversations are not cut or made shorter"),
     "tools": ((), NO_CALLS),
     "tool_choice": (("none", "auto"), NO_CALLS),
+    "parallel_tool_calls": ((True, False), NO_CALLS),
     "stream_options": (
         ({"include_obfuscation": True}, {"include_obfuscation": False}),
         "the last event has the usage",

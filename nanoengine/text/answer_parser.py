@@ -59,10 +59,10 @@ class ChatParsers:
     chat template does. special_tokens: their texts.
     """
 
-    tools: ToolSyntax | None
-    reasoning: ReasoningSyntax | None
-    shows_tools: bool
-    special_tokens: frozenset[str]
+    tools: ToolSyntax | None = None
+    reasoning: ReasoningSyntax | None = None
+    shows_tools: bool = False
+    special_tokens: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -113,7 +113,8 @@ class ChatParsers:
         if (row is not None and row.in_channels) or (syntax is not None and syntax.in_channels):
             return AnswerParser(None, ChannelParser(schemas), most)
         thoughts = None
-        if row is not None and not has_form:
+        is_held = has_form or (use is not None and use.must_call)
+        if row is not None and not is_held:
             thoughts = ReasoningParser(row, row.is_open_after(prompt))
         calls = None if syntax is None else ToolParser(syntax, schemas)
         return AnswerParser(thoughts, calls, most)
@@ -139,6 +140,9 @@ class ChatParsers:
                 'tool_choice="required"'
             )
         return PLAIN
+
+
+NO_PARSERS = ChatParsers()  # all text is content
 
 
 def message_of(pieces: Iterable[Piece]) -> ChatMessage:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from tool_models import CALL, TOOLS, WEATHER, tool_model
 
 from nanoengine import LLM, ChatMessage, InvalidParamsError, SamplingParams
 
@@ -19,33 +19,14 @@ SETTINGS: dict[str, Any] = {
     "num_gpu_blocks": 260,
     "num_threads": 1,
 }
-# As that of Qwen 2.5, in short.
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
-    "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}{{ '\n' }}{% endfor %}assistant:"
-)
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "maximum": 9}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
-    {"type": "function", "function": {"name": "now"}},
-]
 TALK = [{"role": "user", "content": "hello"}]
-CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 PARAMS = SamplingParams(max_tokens=160, seed=1)
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
 @pytest.fixture(scope="module")
 def llm(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = tmp_path_factory.mktemp("tools") / "model"
-    shutil.copytree(tiny("llama"), folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    folder = tool_model(tiny("llama"), tmp_path_factory.mktemp("tools") / "model")
     with LLM(folder, **SETTINGS) as made:
         yield made
 

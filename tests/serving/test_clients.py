@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import pytest
 from driver import break_engine
 from live_server import LiveServer, live_server
+from tool_models import TOOLS, tool_model
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -31,6 +33,23 @@ def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
 def client(server: LiveServer) -> Iterator[Any]:
     url = f"http://127.0.0.1:{server.port}/v1"
     with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tool_server(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    folder = tool_model(tiny("llama"), tmp_path_factory.mktemp("tools") / "model")
+    with live_server(folder) as made:
+        yield made
+        made.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def tool_client(tool_server: LiveServer) -> Iterator[Any]:
+    url = f"http://127.0.0.1:{tool_server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -110,6 +129,24 @@ def test_answers_in_a_form(client: Any, claude: Any) -> None:
         client.chat.completions.create(
             **asked, extra_body={"structured_outputs": {"json": {"type": "banana"}}}
         )
+
+
+def test_tools(tool_client: Any) -> None:
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "seed": 3}
+    named = {"type": "function", "function": {"name": "weather"}}
+    whole = tool_client.chat.completions.create(**asked, tool_choice=named)
+    (choice,) = whole.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
+    assert json.loads(call.function.arguments).keys() == {"city", "days"}
+    with tool_client.chat.completions.stream(**asked, tool_choice=named) as stream:
+        final = stream.get_final_completion()
+    (streamed,) = final.choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    # What came back goes on.
+    talk = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
+    next_one = tool_client.chat.completions.create(**asked | {"messages": talk, "max_tokens": 4})
+    assert next_one.choices[0].message.role == "assistant"
 
 
 def test_models(client: Any) -> None:
