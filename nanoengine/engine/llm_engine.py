@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Unpack
 
-from nanoengine.config import EngineConfig, ModelConfig, Settings, make_config, shows_settings
+from nanoengine.config.engine import EngineConfig, Settings, make_config, shows_settings
+from nanoengine.config.model import ModelConfig
 from nanoengine.devices.device import Device
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.engine.input_processor import InputProcessor
@@ -44,7 +45,7 @@ class LLMEngine:
 
     @shows_settings
     def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
-        """settings: those of config.EngineConfig. Raises ConfigError and ModelLoadError."""
+        """settings: those of config.engine.EngineConfig. Raises ConfigError and ModelLoadError."""
         self._home = HomeProcess()
         self.config: EngineConfig = make_config(model, settings)
         with ExitStack() as started:  # if start-up fails or is interrupted, no thread is left

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from nanoengine import LLM, AsyncLLM, BeamSearchParams, SamplingParams
-from nanoengine.config import NAMES, EngineConfig, Settings, make_config
+from nanoengine.config.engine import NAMES, EngineConfig, Settings, make_config
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, InvalidParamsError, InvalidPromptError, near_name
 from nanoengine.text.known_names import (
@@ -283,7 +283,7 @@ def test_from_engine_args_makes_an_engine(
     with LLM.from_engine_args(given) as llm:
         assert llm.llm_engine.config.max_model_len == 48
         assert llm.llm_engine.config.num_gpu_blocks == 4
-        assert ("nanoengine.llm", 20, str(llm.plan)) in caplog.record_tuples
+        assert ("nanoengine.api.llm", 20, str(llm.plan)) in caplog.record_tuples
     with pytest.raises(ConfigError, match="LoRA"):
         AsyncLLM.from_engine_args(given | {"enable_lora": True})
     AsyncLLM.from_engine_args(given).close()

@@ -14,9 +14,9 @@ import pytest
 from driver import Driver, assert_all_free, assert_greedy, fail_copies, host_gib
 
 from nanoengine import InvalidPromptError, SamplingParams
+from nanoengine.api.llm import LLM
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import TransferError
-from nanoengine.llm import LLM
 
 BLOCK = 4
 MODES = ("stream", "in_place")
