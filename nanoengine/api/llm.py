@@ -185,7 +185,7 @@ class LLM:
             for given in params_for(sampling_params, len(requests))
         ]
         outputs = self._answer(requests, params, not many, use_tqdm)
-        return [self._with_messages(*each, use) for each in zip(outputs, params, strict=True)]
+        return [self._with_messages(output, use) for output in outputs]
 
     @ends_at_the_user
     def beam_search(
@@ -330,12 +330,10 @@ class LLM:
             return None
         return use
 
-    def _with_messages(
-        self, output: RequestOutput, params: SamplingParams, use: ToolUse | None
-    ) -> RequestOutput:
+    def _with_messages(self, output: RequestOutput, use: ToolUse | None) -> RequestOutput:
         def with_message(made: CompletionOutput) -> CompletionOutput:
-            prompt, has_form = output.prompt or "", params.form is not None
-            return replace(made, message=self._parsers.message(made.text, prompt, use, has_form))
+            message = self._parsers.message(made.text, output.prompt or "", use)
+            return replace(made, message=message)
 
         return replace(output, outputs=[with_message(made) for made in output.outputs])
 

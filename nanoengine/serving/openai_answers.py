@@ -81,8 +81,7 @@ def message_in(
     request: ChatRequest, output: RequestOutput, made: CompletionOutput, parsers: ChatParsers
 ) -> ChatMessage:
     """The message that a text of an answer is."""
-    has_form = request.params.form is not None
-    return parsers.message(made.text, output.prompt or "", request.tools, has_form)
+    return parsers.message(made.text, output.prompt or "", request.tools)
 
 
 def _message_body(message: ChatMessage, shows_reasoning: bool) -> dict[str, Any]:

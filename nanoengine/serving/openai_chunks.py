@@ -96,9 +96,8 @@ class ChatChunks(_Chunks):
         for delta in deltas:
             self._num_out += len(delta.token_ids)
             if delta.index not in self._begun:
-                form = self._request.params.form
-                given = self._prompt, self._request.tools, form is not None
-                self._begun[delta.index] = self._parsers.parser(*given)
+                parser = self._parsers.parser(self._prompt, self._request.tools)
+                self._begun[delta.index] = parser
                 first = {"role": "assistant", "content": ""}
                 chunks.append(self._chunk([_chat_choice(delta.index, first, None, None)]))
             said = self._said(delta)

@@ -19,6 +19,7 @@ PARAMS = (
     *("max_tokens", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "include_stop_str_in_output", "logprobs", "structured_outputs"),
+    "thinking_token_budget",
 )
 # Keys of both endpoints that are no parameters. OpenAI's own completions have no
 # max_completion_tokens, but load generators send it there.

@@ -38,6 +38,7 @@ PARTS: dict[str, Schema] = {
             "choice": TEXTS,
             "grammar": TEXT,
             "json_object": FLAG,
+            "after_thinking": FLAG,
         },
     },
     "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},

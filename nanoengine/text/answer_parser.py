@@ -88,6 +88,9 @@ class ChatParsers:
         """The parameters of a chat with these tools. Raises InvalidParamsError if the model cannot
         call them.
         """
+        if params.form is not None and self.reasoning is not None:
+            form = replace(params.form, after_thinking=True)
+            params = replace(params, structured_outputs=form)
         marks = {self.reasoning.begin, self.reasoning.end} if self.reasoning else set()
         if use is not None:
             syntax = self._syntax(use)
@@ -99,29 +102,28 @@ class ChatParsers:
                         'other; give tool_choice="auto", or no form'
                     )
                 form = form_of_calls(use, syntax.frame)
+                if self.reasoning is not None:
+                    form = replace(form, after_thinking=True)
                 params = replace(params, structured_outputs=form)
         if self.special_tokens.isdisjoint(marks):
             return params
         return replace(params, skip_special_tokens=False)
 
-    def parser(self, prompt: str, use: ToolUse | None, has_form: bool) -> AnswerParser:
-        """Of one answer to a prompt. has_form: whether a form holds all of its text."""
+    def parser(self, prompt: str, use: ToolUse | None) -> AnswerParser:
+        """Of one answer to a prompt."""
         schemas = {} if use is None else use.schemas
         most = None if use is None or use.is_parallel else 1
         syntax = None if use is None else self._syntax(use)
         row = self.reasoning
         if (row is not None and row.in_channels) or (syntax is not None and syntax.in_channels):
             return AnswerParser(None, ChannelParser(schemas), most)
-        thoughts = None
-        is_held = has_form or (use is not None and use.must_call)
-        if row is not None and not is_held:
-            thoughts = ReasoningParser(row, row.is_open_after(prompt))
+        thoughts = None if row is None else ReasoningParser(row, row.is_open_after(prompt))
         calls = None if syntax is None else ToolParser(syntax, schemas)
         return AnswerParser(thoughts, calls, most)
 
-    def message(self, text: str, prompt: str, use: ToolUse | None, has_form: bool) -> ChatMessage:
+    def message(self, text: str, prompt: str, use: ToolUse | None) -> ChatMessage:
         """The message that a whole answer is."""
-        parser = self.parser(prompt, use, has_form)
+        parser = self.parser(prompt, use)
         return message_of(merged(parser.feed(text) + parser.end()))
 
     def _syntax(self, use: ToolUse) -> ToolSyntax:
