@@ -45,7 +45,6 @@ IGNORED = (
 )
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 IS_TEXT = "answers are text"
-NO_CALLS = "calls of tools are not read from the answer"
 OTHER_FORM = "here it is structured_outputs={{{!r}: ...}}"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
 OWN_MESSAGE = "an answer begins a message of its own"

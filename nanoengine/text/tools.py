@@ -136,13 +136,13 @@ def form_of_calls(use: ToolUse, frame: Frame) -> StructuredOutputsParams:
     chosen = {n: s for n, s in use.schemas.items() if use.choice in (REQUIRED, n)}
     lines = [f"start: {_joined(frame.before, _calls(use, frame), frame.after)}"]
     lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(chosen))))
-    for index, (name, schema) in enumerate(chosen.items()):
-        arguments = json.dumps({"type": "object", **schema, "x-guidance": GUIDANCE})
-        body = _joined(frame.begin + name + frame.middle, f"%json {arguments}", frame.end)
-        lines.append(f"call_{index}: {body}")
     try:
+        for index, (name, schema) in enumerate(chosen.items()):
+            arguments = json.dumps({"type": "object", **schema, "x-guidance": GUIDANCE})
+            body = _joined(frame.begin + name + frame.middle, f"%json {arguments}", frame.end)
+            lines.append(f"call_{index}: {body}")
         return StructuredOutputsParams(grammar="\n".join(lines))
-    except InvalidParamsError as error:
+    except (InvalidParamsError, RecursionError, TypeError, ValueError) as error:
         raise InvalidParamsError(f"tools with tool_choice={shown(use.choice)}: {error}") from error
 
 

@@ -149,6 +149,44 @@ def test_tools(tool_client: Any) -> None:
     assert next_one.choices[0].message.role == "assistant"
 
 
+def test_tools_of_responses(tool_client: Any) -> None:
+    flat = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+    asked: Any = {"model": "tiny", "tools": flat, "tool_choice": "required", "temperature": 0}
+    asked["parallel_tool_calls"] = False
+    whole = tool_client.responses.create(**asked, input="hi")
+    (call,) = whole.output
+    with tool_client.responses.stream(**asked, input="hi") as stream:
+        (streamed,) = stream.get_final_response().output
+    assert (call.name, call.arguments) == (streamed.name, streamed.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    talk = [{"role": "user", "content": "hi"}, call, result]
+    next_one = tool_client.responses.create(
+        model="tiny", tools=flat, input=talk, max_output_tokens=16
+    )
+    assert next_one.output
+
+
+def test_tools_of_messages(tool_server: LiveServer) -> None:
+    url = f"http://127.0.0.1:{tool_server.port}"
+    tools = [{"name": "weather", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    asked: Any = {"model": "tiny", "max_tokens": 160, "tools": tools}
+    hello: Any = {"role": "user", "content": "hi"}
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        chosen = asked | {"tool_choice": choice, "thinking": thinking}
+        with claude.messages.stream(**chosen, messages=[hello]) as stream:
+            made = stream.get_final_message()
+        thoughts, use = made.content
+        assert (thoughts.type, use.type, made.stop_reason) == ("thinking", "tool_use", "tool_use")
+        assert use.input.keys() == {"city", "days"}
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "sun"}
+        talk = [hello, {"role": "assistant", "content": made.content}]
+        talk.append({"role": "user", "content": [result]})
+        next_one = claude.messages.create(**asked | {"max_tokens": 4}, messages=talk)
+        assert next_one.content
+
+
 def test_models(client: Any) -> None:
     (model,) = client.models.list()
     assert model.id == "tiny" and client.models.retrieve("tiny").max_model_len == 512
@@ -220,7 +258,7 @@ def test_claudes_errors(claude: Any) -> None:
     for given, kind in (
         ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError),
         ({"model": "other"}, anthropic.NotFoundError),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, anthropic.BadRequestError),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, anthropic.BadRequestError),  # no template
     ):
         with pytest.raises(kind):
             claude.messages.create(**asked | given)
