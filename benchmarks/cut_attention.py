@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.config import AttentionConfig, ModelConfig
+from nanoengine.config.attention import AttentionConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, ReplayKey
 from nanoengine.engine.sampler import uniform
 from nanoengine.errors import ConfigError

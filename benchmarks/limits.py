@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.config import ModelConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import CpuDevice
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
+from nanoengine.config.engine import GIB, make_config
+from nanoengine.config.model import ModelConfig, RopeConfig
 from nanoengine.startup.forecast import Forecast, Forecaster, Hardware
 from nanoengine.startup.plan import gib_up
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack, cast
 
-from nanoengine.config import NAMES, Settings, shows_settings
+from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.engine.block_map import BlockMap
 from nanoengine.engine.llm_engine import LLMEngine
@@ -63,7 +63,7 @@ class LLM:
     @ends_at_the_user
     @shows_settings
     def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
-        """model, settings: help(nanoengine.config.EngineConfig) explains each of them.
+        """model, settings: help(nanoengine.config.engine.EngineConfig) explains each of them.
 
         Raises ConfigError for an unknown or unusable setting, ModelLoadError for a bad model.
         """

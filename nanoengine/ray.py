@@ -15,7 +15,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.config import Settings, make_config, shows_settings
+from nanoengine.config.engine import Settings, make_config, shows_settings
 from nanoengine.engine.request_forms import OneParams, one_params
 from nanoengine.errors import (
     ConfigError,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk
 
 

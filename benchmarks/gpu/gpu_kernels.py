@@ -24,7 +24,8 @@ from benchmarks.gpu.gpu_measure import (
 )
 from nanoengine.attention.flash_attention import plan_calls, try_kernel
 from nanoengine.attention.select import FLASH_KERNELS, ORDER, AttentionSetup, make_attention
-from nanoengine.config import AttentionConfig, ModelConfig
+from nanoengine.config.attention import AttentionConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.context import ForwardContext, KVChunk
 from nanoengine.errors import ConfigError
 from nanoengine.loading.model_config import read_model_config

@@ -22,7 +22,7 @@ import torch
 from benchmarks.gpu.gpu_rows import free_memory
 from nanoengine import SamplingParams
 from nanoengine.bench.niah import Sample, induction_samples
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.model_config import read_model_config

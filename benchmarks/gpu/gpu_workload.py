@@ -20,7 +20,7 @@ import transformers
 
 from benchmarks.gpu.gpu_measure import Row, Scale, read_weights, running, token_bytes
 from nanoengine import SamplingParams
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, Unpack
 from nanoengine.async_llm.delta_stream import AsyncDeltaStream
 from nanoengine.async_llm.engine_thread import EngineThread
 from nanoengine.async_llm.mailbox import Mailbox
-from nanoengine.config import NAMES, Settings, shows_settings
+from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.block_map import BlockMap
 from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.engine.request_forms import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanoengine.async_llm.mailbox import Mailbox
-from nanoengine.config import Settings
+from nanoengine.config.engine import Settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.output_processor import RequestState
 from nanoengine.engine.streaming import DeltaStream

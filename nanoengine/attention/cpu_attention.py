@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, SoftmaxState
 from nanoengine.kernels.cpu_kernels import CpuKernels, MassBuffers, Workspace
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, SoftmaxState, Spans, packed
 from nanoengine.devices.device import to_device
 

@@ -16,7 +16,7 @@ from nanoengine.attention.flash_attention import (
     varlen_kernels,
 )
 from nanoengine.attention.torch_attention import TorchAttention
-from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
+from nanoengine.config.attention import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels

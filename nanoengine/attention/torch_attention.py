@@ -9,7 +9,7 @@ from itertools import accumulate, count
 import torch
 from torch import Tensor
 
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, SoftmaxState
 
 

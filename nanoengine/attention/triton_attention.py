@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanoengine.attention.triton_attention_kernels import add_mass, decode, merge, prefill
 from nanoengine.attention.triton_rows import LOG2E
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, SoftmaxState, Spans
 from nanoengine.devices.device import to_device
 

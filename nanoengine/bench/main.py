@@ -19,7 +19,7 @@ import torch
 
 from nanoengine.bench.report import first_difference, versions
 from nanoengine.bench.workload import random_requests
-from nanoengine.config import ATTENTION_LIMITS
+from nanoengine.config.attention import ATTENTION_LIMITS
 from nanoengine.errors import EngineError
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput

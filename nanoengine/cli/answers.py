@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanoengine import SamplingParams, StreamDelta
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 
 
 @dataclass

@@ -11,7 +11,7 @@ from importlib import metadata
 
 import nanoengine
 from nanoengine.cli.flags import PREFIX
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 
 PACKAGES = (
     "torch",

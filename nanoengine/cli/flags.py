@@ -14,7 +14,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from nanoengine.cli.usage import UsageError
-from nanoengine.config import CHOICES, EngineConfig, make_config
+from nanoengine.config.engine import CHOICES, EngineConfig, make_config
 from nanoengine.errors import ConfigError, InvalidParamsError, OutOfMemoryError, shown
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import SETTING, unknown_name

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import nanoengine
 from nanoengine.cli.flags import add_engine_flags, add_sampling_flags
 from nanoengine.cli.usage import UsageError, unknown_command, unknown_flag
-from nanoengine.config import MAX_GIB
+from nanoengine.config.engine import MAX_GIB
 from nanoengine.devices.logs import LEVELS, LOG_LEVEL, show_logs
 from nanoengine.errors import MAX_COUNT, TRACEBACK, EngineError
 

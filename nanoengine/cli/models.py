@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.cli.usage import UsageError
-from nanoengine.config import GIB, EngineConfig
+from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.errors import ModelNotFoundError, OutOfMemoryError, near_name, shown
 
 INDENT = " " * 4

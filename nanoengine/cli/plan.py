@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoengine.cli.flags import engine_config
 from nanoengine.cli.usage import UsageError
-from nanoengine.config import GIB, EngineConfig
+from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.startup.bars import Bar, Part
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nanoengine.config import GIB, MAX_GIB
+from nanoengine.config.engine import GIB, MAX_GIB
 from nanoengine.errors import ConfigError, shown
 
 LIMIT_VARIABLE, DEFAULT_LIMIT_GIB = "NANOENGINE_CACHE_GIB", 64.0

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoengine.config import MAX_THREADS
+from nanoengine.config.engine import MAX_THREADS
 from nanoengine.devices.copy_streams import (
     InlineStream,
     Stream,

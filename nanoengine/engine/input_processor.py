@@ -13,7 +13,7 @@ from itertools import count
 
 import xxhash
 
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.draft_length import DraftCost, PayingDrafts
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown

@@ -14,7 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Unpack
 
-from nanoengine.config import EngineConfig, ModelConfig, Settings, make_config, shows_settings
+from nanoengine.config.engine import EngineConfig, Settings, make_config, shows_settings
+from nanoengine.config.model import ModelConfig
 from nanoengine.devices.device import Device
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.engine.input_processor import InputProcessor

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.devices.device import Device
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.link_pacer import LinkPacer
 from nanoengine.engine.speculative import guesses_for, record_guesses
 from nanoengine.errors import LogitsError, RequestError, TransferError

@@ -9,7 +9,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from nanoengine.config import ExpertsConfig
+from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels

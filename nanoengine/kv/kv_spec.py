@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoengine.config import DeltaConfig
+from nanoengine.config.model import DeltaConfig
 from nanoengine.errors import PromptTooLongError
 from nanoengine.kv.kv_codec import Int8Codec
 

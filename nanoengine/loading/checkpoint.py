@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from nanoengine.config import ModelConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import (
     CorruptModelError,
     ModelLoadError,

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanoengine.config import GIB, ExpertsConfig, ModelConfig
+from nanoengine.config.engine import GIB
+from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.errors import CorruptModelError, shown
 from nanoengine.loading.checkpoint import ALL_ROWS, CheckpointReader, Part, Rows
 from nanoengine.loading.mxfp4 import GROUP, PACKED_BYTES

@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from nanoengine.config import A_MODEL, ModelConfig
+from nanoengine.config.engine import A_MODEL
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import (
     ConfigError,
     ModelLoadError,

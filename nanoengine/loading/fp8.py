@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import DTYPES, CheckpointReader
 

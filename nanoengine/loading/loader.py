@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from nanoengine.config import ModelConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
 from nanoengine.loading.experts_json import about_packed, expert_parts

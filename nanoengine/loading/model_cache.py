@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.devices.cache_folders import (
     LIMIT_VARIABLE,
     cache_folders,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from nanoengine.config import DeltaConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import DeltaConfig, ModelConfig, RopeConfig
 from nanoengine.errors import (
     CorruptModelError,
     ModelNotFoundError,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from nanoengine.config import RopeConfig
+from nanoengine.config.model import RopeConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError, shown
 from nanoengine.models.rope import (
     ROPE_KINDS,

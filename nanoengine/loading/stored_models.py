@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from nanoengine.config import ModelConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError, ModelNotFoundError
 from nanoengine.loading import model_cache
 from nanoengine.loading.find_model import read_config_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from nanoengine.config import ExpertsConfig, ModelConfig
+from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.errors import UnsupportedModelError, shown
 from nanoengine.models.layer_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 

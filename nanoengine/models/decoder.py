@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.config import ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, ReplayKey
 from nanoengine.models.architectures import (
     ARCHITECTURES,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.config import DeltaConfig
+from nanoengine.config.model import DeltaConfig
 from nanoengine.context import ForwardContext, RecurrentState
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nanoengine.config import ExpertsConfig
+from nanoengine.config.model import ExpertsConfig
 from nanoengine.models.stored_codes import Weight, numbers_of
 
 Map = Callable[[Tensor], Tensor]  # [rows, a] -> [rows, b]

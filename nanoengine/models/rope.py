@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nanoengine.config import RopeConfig
+from nanoengine.config.model import RopeConfig
 
 
 class Rotary:

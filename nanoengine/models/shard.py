@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from nanoengine.config import ModelConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_ops import LayerOps

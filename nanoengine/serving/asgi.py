@@ -11,7 +11,7 @@ from typing import Unpack
 from starlette.applications import Starlette
 
 from nanoengine.async_llm import AsyncLLM
-from nanoengine.config import Settings
+from nanoengine.config.engine import Settings
 from nanoengine.serving.app import make_app
 from nanoengine.serving.loaded_model import connected
 from nanoengine.serving.options import ServerOptions

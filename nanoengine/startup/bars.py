@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 
 WIDTH = 60  # characters of a bar
 # Of the parts, by key: middling, so that they show on dark and on light pages.

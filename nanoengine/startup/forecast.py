@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nanoengine.config import GIB, EngineConfig, ModelConfig
+from nanoengine.config.engine import GIB, EngineConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.models.architectures import weight_shapes
 from nanoengine.startup.memory_plan import ModelFacts, plan_memory

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from nanoengine.config import GIB, EngineConfig, ModelConfig
+from nanoengine.config.engine import GIB, EngineConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec

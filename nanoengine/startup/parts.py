@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from nanoengine.attention.select import AttentionSetup, make_attention
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.context import AttentionBackend
 from nanoengine.devices.device import Device
 from nanoengine.devices.gpu import find_graphs

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.bars import Bar, Part, bars_html
 

@@ -20,7 +20,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.config.engine import EngineConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.context import KVChunk, KVTarget, RecurrentState
 from nanoengine.devices.device import Device
 from nanoengine.devices.waiting import WaitingShare

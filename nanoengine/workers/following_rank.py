@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.context import ForwardContext, StepRows
 from nanoengine.devices.device import Device
 from nanoengine.kv.kv_memory import KVMemory

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar
 
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.devices.device import Device
 from nanoengine.devices.select import resolved
 from nanoengine.errors import ConfigError, EngineError, ModelLoadError

@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from nanoengine.config import EngineConfig, ModelConfig
+from nanoengine.config.engine import EngineConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import default_threads
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.models.layer_ops import LayerOps

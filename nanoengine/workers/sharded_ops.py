@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from nanoengine.config import ExpertsConfig, ModelConfig
+from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.experts import MixtureWeights, RouterWeights

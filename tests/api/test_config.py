@@ -14,7 +14,7 @@ import pytest
 import torch
 from nasties import NASTIES, Unprintable
 
-from nanoengine.config import EngineConfig, make_config
+from nanoengine.config.engine import EngineConfig, make_config
 from nanoengine.devices.select import make_device
 from nanoengine.errors import ConfigError, InvalidParamsError
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from nanoengine import LLM, AsyncLLM, BeamSearchParams, SamplingParams
-from nanoengine.config import NAMES, EngineConfig, Settings, make_config
+from nanoengine.config.engine import NAMES, EngineConfig, Settings, make_config
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, InvalidParamsError, InvalidPromptError, near_name
 from nanoengine.text.known_names import (

@@ -11,7 +11,7 @@ from marks import needs_compiler
 
 from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.torch_attention import TorchAttention
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import AttentionBackend
 from nanoengine.kernels.cpu_kernels import CpuKernels
 

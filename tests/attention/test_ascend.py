@@ -18,7 +18,7 @@ from torch import Tensor
 from nanoengine.attention.ascend_kernel import ascend_kernels
 from nanoengine.attention.flash_attention import FlashAttention, make_flash
 from nanoengine.attention.select import ORDER, AttentionSetup, make_attention
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import KVChunk
 from nanoengine.errors import ConfigError
 

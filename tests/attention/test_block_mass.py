@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.flash_attention import FlashAttention
 from nanoengine.attention.torch_attention import TorchAttention
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import AttentionBackend, KVChunk
 from nanoengine.kernels.cpu_kernels import CpuKernels
 

@@ -47,7 +47,7 @@ from nanoengine.attention.flash_attention import (
 )
 from nanoengine.attention.select import AttentionSetup, make_attention
 from nanoengine.attention.torch_attention import TorchAttention
-from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
+from nanoengine.config.attention import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, ForwardContext, KVChunk, Spans
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError

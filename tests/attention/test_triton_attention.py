@@ -28,7 +28,7 @@ from paged_batches import (
 )
 from torch import Tensor
 
-from nanoengine.config import AttentionConfig
+from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
 from nanoengine.models.layer_ops import Norm, TorchOps, clamped_swiglu, silu_mul
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from nanoengine import PromptTooLongError, SamplingParams
 from nanoengine.attention.cpu_attention import CpuAttention
 from nanoengine.attention.torch_attention import TorchAttention
-from nanoengine.config import ATTENTION_LIMITS, AttentionConfig
+from nanoengine.config.attention import ATTENTION_LIMITS, AttentionConfig
 from nanoengine.context import AttentionBackend, KVChunk
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import UnsupportedModelError

@@ -38,7 +38,7 @@ from benchmarks.limits import (
     share_of_limits,
 )
 from nanoengine.bench.main import workload
-from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.config.model import ModelConfig, RopeConfig
 
 FAKE = """
 import json, os, sys, time

@@ -17,7 +17,7 @@ from nanoengine.cli.flags import (
 )
 from nanoengine.cli.main import make_parser
 from nanoengine.cli.usage import UsageError
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.sampling_params import SamplingParams
 
 FIELDS = {field.name: field for field in fields(EngineConfig) if field.name != "model"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.scheduler import Scheduler
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Admission, Request, RequestMetrics, ScheduledBatch, Sequence

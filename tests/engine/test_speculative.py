@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine import SamplingParams
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.speculative import DOUBTFUL, LONGEST, SHORTEST, PromptLookup
 from nanoengine.errors import ConfigError
 from nanoengine.sequence import ScheduledBatch

@@ -16,7 +16,7 @@ from checkpoints import reference, reference_greedy, reference_logits
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.devices.copy_streams import Convert
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.block_manager import Block

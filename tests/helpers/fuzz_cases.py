@@ -22,7 +22,7 @@ from nasties import NASTIES
 from schemas import random_schema
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.config import EngineConfig, make_config
+from nanoengine.config.engine import EngineConfig, make_config
 from nanoengine.errors import EngineError, ModelLoadError
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
 from nanoengine.loading.generation_config import read_sampling_params

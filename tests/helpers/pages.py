@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from nanoengine.cli.flags import PREFIX, SETTINGS
-from nanoengine.config import BUDGETS, CHOICES, COUNTS, DTYPES, MAX_GUESSES, EngineConfig
+from nanoengine.config.engine import BUDGETS, CHOICES, COUNTS, DTYPES, MAX_GUESSES, EngineConfig
 from nanoengine.errors import MAX_COUNT, SEEDS
 from nanoengine.sampling_params import MAX_COMPLETIONS, MAX_LOGPROBS, MAX_STOPS
 from nanoengine.serving import messages_requests, openai_keys, responses_requests
@@ -32,7 +32,7 @@ from nanoengine.text.known_names import ARGUMENT, PARAMETER, ROWS, SETTING, WORK
 
 KNOWN = {field.name: field for field in fields(EngineConfig)}
 DOCS = Path(__file__).parents[2] / "docs"
-# What no table of config.py holds; tests/house/test_pages.py tries the ends.
+# What no table of config/engine.py holds; tests/house/test_pages.py tries the ends.
 OTHER_VALUES = {
     "tokenizer": "a path",
     "dtype": ", ".join(sorted(set(DTYPES.values()))),
@@ -50,9 +50,9 @@ SETTINGS_HEAD = f"""\
 Every setting is a keyword of `LLM(model, ...)` and `AsyncLLM(model, ...)`. For the
 [command line](command_line.md) it is a flag, with dashes for underscores, an environment variable,
 `{PREFIX}` and its name in capitals, and a line of the YAML file of `--config`. `help(LLM)` shows
-all with types and defaults, `help(nanoengine.config.EngineConfig)` explains them at length, and
-[Features](features.md) says when to use which. What is None by default is planned at start-up, or
-off. Names of other engines: [Parameters](parameters.md).
+all with types and defaults, `help(nanoengine.config.engine.EngineConfig)` explains them at length,
+and [Features](features.md) says when to use which. What is None by default is planned at start-up,
+or off. Names of other engines: [Parameters](parameters.md).
 """
 SETTINGS_TAIL = """\
 ## Environment

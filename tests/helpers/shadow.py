@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.context import KVChunk
 from nanoengine.devices.copy_streams import Convert, Event, InlineStream, WorkerEvent, WorkerStream
 from nanoengine.devices.cpu import CpuDevice

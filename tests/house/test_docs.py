@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import notebook, pictures
 from nanoengine import LLM, AsyncLLM, SamplingParams
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

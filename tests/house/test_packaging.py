@@ -146,7 +146,7 @@ def test_settings_and_errors_come_without_torch() -> None:
     """What a command line or a server needs to start; and dir() shows what is public."""
     program = (
         "import sys, nanoengine\n"
-        "import nanoengine.config, nanoengine.sampling_params, nanoengine.errors\n"
+        "import nanoengine.config.engine, nanoengine.sampling_params, nanoengine.errors\n"
         "heavy = {'torch', 'numpy', 'transformers', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "assert dir(nanoengine) == sorted([*nanoengine.__all__, '__version__'])\n"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pages import DOCS, OTHER_VALUES, PAGES, values_of
 
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.errors import ConfigError
 
 SETTINGS = {field.name for field in fields(EngineConfig)} - {"model"}

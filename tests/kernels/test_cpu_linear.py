@@ -13,7 +13,7 @@ import torch
 from marks import BUILDS, needs_compiler, use_our_products, use_tiles
 from torch import Tensor
 
-from nanoengine.config import ExpertsConfig
+from nanoengine.config.model import ExpertsConfig
 from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.c_build import KernelBuildError

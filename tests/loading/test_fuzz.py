@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fuzz_cases import Bench, gguf_fields, make_seeds
 
-from nanoengine.config import make_config
+from nanoengine.config.engine import make_config
 from nanoengine.errors import EngineError
 from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.sampling_params import SamplingParams

@@ -25,7 +25,7 @@ from gguf_model import SCALINGS, USER_DEFINED, WITH_WINDOWS, GGUFModel, with_sca
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from nanoengine.config import RopeConfig
+from nanoengine.config.model import RopeConfig
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.loading import find_model

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nanoengine.config import ModelConfig, RopeConfig
+from nanoengine.config.model import ModelConfig, RopeConfig
 from nanoengine.devices import cache_folders
 from nanoengine.errors import (
     CorruptModelError,

@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, Qwen2MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
-from nanoengine.config import ExpertsConfig
+from nanoengine.config.model import ExpertsConfig
 from nanoengine.models.experts import (
     ExpertWeights,
     GroupedExperts,

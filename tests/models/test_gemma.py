@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from nanoengine import SamplingParams
-from nanoengine.config import ModelConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.kernels.call_tape import _Pass

@@ -19,7 +19,7 @@ from marks import needs_compiler
 from torch import Tensor
 
 from nanoengine import SamplingParams
-from nanoengine.config import DeltaConfig
+from nanoengine.config.model import DeltaConfig
 from nanoengine.context import ForwardContext, RecurrentState, StepRows
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kv.block_manager import Block

@@ -18,7 +18,7 @@ from driver import GREEDY, Driver
 from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanoengine.config import RopeConfig
+from nanoengine.config.model import RopeConfig
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, CorruptModelError, UnsupportedModelError
 from nanoengine.loading.model_config import read_model_config

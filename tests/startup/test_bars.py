@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.startup.bars import Bar, Part, bars_html
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import small_gpu
-from nanoengine.config import GIB, EngineConfig, ModelConfig, make_config
+from nanoengine.config.engine import GIB, EngineConfig, make_config
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.startup.forecast import Forecaster, Hardware
 

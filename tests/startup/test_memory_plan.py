@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from nanoengine.config import GIB, ModelConfig, RopeConfig, make_config
+from nanoengine.config.engine import GIB, make_config
+from nanoengine.config.model import ModelConfig, RopeConfig
 from nanoengine.devices.cpu import available_memory
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, OutOfMemoryError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.model_runner import ModelRunner

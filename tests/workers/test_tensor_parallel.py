@@ -24,7 +24,7 @@ from rank_threads import RankThreads
 from torch import Tensor
 
 from nanoengine import LLM, ConfigError, EngineError, SamplingParams, TransferError
-from nanoengine.config import EngineConfig
+from nanoengine.config.engine import EngineConfig
 from nanoengine.devices.device import Device
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.kernels.c_build import KernelBuildError

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanoengine.config import GIB
+from nanoengine.config.engine import GIB
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, model_config

@@ -1,0 +1,137 @@
+"""The shape of a model (ModelConfig) and of its parts: RoPE, recurrent layers, experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoengine.config.attention import AttentionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding. `kind` is transformers' `rope_type`; rope.py lists the fields of each.
+
+    original_max_position: positions of the training, before scaling. attention_factor: multiplies
+    cos and sin. divisors: one for each rotated pair of a head. length: most tokens that a request
+    may have. partial_rotary_factor: the part of a head that is rotated.
+    """
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    divisors: tuple[float, ...] = ()
+    length: int = 0
+    partial_rotary_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """`layers` with a gated delta rule (arXiv 2412.06464) instead of attention. A key head serves
+    neighbouring value heads. conv_size: tokens that the convolution before the rule sees.
+    """
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_size: int
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of v, and of what a layer gives, of a token."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that are convolved: q, k and v."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Each token goes to `top_k` of a layer's experts, but in dense_layers.
+
+    inner_size: an expert's intermediate_size. scoring: what scores are, a key of
+    models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
+    multiplies them. top_groups: of num_groups groups of experts, those open to a token.
+    shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
+    """
+
+    count: int
+    top_k: int
+    inner_size: int
+    renormalises: bool
+    dense_layers: tuple[int, ...] = ()
+    scoring: str = "softmax"
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    shared_size: int = 0
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder's shape, read from config.json. `architecture` is a key of models.ARCHITECTURES.
+
+    no_rope_layers: layers without RoPE (arXiv 2501.18795). windows, attn_logit_softcap: as in
+    AttentionConfig. query_pre_attn_scalar: its root divides the scores (None: head_dim).
+    local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
+    softcap of the logits. wrapper: the class in config.json if this is the text model of one for
+    images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
+    have no KV.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    no_rope_layers: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
+    attn_logit_softcap: float | None = None
+    query_pre_attn_scalar: float | None = None
+    local_rope: RopeConfig | None = None
+    final_logit_softcap: float | None = None
+    wrapper: str = ""
+    delta: DeltaConfig | None = None
+    experts: ExpertsConfig | None = None
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The part that attention backends need."""
+        scalar = self.query_pre_attn_scalar
+        scale = None if scalar is None else scalar**-0.5
+        return AttentionConfig(self.head_dim, scale, self.attn_logit_softcap, self.windows)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers whose state has the same size for any number of tokens."""
+        return () if self.delta is None else self.delta.layers
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers that have KV."""
+        return self.num_layers - len(self.recurrent_layers)
+
+    def kv_bytes_per_token(self, element_size: int) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * element_size
