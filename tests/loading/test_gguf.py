@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from checkpoints import GGUFValue
 from driver import Driver, assert_logits_are_transformers
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import SCALINGS, USER_DEFINED, WITH_WINDOWS, GGUFModel, with_scaling
@@ -32,8 +31,7 @@ from nanoengine.loading import find_model
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf import convert as gguf_convert
 from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
-from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.loading.gguf.settings import phi3_settings
+from nanoengine.loading.gguf.settings import turned_part
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import packaged_gguf
@@ -168,11 +166,8 @@ def test_a_converted_model_answers_as_transformers_does(
 
 @pytest.mark.parametrize("head_dim", [80, 96, 98, 128, 192])
 def test_every_part_of_a_head_survives_as_a_quotient(head_dim: int) -> None:
-    fields = {"general.architecture": GGUFValue("phi3"), "phi3.context_length": GGUFValue(512)}
-    metadata = Metadata(Path("m.gguf"), fields)
     for turned in range(2, head_dim + 1, 2):
-        settings = phi3_settings(metadata, turned, head_dim)
-        part = settings["partial_rotary_factor"]
+        part = turned_part(turned, head_dim)
         assert rotary_pairs(RopeConfig(1e4, partial_rotary_factor=part), head_dim) == turned // 2
 
 
