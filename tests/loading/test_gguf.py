@@ -373,7 +373,7 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
             "bert",
             "tokenizer model 'bert' is not supported; supported: gpt2, llama",
         ),
-        ("tokenizer.ggml.pre", "gpt-4o", "'gpt-4o'"),
+        ("tokenizer.ggml.pre", "tekken", "'tekken'"),
         ("tokenizer.ggml.pre", None, "'default'"),
     ],
 )
