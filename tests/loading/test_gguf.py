@@ -417,7 +417,13 @@ def test_windows_that_no_config_says_are_refused(
         convert_gguf(model.write(tmp_path / "m.gguf"), out)
 
 
-@pytest.mark.parametrize(("limit", "level"), [(1 << 30, "INFO"), (1, "WARNING")])
+@pytest.mark.parametrize(
+    ("limit", "level", "kind", "growth", "keeps"),
+    [
+        (1 << 30, "INFO", QuantType.Q4_1, (2.5, 3.3), "quantization=.gguf. keeps"),
+        (1, "WARNING", QuantType.Q8_0, (1.7, 1.9), "quantization=.gguf. on a CPU, .int4. or"),
+    ],
+)
 def test_a_file_that_grows_says_so_before_it_is_written(
     llama: GGUFModel,
     tmp_path: Path,
@@ -426,20 +432,25 @@ def test_a_file_that_grows_says_so_before_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
     limit: int,
     level: str,
+    kind: QuantType,
+    growth: tuple[float, float],
+    keeps: str,
 ) -> None:
     monkeypatch.setattr(gguf_convert, "LARGE_GROWTH", limit)
     monkeypatch.setattr(gguf_convert, "GIB", 1000)
     caplog.set_level("INFO", "nanoengine")
-    llama.types = {name: QuantType.Q4_1 for name, v in llama.tensors.items() if v.ndim == 2}
+    llama.types = {name: kind for name, v in llama.tensors.items() if v.ndim == 2}
     source = llama.write(tmp_path / "m.gguf")
     convert_gguf(source, out)
     written = sum(values.nbytes for values in state(out).values())
     (record,) = caplog.records
-    found = re.search(r"the ([\d.]+) GiB of Q4_1 weights become ([\d.]+) GiB", record.message)
+    found = re.search(
+        rf"the ([\d.]+) GiB of {kind.name} weights become ([\d.]+) GiB", record.message
+    )
     assert found is not None and record.levelname == level
     assert float(found[2]) == pytest.approx(written / 1000, abs=0.01)
-    assert float(found[2]) / 3.3 < float(found[1]) < float(found[2]) / 2.5
-    assert 'quantization="gguf"' in record.message and str(out.parent) in record.message
+    assert growth[0] < float(found[2]) / float(found[1]) < growth[1]
+    assert re.search(keeps, record.message) and str(out.parent) in record.message
 
 
 def test_unknown_architectures_are_refused(llama: GGUFModel, tmp_path: Path, out: Path) -> None:

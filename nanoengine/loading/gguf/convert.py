@@ -30,7 +30,8 @@ from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, mode
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tensors import GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
-from nanoengine.models.stored_codes import CODES_KEY, FORMATS
+from nanoengine.models.quant import RECOVERED
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS, NEVER_CODES
 
 logger = logging.getLogger(__name__)
 CONVERTER_VERSION = 2  # part of the cache key: raise it when the written folder changes
@@ -58,27 +59,47 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     config = model_config(metadata, stored)
     weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
     tensors = list(hf_tensors(metadata, config, weights))
+    kind = _main_type(stored)
+    stays = keeps_codes and kind in FORMATS
     if keeps_codes:
         tensors = [_with_codes(tensor) for tensor in tensors]
-    else:
+    if not stays:
         _tell_growth(source, target, stored, tensors)
     eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
     _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
     _write_safetensors(target / "model.safetensors", tensors)
-    how = "codes as stored" if keeps_codes else "dequantised to bfloat16"
-    return f"{_main_type(stored)} GGUF, {how}"
+    return f"{kind} GGUF, {'codes as stored' if stays else 'dequantised to bfloat16'}"
 
 
 def read_gguf_config(source: Path) -> dict[str, Any]:
     """The content of the config.json that convert_gguf writes, without the end token: reads the
     file's metadata and no weight. Raises what convert_gguf raises for them.
     """
+    return model_config(*_described(source))
+
+
+def read_code_counts(source: Path) -> dict[str, Counter[str]]:
+    """Of the matrices in "layers" and in "ends" that may stay codes, the weights by the format in
+    which the file has them; "": of numbers. Reads and raises as read_gguf_config does.
+    """
+    metadata, stored = _described(source)
+    weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
+    counts: dict[str, Counter[str]] = {"layers": Counter(), "ends": Counter()}
+    for tensor in hf_tensors(metadata, model_config(metadata, stored), weights):
+        if len(tensor.shape) == 2 and not tensor.name.endswith(NEVER_CODES):
+            place = counts["layers" if ".layers." in tensor.name else "ends"]
+            place[_with_codes(tensor).code_format] += math.prod(tensor.shape)
+    return counts
+
+
+def _described(source: Path) -> tuple[Metadata, dict[str, Any]]:
+    """The metadata without the vocabulary, and the tensors by name."""
     vocabulary = check_structure(source)
     reader = _open_reader(source, vocabulary)
     metadata = Metadata(source, reader.fields)
     check_supported(metadata)
-    return model_config(metadata, {tensor.name: tensor for tensor in reader.tensors})
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _open_reader(path: Path, unread: Mapping[int, int] | None = None) -> Any:
@@ -141,7 +162,9 @@ def _tell_growth(
     before = sum(int(tensor.n_bytes) for tensor in stored.values())
     after = sum(tensor.written[2] for tensor in tensors)
     kind = _main_type(stored)
-    keeps = '"gguf"' if kind in ("Q4_0", "Q4_1") else '"int4" or "int8"'
+    keeps = '"int4" or "int8"'
+    if kind in FORMATS:
+        keeps = '"gguf"' if kind in RECOVERED else '"gguf" on a CPU, "int4" or "int8" on a GPU,'
     logger.log(
         logging.WARNING if after - before >= LARGE_GROWTH else logging.INFO,
         "%s: the %.2f GiB of %s weights become %.2f GiB in bfloat16, on disk (once, in %s) and in "
