@@ -17,7 +17,7 @@ PY := .venv/bin/python
 INSTALL := $(PY) -m pip -qq --disable-pip-version-check install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants fuzz storms sanitize check pages pictures figure notebook docs doc-commands wheels bench clean gpu-check clients ray page server-storm
+.PHONY: help demo test breadth mutants fuzz storms sanitize check pages pictures figure notebook docs doc-commands wheels bench clean gpu-check clients ray page server-storm
 # Two pips in one environment get in each other's way.
 .NOTPARALLEL:
 
@@ -30,6 +30,9 @@ demo: .venv/.model ## generate text with SmolLM2-135M (example.py)
 # Two processes: half the time on 2 cores. What is printed shows with -n 0 alone.
 test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow -n 0 -s' for the slow ones
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+breadth: .venv/.test .venv/.model ## more cases of what the tests hold: models, layouts, a rehearsed GPU check
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m breadth $(PYTEST_ARGS)
 
 clients: .venv/.clients ## the official clients of OpenAI and Anthropic, and schemathesis, against the server
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m '' tests/serving/test_clients.py tests/serving/test_official_types.py

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
+from nanoengine.api.llm import LLM
 from nanoengine.bench.report import versions
 from nanoengine.cli.measure import machine_name, measure_speed
 from nanoengine.config.engine import GIB, make_config
 from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import available_memory, default_threads, native_dtype
-from nanoengine.llm import LLM
 from nanoengine.loading.find_model import read_config_of
 from nanoengine.startup.forecast import Forecast, Forecaster, Hardware
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed

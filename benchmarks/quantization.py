@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.limits import rounded
+from nanoengine.api.llm import LLM
 from nanoengine.config.engine import CHOICES, GIB
-from nanoengine.llm import LLM
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.sampling_params import SamplingParams

@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.limits import Model, decode_steps, measure_limits, rounded
+from nanoengine.api.llm import LLM
 from nanoengine.config.engine import GIB
-from nanoengine.llm import LLM
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.startup.probe import time_steps

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from nanoengine.api.llm import LLM
 from nanoengine.bench.main import offload_settings
 from nanoengine.errors import EngineError
-from nanoengine.llm import LLM
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 

@@ -40,8 +40,8 @@ from nanoengine.sampling_params import (
 )
 
 if _TYPE_CHECKING:
-    from nanoengine.async_llm import AsyncLLM
-    from nanoengine.llm import LLM
+    from nanoengine.api.async_llm import AsyncLLM
+    from nanoengine.api.llm import LLM
 
 if _os.environ.get("NANOENGINE_LOG_LEVEL"):
     from nanoengine.devices.logs import show_logs as _show_logs
@@ -79,7 +79,7 @@ __all__ = [
     "WeightMismatchError",
 ]
 
-_LATE = {"LLM": "nanoengine.llm", "AsyncLLM": "nanoengine.async_llm"}
+_LATE = {"LLM": "nanoengine.api.llm", "AsyncLLM": "nanoengine.api.async_llm"}
 
 
 def __getattr__(name: str) -> object:

@@ -14,9 +14,10 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from nanoengine.async_llm import AsyncLLM
+from nanoengine.api.async_llm import AsyncLLM
+from nanoengine.api.llm import LLM
+from nanoengine.api.request_forms import OneParams, one_params
 from nanoengine.config.engine import Settings, make_config, shows_settings
-from nanoengine.engine.request_forms import OneParams, one_params
 from nanoengine.errors import (
     ConfigError,
     InvalidParamsError,
@@ -25,7 +26,6 @@ from nanoengine.errors import (
     integer,
     shown,
 )
-from nanoengine.llm import LLM
 from nanoengine.sampling_params import SamplingParams, seeded
 
 EXACT_IN_A_FLOAT = 1 << 53

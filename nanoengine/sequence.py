@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from nanoengine.errors import RequestError
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 
 NO_TOKEN = -1  # what is sampled where no token can be
 
@@ -100,6 +100,12 @@ class Grammar(Protocol):
 
     def accept(self, token_id: int) -> bool: ...
     def masks(self, guesses: tuple[int, ...]) -> list[bytes]: ...
+
+
+class Grammars(Protocol):
+    """From the form of a text to its grammar, at the beginning of the text (grammar.Grammars)."""
+
+    def state_of(self, form: StructuredOutputsParams) -> Grammar: ...
 
 
 @dataclass(frozen=True, slots=True)

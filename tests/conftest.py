@@ -22,6 +22,7 @@ from marks import use_our_products
 from quick_interpreter import speed_up
 
 from nanoengine.devices.cache_folders import cache_folders, is_private
+from nanoengine.kernels import c_build
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.startup import probe
 
@@ -101,11 +102,12 @@ def threads_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty XDG_CACHE_HOME, for tests of what is put there."""
+def fresh_cache(tmp_path: Path, build_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty XDG_CACHE_HOME, for tests of what is put there; compiled kernels stay elsewhere."""
     folder = tmp_path / "cache"
     folder.mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setattr(c_build, "cache_folders", lambda: iter([build_folder.parent]))
     return folder
 
 

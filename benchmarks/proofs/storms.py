@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 
 from nanoengine import LLM, SamplingParams  # noqa: E402 (found by the line above)
-from nanoengine.async_llm import AsyncLLM  # noqa: E402
+from nanoengine.api.async_llm import AsyncLLM  # noqa: E402
 from nanoengine.errors import EngineClosedError, EngineError, ForkedProcessError  # noqa: E402
 
 SETTINGS: dict[str, Any] = {

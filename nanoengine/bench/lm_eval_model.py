@@ -20,8 +20,8 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from nanoengine.api.llm import LLM
 from nanoengine.errors import ConfigError, InvalidParamsError
-from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanoengine.api.llm import LLM
 from nanoengine.bench.report import first_difference, versions
 from nanoengine.bench.workload import random_requests
 from nanoengine.config.attention import ATTENTION_LIMITS
 from nanoengine.errors import EngineError
-from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from nanoengine.api.llm import LLM
 from nanoengine.bench.heat_map import draw_heat_map
 from nanoengine.bench.needle_report import MODES, TEMPLATES, print_report
 from nanoengine.bench.niah import (
@@ -36,7 +37,6 @@ from nanoengine.bench.niah import (
 )
 from nanoengine.bench.report import first_difference, versions
 from nanoengine.errors import ConfigError, EngineError
-from nanoengine.llm import LLM
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams

@@ -19,11 +19,17 @@ from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutput, TokenHistory
+from nanoengine.sequence import (
+    Grammars,
+    Request,
+    RequestMetrics,
+    Sequence,
+    SequenceOutput,
+    TokenHistory,
+)
 from nanoengine.startup.parts import Parts
 from nanoengine.startup.plan import MemoryPlan
 from nanoengine.text.detokenizer import IncrementalDetokenizer
-from nanoengine.text.grammar import Grammars
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -69,8 +75,10 @@ class InputProcessor:
     @cached_property
     def grammars(self) -> Grammars:
         """Of structured outputs. Raises InvalidPromptError without a tokenizer."""
+        from nanoengine.text import grammar  # structured output is no part of the core
+
         config = self._model_config
-        return Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
+        return grammar.Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
 
     def next_id(self) -> int:
         """The id of a new sequence."""

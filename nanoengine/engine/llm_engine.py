@@ -45,7 +45,7 @@ class LLMEngine:
 
     @shows_settings
     def __init__(self, model: str | Path, **settings: Unpack[Settings]) -> None:
-        """settings: those of config.EngineConfig. Raises ConfigError and ModelLoadError."""
+        """settings: those of config.engine.EngineConfig. Raises ConfigError and ModelLoadError."""
         self._home = HomeProcess()
         self.config: EngineConfig = make_config(model, settings)
         with ExitStack() as started:  # if start-up fails or is interrupted, no thread is left

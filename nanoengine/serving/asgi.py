@@ -10,7 +10,7 @@ from typing import Unpack
 
 from starlette.applications import Starlette
 
-from nanoengine.async_llm import AsyncLLM
+from nanoengine.api.async_llm import AsyncLLM
 from nanoengine.config.engine import Settings
 from nanoengine.serving.app import make_app
 from nanoengine.serving.loaded_model import connected

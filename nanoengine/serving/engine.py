@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from nanoengine.engine.block_map import BlockMap
-from nanoengine.engine.stats import EngineStats
+from nanoengine.api.block_map import BlockMap
+from nanoengine.api.stats import EngineStats
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 

@@ -18,7 +18,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoengine.async_llm import AsyncDeltaStream, AsyncLLM
+from nanoengine.api.async_llm import AsyncLLM
+from nanoengine.api.delta_stream import AsyncDeltaStream
 from nanoengine.devices.logs import show_logs
 from nanoengine.errors import EngineError
 from nanoengine.outputs import RequestOutput

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from nanoengine.async_llm import AsyncLLM
-from nanoengine.llm import LLM
+from nanoengine.api.async_llm import AsyncLLM
+from nanoengine.api.llm import LLM
 from nanoengine.serving.engine import Engine
 from nanoengine.serving.prompts import Facts
 

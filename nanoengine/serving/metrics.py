@@ -20,7 +20,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from nanoengine.engine.stats import EngineStats, TierUse
+from nanoengine.api.stats import EngineStats, TierUse
 from nanoengine.outputs import RequestOutput
 from nanoengine.serving.engine import TokenStream
 

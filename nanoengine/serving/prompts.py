@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
-from nanoengine.engine.request_forms import template_variables
+from nanoengine.api.request_forms import template_variables
 from nanoengine.errors import PromptTooLongError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_logprobs import TokenBytes

@@ -17,9 +17,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from nanoengine.engine.block_map import BlockMap
+from nanoengine.api.block_map import BlockMap
+from nanoengine.api.stats import EngineStats
 from nanoengine.engine.completion import merge_deltas
-from nanoengine.engine.stats import EngineStats
 from nanoengine.errors import EngineClosedError, EngineError
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 
-from nanoengine.engine.stats import EngineStats
+from nanoengine.api.stats import EngineStats
 from nanoengine.errors import EngineClosedError
 from nanoengine.serving.engine import Engine
 

@@ -283,7 +283,7 @@ def test_from_engine_args_makes_an_engine(
     with LLM.from_engine_args(given) as llm:
         assert llm.llm_engine.config.max_model_len == 48
         assert llm.llm_engine.config.num_gpu_blocks == 4
-        assert ("nanoengine.llm", 20, str(llm.plan)) in caplog.record_tuples
+        assert ("nanoengine.api.llm", 20, str(llm.plan)) in caplog.record_tuples
     with pytest.raises(ConfigError, match="LoRA"):
         AsyncLLM.from_engine_args(given | {"enable_lora": True})
     AsyncLLM.from_engine_args(given).close()

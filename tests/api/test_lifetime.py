@@ -18,7 +18,7 @@ import pytest
 from driver import assert_all_free
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.async_llm import AsyncLLM
+from nanoengine.api.async_llm import AsyncLLM
 from nanoengine.devices.copy_streams import WorkerStream
 from nanoengine.errors import EngineClosedError, EngineError, ForkedProcessError
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from marks import named
 from paged_batches import (
     Batch,
     context_of,
@@ -106,7 +107,7 @@ def test_against_float64(
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("shape", named(SHAPES, "nine heads, odd sizes"))
 def test_chunks_and_pools_move_no_bit(shape: dict[str, Any], seed: int) -> None:
     batch = make_batch((5, 1, 3, 1, 1), (5, 700, 40, 1, 300), dtype=torch.float32, **shape)
     chunks = split(batch, seed)
@@ -115,7 +116,12 @@ def test_chunks_and_pools_move_no_bit(shape: dict[str, Any], seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "window, shape", [*zip((None, 70, 20, None), SHAPES.values(), strict=True)], ids=SHAPES
+    "window, shape",
+    named(
+        dict(zip(SHAPES, zip((None, 70, 20, None), SHAPES.values(), strict=True), strict=True)),
+        "nine heads, odd sizes",
+        "large blocks",
+    ),
 )
 def test_the_rows_of_a_call_move_no_bit(
     monkeypatch: pytest.MonkeyPatch, window: int | None, shape: dict[str, Any]

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.breadth
 def test_the_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     script = Path(__file__).parents[2] / "benchmarks" / "gpu" / "gpu_check.py"

@@ -54,6 +54,7 @@ def engine(folder: Path, **settings: Any) -> LLMEngine:
     return small_engine(folder, True, **defaults | settings)
 
 
+@pytest.mark.breadth
 def test_no_draft_is_waited_for(gpu: VirtualGpu, tiny: Callable[[str], Path]) -> None:
     """A step waits for its tokens, and the next one reads what attention looked at, which has long
     been there. The tokens are those of a CPU without drafts.
@@ -83,6 +84,7 @@ def test_no_draft_is_waited_for(gpu: VirtualGpu, tiny: Callable[[str], Path]) ->
     made.close()
 
 
+@pytest.mark.breadth
 def test_drafts_are_replayed_and_a_round_is_the_link_and_the_drafts(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:

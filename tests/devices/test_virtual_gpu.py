@@ -70,11 +70,11 @@ def prompt(num_tokens: int) -> list[int]:
             STREAMED | {"debug_kv": True, "debug_copy_delay_ms": 0.1},
             marks=pytest.mark.slow,
         ),
-        ("llama", STREAMED | {"attention_backend": "sdpa"}),
+        pytest.param("llama", STREAMED | {"attention_backend": "sdpa"}, marks=pytest.mark.breadth),
         pytest.param("qwen3", RESIDENT, marks=pytest.mark.slow),
-        ("qwen3-window", STREAMED),
-        ("smollm3", RESIDENT),
-        ("gemma3", RESIDENT),
+        pytest.param("qwen3-window", STREAMED, marks=pytest.mark.breadth),
+        pytest.param("smollm3", RESIDENT, marks=pytest.mark.breadth),
+        pytest.param("gemma3", RESIDENT, marks=pytest.mark.breadth),
         ("qwen3.5", RESIDENT),
     ],
     ids=str,
@@ -101,7 +101,11 @@ def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
 
 
 @pytest.mark.parametrize("gpu", ["xpu"], indirect=True)
-@pytest.mark.parametrize("settings", [RESIDENT, STREAMED | {"debug_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [RESIDENT, pytest.param(STREAMED | {"debug_kv": True}, marks=pytest.mark.breadth)],
+    ids=str,
+)
 def test_an_accelerator_does_the_same(
     gpu: VirtualGpu, tiny: Callable[[str], Path], settings: dict[str, Any]
 ) -> None:
@@ -218,7 +222,7 @@ def test_decode_steps_are_one_graph_or_one_a_layer(
     ("ring", "ratios", "is_checked"),
     [
         pytest.param(2, (0.2,), False, marks=pytest.mark.slow),
-        (3, (0.6, 1.5), False),
+        pytest.param(3, (0.6, 1.5), False, marks=pytest.mark.breadth),
         (4, (0.2,), True),
     ],
 )
@@ -255,6 +259,7 @@ def test_a_streamed_step_takes_as_long_as_its_copies_or_its_arithmetic(
     made.close()
 
 
+@pytest.mark.breadth
 def test_an_offloaded_prefill_waits_for_no_copy(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:
@@ -277,6 +282,7 @@ def test_an_offloaded_prefill_waits_for_no_copy(
     assert seconds[0] / seconds[1] > 0.98
 
 
+@pytest.mark.breadth
 def test_the_plan_says_what_will_be_held(gpu: VirtualGpu, tiny: Callable[[str], Path]) -> None:
     """Weights, KV and what the profiled step held, against the most that there was."""
     gpu.memory_bytes = 16 << 20

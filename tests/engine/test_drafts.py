@@ -91,7 +91,17 @@ def without_drafts(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*(("llama", layout) for layout in LAYOUTS), ("qwen3", "few blocks"), ("gemma3", "few blocks")],
+    [
+        ("llama", "few blocks"),
+        ("llama", "chunked"),
+        ("gemma3", "few blocks"),
+        *(
+            pytest.param("llama", layout, marks=pytest.mark.breadth)
+            for layout in LAYOUTS
+            if layout not in ("few blocks", "chunked")
+        ),
+        pytest.param("qwen3", "few blocks", marks=pytest.mark.breadth),
+    ],
 )
 def test_tokens_are_those_without_drafts(
     tiny: Callable[[str], Path], name: str, layout: str

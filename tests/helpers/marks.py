@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,17 @@ needs_compiler = pytest.mark.skipif(
 needs_no_gpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="there is a real GPU, where Triton is not interpreted"
 )
+
+
+def named(cases: Mapping[str, Any], *first: str) -> list[Any]:
+    """Cases for `parametrize`, with their names as ids: only the first ones are default tests."""
+    assert {*first} <= cases.keys()
+    marks = {name: () if name in first else (pytest.mark.breadth,) for name in cases}
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), id=name, marks=marks[name])
+        for name, case in cases.items()
+    ]
+
 
 HAS_TILES = b"amx_bf16" in cpu_flags().split()
 # Compiler flags by what they build: where there are matrix tiles, also what others run.

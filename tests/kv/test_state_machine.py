@@ -520,7 +520,9 @@ def must_happen(mode: str) -> set[str]:
     return {what for each in modes for what in HAPPENS[each].split(", ")}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", ["resident", pytest.param("in_place", marks=pytest.mark.breadth), "stream"]
+)
 def test_no_program_breaks_the_accounting(mode: str) -> None:
     tally: Counter[str] = Counter()
     for number in range(NUM_ROUNDS[mode]):

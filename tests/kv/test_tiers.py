@@ -14,9 +14,9 @@ import pytest
 from driver import Driver, assert_all_free, assert_greedy, fail_copies, host_gib
 
 from nanoengine import InvalidPromptError, SamplingParams
+from nanoengine.api.llm import LLM
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import TransferError
-from nanoengine.llm import LLM
 
 BLOCK = 4
 MODES = ("stream", "in_place")
@@ -238,7 +238,7 @@ def test_a_long_prefill_lets_a_short_request_in_at_once(tiny: Tiny) -> None:
     driver.engine.close()
 
 
-@pytest.mark.parametrize("budget", [10, 40])
+@pytest.mark.parametrize("budget", [10, pytest.param(40, marks=pytest.mark.breadth)])
 def test_streamed_requests_rest_beside_resident_ones_and_nobody_starves(
     tiny: Tiny, budget: int
 ) -> None:

@@ -89,9 +89,10 @@ def test_parameters(given: dict[str, Any], wanted: str) -> None:
     assert outcome(lambda: SamplingParams(**given)) == wanted
 
 
+@pytest.mark.breadth
 def test_a_few_new_cases_of_each_kind() -> None:
     command = [sys.executable, str(FUZZ)]
-    counts = ["--cases", "200", "--loads", "4", "--minutes", "3"]
+    counts = ["--cases", "100", "--loads", "2", "--minutes", "3"]
     done = subprocess.run(
         [*command, *counts], capture_output=True, text=True, timeout=280, check=False
     )

@@ -61,6 +61,7 @@ def test_it_knows_the_capital_of_japan(dtype: str) -> None:
         assert "Q4_1 GGUF, dequantised to" in str(llm.plan)
 
 
+@pytest.mark.breadth
 def test_fp32_equals_transformers(reference_model: PreTrainedModel) -> None:
     """8 prompts x 32 greedy tokens in one batch: logits within 3e-3 and the same choices."""
     settings = {"dtype": "float32", "kv_cache_gib": 0.2, "max_num_seqs": 8}

@@ -30,6 +30,7 @@ from nanoengine import SamplingParams
 from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError
+from nanoengine.kernels import c_build
 from nanoengine.kernels.call_tape import CallTape, _Pass
 from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
@@ -47,10 +48,11 @@ quantize = gguf.quants.quantize
 
 
 @pytest.fixture(scope="module")
-def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache of this file's own, in which kernels are compiled once."""
+def one_cache(tmp_path_factory: pytest.TempPathFactory, build_folder: Path) -> Iterator[None]:
+    """A cache of this file's own; compiled kernels stay elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(c_build, "cache_folders", lambda: iter([build_folder.parent]))
         yield
 
 

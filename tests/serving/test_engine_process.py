@@ -240,7 +240,9 @@ def test_signals_end_it_with_status_0(tiny: Callable[[str], Path]) -> None:
         lines = [next(process.stderr)]
         while not lines[-1].startswith("ready after"):
             lines.append(next(process.stderr))
-        assert any(line.startswith("INFO nanoengine.llm: model") for line in lines)  # the worker's
+        assert any(
+            line.startswith("INFO nanoengine.api.llm: model") for line in lines
+        )  # the worker's
         port = int(lines[-1].rpartition(":")[2].removesuffix("/v1\n"))
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert children

@@ -13,7 +13,7 @@ from driver import fail_copies, host_gib
 from live_server import LiveServer, live_server, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanoengine.engine.stats import EngineStats, TierUse
+from nanoengine.api.stats import EngineStats, TierUse
 from nanoengine.serving import report
 from nanoengine.serving.openai_keys import COMPLETIONS
 from nanoengine.serving.report import line

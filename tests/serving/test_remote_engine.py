@@ -22,8 +22,8 @@ from live_server import PATIENCE_S, SETTINGS
 
 from nanoengine import AsyncLLM, SamplingParams
 from nanoengine import errors as our_errors
-from nanoengine.engine.block_map import BlockMap, RequestBlocks
-from nanoengine.engine.stats import EngineStats, TierUse
+from nanoengine.api.block_map import BlockMap, RequestBlocks
+from nanoengine.api.stats import EngineStats, TierUse
 from nanoengine.errors import EngineClosedError, EngineError, InvalidPromptError, TransferError
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput, StreamDelta
 from nanoengine.sequence import RequestMetrics

@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,9 @@ INTRICATE = {
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def smollm2() -> Path:
     """The bundled model, converted."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield find_model.resolve_model("smollm2-135m")
+    return find_model.resolve_model("smollm2-135m")
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,7 @@ STREAM = SMALL | {"offload_mode": "stream", "ring_slots": 2, "slot_tokens": 16}
 # Norms over all heads, and recurrent layers; those that take long.
 REFUSED = ("olmoe", "qwen3-next", "qwen3-next-moe", "qwen3.5", "qwen3.5-moe")
 SLOW = ("mixtral", "qwen2-moe")
+FIRST = ("qwen3", "gemma3", "glm4-moe")  # norms of heads, windows and experts
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"num_gpu_blocks": 64},
     "streamed": STREAM,
@@ -124,7 +125,7 @@ def alone(folder: Path, dtype: str, way: str) -> list[list[Scores]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.breadth)])
 def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> None:
     """4 heads and 2 KV heads: with 4 ranks, two share each KV head."""
     folder = tiny("llama")
@@ -134,7 +135,11 @@ def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> 
 @pytest.mark.parametrize(
     "name",
     [
-        *sorted({*TINY} - {"llama", "llama-sharded", *REFUSED, *SLOW}),
+        *FIRST,
+        *(
+            pytest.param(name, marks=pytest.mark.breadth)
+            for name in sorted({*TINY} - {"llama", "llama-sharded", *FIRST, *REFUSED, *SLOW})
+        ),
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
 )

@@ -6,9 +6,9 @@ import time
 from dataclasses import asdict
 from itertools import groupby
 
-from nanoengine.engine.block_map import BOTH, DEVICE, EMPTY, HOST, MOVING, BlockMap, RequestBlocks
+from nanoengine.api.block_map import BOTH, DEVICE, EMPTY, HOST, MOVING, BlockMap, RequestBlocks
+from nanoengine.api.stats import EngineStats, TierUse
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.engine.stats import EngineStats, TierUse
 from nanoengine.kv.block_manager import Block, SlotPool
 from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_cache import HybridKVCacheManager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoengine.engine.stats import EngineStats
+from nanoengine.api.stats import EngineStats
 
 EMPTY, DEVICE, BOTH, MOVING, HOST = "empty", "device", "both", "moving", "host"
 

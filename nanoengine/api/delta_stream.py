@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Self
 
-from nanoengine.async_llm.engine_thread import EngineThread
-from nanoengine.async_llm.mailbox import Mailbox
+from nanoengine.api.engine_thread import EngineThread
+from nanoengine.api.mailbox import Mailbox
 from nanoengine.engine.output_processor import RequestState
 from nanoengine.errors import RequestError, without_our_lines
 from nanoengine.outputs import RequestOutput, StreamDelta

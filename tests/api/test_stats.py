@@ -15,9 +15,9 @@ import pytest
 from driver import host_gib
 
 from nanoengine import LLM, AsyncLLM, EngineClosedError, SamplingParams
-from nanoengine.engine import progress
-from nanoengine.engine.block_map import RequestBlocks
-from nanoengine.engine.stats import EngineStats
+from nanoengine.api import progress
+from nanoengine.api.block_map import RequestBlocks
+from nanoengine.api.stats import EngineStats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 SETTINGS = {"dtype": "float32", "num_threads": 1, "kvcache_block_size": 8, "device": "cpu"}

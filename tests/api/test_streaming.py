@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoengine import LLM, InvalidPromptError, PromptTooLongError, SamplingParams, StreamDelta
+from nanoengine.api.streaming import DeltaStream
 from nanoengine.engine.completion import merge_deltas, num_held_back
 from nanoengine.engine.output_processor import RequestState
-from nanoengine.engine.streaming import DeltaStream
 from nanoengine.errors import EngineClosedError, EngineError, TransferError
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutput

@@ -10,13 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
-from nanoengine.async_llm.delta_stream import AsyncDeltaStream
-from nanoengine.async_llm.engine_thread import EngineThread
-from nanoengine.async_llm.mailbox import Mailbox
-from nanoengine.config.engine import NAMES, Settings, shows_settings
-from nanoengine.engine.block_map import BlockMap
-from nanoengine.engine.completion import merge_deltas, outputs_of
-from nanoengine.engine.request_forms import (
+from nanoengine.api.block_map import BlockMap
+from nanoengine.api.delta_stream import AsyncDeltaStream
+from nanoengine.api.engine_thread import EngineThread
+from nanoengine.api.llm import LLM
+from nanoengine.api.mailbox import Mailbox
+from nanoengine.api.request_forms import (
     Messages,
     OneParams,
     Prompt,
@@ -24,10 +23,11 @@ from nanoengine.engine.request_forms import (
     Tools,
     one_params,
 )
-from nanoengine.engine.stats import EngineStats
-from nanoengine.engine.streaming import DeltaStream
+from nanoengine.api.stats import EngineStats
+from nanoengine.api.streaming import DeltaStream
+from nanoengine.config.engine import NAMES, Settings, shows_settings
+from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
-from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer

@@ -14,14 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack, cast
 
-from nanoengine.config.engine import NAMES, Settings, shows_settings
-from nanoengine.engine.beam_search import BeamSearch, BeamSearches, beam_params
-from nanoengine.engine.block_map import BlockMap
-from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.engine.output_processor import RequestState, refused
-from nanoengine.engine.progress import progress_bar
-from nanoengine.engine.read_stats import block_map, engine_stats
-from nanoengine.engine.request_forms import (
+from nanoengine.api.beam_search import BeamSearch, BeamSearches, beam_params
+from nanoengine.api.block_map import BlockMap
+from nanoengine.api.progress import progress_bar
+from nanoengine.api.read_stats import block_map, engine_stats
+from nanoengine.api.request_forms import (
     GivenPrompt,
     Messages,
     OneParams,
@@ -36,9 +33,12 @@ from nanoengine.engine.request_forms import (
     params_for,
     template_variables,
 )
-from nanoengine.engine.stats import EngineStats
-from nanoengine.engine.streaming import DeltaStream
-from nanoengine.engine.turns import Turn, Turns
+from nanoengine.api.stats import EngineStats
+from nanoengine.api.streaming import DeltaStream
+from nanoengine.api.turns import Turn, Turns
+from nanoengine.config.engine import NAMES, Settings, shows_settings
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.engine.output_processor import RequestState, refused
 from nanoengine.errors import (
     InvalidPromptError,
     RequestError,

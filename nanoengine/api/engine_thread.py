@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanoengine.async_llm.mailbox import Mailbox
+from nanoengine.api.llm import LLM
+from nanoengine.api.mailbox import Mailbox
+from nanoengine.api.streaming import DeltaStream
 from nanoengine.config.engine import Settings
 from nanoengine.devices.home_process import HomeProcess, join
 from nanoengine.engine.output_processor import RequestState
-from nanoengine.engine.streaming import DeltaStream
 from nanoengine.errors import EngineClosedError, RequestError
-from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import StructuredOutputsParams
 
