@@ -24,13 +24,14 @@ def plan(args: argparse.Namespace) -> int:
     """Print the forecast of the command line; status 1 if the context cannot be reached."""
     config = engine_config(args)
     # torch, which the arithmetic names dtypes with, takes a second to import.
-    from nanoengine.loading.find_model import read_config_of
+    from nanoengine.loading.find_model import read_codes_of, read_config_of
     from nanoengine.startup.forecast import Forecaster
 
     model = read_config_of(config.model)
     speed = _measured(args, config)
     hardware, assumed = _hardware(args, speed)
-    made = Forecaster(config, model, hardware).forecast(args.context)
+    codes = read_codes_of(config.model) if config.quantization == "gguf" else {}
+    made = Forecaster(config, model, hardware, codes).forecast(args.context)
     if args.json:
         print(json.dumps(_row(args, made, hardware, assumed, speed), indent=2))
     else:
@@ -103,9 +104,11 @@ def _lines(
     model, memory = made.model, made.plan
     is_sparse = made.active_bytes < memory.weight_bytes
     active = f" ({_gib(made.active_bytes)} for a token)" if is_sparse else ""
+    dtype, method = memory.dtype.partition(" ")[0], made.settings.get("quantization")
+    bits = f"{dtype} and {method}" if method else dtype
     lines = [
         f"model     {args.model}: {model.architecture}, {model.num_layers} layers, "
-        f"{_gib(memory.weight_bytes)} of weights{active} in {memory.dtype.partition(' ')[0]}, "
+        f"{_gib(memory.weight_bytes)} of weights{active} in {bits}, "
         f"{model.max_position:,} positions"
     ]
     for bar in _bars(made, hardware):

@@ -59,7 +59,7 @@ class DeltaConfig:
 class ExpertsConfig:
     """Each token goes to `top_k` of a layer's experts, but in dense_layers.
 
-    inner_size: an expert's intermediate_size. router: what scores are, a key of
+    inner_size: an expert's intermediate_size. scoring: what scores are, a key of
     models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
     multiplies them. top_groups: of num_groups groups of experts, those open to a token.
     shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
@@ -70,7 +70,7 @@ class ExpertsConfig:
     inner_size: int
     renormalises: bool
     dense_layers: tuple[int, ...] = ()
-    router: str = "softmax"
+    scoring: str = "softmax"
     scaling: float = 1.0
     num_groups: int = 1
     top_groups: int = 1

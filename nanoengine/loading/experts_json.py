@@ -49,10 +49,10 @@ def read_experts(
         renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
         dense_layers=dense,
         has_bias=names.has_bias,
-        router=names.router,
-        scaling=content.real("routed_scaling_factor", 1.0) if names.router == "sigmoid" else 1.0,
+        scoring=names.scoring,
+        scaling=content.real("routed_scaling_factor", 1.0) if names.scoring == "sigmoid" else 1.0,
         shared_size=shared,
-        **(_groups(content, count) if names.router == "sigmoid" else {}),
+        **(_groups(content, count) if names.scoring == "sigmoid" else {}),
     )
 
 
@@ -100,7 +100,7 @@ def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Par
     own = dict(zip(names.parts, _PARTS, strict=True))
     block = rf"(model\.layers\.\d+\.)(?:mlp|{names.block})\."
     for stored in reader.names():
-        if match := re.fullmatch(rf"{block}(?:gate|{names.router_name})\.(weight|bias)", stored):
+        if match := re.fullmatch(rf"{block}(?:gate|{names.router})\.(weight|bias)", stored):
             found[f"{match[1]}mlp.gate.{match[2]}"] = Part(stored)
         elif match := re.fullmatch(rf"{block}experts\.(\d+)\.(\w+)\.weight", stored):
             part = own.get(match[3], match[3])

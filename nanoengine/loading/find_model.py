@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +21,12 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading import model_cache
-from nanoengine.loading.gguf.convert import CONVERTER_VERSION, convert_gguf, read_gguf_config
+from nanoengine.loading.gguf.convert import (
+    CONVERTER_VERSION,
+    convert_gguf,
+    read_code_counts,
+    read_gguf_config,
+)
 from nanoengine.loading.hub import fetch_config, hub_folder, is_hub_id
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import PACKAGED, packaged_gguf
@@ -68,6 +74,14 @@ def read_config_of(name: str | Path) -> ModelConfig:
         else:
             _raise_not_found(str(name))
         return read_model_config(folder)
+
+
+def read_codes_of(name: str | Path) -> dict[str, Counter[str]]:
+    """How a GGUF has its weights, see `read_code_counts`; {} of another model."""
+    path = _given_path(name)
+    if path.is_file() or str(name) in PACKAGED:
+        return read_code_counts(path if path.is_file() else packaged_gguf(str(name)))
+    return {}
 
 
 def _may_be_at_the_hub(name: str) -> bool:

@@ -26,7 +26,7 @@ from nanoengine.models.architectures import CHOICE_BIAS, weight_shapes
 from nanoengine.models.decoder import Decoder, Model, TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
-from nanoengine.models.stored_codes import Weight, numbers_of
+from nanoengine.models.stored_codes import NEVER_CODES, Weight, numbers_of
 from nanoengine.text.checked_json import read_json
 
 
@@ -83,7 +83,7 @@ def load_model(
 
         def source(name: str) -> Weight:
             stored = reader.weight(name, dtype)
-            if not ops.takes_codes:
+            if not ops.takes_codes or name.endswith(NEVER_CODES):
                 stored = numbers_of(stored)
             weight = shard.take(name, stored, config)
             if isinstance(weight, torch.Tensor):

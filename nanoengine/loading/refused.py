@@ -82,7 +82,7 @@ QUANTIZATIONS_REFUSED = (
     Refusal(
         r"^awq$|^gptq$|^auto-?round|^mxfp4$|^nvfp4$|^hqq$|^aqlm$|^exl[23]$|^vptq$|^$",
         QUANTISED,
-        f'{ORIGINAL} with quantization="int4", or a Q4_0 GGUF of it with quantization="gguf"',
+        f'{ORIGINAL} with quantization="int4", or a GGUF of it with quantization="gguf"',
     ),
     Refusal(
         r"fp8|compressed",

@@ -31,7 +31,7 @@ def read_rope(
     max_model_len is within the original positions, else the long ones.
     Raises UnsupportedModelError for another kind, CorruptModelError for impossible numbers.
     """
-    key = "rope_scaling" if content.get("rope_parameters") in (None, {}) else "rope_parameters"
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     values = _object(content, key, content.get(key))
     return _read(content, values, "rope_theta", head_dim, may_be_partial, max_model_len)
 

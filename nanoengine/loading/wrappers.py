@@ -13,6 +13,7 @@ from typing import Any
 WRAPPERS: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM"},
 }
 # Keys of config.json that count for the text model, too; they override those of `text_config`.

@@ -29,21 +29,21 @@ class ExpertNames:
     """What config.json and a checkpoint say of an architecture's experts.
 
     inner_size: the key of an expert's intermediate size. renormalises: ExpertsConfig's; None: the
-    key `norm_topk_prob` says it. block, router_name, parts: where a checkpoint has the experts, and
-    its names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a
-    tensor for all experts is [experts, inputs, outputs], and gate and up take turns. router: as in
-    ExpertsConfig; has_choice_bias: whether it has a bias for the choice alone. shared: the name of
-    the expert that all tokens go to; "": none. has_shared_gate: whether that has a gate.
+    key `norm_topk_prob` says it. block, router, parts: where a checkpoint has the experts, and its
+    names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a tensor
+    for all experts is [experts, inputs, outputs], and gate and up take turns. scoring: as in
+    ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. shared: the
+    name of the expert that all tokens go to; "": none. has_shared_gate: whether that has a gate.
     """
 
     inner_size: str = "moe_intermediate_size"
     renormalises: bool | None = None
     block: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    router_name: str = "gate"
+    router: str = "gate"
     has_bias: bool = False
     is_turned: bool = False
-    router: str = "softmax"
+    scoring: str = "softmax"
     has_choice_bias: bool = False
     shared: str = ""
     has_shared_gate: bool = False
@@ -120,6 +120,11 @@ _HYBRID_REQUIRES: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (None, True),
     "mamba_ssm_dtype": (None, "float32"),
 }
+_HYBRID_EXPERTS = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
@@ -160,7 +165,7 @@ ARCHITECTURES = {
         "GLM 4.5 to 4.7 with experts (also Air)",
         out_bias=False,
         qk_norm="head",
-        experts=ExpertNames(router="sigmoid", has_choice_bias=True, shared="shared_experts"),
+        experts=ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts"),
         has_drafter=True,
         reads=("partial_rotary_factor",),
         requires={"hidden_act": (None, "silu"), "use_qk_norm": (True,)},
@@ -182,7 +187,7 @@ ARCHITECTURES = {
         sinks=True,
         # A softmax over the chosen scores is one over all, divided by the sum of the chosen.
         experts=ExpertNames(
-            "intermediate_size", True, router_name="router", has_bias=True, is_turned=True
+            "intermediate_size", True, router="router", has_bias=True, is_turned=True
         ),
         quantizations=("mxfp4",),
         requires={
@@ -198,6 +203,12 @@ ARCHITECTURES = {
             "num_key_value_heads": 8,
             "num_local_experts": 128,
             "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
             "rope_theta": 150000.0,
             "sliding_window": 128,
             "sliding_window_pattern": 2,
@@ -274,14 +285,22 @@ ARCHITECTURES = {
         },
     ),
     "Qwen3NextForCausalLM": Architecture(
-        "Qwen3-Next without experts",
+        "Qwen3-Next (80B-A3B, Coder)",
         norm_offset=1.0,
         qk_norm="head",
         output_gate=True,
         recurrent=("qkvz", "ba"),
+        experts=ExpertNames(shared="shared_expert", has_shared_gate=True),
         reads=_HYBRID_READS,
-        requires={**_HYBRID_REQUIRES, "num_experts": (0,)},
-        defaults={**_HYBRID, "num_experts": 512, "num_key_value_heads": 2},
+        requires=_HYBRID_REQUIRES,
+        defaults={
+            **_HYBRID,
+            **_HYBRID_EXPERTS,
+            "intermediate_size": 5632,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+        },
     ),
     "Qwen3_5ForCausalLM": Architecture(
         "Qwen 3.5 and 3.6 (dense)",
@@ -292,6 +311,23 @@ ARCHITECTURES = {
         reads=_HYBRID_READS,
         requires=_HYBRID_REQUIRES,
         defaults={**_HYBRID, "num_key_value_heads": 4},
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        "Qwen 3.5 and 3.6 with experts (35B-A3B, 122B-A10B)",
+        norm_offset=1.0,
+        qk_norm="head",
+        output_gate=True,
+        recurrent=("qkv", "z", "b", "a"),
+        experts=ExpertNames(renormalises=True, shared="shared_expert", has_shared_gate=True),
+        reads=_HYBRID_READS,
+        requires=_HYBRID_REQUIRES,
+        defaults={
+            **_HYBRID,
+            **_HYBRID_EXPERTS,
+            "intermediate_size": 512,  # of no layer: all have experts
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
     ),
     "SmolLM3ForCausalLM": Architecture(
         "SmolLM3",

@@ -138,7 +138,7 @@ def route(
     """fp32 [tokens, experts] -> the experts of each row, int64 [tokens, top_k], the first choice
     first, and their weights, fp32 [tokens, top_k].
     """
-    scores = SCORES[config.router](logits)
+    scores = SCORES[config.scoring](logits)
     choice = scores if choice_bias is None else scores + choice_bias
     if config.num_groups > 1:
         choice = _in_top_groups(config, choice)
@@ -177,7 +177,7 @@ def _sigmoid(logits: Tensor) -> Tensor:
     return logits.double().sigmoid().float()
 
 
-# By ExpertsConfig.router. The softmax is over all experts; divided by the sum of the chosen, it is
+# By ExpertsConfig.scoring. The softmax is over all experts; divided by the sum of the chosen, it is
 # the softmax over these.
 SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": _sigmoid}
 

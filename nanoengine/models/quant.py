@@ -23,7 +23,8 @@ FEW_TOKENS_INT8, FEW_TOKENS_INT4 = 16, 64
 INT8_INPUTS = 32
 INT4_OUTPUTS = 16
 _CUDA_TILE = 16  # inputs of a tile of the packed int4 layout on CUDA, which takes 2, 4 or 8 at once
-STORED_GROUP = 32  # weights of a block in Q4_0 and Q4_1
+RECOVERED = ("Q4_0", "Q4_1")  # the formats whose codes are found again in their numbers
+STORED_GROUP = 32  # weights of a block in these
 # How far, in steps, a weight may lie from its code. Rounding (of weights to the model's dtype, of
 # scales and zeros) moved weights by 0.1 steps at most.
 STORED_SLACK = 0.25

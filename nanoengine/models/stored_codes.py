@@ -23,6 +23,14 @@ FORMATS = {
 }
 # In the metadata of a safetensors file: JSON, the format of each tensor that is codes.
 CODES_KEY = "codes"
+# Ends of the names of matrices: those whose product is in fp32, and is never quantised; and those
+# that are multiplied as numbers even if they are stored as codes.
+ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "expert_gate.weight")
+NEVER_CODES = (
+    *ROUTERS,
+    *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a", "qkvz", "ba")),
+    "linear_attn.out_proj.weight",
+)
 _ROWS_AT_ONCE = 1024
 
 

@@ -17,16 +17,18 @@ from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import OutOfMemoryError
 from nanoengine.models.architectures import weight_shapes
+from nanoengine.models.quant import RECOVERED, STORED_GROUP
+from nanoengine.models.stored_codes import FORMATS, NEVER_CODES, ROUTERS
 from nanoengine.startup.memory_plan import ModelFacts, plan_memory
 from nanoengine.startup.plan import GIB_STEPS, MemoryPlan, gib_up
 
+# Of "layers" and of "ends", the embedding and the head: weights by their format in a GGUF.
+CodeCounts = Mapping[str, Mapping[str, int]]
 # What CUDA's context and the kernels' code take on a GPU beside torch's tensors.
 CUDA_CONTEXT_BYTES = GIB // 2
 # The share of the memory's bandwidth that a decode step reaches: Llama-3.1-8B's shapes on an H200.
 READ_EFFICIENCY = 0.82
-# Inputs that share a scale and a zero: int4's largest group; a block of Q4_0 and Q4_1.
-INT4_GROUPS = {"int4": 128, "gguf": 32}
-ROUTER = "mlp.gate.weight"  # is not quantised
+INT4_GROUP = 128  # inputs that share a scale and a zero, at most
 # Tokens of a step, and of a layer in a buffer, on a GPU that is full without them.
 SMALL = {"max_num_batched_tokens": 512, "slot_tokens": 4096}
 
@@ -122,8 +124,16 @@ class _Fit:
 class Forecaster:
     """Plans one model on one machine with different settings."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, hardware: Hardware) -> None:
-        """config: the settings that the user gave, which are planned with."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        hardware: Hardware,
+        codes: CodeCounts | None = None,
+    ) -> None:
+        """config: the settings that the user gave, which are planned with. codes: of the GGUF that
+        the model is.
+        """
         if not hardware.gpu_bytes:  # a CPU's KV needs no second tier
             config = replace(
                 config, enable_cpu_offload=False, kv_offload_gib=None, kv_offload_dtype=None
@@ -135,8 +145,10 @@ class Forecaster:
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
         itemsize, method = self._dtype.itemsize, config.quantization
-        self._weight_bytes = weight_bytes(model, itemsize, method)
-        self._active_bytes = weight_bytes(model, itemsize, method, of_a_token=True)
+        self._codes = codes
+        each = _bytes_of_weights(codes or {}, itemsize, hardware.name == "cpu")
+        self._weight_bytes = weight_bytes(model, itemsize, method, each)
+        self._active_bytes = weight_bytes(model, itemsize, method, each, of_a_token=True)
         self._memory = _Planned(hardware, self._weight_bytes)
 
     def forecast(self, context: int | None) -> Forecast:
@@ -173,7 +185,10 @@ class Forecaster:
         ways = []
         for method in ("int8", "int4"):
             other = Forecaster(
-                replace(self._config, quantization=method), self._model, self._hardware
+                replace(self._config, quantization=method),
+                self._model,
+                self._hardware,
+                self._codes,
             )
             try:
                 tokens = other._longest().plan.max_model_len
@@ -236,7 +251,7 @@ class Forecaster:
         )
         if self._hardware.gpu_bytes and self._config.kv_offload_dtype is None:
             config = replace(self._config, enable_cpu_offload=True, kv_offload_dtype="int8")
-            halved = Forecaster(config, self._model, self._hardware)
+            halved = Forecaster(config, self._model, self._hardware, self._codes)
             if halved._longest().plan.max_model_len >= context:
                 text += ", or with --enable-cpu-offload --kv-offload-dtype int8 (lossy)"
         return text
@@ -305,29 +320,48 @@ class Forecaster:
         return f"{str(self._dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
 
 
+def _bytes_of_weights(codes: CodeCounts, itemsize: int, on_cpu: bool) -> dict[str, float]:
+    """Of a weight with quantization="gguf", on average, in "layers" and in "ends"."""
+    sizes = dict.fromkeys(RECOVERED, 0.5 + 2 * itemsize / STORED_GROUP)
+    if on_cpu:
+        sizes = {name: num_bytes / weights for name, (weights, num_bytes) in FORMATS.items()}
+    found = dict.fromkeys(("layers", "ends"), float(itemsize))
+    for place, counts in codes.items():
+        if counts and (on_cpu or place == "layers"):
+            num_bytes = sum(n * sizes.get(name, itemsize) for name, n in counts.items())
+            found[place] = num_bytes / sum(counts.values())
+    return found
+
+
 def weight_bytes(
     model: ModelConfig,
     itemsize: int,
-    quantization: str | None = None,
+    quantization: str | None,
+    codes: Mapping[str, float],
     of_a_token: bool = False,
 ) -> int:
     """Bytes of all weights. Quantised ones are those of the layers' products, in the shapes that
-    the operators take; a GGUF counts as if all of them were stored in 4 bits.
+    the operators take.
 
-    of_a_token: of the experts, only those that a token goes to.
+    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends". of_a_token: of the
+    experts, only those that a token goes to.
     """
     total, experts = 0.0, model.experts
     for name, shape in weight_shapes(model).items():
         size: float = math.prod(shape)
         if of_a_token and experts is not None and ".experts." in name:
             size *= experts.top_k / experts.count
-        is_product = ".layers." in name and len(shape) == 2 and not name.endswith(ROUTER)
-        if quantization is None or not is_product:
+        place = "layers" if ".layers." in name else "ends"
+        is_matrix = len(shape) == 2 and not name.endswith(ROUTERS)
+        if quantization == "gguf":
+            is_coded = is_matrix and not name.endswith(NEVER_CODES)
+            total += size * (codes[place] if is_coded else itemsize)
+        elif quantization is None or not is_matrix or place == "ends":
             total += size * itemsize
         elif quantization == "int8":
             total += size + size / shape[1] * itemsize
         else:
-            total += size / 2 + 2 * itemsize * size / INT4_GROUPS[quantization]
+            total += size / 2 + 2 * itemsize * size / INT4_GROUP
     return int(total)
 
 

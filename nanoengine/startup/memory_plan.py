@@ -129,6 +129,7 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
     attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
     feed_forward = config.intermediate_size * 4 * element_size
     if (experts := config.experts) is not None:
+        feed_forward = max(feed_forward, experts.shared_size * 4 * element_size)
         each = config.hidden_size * 2 + experts.inner_size * 4
         sums = 8 * config.hidden_size + 16 * experts.count
         feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)

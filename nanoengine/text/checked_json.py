@@ -26,8 +26,12 @@ class CheckedJson:
         self.values = read_json(path)
 
     def fill(self, defaults: Mapping[str, Any]) -> None:
-        """Set values for missing keys; a key with null is not missing."""
-        self.values = {**defaults, **self.values}
+        """Set values for missing keys; a key with null is missing only if its default is an
+        object.
+        """
+        objects = [key for key, value in defaults.items() if isinstance(value, dict)]
+        given = {k: v for k, v in self.values.items() if v is not None or k not in objects}
+        self.values = {**defaults, **given}
 
     def get(self, key: str) -> Any:
         """The unchecked value; None for null and for a missing key."""

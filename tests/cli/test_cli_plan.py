@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import LLAMA_8B
+from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GGUFModel
 
 from nanoengine import LLM
@@ -164,6 +165,30 @@ def test_a_gguf_is_planned_from_its_metadata_and_not_converted(
     with LLM(path, dtype="bfloat16", num_threads=1) as llm:
         assert row["memory"]["RAM"]["weights"] == llm.plan.weight_bytes
         assert row["longest"] == llm.plan.max_model_len
+
+
+def test_codes_on_a_gpu_are_those_of_four_bits(
+    tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a scale and a zero in 16 bits for 32 weights."""
+    model, count = GGUFModel(tiny("llama-tied")), 0
+    for name, values in model.tensors.items():
+        if values.ndim == 2:
+            model.types[name] = QuantType.Q8_0
+        if "ffn_" in name and values.ndim == 2:
+            model.types[name], count = QuantType.Q4_1, count + values.size
+    flags = [model.write(tmp_path / "m.gguf"), "--gpu-gib", "1", "--ram-gib", "1"]
+    plain = plan(capsys, *flags)["memory"]["GPU"]["weights"]
+    coded = plan(capsys, *flags, "--quantization", "gguf")["memory"]["GPU"]["weights"]
+    assert plain - coded == pytest.approx(count * (2 - 0.5 - 2 * 2 / 32), abs=1)
+
+
+def test_fewer_bits_are_named(
+    tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--gpu-gib", "1", "--ram-gib", "1", "--quantization", "int4"]
+    assert main(["plan", str(tiny("llama")), *flags]) == 0
+    assert "of weights in bfloat16 and int4, 512 positions" in capsys.readouterr().out
 
 
 MEASURED = MachineSpeed("", "2026-11-22", 20.0, 10.0, 0.0, 100.0, False)

@@ -44,6 +44,8 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -113,6 +115,12 @@ HYBRID = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+}
+HYBRID_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
 }
 
 
@@ -294,6 +302,21 @@ TINY: dict[str, TinyModel] = {
             "attention_bias": True,
         },
         seed=13,
+    ),
+    # Recurrent layers with experts, held in one tensor for all of a layer.
+    "qwen3.5-moe": TinyModel(
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        HYBRID | HYBRID_EXPERTS,
+        seed=21,
+        saved_as={"save_original_format": False},
+    ),
+    # A layer with a feed-forward, and weights of experts that do not add up to one.
+    "qwen3-next-moe": TinyModel(
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        HYBRID | HYBRID_EXPERTS | {"mlp_only_layers": [0], "norm_topk_prob": False},
+        seed=18,
     ),
     # The middle layer sees everything, and turns by another theta than those with a window.
     "gemma3": TinyModel(

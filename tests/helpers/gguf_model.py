@@ -41,20 +41,60 @@ GEMMA_NAMES = ORIGINAL_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+NEWER_NAMES = ORIGINAL_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+}
+for shared in ("mlp.shared_expert", "mlp.shared_experts"):
+    NEWER_NAMES |= {f"{shared}.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
+NAMES = {
+    "gemma3": GEMMA_NAMES,
+    "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
+    **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
+}
+# Whole names, which do not end in ".weight" on both sides.
+ODD_NAMES = {
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "self_attn.sinks": "attn_sinks.weight",
+    "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}
+WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "GptOssForCausalLM": "gpt-oss",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
     "MixtralForCausalLM": "llama",
     "OlmoeForCausalLM": "olmoe",
     "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
     "SmolLM3ForCausalLM": "smollm3",
 }
 SCALINGS: dict[str, dict[str, Any]] = {
     "gemma3": {},
+    "gpt-oss": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_context_length": 64,
+        "yarn_beta_fast": 2.0,
+    },
     "mistral-window": {},
     "mixtral": {},
     "phi3": {"original_context_length": 512, "attn_factor": 1.2},
@@ -66,7 +106,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {},
 }
-WITH_WINDOWS = ("gemma3", "mistral-window", "mixtral")
+WITH_WINDOWS = ("gemma3", "gpt-oss", "mistral-window", "mixtral")
 
 
 def gguf_name(name: str, names: dict[str, str]) -> str:
@@ -74,6 +114,8 @@ def gguf_name(name: str, names: dict[str, str]) -> str:
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         _, _, layer, part = stem.split(".", 3)
+        if f"{part}.{kind}" in ODD_NAMES:
+            return f"blk.{layer}.{ODD_NAMES[f'{part}.{kind}']}"
         return f"blk.{layer}.{names[part]}.{kind}"
     return f"{names[stem]}.{kind}"
 
@@ -106,14 +148,18 @@ class GGUFModel:
 
     def _tensors(self, folder: Path) -> dict[str, npt.NDArray[Any]]:
         tensors = {}
-        names = GEMMA_NAMES if self.arch == "gemma3" else ORIGINAL_NAMES
+        names = NAMES.get(self.arch, ORIGINAL_NAMES)
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()
                 if ".experts." in name:
                     self._add_expert(tensors, name, values)
                     continue
-                if self.arch == "gemma3" and name.endswith("norm.weight"):
+                if ".linear_attn." in name:
+                    changed = self._recurrent(name, values)
+                    tensors |= {gguf_name(each, names): v for each, v in changed.items()}
+                    continue
+                if self.arch in WITH_NORM_OFFSET and name.endswith("norm.weight"):
                     values += 1
                 if self.arch in ("llama", "smollm3") and (".q_proj." in name or ".k_proj." in name):
                     heads = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
@@ -121,10 +167,58 @@ class GGUFModel:
                 tensors[gguf_name(name, names)] = values
         return tensors
 
-    @staticmethod
-    def _add_expert(tensors: dict[str, Any], name: str, values: npt.NDArray[Any]) -> None:
+    def _recurrent(self, name: str, values: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+        """A tensor of a recurrent layer as llama.cpp's converter for Qwen changes it
+        (Qwen3NextModel and _LinearAttentionVReorderBase in its conversion/qwen.py).
+        """
+        keys, heads = (self.config[f"linear_num_{kind}_heads"] for kind in ("key", "value"))
+        key_dim, dim = (self.config[f"linear_{kind}_head_dim"] for kind in ("key", "value"))
+        prefix, _, part = name.partition("linear_attn.")
+        if part == "in_proj_qkvz.weight":
+            kinds: list[list[npt.NDArray[Any]]] = [[], [], [], []]
+            each = heads // keys * dim
+            for of_key_head in np.split(values, keys):
+                ends = np.cumsum([key_dim, key_dim, each])
+                for kind, rows in zip(kinds, np.split(of_key_head, ends), strict=True):
+                    kind.append(rows)
+            q, k, v, z = (np.concatenate(kind) for kind in kinds)
+            whole = {"in_proj_qkv.weight": np.concatenate((q, k, v)), "in_proj_z.weight": z}
+            return {f"{prefix}linear_attn.{each}": rows for each, rows in whole.items()}
+        if part == "A_log":
+            values = -np.exp(values)
+        if part == "conv1d.weight":
+            values = values.squeeze(1)
+        if self.arch != "qwen3next":
+            size = (
+                1 if part in ("A_log", "dt_bias", "in_proj_a.weight", "in_proj_b.weight") else dim
+            )
+            # The second value head of every key head comes after the first of all.
+            turns = [g * heads // keys + j for j in range(heads // keys) for g in range(keys)]
+            order = [head * size + i for head in turns for i in range(size)]
+            first = 2 * keys * key_dim
+            if part == "out_proj.weight":
+                values = values[:, order]
+            elif part in ("in_proj_qkv.weight", "conv1d.weight"):
+                values = np.concatenate((values[:first], values[first:][order]))
+            elif part != "norm.weight":
+                values = values[order]
+        return {name: np.ascontiguousarray(values)}
+
+    def _add_expert(self, tensors: dict[str, Any], name: str, values: npt.NDArray[Any]) -> None:
         """A tensor of one expert, or a fused one of all of a layer; names arrive sorted."""
         _, _, layer, _, _, *rest = name.split(".")
+        if self.arch == "gpt-oss":
+            part, _, is_bias = rest[0].partition("_proj")
+            values = values if is_bias else values.swapaxes(1, 2)
+            parts = {"down": values}
+            if part == "gate_up":  # they take turns
+                parts = {"gate": values[:, ::2], "up": values[:, 1::2]}
+            kind = "bias" if is_bias else "weight"
+            tensors |= {
+                f"blk.{layer}.{EXPERT_NAMES[p]}.{kind}": np.ascontiguousarray(v)
+                for p, v in parts.items()
+            }
+            return
         if len(rest) == 1:
             parts = {rest[0].removesuffix("_proj"): values}
             if rest[0] == "gate_up_proj":
@@ -141,31 +235,60 @@ class GGUFModel:
         rope = config["rope_parameters"]
         rope = rope.get("full_attention", rope)
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        experts = config.get("num_local_experts") or config.get("num_experts")
+        counts = ("num_local_experts", "n_routed_experts", "num_experts")
+        experts = next((config[key] for key in counts if config.get(key)), None)
         of_experts = {
             f"{arch}.expert_count": experts,
             f"{arch}.expert_used_count": config.get("num_experts_per_tok"),
             f"{arch}.expert_feed_forward_length": config.get("moe_intermediate_size"),
+            f"{arch}.expert_shared_feed_forward_length": config.get(
+                "shared_expert_intermediate_size"
+            ),
         }
-        return (of_experts if experts else {}) | {
-            f"{arch}.embedding_length": config["hidden_size"],
-            f"{arch}.feed_forward_length": config["intermediate_size"],
-            f"{arch}.block_count": config["num_hidden_layers"],
-            f"{arch}.context_length": config["max_position_embeddings"],
-            f"{arch}.attention.head_count": config["num_attention_heads"],
-            f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
-            f"{arch}.attention.key_length": head_dim,
-            f"{arch}.attention.value_length": head_dim,
-            f"{arch}.rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)),
-            f"{arch}.rope.freq_base": float(rope["rope_theta"]),
-            f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-            "tokenizer.ggml.model": "gpt2",
-            "tokenizer.ggml.pre": "qwen2",
-            "tokenizer.ggml.bos_token_id": 0,
-            "tokenizer.ggml.eos_token_id": 1,
-            "tokenizer.ggml.add_bos_token": True,
-            "tokenizer.chat_template": "{{ messages[0]['content'] }}",
-        }
+        if arch == "glm4moe":
+            of_experts |= {
+                "glm4moe.expert_shared_count": config["n_shared_experts"],
+                "glm4moe.expert_group_count": config["n_group"],
+                "glm4moe.expert_group_used_count": config["topk_group"],
+                "glm4moe.expert_gating_func": 2,
+                "glm4moe.expert_weights_norm": config["norm_topk_prob"],
+                "glm4moe.expert_weights_scale": config["routed_scaling_factor"],
+                "glm4moe.leading_dense_block_count": config["first_k_dense_replace"],
+            }
+        of_rules = {}
+        if heads := config.get("linear_num_value_heads"):
+            of_rules = {
+                f"{arch}.ssm.conv_kernel": config["linear_conv_kernel_dim"],
+                f"{arch}.ssm.state_size": config["linear_key_head_dim"],
+                f"{arch}.ssm.group_count": config["linear_num_key_heads"],
+                f"{arch}.ssm.time_step_rank": heads,
+                f"{arch}.ssm.inner_size": heads * config["linear_value_head_dim"],
+            }
+        return (
+            (of_experts if experts else {})
+            | of_rules
+            | {
+                f"{arch}.embedding_length": config["hidden_size"],
+                f"{arch}.feed_forward_length": config["intermediate_size"],
+                f"{arch}.block_count": config["num_hidden_layers"],
+                f"{arch}.context_length": config["max_position_embeddings"],
+                f"{arch}.attention.head_count": config["num_attention_heads"],
+                f"{arch}.attention.head_count_kv": config["num_key_value_heads"],
+                f"{arch}.attention.key_length": head_dim,
+                f"{arch}.attention.value_length": head_dim,
+                f"{arch}.rope.dimension_count": int(
+                    head_dim * rope.get("partial_rotary_factor", 1)
+                ),
+                f"{arch}.rope.freq_base": float(rope["rope_theta"]),
+                f"{arch}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+                "tokenizer.ggml.model": "gpt2",
+                "tokenizer.ggml.pre": "qwen2",
+                "tokenizer.ggml.bos_token_id": 0,
+                "tokenizer.ggml.eos_token_id": 1,
+                "tokenizer.ggml.add_bos_token": True,
+                "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+            }
+        )
 
     def write(self, path: Path) -> Path:
         writer = gguf.GGUFWriter(path, self.arch)

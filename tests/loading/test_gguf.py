@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from checkpoints import GGUFValue
 from driver import Driver, assert_logits_are_transformers
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import SCALINGS, USER_DEFINED, WITH_WINDOWS, GGUFModel, with_scaling
@@ -32,8 +31,7 @@ from nanoengine.loading import find_model
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf import convert as gguf_convert
 from nanoengine.loading.gguf.convert import convert_gguf, read_gguf_config
-from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.loading.gguf.settings import phi3_settings
+from nanoengine.loading.gguf.settings import turned_part
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import packaged_gguf
@@ -168,11 +166,8 @@ def test_a_converted_model_answers_as_transformers_does(
 
 @pytest.mark.parametrize("head_dim", [80, 96, 98, 128, 192])
 def test_every_part_of_a_head_survives_as_a_quotient(head_dim: int) -> None:
-    fields = {"general.architecture": GGUFValue("phi3"), "phi3.context_length": GGUFValue(512)}
-    metadata = Metadata(Path("m.gguf"), fields)
     for turned in range(2, head_dim + 1, 2):
-        settings = phi3_settings(metadata, turned, head_dim)
-        part = settings["partial_rotary_factor"]
+        part = turned_part(turned, head_dim)
         assert rotary_pairs(RopeConfig(1e4, partial_rotary_factor=part), head_dim) == turned // 2
 
 
@@ -378,7 +373,7 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
             "bert",
             "tokenizer model 'bert' is not supported; supported: gpt2, llama",
         ),
-        ("tokenizer.ggml.pre", "gpt-4o", "'gpt-4o'"),
+        ("tokenizer.ggml.pre", "tekken", "'tekken'"),
         ("tokenizer.ggml.pre", None, "'default'"),
     ],
 )
@@ -422,7 +417,13 @@ def test_windows_that_no_config_says_are_refused(
         convert_gguf(model.write(tmp_path / "m.gguf"), out)
 
 
-@pytest.mark.parametrize(("limit", "level"), [(1 << 30, "INFO"), (1, "WARNING")])
+@pytest.mark.parametrize(
+    ("limit", "level", "kind", "growth", "keeps"),
+    [
+        (1 << 30, "INFO", QuantType.Q4_1, (2.5, 3.3), "quantization=.gguf. keeps"),
+        (1, "WARNING", QuantType.Q8_0, (1.7, 1.9), "quantization=.gguf. on a CPU, .int4. or"),
+    ],
+)
 def test_a_file_that_grows_says_so_before_it_is_written(
     llama: GGUFModel,
     tmp_path: Path,
@@ -431,20 +432,25 @@ def test_a_file_that_grows_says_so_before_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
     limit: int,
     level: str,
+    kind: QuantType,
+    growth: tuple[float, float],
+    keeps: str,
 ) -> None:
     monkeypatch.setattr(gguf_convert, "LARGE_GROWTH", limit)
     monkeypatch.setattr(gguf_convert, "GIB", 1000)
     caplog.set_level("INFO", "nanoengine")
-    llama.types = {name: QuantType.Q4_1 for name, v in llama.tensors.items() if v.ndim == 2}
+    llama.types = {name: kind for name, v in llama.tensors.items() if v.ndim == 2}
     source = llama.write(tmp_path / "m.gguf")
     convert_gguf(source, out)
     written = sum(values.nbytes for values in state(out).values())
     (record,) = caplog.records
-    found = re.search(r"the ([\d.]+) GiB of Q4_1 weights become ([\d.]+) GiB", record.message)
+    found = re.search(
+        rf"the ([\d.]+) GiB of {kind.name} weights become ([\d.]+) GiB", record.message
+    )
     assert found is not None and record.levelname == level
     assert float(found[2]) == pytest.approx(written / 1000, abs=0.01)
-    assert float(found[2]) / 3.3 < float(found[1]) < float(found[2]) / 2.5
-    assert 'quantization="gguf"' in record.message and str(out.parent) in record.message
+    assert growth[0] < float(found[2]) / float(found[1]) < growth[1]
+    assert re.search(keeps, record.message) and str(out.parent) in record.message
 
 
 def test_unknown_architectures_are_refused(llama: GGUFModel, tmp_path: Path, out: Path) -> None:

@@ -61,7 +61,7 @@ def test_what_is_supported_is_said_in_names_that_users_know() -> None:
 @pytest.mark.parametrize(
     ("method", "instead"),
     [
-        *((name, '"int4", or a Q4_0 GGUF') for name in ("awq", "gptq", "mxfp4", "auto-round")),
+        *((name, '"int4", or a GGUF') for name in ("awq", "gptq", "mxfp4", "auto-round")),
         *((name, '"int8" for weights of 8 bits') for name in ("ptpc_fp8", "compressed-tensors")),
         *((name, '"int8" or "int4"') for name in ("bitsandbytes", "quanto")),
     ],

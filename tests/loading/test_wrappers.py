@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import COMMON, HYBRID, TinyModel, reference_greedy, reference_logits
+from checkpoints import (
+    COMMON,
+    HYBRID,
+    HYBRID_EXPERTS,
+    TinyModel,
+    reference_greedy,
+    reference_logits,
+)
 from driver import GREEDY, Driver
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -20,6 +27,8 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
 )
 
 from nanoengine import LLM
@@ -36,6 +45,14 @@ VISION = {
     "patch_size": 14,
 }
 GEMMA = COMMON | {"query_pre_attn_scalar": 24, "sliding_window": 13, "pad_token_id": None}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
 WRAPPED = {
     "Gemma3ForConditionalGeneration": TinyModel(
         Gemma3Config,
@@ -47,14 +64,15 @@ WRAPPED = {
         Qwen3_5ForConditionalGeneration,
         {
             "text_config": COMMON | HYBRID | {"model_type": "qwen3_5_text"},
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-                "num_position_embeddings": 16,
-            },
+            "vision_config": QWEN_VISION,
+        },
+    ),
+    "Qwen3_5MoeForConditionalGeneration": TinyModel(
+        Qwen3_5MoeConfig,
+        Qwen3_5MoeForConditionalGeneration,
+        {
+            "text_config": COMMON | HYBRID | HYBRID_EXPERTS | {"model_type": "qwen3_5_moe_text"},
+            "vision_config": QWEN_VISION,
         },
     ),
     # Its head is not tied to its embeddings.

@@ -153,12 +153,18 @@ def test_a_clamp_that_shows(tiny: Tiny, tmp_path: Path) -> None:
 def test_keys_are_read_as_transformers_does(tiny: Tiny, tmp_path: Path) -> None:
     """With the keys of the published checkpoints, and with few of them."""
     kinds = ["full_attention", "sliding_attention", "sliding_attention"]
-    scaling = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "beta_fast": 32.0}
+    scaling = {"rope_type": "yarn", "factor": 16.0, "truncate": False, "beta_fast": 32.0}
     scaling |= {"beta_slow": 1.0, "original_max_position_embeddings": 4096}
     few = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 300}
     few |= {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 3}
-    few |= {"intermediate_size": 32, "rope_scaling": scaling}
-    for changes in ({}, {"layer_types": kinds, "sliding_window": 9, "rope_theta": 1000.0}):
+    few |= {"intermediate_size": 32}
+    for changes in (
+        {},
+        {"rope_scaling": None, "rope_parameters": None},
+        {"rope_parameters": {}},
+        {"rope_scaling": scaling},
+        {"rope_scaling": scaling, "layer_types": kinds, "sliding_window": 9, "rope_theta": 1000.0},
+    ):
         (tmp_path / "config.json").write_text(json.dumps(few | changes))
         ours, theirs = read_model_config(tmp_path), GptOssConfig.from_pretrained(tmp_path)
         assert (ours.head_dim, ours.num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads)
@@ -168,8 +174,12 @@ def test_keys_are_read_as_transformers_does(tiny: Tiny, tmp_path: Path) -> None:
             theirs.sliding_window if kind == "sliding_attention" else None
             for kind in theirs.layer_types
         )
-        assert (ours.rope.theta, ours.rope.factor) == (theirs.rope_parameters["rope_theta"], 32.0)
-        assert not ours.rope.truncate
+        rope = theirs.rope_parameters
+        assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+        assert (ours.rope.factor, ours.rope.truncate) == (
+            rope.get("factor", 1.0),
+            rope.get("truncate", True),
+        )
         assert ours.experts is not None and ours.experts.has_bias and ours.experts.renormalises
         assert (ours.experts.count, ours.experts.top_k) == (
             theirs.num_local_experts,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import reference, reference_greedy
-from driver import Driver, assert_greedy, small_engine
+from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
 from marks import needs_compiler
 from torch import Tensor
 
@@ -158,6 +159,24 @@ def test_states_follow_their_requests(
     assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
     assert ("num_gpu_blocks" in settings) == any(o.metrics.num_preemptions for o in outputs)
     assert "2 of 3 layers have no KV but a state of" in str(engine.plan)
+
+
+@pytest.mark.parametrize("mode", ["resident", "in_place", "stream"])
+def test_experts_behind_recurrent_layers(tiny: Callable[[str], Path], mode: str) -> None:
+    """In chunks, on every tier, the second time from the cache."""
+    path, prompts = tiny("qwen3.5-moe"), some_prompts()
+    settings: dict[str, Any] = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
+    if mode != "resident":
+        settings |= {"num_gpu_blocks": 6, "kv_offload_gib": 0.01, "offload_mode": mode}
+        settings |= {"slot_tokens": 16, "measure_speed": False}
+    driver = Driver(small_engine(path, **settings))
+    for is_again in (False, True):
+        outputs = driver.run(prompts)
+        assert_greedy(path, prompts, outputs, len(outputs[0].outputs[0].token_ids))
+        assert_logits_are_transformers(driver, path, outputs)
+        assert any(output.num_cached_tokens for output in outputs) == is_again
+    assert (driver.engine.kv.counters.h2d_bytes > 0) == (mode == "stream")
+    assert (driver.engine.kv.peak_streamed > 0) == (mode != "resident")
 
 
 def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> None:

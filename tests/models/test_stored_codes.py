@@ -6,6 +6,7 @@ Codes of K-quants are random, as the package gguf makes none: the same for the s
 from __future__ import annotations
 
 import copy
+import json
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,10 +22,12 @@ from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GEMMA_NAMES, ORIGINAL_NAMES, SCALINGS, GGUFModel, gguf_name, with_scaling
 from marks import needs_compiler
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanoengine import SamplingParams
+from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError
 from nanoengine.kernels import c_build
@@ -32,7 +35,7 @@ from nanoengine.kernels.call_tape import CallTape, _Pass
 from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf.convert import convert_gguf
-from nanoengine.models.stored_codes import FORMATS
+from nanoengine.models.stored_codes import FORMATS, numbers_of
 from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]
@@ -132,6 +135,34 @@ def test_the_engine_equals_transformers_on_dequantised_weights(
     """Rows in another order, weights that stay numbers, and fused ones."""
     path = written(tiny(name), tmp_path / "m.gguf", MIX, "Q4_0", name)
     assert_like_transformers(path, dequantised(tiny(name), MIX, "Q4_0"))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
+def test_experts_and_recurrent_layers_in_codes(
+    tiny: Tiny, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Logits are those of their numbers, and the plan knew how many bytes they take."""
+    model = with_scaling(GGUFModel(tiny(name)), name) if name in SCALINGS else GGUFModel(tiny(name))
+    for each, values in model.tensors.items():
+        if values.ndim > 1 and values.shape[-1] % 32 == 0:
+            model.types[each] = QuantType.Q8_0 if "attn_" in each else QuantType.Q4_1
+    path, folder = model.write(tmp_path / "m.gguf"), tmp_path / "numbers"
+    folder.mkdir()
+    convert_gguf(path, folder, keeps_codes=True)
+    with CheckpointReader(folder) as reader:
+        assert any(reader.code_format(each) for each in reader.names() if ".experts.2." in each)
+        numbers = {
+            each: numbers_of(reader.weight(each, torch.float32)).clone() for each in reader.names()
+        }
+    save_file(numbers, folder / "model.safetensors")
+    for ours, theirs in zip(logits_of(path), logits_of(folder, quantization=None), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-4, rtol=1e-4)
+    flags = ["--gpu-gib", "0", "--dtype", "float32", "--quantization", "gguf", "--json"]
+    assert main(["plan", str(path), *flags]) == 0
+    planned = json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"]
+    engine = make_engine(path)
+    assert planned == pytest.approx(engine.plan.weight_bytes, rel=0.01)
+    engine.close()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

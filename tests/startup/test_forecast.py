@@ -83,16 +83,12 @@ def test_a_little_more_is_needed_than_is_there() -> None:
 
 
 def test_fewer_bits_are_less_weight() -> None:
+    hardware, codes = Hardware(80 * GIB, GIB, 300.0, 25.0), {"layers": {"Q4_0": 1}}
     sizes = [
-        forecaster(Hardware(80 * GIB, GIB, 300.0, 25.0), **settings)
+        Forecaster(EngineConfig("m", quantization=method), LLAMA_8B, hardware, codes)
         .forecast(1000)
         .plan.weight_bytes
-        for settings in (
-            {},
-            {"quantization": "int8"},
-            {"quantization": "gguf"},
-            {"quantization": "int4"},
-        )
+        for method in (None, "int8", "gguf", "int4")
     ]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.7 * sizes[1] > 2.5 * sizes[3]
 

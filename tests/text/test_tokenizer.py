@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 import tokenizers
+from checkpoints import GGUFValue
 from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
 from nanoengine.errors import (
     CorruptModelError,
@@ -26,7 +29,12 @@ from nanoengine.errors import (
     UnsupportedModelError,
 )
 from nanoengine.loading import find_model
-from nanoengine.loading.gguf.tokenizer import add_around, build_byte_level_bpe
+from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.gguf.tokenizer import (
+    add_around,
+    build_byte_level_bpe,
+    write_tokenizer,
+)
 from nanoengine.text.detokenizer import (
     MAX_PENDING_TOKENS,
     IncrementalDetokenizer,
@@ -157,6 +165,48 @@ def test_ids_equal_llama_cpp_under_other_word_patterns(smollm2: Path, pre: str) 
     assert different == []
 
 
+# As the tokenizer.json of each model has it, for another engine of regular expressions.
+ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+LETTER, ANY, SMALL = r"[^\r\n\p{L}\p{N}]?", r"\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+PATTERNS = {
+    "glm4": rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
+    "gpt-4o": rf"{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]*[{SMALL}]+{ENDINGS}?"
+    rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*{ENDINGS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{SPACES}",
+    "olmo": "'s|'t|'re|'ve|'m|'ll|'d"
+    r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "qwen35": PRETOKENIZE_REGEX,
+}
+WORDS = "I'LL pay ÉTÉ123456/\n//\n\n  don'T Éa ऻक़ 각4 \r\n x\t\ty HTMLParser's a\u0301b "
+
+
+@pytest.mark.parametrize("pre", PATTERNS)
+def test_words_are_those_of_the_models_own_pattern(pre: str) -> None:
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    backend = byte_level({token: i for i, token in enumerate(alphabet)}, [], pre)
+    for text in (WORDS, *(case["text"] for case in CASES if "ſ" not in case["text"])):
+        spans = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
+        words = regex.findall(PATTERNS[pre], text)
+        assert [text[first:last] for first, last in spans] == words, text
+
+
+def test_an_end_of_one_message_of_several_ends_no_generation(tmp_path: Path) -> None:
+    """gpt-oss writes <|end|> between its channels; Phi-3 writes it in the end."""
+    for others, ends in ((["<|return|>", "<|call|>"], [257, 258]), (["<a>", "<b>"], [256])):
+        tokens = [*tokenizers.pre_tokenizers.ByteLevel.alphabet(), "<|end|>", *others]
+        fields = {
+            "general.architecture": "gpt-oss",
+            "gpt-oss.context_length": 128,
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-4o",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.merges": [],
+        }
+        metadata = Metadata(Path("m.gguf"), {k: GGUFValue(v) for k, v in fields.items()})
+        assert write_tokenizer(metadata, tmp_path, 259) == ends
+
+
 @pytest.mark.parametrize(
     ("pre", "words"),
     [
@@ -243,8 +293,8 @@ def test_bad_ids_are_refused(tokenizer: Tokenizer, ids: list[Any]) -> None:
 
 
 def test_an_unknown_pre_tokenizer_is_named() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'gpt-4o'.*smollm"):
-        byte_level({"a": 0}, [], "gpt-4o")
+    with pytest.raises(UnsupportedModelError, match=r"'tekken'.*smollm"):
+        byte_level({"a": 0}, [], "tekken")
 
 
 def test_merges_of_unknown_tokens_are_refused() -> None:

@@ -1,9 +1,9 @@
-"""One GGUF file into one Hugging Face folder: names, row order and dtype of the tensors.
+"""One GGUF file into one Hugging Face folder.
 
-settings.py makes its configuration, tokenizer.py its tokenizer. Tensors are read and dequantised by
-the `gguf` package, then rounded to bfloat16. Knows nothing of caches or of the engine: after the
-conversion there is one loading path, `loader.py`'s. The file is not trusted: its whole structure is
-checked against its size before the package reads it.
+settings.py makes its configuration, tokenizer.py its tokenizer; tensors.py names its tensors. These
+are read and dequantised by the `gguf` package, then rounded to bfloat16. Knows nothing of caches or
+of the engine: after the conversion there is one loading path, `loader.py`'s. The file is not
+trusted: its whole structure is checked against its size before the package reads it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,72 +24,20 @@ import torch
 
 from nanoengine.config.engine import GIB
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.loading.checkpoint import DTYPES
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, model_config
 from nanoengine.loading.gguf.structure import check_structure
+from nanoengine.loading.gguf.tensors import GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
-from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.stored_codes import CODES_KEY, FORMATS
+from nanoengine.models.quant import RECOVERED
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS, NEVER_CODES
 
 logger = logging.getLogger(__name__)
-CONVERTER_VERSION = 1  # part of the cache key: raise it when the written folder changes
+CONVERTER_VERSION = 2  # part of the cache key: raise it when the written folder changes
 
-# Row order of q and k in a GGUF of these is llama.cpp's (pairs side by side), not Hugging Face's
-# (halves).
-PERMUTED = frozenset({"llama", "smollm3"})
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are written
-
-_GLOBAL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_PHI3_NAMES = _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_GEMMA_NAMES = _LAYER_NAMES | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-# Tensors with an entry for each expert, by Hugging Face's place in ExpertNames.parts.
-_EXPERT_PARTS = {"ffn_gate_exps": 0, "ffn_up_exps": 1, "ffn_down_exps": 2}
-_ROUTER = "ffn_gate_inp"
-_NAMES = {"phi3": _PHI3_NAMES, "gemma3": _GEMMA_NAMES}
-_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z_]+)\.(weight|bias)")
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A stored tensor under its Hugging Face name. `data` is [rows, bytes of a row] if
-    quantised."""
-
-    name: str
-    shape: tuple[int, ...]
-    data: npt.NDArray[Any]
-    quant_type: Any
-    rows: npt.NDArray[np.intp] | None  # order to read the rows in; None is as stored
-    offset: float = 0.0  # to be added
-    code_format: str = ""  # of a tensor that stays codes
-
-    @property
-    def written(self) -> tuple[str, tuple[int, ...], int]:
-        """Dtype, shape and bytes in a safetensors file."""
-        if self.code_format:
-            return "U8", self.data.shape, self.data.nbytes
-        return "BF16", self.shape, 2 * math.prod(self.shape)
 
 
 def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
@@ -110,33 +57,49 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     _check_types(source, stored)
     config = model_config(metadata, stored)
-    tensors = [
-        tensor
-        for name, t in stored.items()
-        if name not in ROPE_TENSORS
-        for tensor in _named(metadata, config, t)
-    ]
+    weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
+    tensors = list(hf_tensors(metadata, config, weights))
+    kind = _main_type(stored)
+    stays = keeps_codes and kind in FORMATS
     if keeps_codes:
         tensors = [_with_codes(tensor) for tensor in tensors]
-    else:
+    if not stays:
         _tell_growth(source, target, stored, tensors)
     eos_ids = write_tokenizer(metadata, target, config["vocab_size"])
     _write_json(target / "config.json", config | {"eos_token_id": eos_ids[0] if eos_ids else None})
     _write_json(target / "generation_config.json", {"eos_token_id": eos_ids})
     _write_safetensors(target / "model.safetensors", tensors)
-    how = "codes as stored" if keeps_codes else "dequantised to bfloat16"
-    return f"{_main_type(stored)} GGUF, {how}"
+    return f"{kind} GGUF, {'codes as stored' if stays else 'dequantised to bfloat16'}"
 
 
 def read_gguf_config(source: Path) -> dict[str, Any]:
     """The content of the config.json that convert_gguf writes, without the end token: reads the
     file's metadata and no weight. Raises what convert_gguf raises for them.
     """
+    return model_config(*_described(source))
+
+
+def read_code_counts(source: Path) -> dict[str, Counter[str]]:
+    """Of the matrices in "layers" and in "ends" that may stay codes, the weights by the format in
+    which the file has them; "": of numbers. Reads and raises as read_gguf_config does.
+    """
+    metadata, stored = _described(source)
+    weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
+    counts: dict[str, Counter[str]] = {"layers": Counter(), "ends": Counter()}
+    for tensor in hf_tensors(metadata, model_config(metadata, stored), weights):
+        if len(tensor.shape) == 2 and not tensor.name.endswith(NEVER_CODES):
+            place = counts["layers" if ".layers." in tensor.name else "ends"]
+            place[_with_codes(tensor).code_format] += math.prod(tensor.shape)
+    return counts
+
+
+def _described(source: Path) -> tuple[Metadata, dict[str, Any]]:
+    """The metadata without the vocabulary, and the tensors by name."""
     vocabulary = check_structure(source)
     reader = _open_reader(source, vocabulary)
     metadata = Metadata(source, reader.fields)
     check_supported(metadata)
-    return model_config(metadata, {tensor.name: tensor for tensor in reader.tensors})
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
 
 
 def _open_reader(path: Path, unread: Mapping[int, int] | None = None) -> Any:
@@ -185,74 +148,23 @@ def _check_types(path: Path, stored: Mapping[str, Any]) -> None:
             ) from error
 
 
-def _named(metadata: Metadata, config: Mapping[str, Any], stored: Any) -> list[_Tensor]:
-    match = _LAYER_TENSOR.fullmatch(stored.name)
-    name = _GLOBAL_NAMES.get(stored.name)
-    rows = None
-    names = _NAMES.get(metadata.architecture, _LAYER_NAMES)
-    if match and match[2] in names:
-        name = f"model.layers.{int(match[1])}.{names[match[2]]}.{match[3]}"
-        if metadata.architecture in PERMUTED and match[2] in ("attn_q", "attn_k"):
-            is_query = match[2] == "attn_q"
-            num_heads = config["num_attention_heads" if is_query else "num_key_value_heads"]
-            rows = _half_order(metadata.path, stored, num_heads, config["head_dim"])
-    experts = ARCHITECTURES[config["architectures"][0]].experts
-    if match and experts is not None and match[3] == "weight":
-        block = f"model.layers.{int(match[1])}.{experts.block}."
-        if match[2] in _EXPERT_PARTS and len(stored.shape) == 3:
-            part = experts.parts[_EXPERT_PARTS[match[2]]]
-            return _by_expert(f"{block}experts.", f".{part}.weight", stored)
-        if match[2] == _ROUTER:
-            name = f"{block}gate.weight"
-    if name is None:
-        raise UnsupportedModelError(
-            f"{metadata.path}: tensor {stored.name!r} has no place in {config['architectures'][0]}"
-        )
-    shape = tuple(int(size) for size in reversed(stored.shape))
-    # llama.cpp stores the weight + 1 that Gemma's norms multiply with.
-    offset = -1.0 if metadata.architecture == "gemma3" and name.endswith("norm.weight") else 0.0
-    return [_Tensor(name, shape, stored.data, stored.tensor_type, rows, offset)]
-
-
-def _by_expert(prefix: str, suffix: str, stored: Any) -> list[_Tensor]:
-    """The entries of a tensor [experts, rows, columns]."""
-    columns, rows, count = (int(size) for size in stored.shape)
-    return [
-        _Tensor(f"{prefix}{i}{suffix}", (rows, columns), stored.data[i], stored.tensor_type, None)
-        for i in range(count)
-    ]
-
-
-def _with_codes(tensor: _Tensor) -> _Tensor:
+def _with_codes(tensor: GgufTensor) -> GgufTensor:
     """The tensor as it stays, if it is a matrix of codes."""
     name = tensor.quant_type.name
-    return replace(tensor, code_format=name if name in FORMATS and len(tensor.shape) == 2 else "")
-
-
-def _half_order(path: Path, stored: Any, num_heads: int, head_dim: int) -> npt.NDArray[np.intp]:
-    """Stored rows in Hugging Face's order: in each head the even rows, then the odd ones.
-
-    llama.cpp's converter lays the two halves of a head side by side, because its RoPE turns
-    neighbours.
-    """
-    num_rows = int(stored.shape[-1])
-    if num_rows != num_heads * head_dim or head_dim % 2:
-        raise CorruptModelError(
-            f"{path}: tensor {stored.name!r} has {num_rows} rows, "
-            f"not {num_heads} heads of {head_dim}"
-        )
-    pairs = np.arange(num_rows).reshape(num_heads, head_dim // 2, 2)
-    return pairs.swapaxes(1, 2).reshape(-1)
+    is_matrix = len(tensor.shape) == 2 and tensor.change is None
+    return replace(tensor, code_format=name if name in FORMATS and is_matrix else "")
 
 
 def _tell_growth(
-    source: Path, target: Path, stored: Mapping[str, Any], tensors: list[_Tensor]
+    source: Path, target: Path, stored: Mapping[str, Any], tensors: list[GgufTensor]
 ) -> None:
     """Say how large the weights will be, as a warning if they grow by much."""
     before = sum(int(tensor.n_bytes) for tensor in stored.values())
-    after = sum(2 * math.prod(tensor.shape) for tensor in tensors)
+    after = sum(tensor.written[2] for tensor in tensors)
     kind = _main_type(stored)
-    keeps = '"gguf"' if kind in ("Q4_0", "Q4_1") else '"int4" or "int8"'
+    keeps = '"int4" or "int8"'
+    if kind in FORMATS:
+        keeps = '"gguf"' if kind in RECOVERED else '"gguf" on a CPU, "int4" or "int8" on a GPU,'
     logger.log(
         logging.WARNING if after - before >= LARGE_GROWTH else logging.INFO,
         "%s: the %.2f GiB of %s weights become %.2f GiB in bfloat16, on disk (once, in %s) and in "
@@ -265,7 +177,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(path: Path, tensors: list[_Tensor]) -> None:
+def _write_safetensors(path: Path, tensors: list[GgufTensor]) -> None:
     """The format: uint64 header length, JSON header padded to 8 bytes, then the tensors end to
     end."""
     formats = {tensor.name: tensor.code_format for tensor in tensors if tensor.code_format}
@@ -285,19 +197,22 @@ def _write_safetensors(path: Path, tensors: list[_Tensor]) -> None:
             _write_tensor(file, tensor)
 
 
-def _write_tensor(file: BinaryIO, tensor: _Tensor) -> None:
+def _write_tensor(file: BinaryIO, tensor: GgufTensor) -> None:
     import gguf  # 0.3 s, see _open_reader
 
     for data in _row_chunks(tensor):
         if tensor.code_format:
             file.write(data.tobytes())
             continue
-        values = np.array(gguf.quants.dequantize(data, tensor.quant_type), dtype=np.float32)
-        rounded = torch.from_numpy(values).add_(tensor.offset).to(torch.bfloat16)
-        file.write(rounded.view(torch.int16).numpy().tobytes())
+        array = np.array(gguf.quants.dequantize(data, tensor.quant_type), dtype=np.float32)
+        values = torch.from_numpy(array)
+        if tensor.change is not None:
+            values = tensor.change(values)
+        dtype = DTYPES[tensor.dtype]
+        file.write(values.to(dtype).contiguous().view(torch.uint8).numpy().tobytes())
 
 
-def _row_chunks(tensor: _Tensor) -> Iterator[npt.NDArray[Any]]:
+def _row_chunks(tensor: GgufTensor) -> Iterator[npt.NDArray[Any]]:
     """Rows in their final order, a few MiB at a time: rows are quantised one by one."""
     num_rows = tensor.shape[0]
     step = max(1, CHUNK_ELEMENTS * num_rows // math.prod(tensor.shape))

@@ -20,27 +20,44 @@ from nanoengine.models.rope import yarn_attention_factor
 
 ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
+    "glm4moe": "Glm4MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
     "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
+    # llama.cpp separates what Qwen3-Next has in one tensor, and then both are the same.
+    "qwen3next": "Qwen3_5MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 # What no key of a GGUF says: llama.cpp has it in its code.
 FIXED_SETTINGS: dict[str, dict[str, Any]] = {
+    "glm4moe": {"model_type": "glm4_moe"},
+    "gpt-oss": {"model_type": "gpt_oss"},
     "olmoe": {"norm_topk_prob": False},
+    "qwen2moe": {"model_type": "qwen2_moe", "norm_topk_prob": False},
+    "qwen35": {"model_type": "qwen3_5_text"},
+    "qwen35moe": {"model_type": "qwen3_5_moe_text"},
     "qwen3moe": {"model_type": "qwen3_moe", "norm_topk_prob": True},
+    "qwen3next": {"model_type": "qwen3_5_moe_text"},
     "smollm3": {"no_rope_layer_interval": 4},
 }
-WITH_EXPERTS = ("llama", "olmoe", "qwen3moe")
+RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
+QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
+WITH_EXPERTS = ("glm4moe", "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
+MAY_TURN_A_PART = ("glm4moe", "phi3", *RECURRENT)
+WITH_WINDOWS = ("gemma3", "gpt-oss", "llama", "phi3")
+SIGMOID = 2  # gguf.ExpertGatingFuncType
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic and that no Hugging Face config of these architectures can
 # say.
 REFUSED_KEYS = (
     "attention.scale",
-    "expert_weights_scale",
     "logit_scale",
     "embedding_scale",
     "residual_scale",
@@ -61,11 +78,12 @@ def check_supported(metadata: Metadata) -> None:
     if architecture not in WITH_EXPERTS and metadata.has(experts) and metadata.get(experts, int):
         about = about_architecture(f"{architecture}-moe")
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
-    for key in REFUSED_KEYS:
+    scaled = () if architecture == "glm4moe" else ("expert_weights_scale",)
+    for key in (*REFUSED_KEYS, *scaled):
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
             raise UnsupportedModelError(f"{metadata.path}: {full_key!r} is set and not supported")
-    if _window(metadata) and architecture not in ("gemma3", "llama", "phi3"):
+    if _window(metadata) and architecture not in WITH_WINDOWS:
         raise UnsupportedModelError(
             f"{metadata.path}: '{architecture}.attention.sliding_window' is set and not supported"
         )
@@ -81,9 +99,8 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     head_dim = metadata.number("attention.key_length", max(hidden_size // num_heads, 1))
     turned = metadata.number("rope.dimension_count", head_dim)
     for key in ("attention.value_length", "rope.dimension_count"):
-        may_differ = (
-            metadata.architecture == "phi3" and key.startswith("rope") and turned < head_dim
-        )
+        may_turn_a_part = metadata.architecture in MAY_TURN_A_PART
+        may_differ = may_turn_a_part and key.startswith("rope") and turned < head_dim
         if metadata.number(key, head_dim) != head_dim and not may_differ:
             raise UnsupportedModelError(
                 f"{metadata.path}: {key} is {metadata.number(key)}, the head size {head_dim}; "
@@ -91,27 +108,26 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
             )
     if "token_embd.weight" not in stored:
         raise CorruptModelError(f"{metadata.path} has no tensor 'token_embd.weight'")
-    if metadata.number("block_count") > len(stored):
-        raise CorruptModelError(
-            f"{metadata.path}: {metadata.number('block_count')} layers of {len(stored)} tensors"
-        )
+    num_layers = metadata.number("block_count") - _num_drafting(metadata)
+    if not 0 < num_layers <= len(stored):
+        raise CorruptModelError(f"{metadata.path}: {num_layers} layers of {len(stored)} tensors")
     theta = metadata.real("rope.freq_base", 10000.0)
-    settings = FIXED_SETTINGS.get(metadata.architecture, {})
-    if metadata.architecture == "phi3":
-        settings = phi3_settings(metadata, turned, head_dim)
-    elif metadata.architecture == "gemma3":
-        settings = _gemma_settings(metadata, hidden_size // num_heads, head_dim)
-    elif _num_experts(metadata):
-        settings = settings | _experts_settings(metadata, stored)
-    elif _window(metadata):
-        settings = _mistral_settings(metadata, stored)
+    # Of a model whose layers all have experts, it is of no layer.
+    inner_size = None
+    if metadata.architecture in QWEN_EXPERTS:
+        inner_size = metadata.number("expert_feed_forward_length")
+    settings = dict(FIXED_SETTINGS.get(metadata.architecture, {}))
+    if metadata.architecture in MAY_TURN_A_PART:
+        settings["partial_rotary_factor"] = turned_part(turned, head_dim)
+    if metadata.architecture == "gemma3":
+        settings |= _gemma_settings(metadata, hidden_size // num_heads, head_dim)
     return {
         "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": metadata.architecture,
         "vocab_size": int(stored["token_embd.weight"].shape[-1]),
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.number("feed_forward_length"),
-        "num_hidden_layers": metadata.number("block_count"),
+        "intermediate_size": metadata.number("feed_forward_length", inner_size),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.number("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -124,16 +140,35 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
         "torch_dtype": "bfloat16",
-    } | settings
+        **settings,
+        **_own_settings(metadata, stored, num_layers),
+    }
 
 
-def phi3_settings(metadata: Metadata, turned: int, head_dim: int) -> dict[str, Any]:
-    """turned: how many of the head_dim values of a head RoPE turns."""
+def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """What is not of all architectures: original positions, experts, recurrent layers, windows."""
+    if metadata.architecture == "phi3":
+        return _phi3_settings(metadata)
+    settings: dict[str, Any] = {}
+    if metadata.architecture in RECURRENT:
+        settings = _recurrent_settings(metadata, stored, num_layers)
+    if _num_experts(metadata):
+        return settings | _experts_settings(metadata, stored, num_layers)
+    if _window(metadata) and metadata.architecture != "gemma3":
+        return _mistral_settings(metadata, stored)
+    return settings
+
+
+def turned_part(turned: int, head_dim: int) -> float:
+    """Of the head_dim values of a head those that RoPE turns, as a quotient."""
     part = turned / head_dim
     if int(head_dim * part) != turned:  # the quotient was rounded down
         part = math.nextafter(part, 1.0)
+    return part
+
+
+def _phi3_settings(metadata: Metadata) -> dict[str, Any]:
     return {
-        "partial_rotary_factor": part,
         "original_max_position_embeddings": _original_length(metadata),
         "sliding_window": _window(metadata),
     }
@@ -157,16 +192,35 @@ def _num_experts(metadata: Metadata) -> int:
     return int(metadata.get(f"{metadata.architecture}.expert_count", int, 0))
 
 
-def _experts_settings(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any]:
+def _num_drafting(metadata: Metadata) -> int:
+    """Layers at the end that guess a token further, and that the model does not need."""
+    return int(metadata.get(f"{metadata.architecture}.nextn_predict_layers", int, 0))
+
+
+def _experts_settings(
+    metadata: Metadata, stored: Mapping[str, Any], num_layers: int
+) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "num_experts": metadata.number("expert_count"),
         "num_experts_per_tok": metadata.number("expert_used_count"),
     }
-    if metadata.architecture == "qwen3moe":
-        layers = range(metadata.number("block_count"))
-        return settings | {
+    dense = [i for i in range(num_layers) if f"blk.{i}.ffn_gate_inp.weight" not in stored]
+    if metadata.architecture in QWEN_EXPERTS:
+        settings |= {
             "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
-            "mlp_only_layers": [i for i in layers if f"blk.{i}.ffn_gate_inp.weight" not in stored],
+            "mlp_only_layers": dense,
+        }
+        if metadata.architecture != "qwen3moe":
+            shared = metadata.number("expert_shared_feed_forward_length")
+            settings["shared_expert_intermediate_size"] = shared
+        return settings
+    if metadata.architecture == "glm4moe":
+        return settings | _glm_settings(metadata, stored, dense)
+    if metadata.architecture == "gpt-oss":
+        return settings | {
+            "num_local_experts": settings["num_experts"],
+            "sliding_window": _window(metadata),
+            "sliding_window_pattern": 2,
         }
     if metadata.architecture == "olmoe":
         return settings
@@ -176,6 +230,52 @@ def _experts_settings(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str
         "num_local_experts": settings.pop("num_experts"),
         "sliding_window": _window(metadata),
         **settings,
+    }
+
+
+def _glm_settings(
+    metadata: Metadata, stored: Mapping[str, Any], dense: list[int]
+) -> dict[str, Any]:
+    """Raises UnsupportedModelError for scores of another kind than by sigmoid."""
+    scores = metadata.number("expert_gating_func", SIGMOID)
+    if scores != SIGMOID:
+        raise UnsupportedModelError(
+            f"{metadata.path}: 'glm4moe.expert_gating_func' is {scores}; only {SIGMOID}, the "
+            "sigmoid, is supported"
+        )
+    return {
+        "attention_bias": "blk.0.attn_q.bias" in stored,
+        "first_k_dense_replace": len(dense),
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "n_group": metadata.number("expert_group_count", 1),
+        "n_routed_experts": metadata.number("expert_count"),
+        "n_shared_experts": metadata.number("expert_shared_count"),
+        "norm_topk_prob": metadata.get("glm4moe.expert_weights_norm", bool, False),
+        "routed_scaling_factor": metadata.real("expert_weights_scale", 1.0),
+        "topk_group": metadata.number("expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in stored,
+    }
+
+
+def _recurrent_settings(
+    metadata: Metadata, stored: Mapping[str, Any], num_layers: int
+) -> dict[str, Any]:
+    """Gated delta rules are in the layers that have its tensors."""
+    keys, heads = metadata.number("ssm.group_count"), metadata.number("ssm.time_step_rank")
+    inner = metadata.number("ssm.inner_size")
+    if heads % keys or inner % heads:
+        raise CorruptModelError(
+            f"{metadata.path}: {keys} key heads, {heads} value heads and {inner} values of a "
+            "recurrent layer; each must be a multiple of the one before"
+        )
+    kinds = ["linear" if f"blk.{i}.ssm_a" in stored else "full" for i in range(num_layers)]
+    return {
+        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "linear_conv_kernel_dim": metadata.number("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.number("ssm.state_size"),
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": inner // heads,
     }
 
 
@@ -249,7 +349,9 @@ def _factors(stored: Any) -> list[float]:
 def _yarn_scaling(metadata: Metadata, attention_factor: float) -> dict[str, Any]:
     """llama.cpp multiplies YaRN's own attention factor with the one in the file."""
     factor = metadata.real("rope.scaling.factor")
-    return {
+    # No key says that gpt-oss was trained with a ramp between whole pairs.
+    exact = {"truncate": False} if metadata.architecture == "gpt-oss" else {}
+    return exact | {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": _original_length(metadata),

@@ -37,19 +37,31 @@ END_TEXTS = frozenset(
         "<|end_of_text|>",
         "<end_of_turn>",
         "<EOT>",
+        "<|return|>",
+        "<|call|>",
     }
 )
+# Where all of these are, the last one ends a message of several, and no generation (gpt-oss).
+MESSAGE_TEXTS = ("<|return|>", "<|call|>", "<|end|>")
 SPACE = "\u2581"  # SentencePiece's sign for a space
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # types of tokens; 1: normal, 5: unused
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# The word patterns of Qwen2 and Llama 3 tokenizers. Contractions are spelt out, as llama.cpp has
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LETTERS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_OF_ONE_CASE = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*){_CONTRACTION}?"
+# The word patterns of the models' own tokenizers. Contractions are spelt out, as llama.cpp has
 # them: an ignore-case group would also match the long s.
 WORD_PATTERNS = {
-    "qwen2": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST,
-    "llama-bpe": _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST,
+    "qwen2": _CONTRACTION + _LETTERS + r"\p{N}" + _REST,
+    "qwen35": _CONTRACTION
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    + _REST.replace(r"\p{L}", r"\p{L}\p{M}"),
+    "glm4": _CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,
+    "llama-bpe": _CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,
+    "gpt-4o": _OF_ONE_CASE + r"|\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),
 }
-PRE_TOKENIZERS = ("smollm", *WORD_PATTERNS)
+PRE_TOKENIZERS = ("olmo", "smollm", *WORD_PATTERNS)
 _VERBATIM = dict.fromkeys(("lstrip", "normalized", "single_word"), False)
 
 
@@ -121,7 +133,8 @@ def _read_vocabulary(metadata: Metadata, vocab_size: int) -> _Vocabulary:
     _check_length(metadata, "token types", types, texts)
     if not all(type(kind) is int and 0 <= kind <= _BYTE for kind in types):
         raise CorruptModelError(f"{metadata.path}: token types must be integers from 0 to {_BYTE}")
-    ends = [i for i, text in enumerate(texts) if text in END_TEXTS]
+    kept = MESSAGE_TEXTS[-1:] if all(text in texts for text in MESSAGE_TEXTS) else ()
+    ends = [i for i, text in enumerate(texts) if text in END_TEXTS and text not in kept]
     special = {i for i, kind in enumerate(types) if kind in (_CONTROL, _UNKNOWN)}.union(ends)
     user_defined = {i for i, kind in enumerate(types) if kind == _USER_DEFINED} - special
     return _Vocabulary(texts, types, ends, frozenset(special), frozenset(user_defined))
@@ -274,11 +287,10 @@ def build_sentencepiece_bpe(
 
 
 def _pre_tokenizer_steps(vocab: Mapping[str, int], pre: str) -> list[pre_tokenizers.PreTokenizer]:
-    if pre == "smollm":
-        steps: list[pre_tokenizers.PreTokenizer] = [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
+    steps: list[pre_tokenizers.PreTokenizer]
+    if pre not in WORD_PATTERNS:  # GPT-2's pattern
+        steps = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
     else:
         steps = [
             pre_tokenizers.Split(Regex(WORD_PATTERNS[pre]), "isolated"),

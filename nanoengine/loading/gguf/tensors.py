@@ -1,0 +1,387 @@
+"""What a tensor of a GGUF becomes: Hugging Face's name, the order of its rows, its numbers.
+
+llama.cpp's converters (its folder conversion/) change some tensors on the way in; here is the way
+back. Reads no weight.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
+
+Order = npt.NDArray[np.intp]
+Config = Mapping[str, Any]  # the content of config.json
+
+# Row order of q and k in a GGUF of these is llama.cpp's (pairs side by side), not Hugging Face's
+# (halves).
+PERMUTED = frozenset({"llama", "smollm3"})
+# In these the value heads of recurrent layers take turns among the key heads that they belong to;
+# Hugging Face has those of a key head together (conversion/qwen.py).
+TILED = frozenset({"qwen35", "qwen35moe"})
+
+_GLOBAL_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_PHI3_NAMES = _LAYER_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_GEMMA_NAMES = _LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
+_NAMES = {
+    "gemma3": _GEMMA_NAMES,
+    "glm4moe": _NEWER_NAMES,
+    "gpt-oss": _NEWER_NAMES | {"attn_sinks": "self_attn.sinks"},
+    "phi3": _PHI3_NAMES,
+    "qwen35": _NEWER_NAMES,
+    "qwen35moe": _NEWER_NAMES,
+    "qwen3next": _NEWER_NAMES,
+}
+# Tensors with an entry for each expert, by Hugging Face's place in ExpertNames.parts; the last
+# holds the first two, one after the other.
+_EXPERT_PARTS = {
+    "ffn_gate_exps": (0,),
+    "ffn_up_exps": (1,),
+    "ffn_down_exps": (2,),
+    "ffn_gate_up_exps": (0, 1),
+}
+_SHARED_PARTS = {"ffn_gate_shexp": "gate", "ffn_up_shexp": "up", "ffn_down_shexp": "down"}
+_ROUTER, _SHARED_GATE, _CHOICE_BIAS = "ffn_gate_inp", "ffn_gate_inp_shexp", "exp_probs_b"
+_LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+?)(?:\.(weight|bias))?")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """A tensor under its Hugging Face name, in a stored one.
+
+    data: [rows, bytes of a row] if quantised. rows: which to read, in this order; None: as stored.
+    change: of rows in float32. dtype: in which it is written. code_format: of one that stays codes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[Any]
+    quant_type: Any
+    rows: Order | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+    dtype: str = "BF16"
+    code_format: str = ""
+
+    @property
+    def written(self) -> tuple[str, tuple[int, ...], int]:
+        """Dtype, shape and bytes in a safetensors file."""
+        if self.code_format:
+            shape = (self.shape[0], self.data.shape[1])
+            return "U8", shape, math.prod(shape)
+        size = {"BF16": 2, "F32": 4}[self.dtype]
+        return self.dtype, self.shape, size * math.prod(self.shape)
+
+
+def hf_tensors(
+    metadata: Metadata, config: Config, stored: Mapping[str, Any]
+) -> Iterator[GgufTensor]:
+    """All tensors of the model. stored: those of the file, by name.
+
+    Those of layers that only draft are left out. Raises UnsupportedModelError for one that has no
+    place in the model, CorruptModelError for one of another size than its heads have.
+    """
+    architecture = ARCHITECTURES[config["architectures"][0]]
+    for name, tensor in stored.items():
+        match = _LAYER_TENSOR.fullmatch(name)
+        found: list[GgufTensor] = []
+        if match is None:
+            found = _of_name(metadata, config, tensor, _GLOBAL_NAMES.get(name))
+        elif int(match[1]) >= config["num_hidden_layers"]:
+            continue
+        else:
+            layer = _Layer(metadata, config, f"model.layers.{int(match[1])}.", match[2], match[3])
+            if architecture.recurrent:
+                found = layer.of_recurrence(tensor)
+            if not found and architecture.experts is not None:
+                found = layer.of_experts(tensor, architecture.experts)
+            found = found or layer.of_decoder(tensor)
+        if not found:
+            raise UnsupportedModelError(
+                f"{metadata.path}: tensor {name!r} has no place in {config['architectures'][0]}"
+            )
+        yield from found
+
+
+def _of_name(
+    metadata: Metadata, config: Config, stored: Any, name: str | None, rows: Order | None = None
+) -> list[GgufTensor]:
+    """The stored tensor as a whole; [] without a name."""
+    if name is None:
+        return []
+    # llama.cpp stores the number that a norm multiplies with.
+    offset = ARCHITECTURES[config["architectures"][0]].norm_offset
+    change = partial(_minus, offset) if offset and name.endswith("norm.weight") else None
+    return [GgufTensor(name, _shape(stored), stored.data, stored.tensor_type, rows, change)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A tensor of a layer: `prefix` is Hugging Face's, `part` and `kind` are of the file's name."""
+
+    metadata: Metadata
+    config: Config
+    prefix: str
+    part: str
+    kind: str | None
+
+    def of_decoder(self, stored: Any) -> list[GgufTensor]:
+        """What all architectures have, and attention sinks; [] for others."""
+        architecture = self.metadata.architecture
+        name = _NAMES.get(architecture, _LAYER_NAMES).get(self.part)
+        if name is None or self.kind is None:
+            return []
+        if name == "self_attn.sinks":
+            return _of_name(self.metadata, self.config, stored, f"{self.prefix}{name}")
+        rows = None
+        if architecture in PERMUTED and self.part in ("attn_q", "attn_k"):
+            heads = "num_attention_heads" if self.part == "attn_q" else "num_key_value_heads"
+            sizes = self.config[heads], self.config["head_dim"]
+            rows = _half_order(self.metadata.path, stored, *sizes)
+        return _of_name(
+            self.metadata, self.config, stored, f"{self.prefix}{name}.{self.kind}", rows
+        )
+
+    def of_experts(self, stored: Any, names: ExpertNames) -> list[GgufTensor]:
+        """Routers and experts; [] for others."""
+        block = f"{self.prefix}{names.block}."
+        if self.part in _EXPERT_PARTS and len(stored.shape) == (2 if self.kind == "bias" else 3):
+            parts = [names.parts[place] for place in _EXPERT_PARTS[self.part]]
+            return _by_expert(f"{block}experts.", parts, str(self.kind), stored)
+        name = None
+        if self.part == _ROUTER:
+            name = f"{block}gate.{self.kind}"
+        elif self.part in _SHARED_PARTS and names.shared:
+            name = f"{block}{names.shared}.{_SHARED_PARTS[self.part]}_proj.{self.kind}"
+        elif self.part == _SHARED_GATE and names.has_shared_gate:
+            gate = (1, math.prod(_shape(stored)))
+            whole = stored.data.reshape(1, -1)
+            name = f"{block}{names.shared}_gate.weight"
+            return [GgufTensor(name, gate, whole, stored.tensor_type)]
+        elif self.part == _CHOICE_BIAS and names.has_choice_bias:
+            name, whole = f"{block}gate.{CHOICE_BIAS}", stored.data
+            return [GgufTensor(name, _shape(stored), whole, stored.tensor_type, dtype="F32")]
+        return _of_name(self.metadata, self.config, stored, name)
+
+    def of_recurrence(self, stored: Any) -> list[GgufTensor]:
+        """The gated delta rule; [] for others."""
+        make = _RECURRENT.get(self.part)
+        if make is None:
+            return []
+        order = _HeadOrder.of(self.config, self.metadata.architecture in TILED)
+        return [
+            self._of_recurrence(stored, name, rows, change)
+            for name, rows, change in make(order, stored, self.metadata.path)
+        ]
+
+    def _of_recurrence(
+        self, stored: Any, name: str, rows: Order, change: Callable[[Tensor], Tensor] | None
+    ) -> GgufTensor:
+        shape = (len(rows), *_shape(stored)[1:])
+        if name == "conv1d.weight":
+            shape = (shape[0], 1, *shape[1:])
+        return GgufTensor(
+            f"{self.prefix}linear_attn.{name}",
+            shape,
+            stored.data,
+            stored.tensor_type,
+            None if np.array_equal(rows, np.arange(int(stored.shape[-1]))) else rows,
+            change,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadOrder:
+    """The heads of a gated delta rule. value_heads: for each of Hugging Face's, its place in the
+    file.
+    """
+
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    value_heads: Order
+
+    @classmethod
+    def of(cls, config: Config, is_tiled: bool) -> _HeadOrder:
+        keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        heads = np.arange(values)
+        return cls(
+            keys,
+            config["linear_key_head_dim"],
+            config["linear_value_head_dim"],
+            heads.reshape(-1, keys).T.reshape(-1) if is_tiled else heads,
+        )
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return len(self.value_heads) // self.key_heads
+
+    def values(self) -> Order:
+        """Rows of all value heads."""
+        return _blocks(self.value_heads, self.value_dim)
+
+    def channels(self) -> Order:
+        """Rows of all q, k and v."""
+        keys = 2 * self.key_heads * self.key_dim
+        return np.concatenate((np.arange(keys), keys + self.values()))
+
+
+_Parts = list[tuple[str, Order, Callable[[Tensor], Tensor] | None]]
+
+
+def _whole(name: str, rows_of: Callable[[_HeadOrder], Order]) -> Callable[..., _Parts]:
+    def make(order: _HeadOrder, stored: Any, path: Path) -> _Parts:
+        rows = rows_of(order)
+        _check_rows(path, stored, len(rows))
+        return [(name, rows, _log_of_negative if name == "A_log" else None)]
+
+    return make
+
+
+def _out(order: _HeadOrder, stored: Any, path: Path) -> _Parts:
+    """Its columns are of value heads, so they move after it is dequantised."""
+    columns = order.values()
+    if int(stored.shape[0]) != len(columns):
+        raise CorruptModelError(
+            f"{path}: tensor {stored.name!r} has {stored.shape[0]} columns, not {len(columns)}"
+        )
+    is_sorted = bool((np.diff(columns) > 0).all())
+    change = None if is_sorted else partial(_columns, columns)
+    return [("out_proj.weight", np.arange(int(stored.shape[-1])), change)]
+
+
+def _grouped(order: _HeadOrder, stored: Any, path: Path, sizes: Sequence[int]) -> list[Order]:
+    """The rows of each kind, where a key head has `sizes` of the kinds one after the other."""
+    _check_rows(path, stored, order.key_heads * sum(sizes))
+    places = np.arange(order.key_heads * sum(sizes)).reshape(order.key_heads, -1)
+    return [part.reshape(-1) for part in np.split(places, np.cumsum(sizes)[:-1], axis=1)]
+
+
+def _both(order: _HeadOrder, stored: Any, path: Path) -> _Parts:
+    """b and a of Qwen3-Next."""
+    b, a = _grouped(order, stored, path, [order.group] * 2)
+    return [("in_proj_b.weight", b, None), ("in_proj_a.weight", a, None)]
+
+
+def _all(order: _HeadOrder, stored: Any, path: Path) -> _Parts:
+    """q, k, v and z of Qwen3-Next, as llama.cpp's first converter for it stored them."""
+    values = order.group * order.value_dim
+    sizes = [order.key_dim, order.key_dim, values, values]
+    *channels, z = _grouped(order, stored, path, sizes)
+    return [
+        ("in_proj_qkv.weight", np.concatenate(channels), None),
+        ("in_proj_z.weight", z, None),
+    ]
+
+
+_RECURRENT: dict[str, Callable[[_HeadOrder, Any, Path], _Parts]] = {
+    "attn_qkv": _whole("in_proj_qkv.weight", _HeadOrder.channels),
+    "attn_gate": _whole("in_proj_z.weight", _HeadOrder.values),
+    "ssm_alpha": _whole("in_proj_a.weight", lambda order: order.value_heads),
+    "ssm_beta": _whole("in_proj_b.weight", lambda order: order.value_heads),
+    "ssm_ba": _both,
+    "ssm_in": _all,
+    "ssm_conv1d": _whole("conv1d.weight", _HeadOrder.channels),
+    "ssm_a": _whole("A_log", lambda order: order.value_heads),
+    "ssm_dt": _whole("dt_bias", lambda order: order.value_heads),
+    "ssm_norm": _whole("norm.weight", lambda order: np.arange(order.value_dim)),
+    "ssm_out": _out,
+}
+
+
+def _by_expert(prefix: str, parts: Sequence[str], kind: str, stored: Any) -> list[GgufTensor]:
+    """The entries of a tensor [experts, rows, columns] or [experts, rows], each of which holds
+    `parts` one after the other.
+    """
+    count, rows, *columns = _shape(stored)
+    each = rows // len(parts)
+    return [
+        GgufTensor(
+            f"{prefix}{expert}.{part}.{kind}",
+            (each, *columns),
+            stored.data[expert][place * each : (place + 1) * each],
+            stored.tensor_type,
+        )
+        for expert in range(count)
+        for place, part in enumerate(parts)
+    ]
+
+
+def _half_order(path: Path, stored: Any, num_heads: int, head_dim: int) -> Order:
+    """Stored rows in Hugging Face's order: in each head the even rows, then the odd ones.
+
+    llama.cpp's converter lays the two halves of a head side by side, because its RoPE turns
+    neighbours.
+    """
+    num_rows = int(stored.shape[-1])
+    if num_rows != num_heads * head_dim or head_dim % 2:
+        raise CorruptModelError(
+            f"{path}: tensor {stored.name!r} has {num_rows} rows, "
+            f"not {num_heads} heads of {head_dim}"
+        )
+    pairs = np.arange(num_rows).reshape(num_heads, head_dim // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)
+
+
+def _blocks(places: Order, size: int) -> Order:
+    """The rows of blocks of `size` rows."""
+    return (places[:, None] * size + np.arange(size)).reshape(-1)
+
+
+def _check_rows(path: Path, stored: Any, num_rows: int) -> None:
+    if int(stored.shape[-1]) != num_rows:
+        raise CorruptModelError(
+            f"{path}: tensor {stored.name!r} has {int(stored.shape[-1])} rows, not {num_rows} as "
+            "its heads say"
+        )
+
+
+def _shape(stored: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(stored.shape))
+
+
+def _minus(offset: float, values: Tensor) -> Tensor:
+    return values - offset
+
+
+def _columns(order: Order, values: Tensor) -> Tensor:
+    return values[:, order]
+
+
+def _log_of_negative(values: Tensor) -> Tensor:
+    """llama.cpp stores the rate itself, -exp(A_log)."""
+    return values.neg().log()

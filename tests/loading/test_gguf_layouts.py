@@ -1,0 +1,156 @@
+"""GGUFs whose tensors llama.cpp's converters change: experts, recurrent layers, sinks.
+
+The files are written as its conversion/qwen.py, gpt_oss.py and glm.py write them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import reference, reference_greedy, reference_logits
+from driver import GREEDY, Driver, small_engine
+from gguf import GGMLQuantizationType as QuantType
+from gguf_model import SCALINGS, GGUFModel, with_scaling
+from safetensors.torch import load_file, save_file
+
+from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
+from nanoengine.loading.checkpoint import CheckpointReader
+from nanoengine.loading.gguf.convert import convert_gguf
+from nanoengine.models.stored_codes import numbers_of
+
+Tiny = Callable[[str], Path]
+NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
+PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
+quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
+
+
+def rounded(source: Path, folder: Path) -> Path:
+    """The checkpoint with numbers that bfloat16 holds, but the bias of a choice, in float32."""
+    shutil.copytree(source, folder)
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in stored.items():
+        if not name.endswith("e_score_correction_bias"):
+            stored[name] = tensor.bfloat16().float()
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if config["architectures"] == ["Qwen3NextForCausalLM"]:
+        config["norm_topk_prob"] = True  # as llama.cpp has it in its code
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def model_of(folder: Path, name: str) -> GGUFModel:
+    model = GGUFModel(folder)
+    return with_scaling(model, name) if name in SCALINGS else model
+
+
+def converted(model: GGUFModel, folder: Path, **settings: Any) -> Path:
+    folder.mkdir()
+    convert_gguf(model.write(folder.with_suffix(".gguf")), folder, **settings)
+    return folder
+
+
+def assert_answers_are(theirs: Path, ours: Path) -> None:
+    """Logits and greedy ids of our engine beside those of transformers."""
+    model = reference(theirs)
+    driver = Driver(small_engine(ours))
+    for prompt, output in zip(PROMPTS, driver.run(PROMPTS), strict=True):
+        tokens = output.outputs[0].token_ids
+        assert tokens == reference_greedy(model, prompt, GREEDY.max_tokens or 0, tokens)
+        logits = reference_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
+        found = torch.stack(driver.logits[output.request_id])
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_are_those_of_the_checkpoint(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    source = rounded(tiny(name), tmp_path / "source")
+    assert_answers_are(source, converted(model_of(source, name), tmp_path / "out"))
+
+
+def test_older_and_newer_files(tiny: Tiny, tmp_path: Path) -> None:
+    """One tensor for gates and ups; one for q, k, v and z; a layer that drafts."""
+    source = rounded(tiny("qwen3-next-moe"), tmp_path / "source")
+    model = model_of(source, "qwen3-next-moe")
+    tensors = model.tensors
+    for layer in (1, 2):
+        both = [tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight") for part in ("gate", "up")]
+        tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = np.concatenate(both, axis=1)
+    for layer in (0, 1):
+        del tensors[f"blk.{layer}.attn_qkv.weight"], tensors[f"blk.{layer}.attn_gate.weight"]
+        name = f"model.layers.{layer}.linear_attn.in_proj_qkvz.weight"
+        whole = load_file(source / "model.safetensors")[name]
+        tensors[f"blk.{layer}.ssm_in.weight"] = whole.numpy()
+    model.settings |= {"qwen3next.block_count": 4, "qwen3next.nextn_predict_layers": 1}
+    tensors["blk.3.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32)
+    tensors["blk.3.attn_q.weight"] = np.ones((64, 64), np.float32)
+    assert_answers_are(source, converted(model, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("keeps_codes", [False, True])
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-next-moe"])
+def test_rows_and_columns_move_after_they_are_coded(
+    tiny: Tiny, tmp_path: Path, name: str, keeps_codes: bool
+) -> None:
+    """Codes have the numbers of a file that holds these numbers."""
+    coded, plain = model_of(tiny(name), name), model_of(tiny(name), name)
+    kind = QuantType.Q8_0
+    for each, values in plain.tensors.items():
+        if values.ndim > 1 and values.shape[-1] % 32 == 0:
+            coded.types[each] = kind
+            plain.tensors[each] = dequantize(quantize(values, kind), kind)
+    folders = converted(coded, tmp_path / "coded", keeps_codes=keeps_codes), tmp_path / "plain"
+    with CheckpointReader(folders[0]) as ours, CheckpointReader(converted(plain, folders[1])) as b:
+        assert ours.names() == b.names()
+        is_coded = [each for each in ours.names() if ours.code_format(each)]
+        assert any(".experts.4." in each for each in is_coded) == keeps_codes
+        for each in sorted(ours.names()):
+            numbers = numbers_of(ours.weight(each, torch.float32))
+            assert torch.equal(numbers.bfloat16(), b.tensor(each).bfloat16()), each
+
+
+def test_experts_in_mxfp4_are_dequantised_exactly(tiny: Tiny, tmp_path: Path) -> None:
+    model = model_of(tiny("gpt-oss"), "gpt-oss")
+    names = [name for name in model.tensors if name.endswith("_exps.weight")]
+    model.types = dict.fromkeys(names, QuantType.MXFP4)
+    folder, path = tmp_path / "out", model.write(tmp_path / "m.gguf")
+    folder.mkdir()
+    assert convert_gguf(path, folder, True) == "MXFP4 GGUF, dequantised to bfloat16"
+    with CheckpointReader(folder) as reader:
+        for name in names:
+            _, layer, part, _ = name.split(".")
+            numbers = dequantize(quantize(model.tensors[name], QuantType.MXFP4), QuantType.MXFP4)
+            part = part.removeprefix("ffn_").removesuffix("_exps")
+            for expert, values in enumerate(numbers):
+                ours = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
+                assert torch.equal(reader.tensor(ours).float(), torch.from_numpy(values))
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "match"),
+    [
+        ("glm4-moe", "glm4moe.expert_gating_func", 1, "'glm4moe.expert_gating_func' is 1"),
+        ("qwen3.5", "qwen35.ssm.time_step_rank", 3, "2 key heads, 3 value heads"),
+        ("qwen3.5", "qwen35.ssm.state_size", 8, r"'blk\.0\..*rows, not"),
+        ("qwen3.5", "qwen35.ssm.inner_size", 32, r"(rows|columns), not"),
+        ("qwen3.5", "qwen35.nextn_predict_layers", 3, "0 layers of"),
+        ("qwen2-moe", "qwen2moe.expert_weights_scale", 2.5, "'qwen2moe.expert_weights_scale' is"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tiny: Tiny, tmp_path: Path, name: str, key: str, value: Any, match: str
+) -> None:
+    model = model_of(tiny(name), name)
+    model.settings[key] = value
+    with pytest.raises(ModelLoadError, match=match) as caught:
+        converted(model, tmp_path / "out")
+    assert isinstance(caught.value, CorruptModelError | UnsupportedModelError)
