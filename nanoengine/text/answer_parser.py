@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from nanoengine.errors import InvalidParamsError, shown
 from nanoengine.outputs import ChatMessage, ToolCall
-from nanoengine.sampling_params import SamplingParams
+from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
 from nanoengine.text.reasoning import ReasoningParser, ReasoningSyntax, reasoning_of
@@ -88,26 +88,38 @@ class ChatParsers:
         """The parameters of a chat with these tools. Raises InvalidParamsError if the model cannot
         call them.
         """
-        if params.form is not None and self.reasoning is not None:
-            form = replace(params.form, after_thinking=True)
+        form = params.form if use is None else self._form(params.form, use)
+        if form is not None:
+            form = replace(form, after_thinking=self.reasoning is not None)
             params = replace(params, structured_outputs=form)
         marks = {self.reasoning.begin, self.reasoning.end} if self.reasoning else set()
         if use is not None:
-            syntax = self._syntax(use)
-            marks |= {*syntax.marks}
-            if use.must_call and syntax.frame is not None:
-                if params.form is not None:
-                    raise InvalidParamsError(
-                        f"tool_choice={shown(use.choice)} and a form of the answer exclude each "
-                        'other; give tool_choice="auto", or no form'
-                    )
-                form = form_of_calls(use, syntax.frame)
-                if self.reasoning is not None:
-                    form = replace(form, after_thinking=True)
-                params = replace(params, structured_outputs=form)
+            marks |= {*self._syntax(use).marks}
         if self.special_tokens.isdisjoint(marks):
             return params
         return replace(params, skip_special_tokens=False)
+
+    def _form(
+        self, form: StructuredOutputsParams | None, use: ToolUse
+    ) -> StructuredOutputsParams | None:
+        """The form of an answer that may call tools, or must. form: of its content."""
+        frame = self._syntax(use).frame
+        kind, schema = ("", "") if form is None else form.source
+        if use.must_call and frame is not None:
+            if form is None:
+                return form_of_calls(use, frame)
+            raise InvalidParamsError(
+                f"tool_choice={shown(use.choice)} and a form of the answer exclude each other; "
+                'give tool_choice="auto", or no form'
+            )
+        if kind not in ("json", "json_object"):
+            return form
+        if frame is None:
+            raise InvalidParamsError(
+                "tools and a form of the answer exclude each other for this model: its calls are "
+                'not JSON; give tool_choice="none", or no form'
+            )
+        return form_of_calls(use, frame, schema or '{"type": "object"}')
 
     def parser(self, prompt: str, use: ToolUse | None) -> AnswerParser:
         """Of one answer to a prompt."""

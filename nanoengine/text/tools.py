@@ -129,16 +129,20 @@ def _choice(choice: object, names: list[str]) -> str:
     return str(name)
 
 
-def form_of_calls(use: ToolUse, frame: Frame) -> StructuredOutputsParams:
-    """The form of an answer that calls what `use` says, as `frame` writes it. Raises
-    InvalidParamsError if the schemas are too large.
+def form_of_calls(use: ToolUse, frame: Frame, answer: str | None = None) -> StructuredOutputsParams:
+    """The form of an answer that calls what `use` says, as `frame` writes it; or that is JSON of
+    the schema `answer`, where the model may choose. Raises InvalidParamsError if the schemas are
+    too large.
     """
-    chosen = {n: s for n, s in use.schemas.items() if use.choice in (REQUIRED, n)}
-    lines = [f"start: {_joined(frame.before, _calls(use, frame), frame.after)}"]
+    chosen = {n: s for n, s in use.schemas.items() if use.choice in (AUTO, REQUIRED, n)}
+    lines = ["start: calls" + ("" if answer is None else " | answer")]
+    lines.append(f"calls: {_joined(frame.before, _calls(use, frame), frame.after)}")
     lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(chosen))))
     try:
+        if answer is not None:
+            lines.append(f"answer: %json {json.dumps(_guided(json.loads(answer)))}")
         for index, (name, schema) in enumerate(chosen.items()):
-            arguments = json.dumps({"type": "object", **schema, "x-guidance": GUIDANCE})
+            arguments = json.dumps(_guided({"type": "object", **schema}))
             body = _joined(frame.begin + name + frame.middle, f"%json {arguments}", frame.end)
             lines.append(f"call_{index}: {body}")
         return StructuredOutputsParams(grammar="\n".join(lines))
@@ -146,9 +150,16 @@ def form_of_calls(use: ToolUse, frame: Frame) -> StructuredOutputsParams:
         raise InvalidParamsError(f"tools with tool_choice={shown(use.choice)}: {error}") from error
 
 
+def _guided(schema: object) -> dict[str, Any]:
+    """A schema as a grammar holds it. Raises TypeError if it is no object."""
+    if not isinstance(schema, dict):
+        raise TypeError(f"a JSON schema must be an object here, got {shown(schema)}")
+    return {**schema, "x-guidance": GUIDANCE}
+
+
 def _calls(use: ToolUse, frame: Frame) -> str:
     """One call, or several if the model may choose."""
-    if use.choice == REQUIRED and use.is_parallel and frame.between:
+    if use.choice in (AUTO, REQUIRED) and use.is_parallel and frame.between:
         return f"call ({json.dumps(frame.between)} call)*"
     return "call"
 

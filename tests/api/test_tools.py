@@ -113,6 +113,25 @@ def test_what_cannot_be_called_is_refused(llm: LLM, tools: Any, choice: Any, wor
         llm.chat(TALK, PARAMS, use_tqdm=False, tools=tools, tool_choice=choice)
 
 
+def test_an_answer_in_a_form_or_calls(llm: LLM) -> None:
+    """With "auto" the model may choose: some texts of random weights are calls, some the form."""
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}
+    asked = SamplingParams(
+        max_tokens=200, n=12, seed=4, temperature=2, structured_outputs={"json": schema}
+    )
+    (output,) = llm.chat(TALK, asked, use_tqdm=False, tools=TOOLS, tool_choice="auto")
+    kinds = set()
+    for made in output.outputs:
+        message = made.message
+        assert message is not None
+        kinds.add(bool(message.tool_calls))
+        if made.finish_reason == "stop" and message.tool_calls:
+            assert message.content is None and message.tool_calls[0].name in ("weather", "now")
+        elif made.finish_reason == "stop" and message.content is not None:
+            jsonschema.validate(json.loads(message.content), schema)
+    assert kinds == {True, False}
+
+
 def test_a_form_and_a_call_exclude_each_other(llm: LLM) -> None:
     params = SamplingParams(structured_outputs={"regex": "a"})
     with pytest.raises(InvalidParamsError, match="exclude each other"):
