@@ -78,16 +78,16 @@ class ToolParser(PieceReader):
         while True:
             at, mark = first_of(self.left, marks)
             if mark:
-                text = self.left[:at].rstrip()
-                yield Piece(Kind.CONTENT, self.take(len(text)))
-                return at - len(text) + len(mark)
+                spaces = _num_spaces(self.left[:at])
+                yield Piece(Kind.CONTENT, self.take(at - spaces))
+                return spaces + len(mark)
             if self.has_ended:
-                rest = self.take(len(self.left))
-                yield Piece(Kind.CONTENT, "" if self._num_calls and rest.isspace() else rest)
+                is_idle = self._num_calls > 0 and self.left.isspace()
+                dropped = _num_spaces(self.left) if is_idle else 0
+                yield Piece(Kind.CONTENT, self.take(len(self.left) - dropped))
                 return None
             certain = len(self.left) - num_held_back(self.left, marks)
-            spaces = certain - len(self.left[:certain].rstrip())
-            yield Piece(Kind.CONTENT, self.take(certain - min(spaces, MAX_HELD_SPACES)))
+            yield Piece(Kind.CONTENT, self.take(certain - _num_spaces(self.left[:certain])))
             yield None
 
     def _call(self, at: int) -> Steps[bool]:
@@ -313,6 +313,11 @@ class JsonEnd:
 def _at(at: int) -> Steps[int | None]:
     yield from ()
     return at
+
+
+def _num_spaces(text: str) -> int:
+    """How many spaces at the end of a text may be dropped if a call follows."""
+    return min(len(text) - len(text.rstrip()), MAX_HELD_SPACES)
 
 
 def _argument(text: str, schema: object) -> str:

@@ -30,10 +30,15 @@ from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import weight_shapes
 from nanoengine.sampling_params import BeamSearchParams, StructuredOutputsParams
+from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.answer_pieces import merged
 from nanoengine.text.chat_template import ChatTemplate
 from nanoengine.text.grammar import Grammars
+from nanoengine.text.reasoning import REASONING_SYNTAXES
 from nanoengine.text.template_process import TemplateProcess
 from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tool_syntax import PLAIN, TOOL_SYNTAXES
+from nanoengine.text.tools import ToolUse
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPT = [65, 66, 67, 68]
@@ -395,6 +400,37 @@ def compile_forms(bench: Bench, chance: random.Random) -> None:
         assert time.monotonic() - begun < MOST_S, "a form takes too long"
 
 
+SIGNS = (
+    *("<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', "{", "}", '"', "\\", "\n", " "),
+    *("<function=f>", "</function>", "<parameter=a>", "</parameter>", "<arg_key>", "</arg_key>"),
+    *("<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[", "]", ",", ";", "f", "[ARGS]", "é", "1"),
+    *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "to=functions.f", "analysis"),
+    *('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', '[TOOL_CALLS]f{"a": "}"}'),
+    *("<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>", '{"arguments": {},'),
+    *("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>", '"name": "f"}'),
+    *("<think>", "</think>", "<|python_tag|>", "<tool_c", '"name"', '"arguments": "{}"'),
+)
+ANSWER_S = 5.0
+
+
+def parse_answers(bench: Bench, chance: random.Random) -> None:
+    """An answer of odd pieces, in two ways to cut it; a few pieces come very often."""
+    often = [[sign] * chance.choice([1, 1, 1, 300]) for sign in chance.choices(SIGNS, k=20)]
+    text = "".join(chance.choices(SIGNS, k=5) + [sign for run in often for sign in run])
+    syntax = chance.choice([*TOOL_SYNTAXES, PLAIN])
+    thoughts = chance.choice([None, *REASONING_SYNTAXES])
+    parsers = ChatParsers(syntax, thoughts, shows_tools=True)
+    use = ToolUse(({"type": "function", "function": {"name": "f"}},))
+    found = []
+    for size in (len(text), chance.choice([1, 7, 50])):
+        begun = time.process_time()
+        parser = parsers.parser("<think>", use)
+        parts = [parser.feed(text[at : at + size]) for at in range(0, len(text), size)]
+        found.append(merged([piece for part in parts for piece in part] + parser.end()))
+        assert time.process_time() - begun < ANSWER_S, "an answer takes too long"
+    assert found[0] == found[1], "the parts of an answer change what it says"
+
+
 def _odd(fields: dict[str, Any], chance: random.Random) -> dict[str, Any]:
     picked = chance.sample(sorted(fields), chance.choice([1, 1, 2, 4]))
     return {name: chance.choice(NASTIES) for name in picked}
@@ -480,6 +516,7 @@ PARSE: dict[str, tuple[Case, int]] = {
     "settings": (make_settings, 10),
     "params": (make_params, 10),
     "grammars": (compile_forms, 5),
+    "answers": (parse_answers, 10),
 }
 LOAD: dict[str, tuple[Case, int]] = {"load folder": (load_folder, 50), "load gguf": (load_gguf, 50)}
 CASES = PARSE | LOAD
