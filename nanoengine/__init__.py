@@ -29,9 +29,11 @@ from nanoengine.errors import (
 from nanoengine.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
+    ChatMessage,
     CompletionOutput,
     RequestOutput,
     StreamDelta,
+    ToolCall,
 )
 from nanoengine.sampling_params import (
     BeamSearchParams,
@@ -56,6 +58,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ChatMessage",
     "CompletionOutput",
     "ConfigError",
     "CorruptModelError",
@@ -74,6 +77,7 @@ __all__ = [
     "SamplingParams",
     "StreamDelta",
     "StructuredOutputsParams",
+    "ToolCall",
     "TransferError",
     "UnsupportedModelError",
     "WeightMismatchError",

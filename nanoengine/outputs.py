@@ -24,12 +24,49 @@ TokenLogprobs = dict[int, Logprob]  # of one position: its token and the likelie
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool in an answer. arguments: the text of a JSON object; with tool_choice "auto"
+    the model may have written anything there, and a text that was cut ends in the middle of it.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """An answer of a chat. content: None if there are calls alone. reasoning: what a thinking model
+    thought before; "" if it did not.
+    """
+
+    content: str | None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The message as the next chat takes it, in OpenAI's form and without the thoughts."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return message
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One generated text.
 
     finish_reason: "stop" (end of sequence or a stop), "length", "abort" or "error".
     stop_reason: the stop string or stop token id that matched; None for end of sequence.
     logprobs: of each token, if requested; cumulative_logprob: the sum of the tokens' own.
+    message: of a chat, the text's thoughts, content and calls of tools.
     """
 
     index: int
@@ -39,6 +76,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    message: ChatMessage | None = field(default=None, compare=False)  # ids of calls are random
 
 
 @dataclass(frozen=True, slots=True)

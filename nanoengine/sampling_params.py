@@ -57,6 +57,7 @@ class StructuredOutputsParams:
     regex: a regular expression for the whole text. choice: texts, one of which it must be.
     grammar: a context-free grammar, in llguidance's Lark or in llama.cpp's GBNF.
     json_object: True for any JSON object.
+    after_thinking: a model that thinks may do so first; then the form is that of what follows.
 
     Raises InvalidParamsError for another value. What the grammar of a form means, llguidance says
     when a request is queued.
@@ -67,9 +68,11 @@ class StructuredOutputsParams:
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    after_thinking: bool = False
 
     def __post_init__(self) -> None:
-        _flag("json_object", self.json_object)
+        for name in ("json_object", "after_thinking"):
+            _flag(name, getattr(self, name))
         given = [name for name in FORMS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise InvalidParamsError(
@@ -144,6 +147,8 @@ class SamplingParams:
     detokenize: False leaves the text empty. include_stop_str_in_output: keep the stop in the text.
     structured_outputs: the form that the text must have, a StructuredOutputsParams or a dict of its
     fields. A text that can go on no further ends with "stop".
+    thinking_token_budget: most tokens of a thinking model's thoughts; then they are ended by what
+    it ends them with.
 
     Raises InvalidParamsError for a value out of range, and for an unknown name: it says what names
     of other engines are here.
@@ -172,6 +177,7 @@ class SamplingParams:
     detokenize: bool = True
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         self._set("temperature", _number("temperature", self.temperature, 0.0, 100.0))
@@ -188,6 +194,9 @@ class SamplingParams:
                 raise InvalidParamsError(
                     f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})"
                 )
+        name = "thinking_token_budget"
+        if self.thinking_token_budget is not None:
+            self._set(name, _integer(name, self.thinking_token_budget, 0, MAX_COUNT))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, *SEEDS))
         self._check_adjustments()
@@ -262,6 +271,11 @@ class SamplingParams:
     def form(self) -> StructuredOutputsParams | None:
         """`structured_outputs` as a record."""
         return self.structured_outputs  # type: ignore[return-value]  # normalised in __post_init__
+
+    @property
+    def is_held(self) -> bool:
+        """True if a grammar says which tokens may come."""
+        return self.form is not None or self.thinking_token_budget is not None
 
     @property
     def named_ids(self) -> dict[str, tuple[int, ...]]:

@@ -106,6 +106,7 @@ class Grammars(Protocol):
     """From the form of a text to its grammar, at the beginning of the text (grammar.Grammars)."""
 
     def state_of(self, form: StructuredOutputsParams) -> Grammar: ...
+    def state_for(self, params: SamplingParams, prompt: list[int]) -> Grammar: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,7 @@ class Request:
     def needs_tokens(self) -> bool:
         """Whether the host must know a token before the next one can be sampled."""
         params = self.params
-        return self.pauses or params.follows_history or params.form is not None
+        return self.pauses or params.follows_history or params.is_held
 
 
 @dataclass(slots=True)

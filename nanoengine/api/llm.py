@@ -11,6 +11,8 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack, cast
 
@@ -40,15 +42,18 @@ from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
 from nanoengine.errors import (
+    InvalidParamsError,
     InvalidPromptError,
     RequestError,
     ends_at_the_user,
     warn_user,
 )
-from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
+from nanoengine.outputs import BeamSearchOutput, CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
+from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tools import ToolUse, read_tools
 
 logger = logging.getLogger(__name__)
 
@@ -146,17 +151,23 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: TemplateKwargs = None,
         tools: Tools = None,
+        tool_choice: Any = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them: lists of {"role": ..., "content": ...}.
 
         A content is text, or OpenAI's list of parts {"type": "text", "text": ...}; the texts are
-        joined by newlines. tools: descriptions in OpenAI's form, which the template shows to the
-        model; a call that the model writes stays in the text of the answer and is not parsed.
+        joined by newlines. Each output has a `message`: its text's content, reasoning and tool
+        calls; `messages.append(out.outputs[0].message.as_dict())` goes on with it.
+        tools: descriptions in OpenAI's form, which the template shows to the model. tool_choice:
+        "auto", "none", "required" or {"type": "function", "function": {"name": ...}}; the last two
+        hold the answer by a grammar, so its calls fit the tools' schemas. Without it, calls stay in
+        the text if it is not known how the model writes them.
         chat_template_kwargs: variables of the model's chat template, the same for all
         conversations, such as Qwen3's {"enable_thinking": False} or "documents". No special tokens
         are added to those that the template writes.
         Raises InvalidPromptError if the model has no chat template or the template refuses the
-        messages, InvalidParamsError for an argument that is no template variable.
+        messages, InvalidParamsError for an argument that is no template variable, and for tools
+        that cannot be called.
         """
         if not isinstance(messages, list | tuple):
             raise InvalidPromptError(
@@ -165,9 +176,16 @@ class LLM:
             )
         many = bool(messages) and isinstance(messages[0], list | tuple)
         conversations: list[Any] = list(messages) if many else [messages]
-        rest = add_generation_prompt, chat_template_kwargs, tools
+        use = self._tool_use(tools, tool_choice)
+        shown = None if tool_choice == "none" else tools
+        rest = add_generation_prompt, chat_template_kwargs, shown
         requests = [self._chat_request(c, *rest) for c in conversations]
-        return self._answer(requests, sampling_params, not many, use_tqdm)
+        params = [
+            self._parsers.params(given or self.llm_engine.inputs.default_params, use)
+            for given in params_for(sampling_params, len(requests))
+        ]
+        outputs = self._answer(requests, params, not many, use_tqdm)
+        return [self._with_messages(output, use) for output in outputs]
 
     @ends_at_the_user
     def beam_search(
@@ -294,6 +312,30 @@ class LLM:
             return GivenPrompt(None, error=error)
         # The template has already written the special tokens, also the beginning-of-sequence token.
         return GivenPrompt(self.tokenizer.encode(text, add_special_tokens=False), text)
+
+    @cached_property
+    def _parsers(self) -> ChatParsers:
+        return ChatParsers.of(self.tokenizer)
+
+    def _tool_use(self, tools: Tools, choice: Any) -> ToolUse | None:
+        """The tools that an answer may call. Raises InvalidParamsError if they cannot be called and
+        a choice says that they must be.
+        """
+        try:
+            use = read_tools(tools, choice)
+            self._parsers.check(use)
+        except InvalidParamsError:
+            if choice is not None:
+                raise
+            return None
+        return use
+
+    def _with_messages(self, output: RequestOutput, use: ToolUse | None) -> RequestOutput:
+        def with_message(made: CompletionOutput) -> CompletionOutput:
+            message = self._parsers.message(made.text, output.prompt or "", use)
+            return replace(made, message=message)
+
+        return replace(output, outputs=[with_message(made) for made in output.outputs])
 
     def _answer(
         self, requests: list[GivenPrompt], params: Params, single: bool, use_tqdm: bool

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,12 @@ class Runner:
 
         self._bytes_of = bytes_of
 
+    @cached_property
+    def _parsers(self) -> Any:
+        from nanoengine.text.answer_parser import ChatParsers  # imports tokenizers
+
+        return ChatParsers.of(self._model.llm.tokenizer)
+
     def run(self, lines: Iterator[Line], bar: Any) -> None:
         """Answer all lines; bar: progress, a tqdm."""
         before = len(self._answers.done)
@@ -151,9 +157,13 @@ class Runner:
         llm, most = self._model.llm, request.params.max_tokens
         streams: tuple[Any, ...]
         if isinstance(request, ChatRequest):
-            params = self._seeded(line, request.params)
-            variables = request.template_kwargs
-            streams = (llm.stream_chat(request.messages, params, chat_template_kwargs=variables),)
+            use = request.tools
+            params = self._seeded(line, self._parsers.params(request.params, use))
+            shown = {
+                "chat_template_kwargs": request.template_kwargs,
+                "tools": None if use is None else use.tools,
+            }
+            streams = (llm.stream_chat(request.messages, params, **shown),)
         else:
             # If one is refused, those before it are dropped, and that aborts them.
             streams = tuple(
@@ -197,7 +207,7 @@ class Runner:
 
         rest = each.line.id, self._name, self._bytes_of
         if isinstance(each.request, ChatRequest):
-            return chat_body(each.request, *rest, outputs[0])
+            return chat_body(each.request, *rest, outputs[0], self._parsers)
         return completion_body(each.request, *rest, outputs)
 
     def _refuse(self, line: Line, error: RequestError) -> None:

@@ -38,6 +38,8 @@ OPTIONS = {
     "max_body_mib": "largest body, MiB",
     "allow_origins": "a web page that may call, https://HOST or *; may be given again",
     "metrics_prefix": "of the names at /metrics: nanoengine or vllm",
+    "tool_call_parser": "how the model writes calls of tools; its chat template shows it",
+    "reasoning_parser": "how the model writes thoughts; its chat template shows it",
     "tokenizer_info": "show the chat template at /tokenizer_info",
     "engine_process": "run the engine in a process of its own, apart from HTTP and tokenising",
 }

@@ -103,7 +103,7 @@ class EngineConfig:
     keeps the codes of a GGUF: on a CPU all of Q4_0 to Q6_K as they are, embeddings and head, too;
     else those of Q4_0 and Q4_1. With the others embeddings, output head and norms stay.
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
-    set, else all usable cores).
+    set, else all cores that the process and its container may use).
     tensor_parallel_size: processes that compute the model together, each with its heads and its
     rows of the weights (CPU). num_threads, kv_cache_gib and kv_offload_gib are those of all.
     max_num_partial_prefills: most prompts that may be partly computed after a step.

@@ -10,13 +10,14 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nanoengine.config.engine import MAX_THREADS
+from nanoengine.devices.control_groups import memory_left, processors
 from nanoengine.devices.copy_streams import (
     InlineStream,
     Stream,
@@ -25,14 +26,6 @@ from nanoengine.devices.copy_streams import (
 from nanoengine.devices.device import Readable
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.errors import ConfigError
-
-# For each version of control groups: the folder, the files of a group's limit and use, and the key
-# of the part of the use that the system can reclaim.
-GROUPS_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-GROUPS_V1 = (
-    *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    "total_inactive_file",
-)
 
 
 class CpuDevice:
@@ -149,34 +142,7 @@ def available_memory(root: Path = Path("/")) -> int:
         available = _read_kib(root / "proc/meminfo", "MemAvailable") << 10
     except (OSError, KeyError):
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([available, *_left_by_groups(root)])
-
-
-def _left_by_groups(root: Path) -> Iterator[int]:
-    """Bytes that each limit leaves: those of the process's control group and of its parents."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text(errors="replace").splitlines()
-    except OSError:
-        return
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, *files = GROUPS_V1 if controllers else GROUPS_V2
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts) + 1):
-            left = _left_by_group((root / top).joinpath(*parts[:depth]), *files)
-            if left is not None:
-                yield left
-
-
-def _left_by_group(folder: Path, limit: str, used: str, cache: str) -> int | None:
-    """Bytes that a group may still take, its caches included; None without a limit."""
-    try:
-        most, current = (int((folder / name).read_text()) for name in (limit, used))
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, most - current + int(stat[cache]))
-    except (OSError, ValueError, KeyError):  # no such file, or "max"
-        return None
+    return min([available, *memory_left(root)])
 
 
 def _peak_resident_kib() -> float:
@@ -194,8 +160,10 @@ def _home_of_threads() -> HomeProcess:
     return HomeProcess()
 
 
-def default_threads() -> int:
-    """OMP_NUM_THREADS if it is set, as in every OpenMP program; else all usable cores."""
+def default_threads(root: Path = Path("/")) -> int:
+    """OMP_NUM_THREADS if it is set, as in every OpenMP program; else all cores that the process may
+    use, in whole ones of what its container's limit allows. root: folder of the system's files.
+    """
     asked = os.environ.get("OMP_NUM_THREADS", "")
     digits = asked.lstrip("0")
     if digits.isdecimal():
@@ -205,4 +173,6 @@ def default_threads() -> int:
                 "num_threads"
             )
         return int(digits)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, int(min([cores, *processors(root)])))

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from nanoengine.errors import RequestError
 from nanoengine.outputs import CompletionOutput, Logprob, StreamDelta, TokenLogprobs
 from nanoengine.sequence import Sequence, TokenScore
+from nanoengine.text.answer_pieces import num_held_back
 from nanoengine.text.tokenizer import Tokenizer
 
 
@@ -83,21 +84,6 @@ class Completion:
         except RequestError as error:
             output.error, output.finish_reason = error, "error"
             return ""
-
-
-def num_held_back(text: str, stops: Iterable[str]) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of a stop string.
-
-    As text grows, `len(text)` minus this never falls: the start of a stop string stays one.
-    """
-    most = 0
-    for stop in stops:
-        at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-        while at >= 0 and not stop.startswith(text[at:]):
-            at = text.find(stop[0], at + 1)
-        if at >= 0:
-            most = max(most, len(text) - at)
-    return most
 
 
 def merge_deltas(deltas: Iterable[StreamDelta]) -> list[StreamDelta]:

@@ -151,7 +151,7 @@ class InputProcessor:
             guesser=PromptLookup() if guesses[0] else None,
             draft_length=PayingDrafts(guesses[1], self._draft_cost) if guesses[1] else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
-            grammar=self.grammars.state_of(params.form) if params.form else None,
+            grammar=self.grammars.state_for(params, prompt.token_ids) if params.is_held else None,
             output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),
         )
 

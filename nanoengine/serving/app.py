@@ -82,7 +82,7 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post(CHAT, openapi_extra=body_of(request_schema(CHAT)))
     async def chat(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_request(CHAT, body, defaults))
-        writer = ChatWriter(asked, new_id(), service.name, bytes_of)
+        writer = ChatWriter(asked, new_id(), service.name, bytes_of, service.prompts.parsers)
         return await service.answer(request, asked, writer, DONE)
 
     @app.post(COMPLETIONS, openapi_extra=body_of(request_schema(COMPLETIONS)))
@@ -94,13 +94,15 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post(RESPONSES, openapi_extra=body_of(openapi.RESPONSES))
     async def responses(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_responses(body, defaults))
-        writer = ResponsesWriter(asked, new_id(), service.name, bytes_of)
+        parsers = service.prompts.parsers
+        writer = ResponsesWriter(asked, new_id(), service.name, bytes_of, parsers)
         return await service.answer(request, asked.chat, writer)
 
     @app.post(MESSAGES, openapi_extra=body_of(openapi.MESSAGES_BODY))
     async def messages(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_messages(body, defaults))
-        return await service.answer(request, asked, MessagesWriter(asked, new_id(), service.name))
+        writer = MessagesWriter(asked, new_id(), service.name, service.prompts.parsers)
+        return await service.answer(request, asked, writer)
 
     @app.post(f"{MESSAGES}/count_tokens", openapi_extra=body_of(openapi.MESSAGES_BODY))
     async def count_tokens(request: Request) -> Response:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.serving.answer_items import AnswerItems, Item, Step
 from nanoengine.serving.openai_answers import SERVER, Event
 from nanoengine.serving.openai_requests import ChatRequest
+from nanoengine.text.answer_parser import NO_PARSERS, ChatParsers
+from nanoengine.text.answer_pieces import Kind
+
+# The delta of an item: its type, and the key of the new text.
+DELTAS = {
+    Kind.CONTENT: ("text_delta", "text"),
+    Kind.REASONING: ("thinking_delta", "thinking"),
+    Kind.NAME: ("input_json_delta", "partial_json"),
+}
 
 # Anthropic's name of an error, by HTTP's status; others below 500 are invalid requests.
 ERRORS = {
@@ -23,8 +34,18 @@ ERRORS = {
 class MessagesWriter:
     """The answer to one request."""
 
-    def __init__(self, request: ChatRequest, answer_id: str, model: str) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        answer_id: str,
+        model: str,
+        parsers: ChatParsers = NO_PARSERS,
+    ) -> None:
+        """parsers: of the model's answers."""
         self._max_tokens = request.params.max_tokens
+        self._tools = request.tools
+        self._parsers = parsers
+        self._items = AnswerItems(parsers.parser("", request.tools))
         self._head = {
             "id": f"msg_{answer_id}",
             "type": "message",
@@ -36,33 +57,32 @@ class MessagesWriter:
         """The body of the answer; outputs: the only one."""
         (output,) = outputs
         (made,) = output.outputs
-        content = [{"type": "text", "text": made.text}]
+        self._read(output)
+        for _ in self._items.feed(made.text, is_last=True):
+            pass
+        content = [_block(item) for item in self._items.items]
         return self._head | {"content": content, "usage": _usage(output)} | self._end_of(made)
 
     def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[Event]:
         """The events before the first delta."""
+        self._read(output)
         end = {"stop_reason": None, "stop_sequence": None}
         message = self._head | {"content": [], "usage": _usage(output)} | end
-        return [
-            _event("message_start", message=message),
-            _event("content_block_start", index=0, content_block={"type": "text", "text": ""}),
-            _event("ping"),
-        ]
+        return [_event("message_start", message=message), _event("ping")]
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[Event]:
         """The events of new deltas."""
-        return [
-            _event("content_block_delta", index=0, delta={"type": "text_delta", "text": delta.text})
-            for delta in deltas
-            if delta.text
-        ]
+        events = []
+        for delta in deltas:
+            for step, item, new in self._items.feed(delta.text, delta.finish_reason is not None):
+                events.append(_step_event(step, item, new))
+        return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
         """The events after the last delta; outputs: the only one."""
         (output,) = outputs
         (made,) = output.outputs
         return [
-            _event("content_block_stop", index=0),
             _event("message_delta", delta=self._end_of(made), usage=_usage(output)),
             _event("message_stop"),
         ]
@@ -71,6 +91,10 @@ class MessagesWriter:
         """The event of an error in the middle of a stream; body: OpenAI's error object."""
         is_ours = body["error"]["type"] == SERVER
         return [("error", messages_error(500 if is_ours else 400, body))]
+
+    def _read(self, output: RequestOutput) -> None:
+        """Begin with the answer to a prompt."""
+        self._items = AnswerItems(self._parsers.parser(output.prompt or "", self._tools))
 
     def _end_of(self, made: CompletionOutput) -> dict[str, Any]:
         """Why the text ended."""
@@ -81,7 +105,8 @@ class MessagesWriter:
             return {"stop_reason": reason, "stop_sequence": None}
         if isinstance(made.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": made.stop_reason}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+        reason = "tool_use" if self._items.has_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
 
 
 def messages_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -94,6 +119,35 @@ def messages_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
 def count_body(num_tokens: int) -> dict[str, Any]:
     """The answer of /v1/messages/count_tokens."""
     return {"input_tokens": num_tokens}
+
+
+def _block(item: Item) -> dict[str, Any]:
+    """An item as a block of content."""
+    if item.kind is Kind.CONTENT:
+        return {"type": "text", "text": item.text}
+    if item.kind is Kind.REASONING:
+        return {"type": "thinking", "thinking": item.text, "signature": ""}
+    return {"type": "tool_use", "id": item.id, "name": item.name, "input": _input(item.text)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; what is no object, as it was written."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+def _step_event(step: Step, item: Item, new: str) -> Event:
+    """The event of what happens to an item."""
+    if step is Step.ENDS:
+        return _event("content_block_stop", index=item.index)
+    if step is Step.BEGINS:
+        block = _block(item) | ({"input": {}} if item.kind is Kind.NAME else {})
+        return _event("content_block_start", index=item.index, content_block=block)
+    kind, name = DELTAS[item.kind]
+    return _event("content_block_delta", index=item.index, delta={"type": kind, name: new})
 
 
 def _event(name: str, **data: Any) -> Event:

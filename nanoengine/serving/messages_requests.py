@@ -1,7 +1,7 @@
 """Reads the body of /v1/messages, Anthropic's API, as a chat. Knows no HTTP.
 
-There are texts alone: no tools, images or documents, and no thinking apart from the text. Every
-body has max_tokens, so an answer that reaches beyond the context is cut, and says so.
+There are texts, calls of the client's tools and their results; no images or documents. Every body
+has max_tokens, so an answer that reaches beyond the context is cut, and says so.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from nanoengine.errors import InvalidParamsError, InvalidPromptError, number, sh
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.answer_forms import OUTPUT_FORMAT, form_in
 from nanoengine.serving.openai_keys import (
-    IN_KWARGS,
-    NO_CALLS,
     OWN_MESSAGE,
     Refused,
     given_keys,
@@ -26,20 +24,22 @@ from nanoengine.serving.openai_requests import (
     template_kwargs,
     text_content,
 )
+from nanoengine.serving.tool_requests import call_of, messages_tools, result_of
 
 ROLES = ("user", "assistant", "system")
+THINKING = ("enabled", "disabled", "adaptive")
+# What errors about parameters call them.
+NAMES = {"stop": "stop_sequences", "thinking_token_budget": "thinking.budget_tokens"}
 SAME = ("temperature", "top_p", "top_k", "max_tokens")
 KNOWN = (
     *SAME,
     *("messages", "model", "system", "stop_sequences", "stream"),
     *("cache_salt", "chat_template_kwargs", "output_config"),
+    *("tools", "tool_choice", "thinking"),
 )
 REFUSED: Refused = {
-    "tools": ((), NO_CALLS),
-    "tool_choice": (({"type": "none"}, {"type": "auto"}), NO_CALLS),
-    "mcp_servers": ((), NO_CALLS),
-    "container": ((), NO_CALLS),
-    "thinking": (({"type": "disabled"},), IN_KWARGS),
+    "mcp_servers": ((), "tools are the client's"),
+    "container": ((), "tools are the client's"),
     "output_format": ((), "here it is output_config={'format': ...}"),
     "context_management": ((), "conversations are not cut or made shorter"),
 }
@@ -63,13 +63,32 @@ def read_messages(body: object, defaults: SamplingParams) -> ChatRequest:
     if "stop_sequences" in given:
         params["stop"] = given["stop_sequences"]
     params |= _form(given)
+    budget, variables = _thinking(given)
+    params |= {} if budget is None else {"thinking_token_budget": budget}
     return ChatRequest(
         _messages(given),
-        params_from(defaults, params, {"stop": "stop_sequences"}),
-        template_kwargs(given),
+        params_from(defaults, params, NAMES),
+        variables,
         may_be_cut=True,
         **common_keys(given),
+        tools=messages_tools(given.get("tools"), given.get("tool_choice")),
     )
+
+
+def _thinking(given: dict[str, Any]) -> tuple[int | None, dict[str, Any] | None]:
+    """The budget of the thoughts, and the template's variables, which say whether to think."""
+    asked, variables = given.get("thinking"), template_kwargs(given)
+    if asked is None:
+        return None, variables
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    if kind not in THINKING:
+        raise InvalidParamsError(
+            f"thinking must be an object whose type is {' or '.join(THINKING)}, got {shown(asked)}"
+        )
+    budget = asked.get("budget_tokens")
+    if (kind == "enabled") != (budget is not None):
+        raise InvalidParamsError("thinking of the type enabled, and no other, has budget_tokens")
+    return budget, {"enable_thinking": kind != "disabled"} | (variables or {})
 
 
 def _form(given: dict[str, Any]) -> dict[str, Any]:
@@ -88,9 +107,10 @@ def read_count(body: object, defaults: SamplingParams) -> ChatRequest:
     return ChatRequest(
         _messages(given),
         defaults,
-        template_kwargs(given),
+        _thinking(given)[1],
         may_be_cut=True,
         model=read_text(given, "model"),
+        tools=messages_tools(given.get("tools"), given.get("tool_choice")),
     )
 
 
@@ -98,7 +118,7 @@ def _messages(given: dict[str, Any]) -> list[Any]:
     asked = given.get("messages")
     if not isinstance(asked, list) or not asked:
         raise InvalidPromptError(f"messages must be a list of messages, got {shown(asked)}")
-    messages = [_message(item, index) for index, item in enumerate(asked)]
+    messages = [made for index, item in enumerate(asked) for made in _of(item, index)]
     if messages[-1]["role"] == "assistant":
         raise InvalidPromptError(
             f"the last message must be the user's, got the assistant's: {OWN_MESSAGE}"
@@ -109,12 +129,46 @@ def _messages(given: dict[str, Any]) -> list[Any]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _message(item: Any, index: int) -> dict[str, Any]:
+def _of(item: Any, index: int) -> list[dict[str, Any]]:
+    """The messages of a chat that a message is: results of tools are messages of their own."""
     where = f"messages[{index}]"
     role = item.get("role") if isinstance(item, dict) else item
     if role not in ROLES:
         raise InvalidPromptError(f"{where} must have a role, user or assistant, got {shown(role)}")
-    return {
-        "role": role,
-        "content": text_content(item.get("content"), ("text",), f"{where}.content"),
-    }
+    content = item.get("content")
+    if not isinstance(content, list):
+        return [{"role": role, "content": text_content(content, ("text",), f"{where}.content")}]
+    texts, message, results = [], {"role": role}, []
+    for place, block in enumerate(content):
+        here = f"{where}.content[{place}]"
+        kind = (role, block.get("type")) if isinstance(block, dict) else None
+        if kind == ("assistant", "tool_use"):
+            call = call_of(block.get("id"), block.get("name"), block.get("input", {}), here)
+            message.setdefault("tool_calls", []).append(call)
+        elif kind == ("assistant", "thinking") and isinstance(block.get("thinking"), str):
+            message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+        elif kind == ("user", "tool_result"):
+            given = block.get("content") or ""
+            said = text_content(given, ("text",), f"{here}.content")
+            results.append(result_of(block.get("tool_use_id"), said, here))
+        elif kind != ("assistant", "redacted_thinking"):
+            texts.append((place, block))
+    if texts or not (results or len(message) > 1):
+        message["content"] = _texts(texts, content, f"{where}.content")
+    return [*results, *([message] if len(message) > 1 else [])]
+
+
+def _texts(blocks: list[tuple[int, Any]], content: list[Any], where: str) -> Any:
+    """The blocks of a message that are texts, with their numbers. Raises InvalidPromptError."""
+    if not blocks:
+        return text_content(content, ("text",), where)
+    parts = []
+    for place, block in blocks:
+        text = block.get("text") if isinstance(block, dict) else None
+        if not isinstance(text, str) or block.get("type") != "text":
+            raise InvalidPromptError(
+                f'{where}[{place}] must be {{"type": "text", "text": "..."}}, got {shown(block)}; '
+                "no images or files are read, and calls and results only from who makes them"
+            )
+        parts.append({"type": "text", "text": text})
+    return parts

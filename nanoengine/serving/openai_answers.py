@@ -15,7 +15,7 @@ from nanoengine.errors import (
     RequestError,
     TransferError,
 )
-from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.outputs import ChatMessage, CompletionOutput, RequestOutput
 from nanoengine.serving.openai_keys import (
     CHAT,
     COMMON,
@@ -33,6 +33,7 @@ from nanoengine.serving.openai_logprobs import (
     prompt_text,
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
+from nanoengine.text.answer_parser import NO_PARSERS, ChatParsers
 
 Event = tuple[str | None, dict[str, Any]]  # of a stream: its name, if it has one, and its data
 # The types of errors: the client's and the server's.
@@ -58,20 +59,44 @@ def chat_body(
     model: str,
     token_bytes: TokenBytes,
     output: RequestOutput,
+    parsers: ChatParsers = NO_PARSERS,
 ) -> dict[str, Any]:
-    """The answer to a chat."""
+    """The answer to a chat. parsers: of its model's answers."""
     num_likeliest = request.params.logprobs or 0
-    choices = [
-        {
+    choices = []
+    for made in output.outputs:
+        message = message_in(request, output, made, parsers)
+        choice = {
             "index": made.index,
-            "message": {"role": "assistant", "content": made.text, "refusal": None},
+            "message": _message_body(message, request.shows_reasoning),
             "logprobs": chat_logprobs(made, token_bytes, num_likeliest),
-            "finish_reason": made.finish_reason,
+            "finish_reason": finish_reason(made.finish_reason, bool(message.tool_calls)),
         }
-        for made in output.outputs
-    ]
+        choices.append(choice)
     head = answer_head("chatcmpl", answer_id, "chat.completion", model)
     return head | {"choices": choices, "usage": usage([output])}
+
+
+def message_in(
+    request: ChatRequest, output: RequestOutput, made: CompletionOutput, parsers: ChatParsers
+) -> ChatMessage:
+    """The message that a text of an answer is."""
+    return parsers.message(made.text, output.prompt or "", request.tools)
+
+
+def _message_body(message: ChatMessage, shows_reasoning: bool) -> dict[str, Any]:
+    body = message.as_dict() | {"refusal": None}
+    return body | reasoning_body(message.reasoning) if shows_reasoning else body
+
+
+def reasoning_body(text: str) -> dict[str, str]:
+    """Thoughts under the name that most clients read, and under vLLM's newer one."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def finish_reason(reason: str | None, has_calls: bool) -> str | None:
+    """Why a text ended, as OpenAI's chats say it."""
+    return "tool_calls" if reason == "stop" and has_calls else reason
 
 
 def completion_body(

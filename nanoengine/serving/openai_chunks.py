@@ -9,7 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanoengine.outputs import RequestOutput, StreamDelta
-from nanoengine.serving.openai_answers import answer_head, token_counts, usage
+from nanoengine.serving.openai_answers import (
+    answer_head,
+    finish_reason,
+    reasoning_body,
+    token_counts,
+    usage,
+)
 from nanoengine.serving.openai_logprobs import (
     CompletionLogprobs,
     TokenBytes,
@@ -18,6 +24,8 @@ from nanoengine.serving.openai_logprobs import (
     prompt_text,
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, Streaming
+from nanoengine.text.answer_parser import NO_PARSERS, AnswerParser, ChatParsers, new_id
+from nanoengine.text.answer_pieces import Kind, Piece, merged
 
 
 class _Chunks:
@@ -58,13 +66,27 @@ class ChatChunks(_Chunks):
     """The chunks of the answer to one chat."""
 
     def __init__(
-        self, request: ChatRequest, answer_id: str, model: str, token_bytes: TokenBytes
+        self,
+        request: ChatRequest,
+        answer_id: str,
+        model: str,
+        token_bytes: TokenBytes,
+        parsers: ChatParsers = NO_PARSERS,
     ) -> None:
+        """parsers: of the model's answers."""
         head = answer_head("chatcmpl", answer_id, "chat.completion.chunk", model)
         super().__init__(head, request.streaming or Streaming())
-        self._num_likeliest = request.params.logprobs or 0
+        self._request = request
         self._token_bytes = token_bytes
-        self._begun: set[int] = set()
+        self._parsers = parsers
+        self._prompt = ""
+        self._begun: dict[int, AnswerParser] = {}  # by the number of the choice
+        self._calling: set[int] = set()  # choices that have called a tool
+
+    def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[dict[str, Any]]:
+        """No chunks: a choice begins with its first delta."""
+        self._prompt = output.prompt or ""
+        return super().begin(output, prompt_index)
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[dict[str, Any]]:
         """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as
@@ -74,15 +96,29 @@ class ChatChunks(_Chunks):
         for delta in deltas:
             self._num_out += len(delta.token_ids)
             if delta.index not in self._begun:
-                self._begun.add(delta.index)
+                parser = self._parsers.parser(self._prompt, self._request.tools)
+                self._begun[delta.index] = parser
                 first = {"role": "assistant", "content": ""}
                 chunks.append(self._chunk([_chat_choice(delta.index, first, None, None)]))
-            if _says_something(delta):
-                said = {"content": delta.text} if delta.text else {}
-                logprobs = chat_logprobs(delta, self._token_bytes, self._num_likeliest)
-                choice = _chat_choice(delta.index, said, logprobs, delta.finish_reason)
-                chunks.append(self._chunk([choice]))
+            said = self._said(delta)
+            reason = finish_reason(delta.finish_reason, delta.index in self._calling)
+            logprobs = chat_logprobs(delta, self._token_bytes, self._request.params.logprobs or 0)
+            if not said and (logprobs is not None or reason is not None):
+                said = [{}]
+            for number, each in enumerate(said):
+                scores, end = None if number else logprobs, None if each is not said[-1] else reason
+                chunks.append(self._chunk([_chat_choice(delta.index, each, scores, end)]))
         return chunks
+
+    def _said(self, delta: StreamDelta) -> list[dict[str, Any]]:
+        """What a delta says, a part for each chunk: its text may be held back."""
+        parser = self._begun[delta.index]
+        pieces = parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces = merged(pieces + parser.end())
+        self._calling |= {delta.index for piece in pieces if piece.kind is Kind.NAME}
+        made = (_piece_body(piece) for piece in pieces)
+        return [body for body in made if self._request.shows_reasoning or "reasoning" not in body]
 
 
 class CompletionChunks(_Chunks):
@@ -134,6 +170,19 @@ class CompletionChunks(_Chunks):
         if delta.logprobs is not None:
             lists = self._logprobs[index].lists(delta.token_ids, delta.logprobs)
         return _text_choice(index, delta.text, lists, delta.finish_reason)
+
+
+def _piece_body(piece: Piece) -> dict[str, Any]:
+    """The delta of a piece; the name of a call comes once, with its id."""
+    if piece.kind is Kind.CONTENT:
+        return {"content": piece.text}
+    if piece.kind is Kind.REASONING:
+        return reasoning_body(piece.text)
+    if piece.kind is Kind.ARGUMENTS:
+        return {"tool_calls": [{"index": piece.call, "function": {"arguments": piece.text}}]}
+    function = {"name": piece.text, "arguments": ""}
+    call = {"index": piece.call, "id": new_id(), "type": "function", "function": function}
+    return {"tool_calls": [call]}
 
 
 def _says_something(delta: StreamDelta) -> bool:

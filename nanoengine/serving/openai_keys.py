@@ -19,6 +19,7 @@ PARAMS = (
     *("max_tokens", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
     *("skip_special_tokens", "include_stop_str_in_output", "logprobs", "structured_outputs"),
+    "thinking_token_budget",
 )
 # Keys of both endpoints that are no parameters. OpenAI's own completions have no
 # max_completion_tokens, but load generators send it there.
@@ -27,21 +28,23 @@ COMMON = (
     "response_format",
 )
 OWN = {
-    CHAT: ("messages", "chat_template_kwargs", "top_logprobs"),
+    CHAT: (
+        *("messages", "chat_template_kwargs", "top_logprobs"),
+        *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
+    ),
     COMPLETIONS: ("prompt", "echo"),
 }
 # Keys that do not change the text of the answer: OpenAI's, Anthropic's, vLLM's, SGLang's, and what
 # clients of llama.cpp and Ollama add.
 IGNORED = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
-    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     *("max_tool_calls", "cache_control", "inference_geo", "speed", "user_profile_id"),
-    *("request_id", "rid", "priority", "include_reasoning", "mm_processor_kwargs"),
+    *("request_id", "rid", "priority", "mm_processor_kwargs"),
     *("cache_prompt", "id_slot", "timings_per_token", "return_progress", "keep_alive"),
 )
 Refused = Mapping[str, tuple[tuple[Any, ...], str]]
 IS_TEXT = "answers are text"
-NO_CALLS = "calls of tools are not read from the answer"
 OTHER_FORM = "here it is structured_outputs={{{!r}: ...}}"
 IN_KWARGS = "a template that has it takes it in chat_template_kwargs"
 OWN_MESSAGE = "an answer begins a message of its own"
@@ -52,10 +55,8 @@ REFUSED: Refused = {
     "best_of": ((1,), "answers are not compared; n gives several"),
     "use_beam_search": ((False,), "beam search is LLM.beam_search in Python"),
     "prompt_logprobs": ((), "/v1/completions with echo and logprobs gives those of a prompt"),
-    "tools": ((), NO_CALLS),
-    "tool_choice": (("none", "auto"), NO_CALLS),
-    "functions": ((), NO_CALLS),
-    "function_call": (("none", "auto"), NO_CALLS),
+    "functions": ((), "here it is tools"),
+    "function_call": (("none", "auto"), "here it is tool_choice"),
     "guided_json": ((), OTHER_FORM.format("json")),
     "guided_regex": ((), OTHER_FORM.format("regex")),
     "guided_choice": ((), OTHER_FORM.format("choice")),

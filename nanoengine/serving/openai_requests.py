@@ -29,6 +29,7 @@ from nanoengine.serving.openai_keys import (
     given_keys,
     unknown_key,
 )
+from nanoengine.text.tools import ToolUse, read_tools
 
 MAX_BIASES = 1024
 MAX_WORD = 1000  # characters of a stop or of a bad word: the engine searches them in every step
@@ -80,7 +81,8 @@ class CompletionRequest:
 class ChatRequest:
     """A conversation to go on with; the chat template checks the messages and the values of its
     variables. may_be_cut: max_tokens may reach beyond the context. model: the name in the body,
-    which nobody has checked.
+    which nobody has checked. tools: that the model may call; None if there are none.
+    shows_reasoning: whether the answer has the thoughts.
     """
 
     messages: Any
@@ -90,6 +92,8 @@ class ChatRequest:
     cache_salt: str | None = None
     streaming: Streaming | None = None
     model: str | None = None
+    tools: ToolUse | None = None
+    shows_reasoning: bool = True
 
     @property
     def num_completions(self) -> int:
@@ -136,6 +140,12 @@ def _chat(given: dict[str, Any], defaults: SamplingParams) -> ChatRequest:
         params_from(defaults, params),
         template_kwargs(given),
         **common_keys(given),
+        tools=read_tools(
+            given.get("tools"),
+            given.get("tool_choice"),
+            read_flag(given, "parallel_tool_calls", True),
+        ),
+        shows_reasoning=read_flag(given, "include_reasoning", True),
     )
 
 

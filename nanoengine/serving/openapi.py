@@ -38,6 +38,7 @@ PARTS: dict[str, Schema] = {
             "choice": TEXTS,
             "grammar": TEXT,
             "json_object": FLAG,
+            "after_thinking": FLAG,
         },
     },
     "Mapping[int, float]": {"type": "object", "additionalProperties": NUMBER},
@@ -54,6 +55,18 @@ MESSAGE: Schema = {
         "content": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
     },
     "required": ["role", "content"],
+}
+TOOL: Schema = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {"name": TEXT, "description": TEXT, "parameters": OBJECT},
+            "required": ["name"],
+        },
+    },
+    "required": ["type", "function"],
 }
 MESSAGES: Schema = {"type": "array", "items": MESSAGE, "minItems": 1}
 PROMPT: Schema = {"anyOf": [TEXT, IDS, TEXTS, {"type": "array", "items": IDS}]}
@@ -78,6 +91,10 @@ OTHERS: dict[str, Schema] = {
     "messages": MESSAGES,
     "chat_template_kwargs": OBJECT,
     "top_logprobs": WHOLE,
+    "tools": {"type": "array", "items": TOOL},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, TOOL]},
+    "parallel_tool_calls": FLAG,
+    "include_reasoning": FLAG,
     "prompt": PROMPT,
     "echo": FLAG,
 }
@@ -106,6 +123,8 @@ RESPONSES: Schema = {
         "instructions": TEXT,
         "max_output_tokens": WHOLE,
         "text": {"type": "object", "properties": {"format": FORMAT}},
+        "tools": {"type": "array", "items": OBJECT},
+        "parallel_tool_calls": FLAG,
         "temperature": NUMBER,
         "top_p": NUMBER,
         "stream": FLAG,
@@ -122,6 +141,9 @@ MESSAGES_BODY: Schema = {
         "system": {"anyOf": [TEXT, {"type": "array", "items": PART}]},
         "max_tokens": WHOLE,
         "stop_sequences": TEXTS,
+        "tools": {"type": "array", "items": OBJECT},
+        "tool_choice": OBJECT,
+        "thinking": OBJECT,
         "temperature": NUMBER,
         "top_p": NUMBER,
         "top_k": WHOLE,

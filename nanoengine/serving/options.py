@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from nanoengine.errors import MAX_COUNT, ConfigError, integer, number, shown
+from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
+from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
 
 MAX_SECONDS = 86400.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -36,6 +38,8 @@ class ServerOptions:
     max_body_mib: largest body.
     allow_origins: web pages that may call, as in https://chat.example, or * for all.
     metrics_prefix: of the names at /metrics.
+    tool_call_parser, reasoning_parser: how the model writes calls of tools and thoughts, by vLLM's
+    names of parsers (default: as its chat template shows).
     tokenizer_info: whether /tokenizer_info shows the chat template.
     engine_process: run the engine in a process of its own.
 
@@ -55,6 +59,8 @@ class ServerOptions:
     max_body_mib: int = 16
     allow_origins: tuple[str, ...] = ()
     metrics_prefix: str = "nanoengine"
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
     tokenizer_info: bool = False
     engine_process: bool = False
 
@@ -71,6 +77,13 @@ class ServerOptions:
             raise ConfigError("api_key must be a non-empty text of ASCII characters")
         if self.metrics_prefix not in PREFIXES:
             raise _out_of_range("metrics_prefix", " or ".join(PREFIXES), self.metrics_prefix)
+        for name, parsers in (
+            ("tool_call_parser", TOOL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            given = getattr(self, name)
+            if given is not None and given not in parsers:
+                raise _out_of_range(name, f"one of {', '.join(parsers)}", given)
 
     @property
     def is_open(self) -> bool:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
-from nanoengine.api.request_forms import template_variables
+from nanoengine.api.request_forms import Tools, template_variables
 from nanoengine.errors import PromptTooLongError
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
+from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.refusals import Refusal
+from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.detokenizer import token_bytes
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -55,8 +57,9 @@ class Prepared:
 class Prompts:
     """Reads bodies and makes prompts of them; `close` ends its threads."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: Facts, options: ServerOptions) -> None:
         self._facts = facts
+        self._options = options
         self._tokenizer = facts.tokenizer
         self._threads = ThreadPoolExecutor(NUM_THREADS, "nanoengine-prompts")
         self.bytes_of: TokenBytes = cache(partial(token_bytes, facts.tokenizer))
@@ -72,13 +75,18 @@ class Prompts:
     def made_of(self, request: Asked) -> list[Prepared]:
         """A request's prompts. Raises RequestErrors."""
         if isinstance(request, ChatRequest):
-            text = self.rendered(request.messages, request.template_kwargs)
+            use = request.tools
+            request = replace(request, params=self.parsers.params(request.params, use))
+            tools = None if use is None else use.tools
+            text = self.rendered(request.messages, request.template_kwargs, tools=tools)
             return [self._prompt(request, text, is_rendered=True)]
         return [self._prompt(request, prompt, is_rendered=False) for prompt in request.prompts]
 
-    def rendered(self, messages: Any, kwargs: Any, wants_answer: bool = True) -> str:
+    def rendered(
+        self, messages: Any, kwargs: Any, wants_answer: bool = True, tools: Tools = None
+    ) -> str:
         """A conversation as text; kwargs: variables of the template. Raises RequestErrors."""
-        variables = template_variables(wants_answer, kwargs, None)
+        variables = template_variables(wants_answer, kwargs, tools)
         text: str = self._tokenizer.apply_chat_template(messages, **variables)
         return text
 
@@ -110,6 +118,12 @@ class Prompts:
             return replace(params, max_tokens=min(params.max_tokens, limit - num_prompt))
         self._facts.check_room(num_prompt, params.max_tokens)
         return params
+
+    @cached_property
+    def parsers(self) -> ChatParsers:
+        """Of the model's answers."""
+        options = self._options
+        return ChatParsers.of(self._tokenizer, options.tool_call_parser, options.reasoning_parser)
 
     @cached_property
     def _longest_token(self) -> int:

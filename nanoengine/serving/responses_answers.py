@@ -7,24 +7,42 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.serving.answer_items import AnswerItems, Item, Step
 from nanoengine.serving.openai_answers import Event
 from nanoengine.serving.openai_logprobs import TokenBytes, chat_logprobs
 from nanoengine.serving.responses_requests import ResponsesRequest
+from nanoengine.text.answer_parser import NO_PARSERS, ChatParsers
+from nanoengine.text.answer_pieces import Kind
 
-# Where the text is: an answer has one message of one part.
-PLACE = {"output_index": 0, "content_index": 0}
+# What the id of an item begins with, and the names of the events of its text.
+IDS = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.NAME: "fc"}
+TEXTS = {
+    Kind.CONTENT: "response.output_text",
+    Kind.REASONING: "response.reasoning_text",
+    Kind.NAME: "response.function_call_arguments",
+}
 
 
 class ResponsesWriter:
     """The answer to one request."""
 
     def __init__(
-        self, request: ResponsesRequest, answer_id: str, model: str, token_bytes: TokenBytes
+        self,
+        request: ResponsesRequest,
+        answer_id: str,
+        model: str,
+        token_bytes: TokenBytes,
+        parsers: ChatParsers = NO_PARSERS,
     ) -> None:
+        """parsers: of the model's answers."""
+        self._chat = request.chat
         self._params = request.chat.params
         self._token_bytes = token_bytes
-        self._item_id = f"msg_{answer_id}"
+        self._parsers = parsers
+        self._answer_id = answer_id
         self._number = 0  # of the next event
+        self._items = AnswerItems(parsers.parser("", request.chat.tools))
+        self._entries: list[dict[str, Any]] = []  # log-probabilities that no item has yet
         self._head = {
             "id": f"resp_{answer_id}",
             "object": "response",
@@ -37,9 +55,6 @@ class ResponsesWriter:
             "text": {"format": request.format},
             "truncation": "disabled",
             "background": False,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
             "previous_response_id": None,
             "error": None,
         }
@@ -48,71 +63,30 @@ class ResponsesWriter:
         """The body of the answer; outputs: the only one."""
         (output,) = outputs
         (made,) = output.outputs
-        status = _status(made.finish_reason)
-        reason = None if status == "completed" else {"reason": "max_output_tokens"}
-        message = self._message(status, [self._part(made.text, self._entries(made))])
-        return self._response(status, [message], reason) | {
-            "completed_at": int(time.time()),
-            "usage": _usage(output, made),
-        }
+        self._read(output)
+        self._events(made.text, self._entries_of(made), made.finish_reason)
+        return self._ended(output, made)
 
     def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[Event]:
         """The events before the first delta."""
+        self._read(output)
         return [
-            self._event("response.created", response=self._response("in_progress", [], None)),
-            self._event("response.in_progress", response=self._response("in_progress", [], None)),
-            self._event(
-                "response.output_item.added",
-                output_index=0,
-                item=self._message("in_progress", []),
-            ),
-            self._event(
-                "response.content_part.added",
-                **PLACE,
-                item_id=self._item_id,
-                part=self._part("", []),
-            ),
+            self._event(name, response=self._response("in_progress", [], None))
+            for name in ("response.created", "response.in_progress")
         ]
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[Event]:
         """The events of new deltas."""
         events = []
         for delta in deltas:
-            entries = self._entries(delta)
-            if delta.text or entries:
-                events.append(
-                    self._event(
-                        "response.output_text.delta",
-                        **PLACE,
-                        item_id=self._item_id,
-                        delta=delta.text,
-                        logprobs=_without_bytes(entries),
-                    )
-                )
+            events += self._events(delta.text, self._entries_of(delta), delta.finish_reason)
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> list[Event]:
         """The events after the last delta; outputs: the only one."""
-        whole = self.whole(outputs)
-        (message,) = whole["output"]
-        (part,) = message["content"]
-        return [
-            self._event(
-                "response.output_text.done",
-                **PLACE,
-                item_id=self._item_id,
-                text=part["text"],
-                logprobs=_without_bytes(part["logprobs"]),
-            ),
-            self._event(
-                "response.content_part.done",
-                **PLACE,
-                item_id=self._item_id,
-                part=part,
-            ),
-            self._event("response.output_item.done", output_index=0, item=message),
-            self._event(f"response.{whole['status']}", response=whole),
-        ]
+        (output,) = outputs
+        whole = self._ended(output, output.outputs[0])
+        return [self._event(f"response.{whole['status']}", response=whole)]
 
     def failed(self, body: dict[str, Any]) -> list[Event]:
         """The event of an error in the middle of a stream; body: OpenAI's error object."""
@@ -120,7 +94,98 @@ class ResponsesWriter:
         told = {name: error[name] for name in ("code", "message", "param")}
         return [self._event("error", **told)]
 
-    def _event(self, name: str, **data: Any) -> Event:
+    def _read(self, output: RequestOutput) -> None:
+        """Begin with the answer to a prompt."""
+        self._items = AnswerItems(self._parsers.parser(output.prompt or "", self._chat.tools))
+        self._entries = []
+
+    def _ended(self, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
+        """The body of an answer that has ended."""
+        status = _status(made.finish_reason)
+        reason = None if status == "completed" else {"reason": "max_output_tokens"}
+        items = self._items.items
+        bodies = [self._item(each, "completed") for each in items[:-1]]
+        bodies.append(self._item(items[-1], status))
+        return self._response(status, bodies, reason) | {
+            "completed_at": int(time.time()),
+            "usage": _usage(output, made),
+        }
+
+    def _events(
+        self, text: str, entries: list[dict[str, Any]], finish_reason: str | None
+    ) -> list[Event]:
+        """What new text says, with its log-probabilities: they wait for an item that is a text."""
+        self._entries += entries
+        events: list[Event] = []
+        for step, item, new in self._items.feed(text, finish_reason is not None):
+            match step:
+                case Step.BEGINS:
+                    events += self._begun(item)
+                case Step.GROWS:
+                    events.append(self._grown(item, new))
+                case Step.ENDS:
+                    if self._entries and item.kind is Kind.CONTENT:
+                        events.append(self._grown(item, ""))
+                    is_cut = item is self._items.items[-1] and finish_reason is not None
+                    status = _status(finish_reason) if is_cut else "completed"
+                    events += self._done(item, status)
+        return events
+
+    def _begun(self, item: Item) -> list[Event]:
+        body = self._item(item, "in_progress")
+        if item.kind is Kind.CONTENT:
+            body["content"] = []
+        added = self._event("response.output_item.added", output_index=item.index, item=body)
+        if item.kind is Kind.NAME:
+            return [added]
+        return [added, self._part_event("added", item, _part(item))]
+
+    def _grown(self, item: Item, new: str) -> Event:
+        """More text of an item."""
+        rest: dict[str, Any] = {"delta": new}
+        if item.kind is Kind.CONTENT:
+            item.entries += self._entries
+            rest["logprobs"] = _without_bytes(self._entries)
+            self._entries = []
+        return self._event(f"{TEXTS[item.kind]}.delta", **self._place(item), **rest)
+
+    def _done(self, item: Item, status: str) -> list[Event]:
+        """An item has ended, and its text before it."""
+        rest: dict[str, Any] = {"text": item.text}
+        if item.kind is Kind.CONTENT:
+            rest["logprobs"] = _without_bytes(item.entries)
+        if item.kind is Kind.NAME:
+            rest = {"name": item.name, "arguments": item.text}
+        events = [self._event(f"{TEXTS[item.kind]}.done", **self._place(item), **rest)]
+        if item.kind is not Kind.NAME:
+            events.append(self._part_event("done", item, _part(item)))
+        index, body = item.index, self._item(item, status)
+        done = self._event("response.output_item.done", output_index=index, item=body)
+        return [*events, done]
+
+    def _part_event(self, what: str, item: Item, part: dict[str, Any]) -> Event:
+        return self._event(f"response.content_part.{what}", **self._place(item), part=part)
+
+    def _place(self, item: Item) -> dict[str, Any]:
+        """Where the text of an item is."""
+        place = {"output_index": item.index, "item_id": self._id(item)}
+        return place if item.kind is Kind.NAME else place | {"content_index": 0}
+
+    def _id(self, item: Item) -> str:
+        number = f"_{item.index}" if item.index else ""
+        return f"{IDS[item.kind]}_{self._answer_id}{number}"
+
+    def _item(self, item: Item, status: str) -> dict[str, Any]:
+        head = {"id": self._id(item), "status": status}
+        if item.kind is Kind.NAME:
+            call = {"call_id": item.id, "name": item.name, "arguments": item.text}
+            return head | {"type": "function_call"} | call
+        content = {"content": [_part(item)]}
+        if item.kind is Kind.REASONING:
+            return head | {"type": "reasoning", "summary": []} | content
+        return head | {"type": "message", "role": "assistant"} | content
+
+    def _event(self, name: str, /, **data: Any) -> Event:
         number, self._number = self._number, self._number + 1
         return name, {"type": name, "sequence_number": number} | data
 
@@ -130,16 +195,21 @@ class ResponsesWriter:
         rest = {"status": status, "incomplete_details": reason, "output": output, "usage": None}
         return self._head | rest
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._item_id, "type": "message", "role": "assistant"}
-        return head | {"status": status, "content": content}
-
-    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-    def _entries(self, made: CompletionOutput | StreamDelta) -> list[dict[str, Any]]:
+    def _entries_of(self, made: CompletionOutput | StreamDelta) -> list[dict[str, Any]]:
         found = chat_logprobs(made, self._token_bytes, self._params.logprobs or 0)
         return [] if found is None else list(found["content"])
+
+
+def _part(item: Item) -> dict[str, Any]:
+    """The text of an item as its only part."""
+    if item.kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": item.text}
+    return {
+        "type": "output_text",
+        "text": item.text,
+        "annotations": [],
+        "logprobs": list(item.entries),
+    }
 
 
 def _status(finish_reason: str | None) -> str:

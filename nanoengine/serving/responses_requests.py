@@ -1,7 +1,7 @@
 """Reads the body of /v1/responses, OpenAI's newer API, as a chat. Knows no HTTP.
 
-Answers are not kept, so a request brings its whole conversation, and there are no tools. What a
-client may send beyond that is refused, or ignored where it changes nothing.
+Answers are not kept, so a request brings its whole conversation. Tools are functions of the client.
+What a client may send beyond that is refused, or ignored where it changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.answer_forms import TEXT_FORMAT, form_in
 from nanoengine.serving.openai_keys import (
     IN_KWARGS,
-    NO_CALLS,
     PARAMS,
     Refused,
     check_refused,
@@ -26,12 +25,15 @@ from nanoengine.serving.openai_requests import (
     common_keys,
     params_from,
     plain_messages,
+    read_flag,
     template_kwargs,
     text_content,
     top_logprobs,
 )
+from nanoengine.serving.tool_requests import call_of, responses_tools, result_of
 
 TEXTS = ("input_text", "output_text", "text")  # types of parts
+THOUGHTS = ("reasoning_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 NOT_KEPT = "answers are not kept; send the whole conversation as input"
 # Parameters under the same name as in a chat; a response is one text.
@@ -43,6 +45,7 @@ KNOWN = (
     *REPEATED,
     *("input", "model", "stream", "include", "top_logprobs"),
     *("cache_salt", "chat_template_kwargs", "text"),
+    *("tools", "tool_choice", "parallel_tool_calls"),
 )
 PLAIN = {"type": "text"}
 VERBOSITY = (("medium",), IN_KWARGS)
@@ -53,8 +56,6 @@ REFUSED: Refused = {
     "prompt": ((), NOT_KEPT),
     "context_management": ((), "conversations are not cut or made shorter"),
     "truncation": (("disabled",), "conversations are not cut or made shorter"),
-    "tools": ((), NO_CALLS),
-    "tool_choice": (("none", "auto"), NO_CALLS),
     "stream_options": (
         ({"include_obfuscation": True}, {"include_obfuscation": False}),
         "the last event has the usage",
@@ -85,13 +86,20 @@ def read_responses(body: object, defaults: SamplingParams) -> ResponsesRequest:
     text_format = _text_format(given)
     if (form := form_in(text_format, TEXT_FORMAT)) is not None:
         params["structured_outputs"] = form
+    is_parallel = read_flag(given, "parallel_tool_calls", True)
     chat = ChatRequest(
         _messages(given),
         params_from(defaults, params, {"max_tokens": "max_output_tokens"}),
         template_kwargs(given),
         **common_keys(given),
+        tools=responses_tools(given.get("tools"), given.get("tool_choice"), is_parallel),
     )
-    return ResponsesRequest(chat, {name: given.get(name) for name in REPEATED}, text_format)
+    repeated = {name: given.get(name) for name in REPEATED} | {
+        "tools": given.get("tools", []),
+        "tool_choice": given.get("tool_choice", "auto"),
+        "parallel_tool_calls": is_parallel,
+    }
+    return ResponsesRequest(chat, repeated, text_format)
 
 
 def _text_format(given: dict[str, Any]) -> Any:
@@ -127,16 +135,44 @@ def _messages(given: dict[str, Any]) -> list[Any]:
     if not isinstance(instructions, str):
         raise InvalidPromptError(f"instructions must be a text, got {shown(instructions)}")
     system = [{"role": "system", "content": instructions}] if instructions else []
-    return [*system, *plain_messages([_message(item, i) for i, item in enumerate(asked)])]
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(asked):
+        _add(messages, item, index)
+    # Thoughts that nothing follows are no message.
+    said = [each for each in messages if each.keys() & {"content", "tool_calls"}]
+    return [*system, *plain_messages(said)]
 
 
-def _message(item: Any, index: int) -> dict[str, Any]:
+def _add(messages: list[dict[str, Any]], item: Any, index: int) -> None:
+    """Add an item to a conversation: thoughts, text and calls of one answer are one message."""
     where = f"input[{index}]"
     kind = item.get("type", "message") if isinstance(item, dict) else item
-    if kind != "message" or "role" not in item:
+    if kind == "function_call":
+        call = call_of(item.get("call_id"), item.get("name"), item.get("arguments"), where)
+        _last_answer(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = text_content(item.get("output"), TEXTS, f"{where}.output")
+        messages.append(result_of(item.get("call_id"), content, where))
+    elif kind == "reasoning":
+        parts = text_content(item.get("content") or "", THOUGHTS, f"{where}.content")
+        text = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
+        messages.append({"role": "assistant", "reasoning_content": text})
+    elif kind == "message" and "role" in item:
+        content = text_content(item.get("content"), TEXTS, f"{where}.content")
+        answer = _last_answer(messages) if item["role"] == "assistant" else {}
+        if item["role"] == "assistant" and answer.keys() <= {"role", "reasoning_content"}:
+            answer["content"] = content
+        else:
+            messages.append({"role": item["role"], "content": content})
+    else:
         raise InvalidPromptError(
-            f"{where} must be a message with a role and a content, got {shown(kind)}: no calls of "
-            "tools, reasoning or references"
+            f"{where} must be a message with a role and a content, got {shown(kind)}; it may be a "
+            "function_call, a function_call_output or reasoning, too, but no reference"
         )
-    content = text_content(item.get("content"), TEXTS, f"{where}.content")
-    return {"role": item["role"], "content": content}
+
+
+def _last_answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that the conversation ends with; a new one if it does not."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]

@@ -39,7 +39,7 @@ class Service:
         self.options = options
         self.created = int(time.time())
         self.name = options.served_model_name or facts.model
-        self.prompts = Prompts(facts)
+        self.prompts = Prompts(facts, options)
         self.open = OpenRequests(options.max_open_texts, options.queue_seconds)
         self.metrics = Metrics(options.metrics_prefix, self.name, facts.kv_config)
 

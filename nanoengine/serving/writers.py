@@ -13,6 +13,7 @@ from nanoengine.serving.openai_answers import Event, chat_body, completion_body
 from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
 from nanoengine.serving.openai_logprobs import TokenBytes
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
+from nanoengine.text.answer_parser import ChatParsers
 
 
 class Writer(Protocol):
@@ -57,13 +58,19 @@ class ChatWriter(_ChunkWriter):
     """Of /v1/chat/completions."""
 
     def __init__(
-        self, request: ChatRequest, answer_id: str, model: str, token_bytes: TokenBytes
+        self,
+        request: ChatRequest,
+        answer_id: str,
+        model: str,
+        token_bytes: TokenBytes,
+        parsers: ChatParsers,
     ) -> None:
         self._given = request, answer_id, model, token_bytes
-        super().__init__(ChatChunks(*self._given))
+        self._parsers = parsers
+        super().__init__(ChatChunks(*self._given, parsers))
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        return chat_body(*self._given, outputs[0])
+        return chat_body(*self._given, outputs[0], self._parsers)
 
 
 class CompletionWriter(_ChunkWriter):

@@ -5,6 +5,7 @@ Checks the template's variables; template_process.py runs it.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -95,7 +96,25 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
             raise InvalidPromptError(
                 f"{where}[{key!r}] must be {kinds}, not {type(message.get(key)).__name__}"
             )
+    if isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_with_object(call, where) for call in plain["tool_calls"]]
     return _with_reasoning_names(plain)
+
+
+def _with_object(call: Any, where: str) -> Any:
+    """A call of OpenAI's, whose arguments are an object's text, with that object: as vLLM, since
+    most templates write it as JSON themselves.
+    """
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return call | {"function": function | {"arguments": _plain(arguments, where)}}
 
 
 def _text_of_parts(parts: list[Any], where: str) -> str:

@@ -15,9 +15,11 @@ from functools import cached_property
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, RequestError
-from nanoengine.sampling_params import StructuredOutputsParams
+from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text import template_worker
+from nanoengine.text.reasoning import ReasoningSyntax, reasoning_of
 from nanoengine.text.template_process import WorkerProcess
+from nanoengine.text.thinking import ThinkingMarks, ThinkingState, begins_open
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tokenizer_files import _let_interrupts_through
 
@@ -59,6 +61,32 @@ class Grammars:
             found = self._compile(source)
             self._keep(source, found)
         return GrammarState(found.deep_copy())
+
+    def state_for(self, params: SamplingParams, prompt: list[int]) -> GrammarState | ThinkingState:
+        """A state for the text of a request that `is_held`. Raises InvalidParamsError."""
+        form, budget, syntax = params.form, params.thinking_token_budget, self._reasoning
+        held = None if form is None else self.state_of(form)
+        if syntax is None and budget is not None:
+            raise InvalidParamsError(
+                "thinking_token_budget needs a model that thinks: this one's chat template shows "
+                "no thoughts; max_tokens limits all of the text"
+            )
+        thinks_first = budget is not None or (form is not None and form.after_thinking)
+        if syntax is None or not thinks_first:
+            assert held is not None
+            return held
+        is_open = begins_open(syntax, self._tokenizer, prompt)
+        return ThinkingState(self._marks, is_open, budget, held)
+
+    @cached_property
+    def _reasoning(self) -> ReasoningSyntax | None:
+        return reasoning_of(self._tokenizer.template_source(has_tools=False))
+
+    @cached_property
+    def _marks(self) -> ThinkingMarks:
+        assert self._reasoning is not None
+        vocabulary = self._num_tokens, self._eos_token_ids
+        return ThinkingMarks.of(self._reasoning, self._tokenizer, *vocabulary)
 
     def _keep(self, source: tuple[str, str], compiled: Any) -> None:
         with self._lock:

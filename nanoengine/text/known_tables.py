@@ -192,7 +192,8 @@ missing: llguidance reads all forms; a request asks for one by structured_output
     guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties
   FastDeploy: guided_decoding_backend guided_decoding_disable_any_whitespace
   SGLang: grammar_backend
-missing: answers are not parsed: thoughts and tool calls are in the text as the model writes them
+missing: LLM.chat and the server read thoughts and tool calls; which parser, its template says, or
+the server's --tool-call-parser and --reasoning-parser
   vLLM: reasoning_parser reasoning_parser_plugin reasoning_config tool_call_parser
     enable_auto_tool_choice tool_parser_plugin
   FastDeploy: reasoning_parser tool_call_parser tool_parser_plugin
@@ -327,7 +328,7 @@ works
   vLLM: n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
     stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs detokenize
     skip_special_tokens include_stop_str_in_output logit_bias allowed_token_ids bad_words
-    structured_outputs
+    structured_outputs thinking_token_budget
   FastDeploy: n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p
     seed stop stop_token_ids max_tokens min_tokens logprobs bad_words
   LMDeploy: n repetition_penalty temperature top_p top_k min_p ignore_eos stop_token_ids
@@ -342,6 +343,8 @@ works
 renamed: max_tokens
   LMDeploy: max_new_tokens  SGLang: max_new_tokens  transformers: max_new_tokens
   llama.cpp: n_predict  Ollama: num_predict  OpenAI: max_completion_tokens max_output_tokens
+renamed: thinking_token_budget
+  FastDeploy: reasoning_max_tokens
 renamed: min_tokens
   LMDeploy: min_new_tokens  SGLang: min_new_tokens  transformers: min_new_tokens
 renamed: seed
@@ -434,9 +437,9 @@ missing unless (True,): here it is nothing: prompts are not padded, and KV is al
     decoder_start_token_id low_memory
 missing: prompts are never cut; a prompt that is too long is an error that names the limit
   vLLM: truncate_prompt_tokens  llama.cpp: n_keep n_discard  Ollama: num_keep truncate
-missing: thinking is counted with the rest of the answer, by max_tokens
-  vLLM: thinking_token_budget  FastDeploy: reasoning_max_tokens  OpenAI: reasoning_effort
-  Ollama: think
+missing: whether a model thinks, and how much, its chat template takes, as chat_template_kwargs;
+thinking_token_budget limits the tokens
+  OpenAI: reasoning_effort  Ollama: think
 missing: only tokens and their logprobs come out of the model
   LMDeploy: output_logits output_last_hidden_state
   transformers: output_hidden_states output_attentions
@@ -454,8 +457,7 @@ missing: LoRA is not supported yet; merge the adapter into its model (peft: merg
 """
 
 ARGUMENTS = """\
-missing: tools are shown to the model by chat(messages, chat_template_kwargs={"tools": [...]});
-calls in the answer are not parsed
+missing: tools are arguments of chat(messages, tools=[...], tool_choice=...)
   vLLM: tools tool_choice  LMDeploy: tools  Ollama: tools
   OpenAI: tools tool_choice functions function_call parallel_tool_calls
 missing: give variables of the chat template in chat_template_kwargs={...}

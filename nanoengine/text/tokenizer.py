@@ -140,6 +140,11 @@ class Tokenizer:
         found = self._templates.get("default")
         return None if found is None else found.source
 
+    def template_source(self, has_tools: bool) -> str:
+        """Jinja code of the chat template that renders with tools or without; "" without one."""
+        found = self._templates.get(self._template_name(has_tools))
+        return "" if found is None else found.source
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model has a chat template."""
@@ -193,9 +198,12 @@ class Tokenizer:
                 "this model has no chat template (neither chat_template.jinja nor one in "
                 "tokenizer_config.json); send a plain prompt instead"
             )
-        name = "tool_use" if has_tools and "tool_use" in self._templates else "default"
+        name = self._template_name(has_tools)
         if name not in self._templates:
             raise RequestError(
                 f"this model's chat templates have no default, only {sorted(self._templates)}"
             )
         return self._templates[name]
+
+    def _template_name(self, has_tools: bool) -> str:
+        return "tool_use" if has_tools and "tool_use" in self._templates else "default"

@@ -117,7 +117,7 @@ def test_a_near_name_is_offered_only_when_it_is_near() -> None:
         ("max_tokens", r"SamplingParams\(max_tokens=...\)"),
         ("max_new_tokens", r"SamplingParams\(max_tokens=...\)"),
         ("num_beams", r"llm.beam_search\("),
-        ("tools", "chat_template_kwargs"),
+        ("tools", r"chat\(messages, tools="),
     ],
 )
 def test_a_setting_of_another_engine_has_its_own_sentence(name: str, text: str) -> None:
@@ -175,7 +175,7 @@ def test_parameters_stay_a_plain_dataclass() -> None:
         ("generate", "max_new_tokens", r"SamplingParams\(max_tokens="),
         ("generate", "num_beams", r"llm.beam_search\("),
         ("generate", "sampling_param", "did you mean 'sampling_params'"),
-        ("generate", "tools", r"'tools' of generate\(\); tools are shown to the model by chat\("),
+        ("generate", "tools", r"'tools' of generate\(\); tools are arguments of chat\("),
         ("chat", "stream_options", r"llm.stream_chat\("),
         ("stream", "stream", r"llm.stream\("),
         ("stream_chat", "max_model_len", r"LLM\(model, max_model_len"),

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from nanoengine import LLM, InvalidPromptError, PromptTooLongError, SamplingParams, StreamDelta
 from nanoengine.api.streaming import DeltaStream
-from nanoengine.engine.completion import merge_deltas, num_held_back
+from nanoengine.engine.completion import merge_deltas
 from nanoengine.engine.output_processor import RequestState
 from nanoengine.errors import EngineClosedError, EngineError, TransferError
 from nanoengine.outputs import CompletionOutput
 from nanoengine.sequence import Request, RequestMetrics, Sequence, SequenceOutput
+from nanoengine.text.answer_pieces import num_held_back
 from nanoengine.text.detokenizer import IncrementalDetokenizer
 from nanoengine.text.tokenizer import Tokenizer
 

@@ -195,7 +195,7 @@ def test_a_bad_line_is_an_error_and_the_others_go_on(
         None: "invalid_line",
         "long": "context_length_exceeded",
         "key": "unknown_parameter",
-        "tools": "unsupported_parameter",
+        "tools": "invalid_value",
         "stream": "unsupported_parameter",
         "role": "invalid_prompt",
         "second": "invalid_prompt",

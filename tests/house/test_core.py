@@ -15,7 +15,7 @@ from nanoengine import LLM, SamplingParams
 
 PACKAGE = Path(__file__).parents[2] / "nanoengine"
 AROUND_THE_CORE = ("bench", "cli", "serving", "workers", "text/grammar.py")
-AROUND_THE_CORE += ("ray.py", "__main__.py")
+AROUND_THE_CORE += ("text/thinking.py", "ray.py", "__main__.py")
 RUN = """
 import sys
 from nanoengine import LLM, SamplingParams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import pytest
 from driver import break_engine
 from live_server import LiveServer, live_server
+from tool_models import TOOLS, tool_model
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -31,6 +33,23 @@ def server(tiny: Callable[[str], Path]) -> Iterator[LiveServer]:
 def client(server: LiveServer) -> Iterator[Any]:
     url = f"http://127.0.0.1:{server.port}/v1"
     with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tool_server(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    folder = tool_model(tiny("llama"), tmp_path_factory.mktemp("tools") / "model")
+    with live_server(folder) as made:
+        yield made
+        made.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def tool_client(tool_server: LiveServer) -> Iterator[Any]:
+    url = f"http://127.0.0.1:{tool_server.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -112,6 +131,62 @@ def test_answers_in_a_form(client: Any, claude: Any) -> None:
         )
 
 
+def test_tools(tool_client: Any) -> None:
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS, "seed": 3}
+    named = {"type": "function", "function": {"name": "weather"}}
+    whole = tool_client.chat.completions.create(**asked, tool_choice=named)
+    (choice,) = whole.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather")
+    assert json.loads(call.function.arguments).keys() == {"city", "days"}
+    with tool_client.chat.completions.stream(**asked, tool_choice=named) as stream:
+        final = stream.get_final_completion()
+    (streamed,) = final.choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
+    # What came back goes on.
+    talk = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sun"}]
+    next_one = tool_client.chat.completions.create(**asked | {"messages": talk, "max_tokens": 4})
+    assert next_one.choices[0].message.role == "assistant"
+
+
+def test_tools_of_responses(tool_client: Any) -> None:
+    flat = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
+    asked: Any = {"model": "tiny", "tools": flat, "tool_choice": "required", "temperature": 0}
+    asked["parallel_tool_calls"] = False
+    whole = tool_client.responses.create(**asked, input="hi")
+    (call,) = whole.output
+    with tool_client.responses.stream(**asked, input="hi") as stream:
+        (streamed,) = stream.get_final_response().output
+    assert (call.name, call.arguments) == (streamed.name, streamed.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+    talk = [{"role": "user", "content": "hi"}, call, result]
+    next_one = tool_client.responses.create(
+        model="tiny", tools=flat, input=talk, max_output_tokens=16
+    )
+    assert next_one.output
+
+
+def test_tools_of_messages(tool_server: LiveServer) -> None:
+    url = f"http://127.0.0.1:{tool_server.port}"
+    tools = [{"name": "weather", "input_schema": TOOLS[0]["function"]["parameters"]}]
+    asked: Any = {"model": "tiny", "max_tokens": 160, "tools": tools}
+    hello: Any = {"role": "user", "content": "hi"}
+    thinking = {"type": "enabled", "budget_tokens": 5}
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as claude:
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        chosen = asked | {"tool_choice": choice, "thinking": thinking}
+        with claude.messages.stream(**chosen, messages=[hello]) as stream:
+            made = stream.get_final_message()
+        thoughts, use = made.content
+        assert (thoughts.type, use.type, made.stop_reason) == ("thinking", "tool_use", "tool_use")
+        assert use.input.keys() == {"city", "days"}
+        result = {"type": "tool_result", "tool_use_id": use.id, "content": "sun"}
+        talk = [hello, {"role": "assistant", "content": made.content}]
+        talk.append({"role": "user", "content": [result]})
+        next_one = claude.messages.create(**asked | {"max_tokens": 4}, messages=talk)
+        assert next_one.content
+
+
 def test_models(client: Any) -> None:
     (model,) = client.models.list()
     assert model.id == "tiny" and client.models.retrieve("tiny").max_model_len == 512
@@ -183,7 +258,7 @@ def test_claudes_errors(claude: Any) -> None:
     for given, kind in (
         ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError),
         ({"model": "other"}, anthropic.NotFoundError),
-        ({"tools": [{"name": "f", "input_schema": {}}]}, anthropic.BadRequestError),
+        ({"tools": [{"name": "f", "input_schema": {}}]}, anthropic.BadRequestError),  # no template
     ):
         with pytest.raises(kind):
             claude.messages.create(**asked | given)

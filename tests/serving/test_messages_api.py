@@ -154,8 +154,8 @@ def test_the_events_of_a_stream_are_the_answer() -> None:
     events += made.end([output()])
     assert [name for name, _ in events] == [
         "message_start",
-        "content_block_start",
         "ping",
+        "content_block_start",
         "content_block_delta",
         "content_block_stop",
         "message_delta",

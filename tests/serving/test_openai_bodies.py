@@ -461,7 +461,8 @@ def test_langchain_and_litellm_know_a_prompt_that_is_too_long() -> None:
     [
         ({"temprature": 1}, "unknown_parameter", "temprature"),
         ({"repeat_penalty": 1.1}, "unknown_parameter", "repeat_penalty"),
-        ({"tools": [{}]}, "unsupported_parameter", "tools"),
+        ({"suffix": "a"}, "unsupported_parameter", "suffix"),
+        ({"tools": [{}]}, "invalid_value", "tools"),
         ({"temperature": -1}, "invalid_value", "temperature"),
         ({"n": 2, "temperature": 0}, "invalid_value", "n"),
         ({"logit_bias": {"5": 101}}, "invalid_value", "logit_bias"),

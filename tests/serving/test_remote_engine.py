@@ -323,6 +323,7 @@ FORMS = st.sampled_from(
             "n": st.integers(1, 1024),
             "include_stop_str_in_output": st.booleans(),
             "structured_outputs": st.none() | FORMS,
+            "thinking_token_budget": st.none() | st.integers(0, 99),
         },
     )
 )
@@ -354,7 +355,8 @@ def test_every_field_is_among_the_parameters_tried() -> None:
         prompt_logprobs=0,
         n=2,
         include_stop_str_in_output=True,
-        structured_outputs={"json": {"type": "object"}},
+        structured_outputs={"json": {"type": "object"}, "after_thinking": True},
+        thinking_token_budget=5,
     )
     plain = SamplingParams()
     same = {name for name in plain.__slots__ if getattr(plain, name) == getattr(changed, name)}

@@ -87,10 +87,15 @@ def test_what_cannot_be_obeyed_is_refused_unless_it_asks_for_nothing(name: str) 
         ({"input": None}, "input must be a text or a list of messages, got None"),
         ({"input": []}, "input must be a text or a list of messages, got []"),
         ({"input": [5]}, "input[0] must be a message with a role and a content, got 5"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "got 'item_reference'; it may be a"),
+        (
+            {"input": [{"type": "function_call", "name": "f"}]},
+            "needs the id and the name of",
+        ),
         ({"input": [{"content": "a"}]}, "input[0] must be a message with a role"),
         (
             {"input": [{"type": "function_call_output", "output": "1"}]},
-            "input[0] must be a message with a role and a content, got 'function_call_output'",
+            "input[0] needs the id of the call that it answers",
         ),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

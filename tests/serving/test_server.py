@@ -167,7 +167,7 @@ def test_tokens(server: LiveServer, plain: LLM) -> None:
         ("POST", CHAT, {"messages": MESSAGES, "temprature": 1}, 400, "unknown_parameter", "did y"),
         ("POST", CHAT, {"messages": MESSAGES, "top_p": 7}, 400, "invalid_value", "top_p must be"),
         ("POST", CHAT, {"messages": 5}, 400, "invalid_prompt", "messages must be a list"),
-        ("POST", CHAT, {"messages": MESSAGES, "tools": [{}]}, 400, "unsupported_parameter", "too"),
+        ("POST", CHAT, {"messages": MESSAGES, "tools": [{}]}, 400, "invalid_value", "tools"),
         ("POST", COMPLETIONS, {"prompt": [5] * 600}, 400, "context_length_exceeded", "600 tokens"),
         ("POST", COMPLETIONS, {"prompt": "a" * 9999}, 400, "context_length_exceeded", "9999 char"),
         ("POST", COMPLETIONS, {"prompt": [9999]}, 400, "invalid_prompt", "token id 9999"),

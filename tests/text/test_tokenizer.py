@@ -576,6 +576,21 @@ def test_tool_calls_may_stand_without_content(tmp_path: Path) -> None:
     assert ours.apply_chat_template([call, CHAT[0]]) == "False True "
 
 
+def test_arguments_of_calls_are_objects(tmp_path: Path) -> None:
+    """As vLLM gives them to templates; OpenAI's messages hold their text."""
+    each = "{{ c.function.arguments | tojson }} "
+    template = f"{{% for c in messages[0].tool_calls %}}{each}{{% endfor %}}"
+    ours = Tokenizer.from_folder(saved(tmp_path, {"chat_template": template}))
+    texts = ['{"a": [1]}', "", "no JSON", "[1]", {"b": 2}, "[" * 100_000]
+    calls = [{"function": {"name": "f", "arguments": text}} for text in texts]
+    expected = ['{"a": [1]}', "{}", '"no JSON"', '"[1]"', '{"b": 2}', f'"{texts[-1]}"']
+    message = {"role": "assistant", "tool_calls": calls}
+    assert ours.apply_chat_template([message]) == " ".join(expected) + " "
+    calls[0]["function"]["arguments"] = '{"a":' * 70 + "1" + "}" * 70
+    with pytest.raises(InvalidPromptError, match="nested"):
+        ours.apply_chat_template([message])
+
+
 def test_subclasses_become_plain_values(tmp_path: Path) -> None:
     class Role(StrEnum):
         USER = "user"

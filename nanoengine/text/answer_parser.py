@@ -1,0 +1,169 @@
+"""From the text that a model writes in a chat to a message: thoughts, content and calls of tools.
+
+ChatParsers holds what is known of a model; an AnswerParser reads one answer, as it comes.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from nanoengine.errors import InvalidParamsError, shown
+from nanoengine.outputs import ChatMessage, ToolCall
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
+from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
+from nanoengine.text.reasoning import ReasoningParser, ReasoningSyntax, reasoning_of
+from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tool_parser import ChannelParser, ToolParser
+from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
+from nanoengine.text.tool_syntax import PLAIN, ToolSyntax, syntax_of
+from nanoengine.text.tools import ToolUse, form_of_calls
+
+ID_LENGTH = 9  # Mistral's templates take no other ids of calls
+
+
+class AnswerParser:
+    """Reads one answer. Pieces of one kind that follow each other are one."""
+
+    def __init__(
+        self, reasoning: PieceReader | None, tools: PieceReader | None, most_calls: int | None
+    ) -> None:
+        """tools: reads what `reasoning` leaves. most_calls: later ones are dropped."""
+        self._readers = [reader for reader in (reasoning, tools) if reader is not None]
+        self._most_calls = most_calls
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that more text makes certain."""
+        return self._read([Piece(Kind.CONTENT, text)] if text else [], is_last=False)
+
+    def end(self) -> list[Piece]:
+        """The pieces of what is left, as no more text comes."""
+        return self._read([], is_last=True)
+
+    def _read(self, pieces: list[Piece], is_last: bool) -> list[Piece]:
+        for reader in self._readers:
+            made: list[Piece] = []
+            for piece in pieces:
+                made += reader.feed(piece.text) if piece.kind is Kind.CONTENT else [piece]
+            pieces = made + reader.end() if is_last else made
+        if self._most_calls is not None:
+            pieces = [piece for piece in pieces if piece.call < self._most_calls]
+        return merged(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatParsers:
+    """How a model writes calls and thoughts; None where it is not known. shows_tools: whether its
+    chat template does. special_tokens: their texts.
+    """
+
+    tools: ToolSyntax | None = None
+    reasoning: ReasoningSyntax | None = None
+    shows_tools: bool = False
+    special_tokens: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, tool_parser: str | None = None, reasoner: str | None = None
+    ) -> ChatParsers:
+        """Those of a model's chat template. tool_parser, reasoner: names of other ones."""
+        plain, source = tokenizer.template_source(False), tokenizer.template_source(True)
+        backend = tokenizer.backend
+        special = (backend.id_to_token(token_id) or "" for token_id in tokenizer.special_ids)
+        return cls(
+            TOOL_PARSERS[tool_parser] if tool_parser else syntax_of(source),
+            REASONING_PARSERS[reasoner] if reasoner else reasoning_of(plain),
+            "tools" in source,
+            frozenset(special),
+        )
+
+    def check(self, use: ToolUse | None) -> None:
+        """Raise InvalidParamsError if the model cannot call these tools."""
+        if use is not None:
+            self._syntax(use)
+
+    def params(self, params: SamplingParams, use: ToolUse | None) -> SamplingParams:
+        """The parameters of a chat with these tools. Raises InvalidParamsError if the model cannot
+        call them.
+        """
+        if params.form is not None and self.reasoning is not None:
+            form = replace(params.form, after_thinking=True)
+            params = replace(params, structured_outputs=form)
+        marks = {self.reasoning.begin, self.reasoning.end} if self.reasoning else set()
+        if use is not None:
+            syntax = self._syntax(use)
+            marks |= {*syntax.marks}
+            if use.must_call and syntax.frame is not None:
+                if params.form is not None:
+                    raise InvalidParamsError(
+                        f"tool_choice={shown(use.choice)} and a form of the answer exclude each "
+                        'other; give tool_choice="auto", or no form'
+                    )
+                form = form_of_calls(use, syntax.frame)
+                if self.reasoning is not None:
+                    form = replace(form, after_thinking=True)
+                params = replace(params, structured_outputs=form)
+        if self.special_tokens.isdisjoint(marks):
+            return params
+        return replace(params, skip_special_tokens=False)
+
+    def parser(self, prompt: str, use: ToolUse | None) -> AnswerParser:
+        """Of one answer to a prompt."""
+        schemas = {} if use is None else use.schemas
+        most = None if use is None or use.is_parallel else 1
+        syntax = None if use is None else self._syntax(use)
+        row = self.reasoning
+        if (row is not None and row.in_channels) or (syntax is not None and syntax.in_channels):
+            return AnswerParser(None, ChannelParser(schemas), most)
+        thoughts = None if row is None else ReasoningParser(row, row.is_open_after(prompt))
+        calls = None if syntax is None else ToolParser(syntax, schemas)
+        return AnswerParser(thoughts, calls, most)
+
+    def message(self, text: str, prompt: str, use: ToolUse | None) -> ChatMessage:
+        """The message that a whole answer is."""
+        parser = self.parser(prompt, use)
+        return message_of(merged(parser.feed(text) + parser.end()))
+
+    def _syntax(self, use: ToolUse) -> ToolSyntax:
+        """How the calls of an answer are written. Raises InvalidParamsError if there are none."""
+        if not self.shows_tools:
+            raise InvalidParamsError(
+                "tools are not shown to this model: its chat template has none; describe them in "
+                "a message, and ask for an answer in a form (response_format)"
+            )
+        if self.tools is not None and (self.tools.frame or not use.must_call):
+            return self.tools
+        if not use.must_call:
+            raise InvalidParamsError(
+                "tools: it is not known how this model writes calls; name its parser with the "
+                f"server's --tool-call-parser ({', '.join(TOOL_PARSERS)}), or give "
+                'tool_choice="required"'
+            )
+        return PLAIN
+
+
+NO_PARSERS = ChatParsers()  # all text is content
+
+
+def message_of(pieces: Iterable[Piece]) -> ChatMessage:
+    """The message that the pieces of a whole answer make."""
+    texts = {Kind.CONTENT: "", Kind.REASONING: ""}
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    for piece in pieces:
+        if piece.kind in texts:
+            texts[piece.kind] += piece.text
+        elif piece.kind is Kind.NAME:
+            names[piece.call] = piece.text
+        else:
+            arguments[piece.call] = arguments.get(piece.call, "") + piece.text
+    calls = tuple(ToolCall(new_id(), name, arguments.get(i, "")) for i, name in names.items())
+    content = texts[Kind.CONTENT]
+    return ChatMessage(content if content or not calls else None, texts[Kind.REASONING], calls)
+
+
+def new_id() -> str:
+    """The id of a call."""
+    return uuid.uuid4().hex[:ID_LENGTH]

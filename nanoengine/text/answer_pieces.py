@@ -1,0 +1,138 @@
+"""Pieces of an answer: its text, its thoughts and its calls of tools, as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+class Kind(Enum):
+    """What a piece belongs to."""
+
+    CONTENT = "content"
+    REASONING = "reasoning"
+    NAME = "name"
+    ARGUMENTS = "arguments"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one kind. call: of a name and of arguments, which call of the answer; a call's name
+    comes once and whole, then its arguments, which are the text of a JSON object.
+    """
+
+    kind: Kind
+    text: str
+    call: int = 0
+
+
+Steps = Generator[Piece | None, None, Result]  # None: more text is needed
+
+
+class PieceReader:
+    """Splits a text that comes in parts. How it is cut into parts changes no piece but its length.
+
+    A subclass says in `_read` what it takes from `left`, the text that nobody has taken yet.
+    """
+
+    def __init__(self) -> None:
+        self.left = ""
+        self.has_ended = False
+        self._steps = self._read()
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that more text makes certain."""
+        self.left += text
+        return self._pieces()
+
+    def end(self) -> list[Piece]:
+        """The pieces of what is left, as no more text comes."""
+        self.has_ended = True
+        return self._pieces()
+
+    def _read(self) -> Steps[None]:
+        raise NotImplementedError
+
+    def _pieces(self) -> list[Piece]:
+        found = []
+        for piece in self._steps:
+            if piece is None:
+                break
+            if piece.text:
+                found.append(piece)
+        return found
+
+    def take(self, length: int) -> str:
+        """The beginning of what is left, which is left no more."""
+        taken, self.left = self.left[:length], self.left[length:]
+        return taken
+
+    def past(self, at: int, mark: str) -> Steps[int | None]:
+        """Where a mark ends that stands at `at`, after spaces; None if something else does."""
+        while True:
+            found = self.left[at:].lstrip()
+            if found.startswith(mark):
+                return len(self.left) - len(found) + len(mark)
+            if self.has_ended or not mark.startswith(found):
+                return None
+            yield None
+
+    def skip(self, mark: str) -> Steps[bool]:
+        """Take a mark, and spaces before it, if it comes next."""
+        end = yield from self.past(0, mark)
+        self.take(end or 0)
+        return end is not None
+
+    def until(self, marks: tuple[str, ...], kind: Kind, call: int = 0) -> Steps[str | None]:
+        """Give out the text before the first of the marks as it comes, and take that mark, too.
+        Returns it; None if the text ends before.
+        """
+        while True:
+            at, mark = first_of(self.left, marks)
+            if mark:
+                yield Piece(kind, self.take(at), call)
+                self.take(len(mark))
+                return mark
+            held = 0 if self.has_ended else num_held_back(self.left, marks)
+            yield Piece(kind, self.take(len(self.left) - held), call)
+            if self.has_ended:
+                return None
+            yield None
+
+
+def first_of(text: str, marks: Iterable[str]) -> tuple[int, str]:
+    """Where the first of the marks stands, and which it is; "" if there is none."""
+    found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
+    at, _, mark = min(found, default=(-1, 0, ""))
+    return at, mark
+
+
+def merged(pieces: Iterable[Piece]) -> list[Piece]:
+    """The pieces with neighbours of one kind as one; names stay alone."""
+    made: list[Piece] = []
+    for piece in pieces:
+        last = made[-1] if made else None
+        if last and (last.kind, last.call) == (piece.kind, piece.call) and last.kind != Kind.NAME:
+            made[-1] = Piece(piece.kind, last.text + piece.text, piece.call)
+        else:
+            made.append(piece)
+    return made
+
+
+def num_held_back(text: str, stops: Iterable[str]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of a stop string.
+
+    As text grows, `len(text)` minus this never falls: the start of a stop string stays one.
+    """
+    most = 0
+    for stop in stops:
+        at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while at >= 0 and not stop.startswith(text[at:]):
+            at = text.find(stop[0], at + 1)
+        if at >= 0:
+            most = max(most, len(text) - at)
+    return most

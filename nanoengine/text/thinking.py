@@ -1,0 +1,161 @@
+"""Keeps the thoughts of a text within a budget, and begins its form after them.
+
+Knows token ids and the marks of thoughts (reasoning.py); no requests, no logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from nanoengine.text.reasoning import ReasoningSyntax
+from nanoengine.text.tokenizer import Tokenizer
+
+MAX_TAIL = 64  # tokens at a prompt's end that may begin the thoughts
+
+
+class Form(Protocol):
+    """Where a text stands in the form that it must have (grammar.GrammarState)."""
+
+    def accept(self, token_id: int) -> bool: ...
+    def masks(self, guesses: tuple[int, ...]) -> list[bytes]: ...
+
+
+class Phase(Enum):
+    """Where a text stands: it may begin its thoughts, thinks, or has ended them."""
+
+    BEFORE = "before"
+    THINKING = "thinking"
+    AFTER = "after"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingMarks:
+    """The tokens that thoughts begin and end with, and which of all may be thought.
+
+    any_token, no_end: bits of token ids, the lowest first: all, and all that end no text.
+    """
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+    any_token: bytes
+    no_end: bytes
+
+    @classmethod
+    def of(
+        cls, syntax: ReasoningSyntax, tokenizer: Tokenizer, num_tokens: int, eos_ids: list[int]
+    ) -> ThinkingMarks:
+        """Those of a model with a vocabulary of `num_tokens`."""
+        begin, end = (
+            tuple(tokenizer.encode(mark, add_special_tokens=False))
+            for mark in (syntax.begin, syntax.end)
+        )
+        every = bytes([0xFF]) * -(-num_tokens // 8)
+        return cls(begin, end, every, _with_bits(every, eos_ids, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in a text. num: tokens of the thoughts, or of what they begin with. matched: how many
+    of the last tokens are the beginning of what thoughts end with.
+    """
+
+    phase: Phase
+    num: int = 0
+    matched: int = 0
+
+
+class ThinkingState:
+    """Where one text stands in its thoughts, and after them in its form, if it must have one."""
+
+    def __init__(
+        self, marks: ThinkingMarks, is_open: bool, budget: int | None, form: Form | None
+    ) -> None:
+        """is_open: the prompt has begun the thoughts. budget: most tokens of them."""
+        self._marks = marks
+        self._budget = budget
+        self._form = form
+        self._place = Place(Phase.THINKING if is_open else Phase.BEFORE)
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by a token; True if the text is complete. Raises what the form raises."""
+        self._place, is_forms = self._after(self._place, token_id)
+        return is_forms and self._form is not None and self._form.accept(token_id)
+
+    def masks(self, guesses: tuple[int, ...]) -> list[bytes]:
+        """Which tokens may come next, and which after each guess, as far as guesses fit: bits of
+        token ids, the lowest first. The state stays as it is.
+        """
+        made: list[bytes] = []
+        place = self._place
+        for number, guess in enumerate((*guesses, None)):
+            if place.phase is Phase.AFTER:
+                return made + self._form_masks(guesses[number:])
+            made.append(self._mask(place))
+            if guess is None or not made[-1][guess >> 3] >> (guess & 7) & 1:
+                break
+            place, is_forms = self._after(place, guess)
+            if is_forms:
+                return made + self._form_masks(guesses[number:])[1:]
+        return made
+
+    def _after(self, place: Place, token_id: int) -> tuple[Place, bool]:
+        """The place after a token, and whether the token is the form's."""
+        marks = self._marks
+        if place.phase is Phase.AFTER:
+            return place, True
+        if place.phase is Phase.BEFORE:
+            if not self._may_begin or token_id != marks.begin[place.num]:
+                return Place(Phase.AFTER), True
+            if place.num + 1 < len(marks.begin):
+                return Place(Phase.BEFORE, place.num + 1), False
+            return Place(Phase.THINKING), False
+        matched = self._matched(place.matched, token_id)
+        if matched == len(marks.end):
+            return Place(Phase.AFTER), False
+        return Place(Phase.THINKING, place.num + 1, matched), False
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether the text may begin thoughts itself. With a form only by one token: the first of
+        several could be the form's.
+        """
+        return self._form is None or len(self._marks.begin) == 1
+
+    def _matched(self, matched: int, token_id: int) -> int:
+        """How many tokens of the end the text ends with after one more."""
+        end = self._marks.end
+        tail = (*end[:matched], token_id)
+        return next(n for n in range(len(tail), -1, -1) if tail[len(tail) - n :] == end[:n])
+
+    def _mask(self, place: Place) -> bytes:
+        marks = self._marks
+        if place.phase is Phase.THINKING:
+            if self._budget is not None and place.num >= self._budget:
+                return _with_bits(bytes(len(marks.any_token)), [marks.end[place.matched]], 1)
+            return marks.any_token if self._form is None else marks.no_end
+        if self._form is None:
+            return marks.any_token
+        (first,) = self._form.masks(())
+        return _with_bits(first, marks.begin, 1) if self._may_begin else first
+
+    def _form_masks(self, guesses: tuple[int, ...]) -> list[bytes]:
+        if self._form is None:
+            return [self._marks.any_token] * (len(guesses) + 1)
+        return self._form.masks(guesses)
+
+
+def begins_open(syntax: ReasoningSyntax, tokenizer: Tokenizer, prompt: list[int]) -> bool:
+    """Whether a prompt has begun the thoughts of its answer."""
+    tail = tokenizer.decode(prompt[-MAX_TAIL:], skip_special_tokens=False)
+    return syntax.is_open_after(tail)
+
+
+def _with_bits(mask: bytes, token_ids: tuple[int, ...] | list[int], value: int) -> bytes:
+    """A mask with the bits of some tokens set or cleared."""
+    made = bytearray(mask)
+    for token_id in token_ids:
+        bit = 1 << (token_id & 7)
+        made[token_id >> 3] = made[token_id >> 3] | bit if value else made[token_id >> 3] & ~bit
+    return bytes(made)

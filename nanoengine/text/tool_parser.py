@@ -1,0 +1,343 @@
+"""Reads calls of tools from an answer as it comes, by the rows of tool_syntax.py.
+
+Text that is no call stays content: a call is one once it has the name of a tool that was given.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from nanoengine.text.answer_pieces import (
+    Kind,
+    Piece,
+    PieceReader,
+    Steps,
+    first_of,
+    num_held_back,
+)
+from nanoengine.text.tool_syntax import (
+    MAX_NAME,
+    NAME,
+    SPACES,
+    Named,
+    Objects,
+    Tagged,
+    ToolSyntax,
+)
+
+MAX_HEAD = 256  # characters before a call's name is known; the patterns match no more
+MAX_HELD_SPACES = 256
+MAX_FAILED = 16  # marks without a call; the rest is text
+KEYS = "name|arguments|parameters|type|id"  # of an object that is a call
+# With limits, so that a text that is no call is searched again and again at no cost.
+HEAD = re.compile(
+    rf'{SPACES}\{{{SPACES}"name"{SPACES}:{SPACES}"([^"\\]{{0,{MAX_NAME}}})"{SPACES},{SPACES}'
+    rf'"(?:arguments|parameters)"{SPACES}:{SPACES}(?=\{{)'
+)
+NO_CALL = re.compile(
+    rf"\s{{17}}|{SPACES}(?:[^\s{{]|\{{\s{{17}}|\{{{SPACES}"  # no object, or too many spaces
+    rf'(?:[^\s"]|"(?!(?:{KEYS})")[^"\\]{{0,{MAX_NAME}}}"))'  # an object with another first key
+)
+MARKS = re.compile(r'[\\"{}\[\]]')
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+RECIPIENT = re.compile(rf"to=functions\.{NAME}")
+MESSAGE = "<|message|>"
+STARTS = ("<|start|>", "<|channel|>", MESSAGE)
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+
+
+class ToolParser(PieceReader):
+    """Splits an answer into its content and its calls."""
+
+    def __init__(self, syntax: ToolSyntax, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """schemas: of the arguments, by the name of the tool."""
+        self._syntax = syntax
+        self._schemas = schemas
+        self._num_calls = 0
+        super().__init__()
+
+    def _read(self) -> Steps[None]:
+        failed = 0
+        if self._syntax.is_bare:
+            yield from self._call(0)
+        marks = self._syntax.marks
+        while (at := (yield from self._content(marks))) is not None:
+            if not (yield from self._call(at)):
+                yield Piece(Kind.CONTENT, self.take(at))
+                failed += 1
+            if failed == MAX_FAILED:
+                marks = ()
+
+    def _content(self, marks: tuple[str, ...]) -> Steps[int | None]:
+        """Give out text up to the spaces before a mark. Returns where the mark ends; None if the
+        text has none.
+        """
+        while True:
+            at, mark = first_of(self.left, marks)
+            if mark:
+                text = self.left[:at].rstrip()
+                yield Piece(Kind.CONTENT, self.take(len(text)))
+                return at - len(text) + len(mark)
+            if self.has_ended:
+                rest = self.take(len(self.left))
+                yield Piece(Kind.CONTENT, "" if self._num_calls and rest.isspace() else rest)
+                return None
+            certain = len(self.left) - num_held_back(self.left, marks)
+            spaces = certain - len(self.left[:certain].rstrip())
+            yield Piece(Kind.CONTENT, self.take(certain - min(spaces, MAX_HELD_SPACES)))
+            yield None
+
+    def _call(self, at: int) -> Steps[bool]:
+        """Read calls that begin at `at`; False, and nothing is taken, if there is none."""
+        for body in self._syntax.bodies:
+            match body:
+                case Objects():
+                    found = yield from self._objects(at, body)
+                case Named():
+                    found = yield from self._named(at, body)
+                case Tagged():
+                    found = yield from self._tagged(at, body)
+            if found:
+                return True
+        return False
+
+    def _objects(self, at: int, body: Objects) -> Steps[bool]:
+        start = yield from self.past(at, body.before) if body.before else _at(at)
+        if start is None or not (yield from self._object(start)):
+            return False
+        while body.between and (yield from self.skip(body.between)):
+            if not (yield from self._object(0)):
+                break
+        if body.after:
+            yield from self.skip(body.after)
+        return True
+
+    def _object(self, at: int) -> Steps[bool]:
+        """Read one {"name": ..., "arguments": {...}}; with its keys in another order it is read
+        when it has come whole.
+        """
+        scan, seen = JsonEnd(), at
+        while True:
+            if head := HEAD.match(self.left, at):
+                if head[1] not in self._schemas:
+                    return False
+                yield from self._begin(head[1], head.end())
+                yield from self._json(JsonEnd(), is_given_out=True)
+                yield from self._json(JsonEnd(depth=1), is_given_out=False)
+                self._num_calls += 1
+                return True
+            if NO_CALL.match(self.left, at):
+                return False
+            if (end := scan.end_in(self.left[seen:])) is not None:
+                return (yield from self._whole(at, seen + end))
+            seen = len(self.left)
+            if self.has_ended:
+                return False
+            yield None
+
+    def _whole(self, at: int, end: int) -> Steps[bool]:
+        call = _value(self.left[at:end])
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or name not in self._schemas:
+            return False
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):  # an object's text, as in OpenAI's answers
+            arguments = _value(arguments)
+        if not isinstance(arguments, dict):
+            return False
+        yield from self._begin(name, end)
+        yield Piece(Kind.ARGUMENTS, _json(arguments), self._num_calls)
+        self._num_calls += 1
+        return True
+
+    def _named(self, at: int, body: Named) -> Steps[bool]:
+        head = yield from self._head(at, body.head)
+        if head is None:
+            return False
+        yield from self._begin(head[1], head.end())
+        yield from self._json(JsonEnd(), is_given_out=True)
+        self._num_calls += 1
+        return True
+
+    def _tagged(self, at: int, body: Tagged) -> Steps[bool]:
+        head = yield from self._head(at, body.head)
+        if head is None:
+            return False
+        yield from self._begin(head[1], head.end())
+        number = self._num_calls
+        self._num_calls += 1
+        properties = self._schemas[head[1]].get("properties")
+        before = "{"
+        while (yield from self.skip(body.key)):
+            key = yield from self._before(body.key_end)
+            if body.value:
+                yield from self.skip(body.value)
+            value = yield from self._before(body.value_end)
+            if key is None or value is None:  # the text ended in the middle of the call
+                return True
+            if body.trims:
+                value = value.removeprefix("\n").removesuffix("\n")
+            schema = properties.get(key) if isinstance(properties, Mapping) else None
+            made = f"{before}{_json(key)}: {_argument(value, schema)}"
+            yield Piece(Kind.ARGUMENTS, made, number)
+            before = ", "
+        closed = False
+        for mark in body.after:
+            closed = (yield from self.skip(mark)) or closed
+        if closed or not self.has_ended:
+            yield Piece(Kind.ARGUMENTS, "{}" if before == "{" else "}", number)
+        return True
+
+    def _head(self, at: int, pattern: str) -> Steps[re.Match[str] | None]:
+        """What a call begins with, once it is there; None if it is no call of a tool."""
+        compiled = re.compile(pattern)
+        while (found := compiled.match(self.left, at)) is None:
+            if self.has_ended or len(self.left) - at > MAX_HEAD:
+                return None
+            yield None
+        return found if found[1] in self._schemas else None
+
+    def _begin(self, name: str, length: int) -> Steps[None]:
+        yield Piece(Kind.NAME, name, self._num_calls)
+        self.take(length)
+
+    def _json(self, scan: JsonEnd, is_given_out: bool) -> Steps[None]:
+        """Take the rest of an object, as arguments where it is given out."""
+        while True:
+            end = scan.end_in(self.left)
+            taken = self.take(len(self.left) if end is None else end)
+            if is_given_out:
+                yield Piece(Kind.ARGUMENTS, taken, self._num_calls)
+            if end is not None or self.has_ended:
+                return
+            yield None
+
+    def _before(self, mark: str) -> Steps[str | None]:
+        """Take all before a mark, and the mark; None if the text ends before it."""
+        start = 0
+        while (at := self.left.find(mark, start)) < 0:
+            start = max(0, len(self.left) - len(mark) + 1)
+            if self.has_ended:
+                self.take(len(self.left))
+                return None
+            yield None
+        taken = self.take(at)
+        self.take(len(mark))
+        return taken
+
+
+class ChannelParser(PieceReader):
+    """Splits an answer of gpt-oss into its channels: analysis is reasoning, a message to a tool is
+    a call, the rest is content. Source: OpenAI's harmony response format.
+    """
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """schemas: of the arguments, by the name of the tool."""
+        self._schemas = schemas
+        self._num_calls = 0
+        super().__init__()
+
+    def _read(self) -> Steps[None]:
+        mark = yield from self.until(STARTS, Kind.CONTENT)
+        while mark is not None:
+            header = yield from self._header(mark)
+            if header is None:
+                return
+            kind, name = self._kind_of(header)
+            if name:
+                yield Piece(Kind.NAME, name, self._num_calls)
+            mark = yield from self.until(ENDS, kind, self._num_calls if name else 0)
+            self._num_calls += bool(name)
+            if mark not in (None, STARTS[0]):
+                mark = yield from self.until(STARTS, Kind.CONTENT)
+
+    def _header(self, mark: str) -> Steps[str | None]:
+        """What stands before a message, from its mark on; None if the text ends in it."""
+        at = 0
+        while mark != MESSAGE and (at := self.left.find(MESSAGE)) < 0:
+            if self.has_ended:
+                self.take(len(self.left))
+                return None
+            yield None
+        header = self.take(at)
+        if mark != MESSAGE:
+            self.take(len(MESSAGE))
+        return mark + header
+
+    def _kind_of(self, header: str) -> tuple[Kind, str]:
+        """What a message is, and the tool that it calls."""
+        channel, recipient = CHANNEL.search(header), RECIPIENT.search(header)
+        if recipient and recipient[1] in self._schemas:
+            return Kind.ARGUMENTS, recipient[1]
+        is_thought = channel is not None and channel[1] == "analysis"
+        return (Kind.REASONING if is_thought else Kind.CONTENT), ""
+
+
+class JsonEnd:
+    """Finds the end of an object or a list in a text that comes in parts. Whether it is JSON at
+    all, it does not say. Its work for a text grows with the text's length alone.
+    """
+
+    def __init__(self, depth: int = 0) -> None:
+        """depth: how many brackets are open."""
+        self._depth = depth
+        self._in_string = False
+        self._escaped = 0  # characters of the next part before which nothing counts
+
+    def end_in(self, part: str) -> int | None:
+        """Where it ends in the next part of the text; None if it does not."""
+        for found in MARKS.finditer(part):
+            at, mark = found.start(), found[0]
+            if at < self._escaped:
+                continue
+            if self._in_string:
+                if mark == "\\":
+                    self._escaped = at + 2
+                elif mark == '"':
+                    self._in_string = False
+            elif mark == '"':
+                self._in_string = True
+            elif mark in "{[":
+                self._depth += 1
+            elif mark in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at + 1
+        self._escaped = max(0, self._escaped - len(part))
+        return None
+
+
+def _at(at: int) -> Steps[int | None]:
+    yield from ()
+    return at
+
+
+def _argument(text: str, schema: object) -> str:
+    """The text of an argument between tags as JSON; schema: of the argument, if it is known."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind == "string":
+        return _json(text)
+    value = _value(text.lower() if kind == "boolean" else text)
+    return _json(text if value is _NOTHING else value)
+
+
+def _value(text: str) -> Any:
+    """The value of a JSON text; _NOTHING if it is none."""
+    try:
+        return json.loads(text, parse_constant=_refused)
+    except (ValueError, RecursionError):
+        return _NOTHING
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _refused(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_NOTHING = object()

@@ -1,0 +1,119 @@
+"""LLM.chat with tools: what the template sees, which calls are read, and answers that must call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from tool_models import CALL, TOOLS, WEATHER, tool_model
+
+from nanoengine import LLM, ChatMessage, InvalidParamsError, SamplingParams
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "kvcache_block_size": 8,
+    "num_gpu_blocks": 260,
+    "num_threads": 1,
+}
+TALK = [{"role": "user", "content": "hello"}]
+PARAMS = SamplingParams(max_tokens=160, seed=1)
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
+
+@pytest.fixture(scope="module")
+def llm(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = tool_model(tiny("llama"), tmp_path_factory.mktemp("tools") / "model")
+    with LLM(folder, **SETTINGS) as made:
+        yield made
+
+
+def answer(llm: LLM, text: str, **rest: Any) -> ChatMessage:
+    """The message of a model that writes this text."""
+    form = SamplingParams(max_tokens=160, structured_outputs={"choice": [text]})
+    (output,) = llm.chat(TALK, form, use_tqdm=False, **rest)
+    assert output.outputs[0].text == text
+    message = output.outputs[0].message
+    assert message is not None
+    return message
+
+
+def test_calls_are_read(llm: LLM) -> None:
+    message = answer(llm, f"Hm.\n{CALL}", tools=TOOLS)
+    (call,) = message.tool_calls
+    assert (message.content, call.name, call.arguments) == ("Hm.", "now", "{}")
+    assert len(call.id) == 9 and call.id.isalnum()
+    talk = [*TALK, message.as_dict(), {"role": "tool", "tool_call_id": call.id, "content": "noon"}]
+    (output,) = llm.chat(talk, PARAMS, use_tqdm=False, tools=TOOLS)
+    assert output.prompt is not None
+    written = '<tool_call>{"name": "now", "arguments": {}}</tool_call>\ntool: noon\n'
+    assert f"assistant: Hm.{written}" in output.prompt
+
+
+def test_without_tools_a_text_is_a_text(llm: LLM) -> None:
+    assert answer(llm, CALL) == answer(llm, CALL, tools=TOOLS, tool_choice="none")
+    assert answer(llm, CALL) == ChatMessage(CALL)
+    (output,) = llm.chat(TALK, PARAMS, use_tqdm=False, tools=TOOLS, tool_choice="none")
+    assert output.prompt == "user: hello\nassistant:"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_an_answer_that_must_call(llm: LLM, choice: Any) -> None:
+    """A model of random weights writes calls that fit their schemas."""
+    talks = [[{"role": "user", "content": f"{number}"}] for number in range(4)]
+    params = [SamplingParams(max_tokens=160, seed=number) for number in range(4)]
+    found = set()
+    for output in llm.chat(talks, params, use_tqdm=False, tools=TOOLS, tool_choice=choice):
+        (made,) = output.outputs
+        assert made.message is not None and made.message.content is None
+        calls = made.message.tool_calls
+        whole = calls if made.finish_reason == "stop" else calls[:-1]
+        for call in whole:
+            found.add(call.name)
+            schema = WEATHER if call.name == "weather" else {"maxProperties": 0}
+            jsonschema.validate(json.loads(call.arguments), schema)
+    assert found == ({"weather", "now"} if choice == "required" else {"now"})
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "words"),
+    [
+        (None, "required", "tool_choice='required' needs tools"),
+        (TOOLS, "always", 'tool_choice must be "none"'),
+        (TOOLS, {"type": "function", "function": {"name": "no"}}, "'no', which is not one of"),
+        (TOOLS, {"type": "allowed_tools"}, "tool_choice must be"),
+        ([*TOOLS, TOOLS[1]], "auto", "tools holds 'now' twice"),
+        ([{"type": "web_search"}], "auto", r"tools\[0\] must be .* got 'web_search'"),
+        ([{"name": "f"}], "auto", r"tools\[0\] must be"),
+        ([{"type": "function", "function": {"name": "a b"}}], "auto", r"name must be 1 to 64"),
+        ([{"type": "function", "function": {"name": "a" * 65}}], "auto", "name must be 1 to 64"),
+        (TOOLS * 65, "auto", "at most 128, got 130"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+            "auto",
+            "parameters must be the JSON schema of an object",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            "required",
+            'structured_outputs: .*"not"',
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"title": "a" * 70000}}}],
+            "required",
+            "tool_choice='required'.*may have 65536",
+        ),
+    ],
+)
+def test_what_cannot_be_called_is_refused(llm: LLM, tools: Any, choice: Any, words: str) -> None:
+    with pytest.raises(InvalidParamsError, match=words):
+        llm.chat(TALK, PARAMS, use_tqdm=False, tools=tools, tool_choice=choice)
+
+
+def test_a_form_and_a_call_exclude_each_other(llm: LLM) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a"})
+    with pytest.raises(InvalidParamsError, match="exclude each other"):
+        llm.chat(TALK, params, use_tqdm=False, tools=TOOLS, tool_choice="required")

@@ -1,0 +1,206 @@
+"""Tools and thoughts over HTTP: OpenAI's messages, whole and streamed, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from live_server import LiveServer, live_server
+from tool_models import CALL, TEMPLATE, TOOLS, WEATHER, tool_model
+
+from nanoengine.errors import ConfigError
+from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.openai_answers import chat_body
+from nanoengine.serving.openai_chunks import ChatChunks
+from nanoengine.serving.openai_keys import CHAT
+from nanoengine.serving.openai_requests import ChatRequest, Streaming, read_request
+from nanoengine.serving.options import ServerOptions
+from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.reasoning import reasoning_of
+from nanoengine.text.tool_syntax import BY_NAME
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+ASKED: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "max_tokens": 160}
+PARSERS = ChatParsers(BY_NAME["hermes"], reasoning_of(TEMPLATE), True)
+pytestmark = pytest.mark.usefixtures("threads_as_before")
+
+
+@pytest.fixture(scope="module")
+def server(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    folder = tool_model(tiny("llama"), tmp_path_factory.mktemp("tools") / "model")
+    with live_server(folder) as made:
+        yield made
+        made.wait_until_idle()
+
+
+def joined(chunks: list[Any]) -> tuple[dict[str, Any], str | None]:
+    """The message that the chunks of one choice make, and why it ended."""
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    reason = None
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        reason = choice["finish_reason"]
+        delta = choice["delta"]
+        for name in ("content", "reasoning_content"):
+            message[name] = message.get(name, "") + delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(message["tool_calls"]) and call["type"] == "function"
+                message["tool_calls"].append({**call["function"], "id": call["id"]})
+            else:
+                assert call["index"] == len(message["tool_calls"]) - 1
+                message["tool_calls"][-1]["arguments"] += call["function"]["arguments"]
+    return message, reason
+
+
+def test_a_call_in_a_text(server: LiveServer) -> None:
+    """The template's parser reads it; a form makes the model write it."""
+    body = ASKED | {"structured_outputs": {"choice": [f"Hm.\n{CALL}\n{CALL}"]}}
+    status, answer = server.post(CHAT, **body)
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert status == 200 and choice["finish_reason"] == "tool_calls"
+    assert message["content"] == "Hm." and "reasoning_content" not in message
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "now", "arguments": "{}"}
+    ] * 2
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    streamed, reason = joined(server.stream(CHAT, **body))
+    assert (streamed["content"], reason) == ("Hm.", "tool_calls")
+    assert [(c["name"], c["arguments"]) for c in streamed["tool_calls"]] == [("now", "{}")] * 2
+    _, alone = server.post(CHAT, **body, parallel_tool_calls=False)
+    assert len(alone["choices"][0]["message"]["tool_calls"]) == 1
+    _, none = server.post(CHAT, **body, tool_choice="none")
+    assert none["choices"][0]["message"]["content"] == f"Hm.\n{CALL}\n{CALL}"
+    assert none["choices"][0]["finish_reason"] == "stop"
+
+
+def test_an_answer_that_must_call(server: LiveServer) -> None:
+    named = {"type": "function", "function": {"name": "weather"}}
+    for seed, choice in enumerate([named, named, "required"]):
+        body = ASKED | {"tool_choice": choice, "parallel_tool_calls": False, "seed": seed}
+        message, reason = joined(server.stream(CHAT, **body))
+        assert (message["content"], reason) == ("", "tool_calls")
+        (call,) = message["tool_calls"]
+        if choice is named:
+            assert call["name"] == "weather"
+            jsonschema.validate(json.loads(call["arguments"]), WEATHER)
+        _, whole = server.post(CHAT, **body)
+        assert whole["choices"][0]["message"]["tool_calls"][0]["function"] == {
+            "name": call["name"],
+            "arguments": call["arguments"],
+        }
+
+
+def test_results_of_tools_go_back(server: LiveServer) -> None:
+    function = {"name": "now", "arguments": '{"utc": true}'}
+    call = {"id": "123456789", "type": "function", "function": function}
+    talk = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "123456789", "content": [{"type": "text", "text": "5"}]},
+    ]
+    status, answer = server.post(CHAT, **ASKED | {"messages": talk, "max_tokens": 2})
+    assert status == 200, answer
+
+
+def test_thoughts(server: LiveServer) -> None:
+    """The prompt has begun them, and the answer does not end them."""
+    body = {"messages": HELLO, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    _, plain = server.post(CHAT, **body)
+    assert "reasoning_content" not in plain["choices"][0]["message"]
+    body |= {"chat_template_kwargs": {"enable_thinking": True}}
+    _, whole = server.post(CHAT, **body)
+    message = whole["choices"][0]["message"]
+    assert message["content"] == "" and message["reasoning_content"] == message["reasoning"] != ""
+    streamed, reason = joined(server.stream(CHAT, **body))
+    assert streamed["reasoning_content"] == message["reasoning"] and reason == "length"
+    _, without = server.post(CHAT, **body, include_reasoning=False)
+    assert without["choices"][0]["message"].keys() == {"role", "content", "refusal"}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_chunks_make_the_whole_answer(seed: int) -> None:
+    """However the deltas fall."""
+    draw = random.Random(seed)
+    arguments = '{"city": "Rome", "days": 2}'
+    text = f"hm\n</think>\n\nSo:\n{CALL}\n" + CALL.replace("now", "weather").replace(
+        "{}", arguments
+    )
+    asked = {"messages": HELLO, "tools": TOOLS, "stream": True, "include_reasoning": seed != 5}
+    request = read_request(CHAT, asked, SamplingParams())
+    assert isinstance(request, ChatRequest) and request.streaming == Streaming()
+    cuts = [0, *sorted(draw.choices(range(len(text) + 1), k=draw.randrange(40))), len(text)]
+    deltas = [
+        StreamDelta(0, 0, text[a:b], (), "stop" if b == cuts[-1] and i == len(cuts) - 2 else None)
+        for i, (a, b) in enumerate(pairwise(cuts))
+    ]
+    made = CompletionOutput(0, text, [], "stop")
+    output = RequestOutput(0, "assistant:<think>\n", [5], [made])
+    given = request, "7", "m", lambda _: b""
+    writer = ChatChunks(*given, PARSERS)
+    chunks = writer.begin(output)
+    for delta in deltas:
+        chunks += writer.of([delta])
+    streamed, reason = joined(chunks)
+    (choice,) = chat_body(*given, output, PARSERS)["choices"]
+    message = choice["message"]
+    assert (message["content"], reason, choice["finish_reason"]) == ("So:", *["tool_calls"] * 2)
+    assert message.get("reasoning_content", "") == ("hm" if seed != 5 else "")
+    for name in ("content", "reasoning_content"):
+        assert streamed.get(name, "") == message.get(name, "")
+    calls = [(call["name"], call["arguments"]) for call in streamed["tool_calls"]]
+    assert calls == [("now", "{}"), ("weather", arguments)]
+    assert calls == [tuple(call["function"].values()) for call in message["tool_calls"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tools": "now"}, "tools must be a list of at most 128, got 'now'"),
+        ({"tools": [{"type": "function", "function": {"name": "a.b"}}]}, "must be 1 to 64 of"),
+        ({"tools": [], "tool_choice": "required"}, "needs tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "'rm', which is not"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "exclude each"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls must be true or false"),
+        ({"functions": [{}]}, "here it is tools"),
+    ],
+)
+def test_what_is_refused(server: LiveServer, body: dict[str, Any], words: str) -> None:
+    status, answer = server.post(CHAT, **ASKED | body)
+    assert status == 400 and words in answer["error"]["message"]
+
+
+def test_models_that_have_no_tools_or_write_calls_in_their_own_way(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with live_server(tiny("llama")) as server:
+        status, answer = server.post(CHAT, **ASKED)
+        assert status == 400 and "its chat template has none" in answer["error"]["message"]
+        assert answer["error"]["param"] == "tools"
+    odd = tool_model(tiny("llama"), tmp_path / "odd", TEMPLATE.replace("tool_call>", "odd>"))
+    with live_server(odd) as server:
+        status, answer = server.post(CHAT, **ASKED)
+        assert status == 400 and "--tool-call-parser (openai, glm45" in answer["error"]["message"]
+        body = ASKED | {"tool_choice": "required", "parallel_tool_calls": False}
+        _, answer = server.post(CHAT, **body)
+        assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    with live_server(odd, tool_call_parser="hermes") as server:
+        _, answer = server.post(CHAT, **ASKED, structured_outputs={"choice": [CALL]})
+        assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_parsers_that_there_are_not() -> None:
+    with pytest.raises(ConfigError, match=r"tool_call_parser must be one of openai, .* got 'x'"):
+        ServerOptions(tool_call_parser="x")
+    with pytest.raises(ConfigError, match="reasoning_parser must be one of"):
+        ServerOptions(reasoning_parser="x")

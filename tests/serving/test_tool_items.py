@@ -1,0 +1,226 @@
+"""Tools and thoughts of /v1/responses and /v1/messages: bodies become chats, answers are lists of
+items, and their events fit the official types.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import live_server
+from pydantic import TypeAdapter
+from tool_models import CALL, TEMPLATE, TOOLS, tool_model
+
+from nanoengine.errors import RequestError
+from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.sampling_params import SamplingParams
+from nanoengine.serving.messages_answers import MessagesWriter
+from nanoengine.serving.messages_requests import read_count, read_messages
+from nanoengine.serving.openai_keys import MESSAGES, RESPONSES
+from nanoengine.serving.responses_answers import ResponsesWriter
+from nanoengine.serving.responses_requests import read_responses
+from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.reasoning import reasoning_of
+from nanoengine.text.tool_syntax import BY_NAME
+from nanoengine.text.tools import ToolUse
+
+ASKED: Any = [{"role": "user", "content": "Hi"}]
+PARSERS = ChatParsers(BY_NAME["hermes"], reasoning_of(TEMPLATE), True)
+SCHEMA = TOOLS[0]["function"]["parameters"]
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+CLAUDES: list[dict[str, Any]] = [
+    {"name": "weather", "input_schema": SCHEMA, "type": "custom"},
+    {"name": "now", "input_schema": {"type": "object"}},
+]
+TEXT = f"hm\n</think>\n\nSo:\n{CALL}\n"
+
+
+def test_tools_are_those_of_a_chat() -> None:
+    made = read_responses({"input": "Hi", "tools": FLAT}, SamplingParams()).chat
+    assert made.tools == ToolUse(tuple(TOOLS))
+    named = {"type": "function", "name": "now"}
+    body = {"input": "Hi", "tools": FLAT, "tool_choice": named, "parallel_tool_calls": False}
+    chosen = read_responses(body, SamplingParams()).chat.tools
+    assert chosen is not None and (chosen.choice, chosen.is_parallel) == ("now", False)
+    for choice, meant, is_parallel in (
+        (None, "auto", True),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
+        ({"type": "any"}, "required", True),
+        ({"type": "tool", "name": "now"}, "now", True),
+    ):
+        body = {"messages": ASKED, "max_tokens": 9, "tools": CLAUDES, "tool_choice": choice}
+        use = read_messages(body, SamplingParams()).tools
+        assert use is not None and (use.choice, use.is_parallel) == (meant, is_parallel)
+        assert use.schemas == {"weather": SCHEMA, "now": {"type": "object"}}
+        assert read_count(body, SamplingParams()).tools == use
+    none = {"messages": ASKED, "max_tokens": 9, "tools": CLAUDES, "tool_choice": {"type": "none"}}
+    assert read_messages(none, SamplingParams()).tools is None
+
+
+def test_calls_and_results_are_messages_of_a_chat() -> None:
+    function = {"name": "now", "arguments": '{"utc": true}'}
+    call = {"id": "c", "type": "function", "function": function}
+    chat = [
+        *ASKED,
+        {"role": "assistant", "reasoning_content": "hm", "content": "So:", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "noon"},
+    ]
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": "So:"},
+        {"type": "function_call", "call_id": "c", **function},
+        {"type": "function_call_output", "call_id": "c", "output": "noon"},
+        {"type": "reasoning", "summary": []},
+    ]
+    assert read_responses({"input": items}, SamplingParams()).chat.messages == chat
+    blocks = [
+        {"type": "thinking", "thinking": "hm", "signature": ""},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "So:"},
+        {"type": "tool_use", "id": "c", "name": "now", "input": {"utc": True}},
+    ]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "noon"}
+    talk = [
+        *ASKED,
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": [result, {"type": "text", "text": "Go on"}]},
+    ]
+    made = read_messages({"messages": talk, "max_tokens": 9}, SamplingParams()).messages
+    chat[1]["content"] = [{"type": "text", "text": "So:"}]
+    assert made == [*chat, {"role": "user", "content": [{"type": "text", "text": "Go on"}]}]
+
+
+def test_thinking_is_a_budget_and_a_variable_of_the_template() -> None:
+    body = {"messages": ASKED, "max_tokens": 9}
+    made = read_messages(
+        body | {"thinking": {"type": "enabled", "budget_tokens": 5}}, SamplingParams()
+    )
+    assert made.params.thinking_token_budget == 5
+    assert made.template_kwargs == {"enable_thinking": True}
+    off = read_messages(body | {"thinking": {"type": "disabled"}}, SamplingParams())
+    assert off.template_kwargs == {"enable_thinking": False}
+    assert off.params.thinking_token_budget is None
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "got 'web_search_20250305'"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be 1 to 64"),
+        ({"tools": [{"name": "a", "input_schema": 5}]}, "tools[0].input_schema must be the JSON"),
+        ({"tools": CLAUDES, "tool_choice": "auto"}, "tool_choice must be an object whose type is"),
+        ({"tools": CLAUDES, "tool_choice": {"type": "tool"}}, "which is not one of tools"),
+        ({"tool_choice": {"type": "any"}}, "needs tools"),
+        ({"thinking": {"type": "enabled"}}, "and no other, has budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens must be"),
+        ({"thinking": 5}, "thinking must be an object whose type is enabled or disabled"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a"}]}]},
+            "messages[0].content[0] must be",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": "a"}]}]},
+            "messages[0].content[0] needs the id of the call",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(words)):
+        read_messages({"messages": ASKED, "max_tokens": 9} | body, SamplingParams())
+
+
+def parts(seed: int, reason: str = "stop") -> tuple[list[StreamDelta], RequestOutput]:
+    """An answer in random parts, and whole."""
+    draw = random.Random(seed)
+    cuts = [0, *sorted(draw.choices(range(len(TEXT) + 1), k=draw.randrange(40))), len(TEXT)]
+    pairs = list(pairwise(cuts))
+    deltas = [StreamDelta(0, 0, TEXT[a:b], ()) for a, b in pairs[:-1]]
+    deltas.append(StreamDelta(0, 0, TEXT[slice(*pairs[-1])], (), reason))
+    made = CompletionOutput(0, TEXT, [], reason)
+    return deltas, RequestOutput(0, "assistant:<think>\n", [5], [made])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_response_of_three_items(seed: int) -> None:
+    responses = pytest.importorskip("openai.types.responses")
+    deltas, output = parts(seed)
+    request = read_responses({"input": "Hi", "tools": FLAT}, SamplingParams())
+    writer = ResponsesWriter(request, "7", "m", lambda _: b"", PARSERS)
+    events = writer.begin(output)
+    for delta in deltas:
+        events += writer.of([delta])
+    events += writer.end([output])
+    for name, data in events:
+        made = TypeAdapter(responses.ResponseStreamEvent).validate_python(data)
+        assert made.type == name
+    final = events[-1][1]["response"]
+    thoughts, message, call = final["output"]
+    assert thoughts["content"][0]["text"] == "hm" and message["content"][0]["text"] == "So:"
+    assert (call["name"], call["arguments"], call["status"]) == ("now", "{}", "completed")
+    done = [data["item"] for name, data in events if name == "response.output_item.done"]
+    assert done == final["output"]
+    for index, kind in enumerate(("reasoning_text", "output_text", "function_call_arguments")):
+        said = [d for n, d in events if n == f"response.{kind}.delta"]
+        assert {data["output_index"] for data in said} == {index}
+        assert "".join(d["delta"] for d in said) == ("hm", "So:", "{}")[index]
+    whole = writer.whole([output])
+    responses.Response.model_validate(whole)
+    assert whole["output"][:2] == final["output"][:2]
+    assert whole["tools"] == FLAT and whole["status"] == "completed"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_message_of_three_blocks(seed: int) -> None:
+    types = pytest.importorskip("anthropic.types")
+    deltas, output = parts(seed)
+    body = {"messages": ASKED, "max_tokens": 9, "tools": CLAUDES}
+    writer = MessagesWriter(read_messages(body, SamplingParams()), "7", "m", PARSERS)
+    events = writer.begin(output)
+    for delta in deltas:
+        events += writer.of([delta])
+    events += writer.end([output])
+    for name, data in events:
+        if name != "ping":
+            made = TypeAdapter(types.RawMessageStreamEvent).validate_python(data)
+            assert made.type == name
+    blocks = [d["content_block"] for n, d in events if n == "content_block_start"]
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+    said = ["", "", ""]
+    for name, data in events:
+        if name == "content_block_delta":
+            (text,) = [value for key, value in data["delta"].items() if key != "type"]
+            said[data["index"]] += text
+    assert said == ["hm", "So:", "{}"]
+    assert events[-2][1]["delta"]["stop_reason"] == "tool_use"
+    whole = types.Message.model_validate(writer.whole([output]))
+    assert whole.stop_reason == "tool_use" and whole.content[2].input == {}
+
+
+def test_over_http(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    with live_server(tool_model(tiny("llama"), tmp_path / "model")) as server:
+        named = {"type": "function", "name": "weather"}
+        body: dict[str, Any] = {"input": "Hi", "tools": FLAT, "tool_choice": named}
+        status, answer = server.post(RESPONSES, **body)
+        (call,) = answer["output"]
+        assert status == 200 and json.loads(call["arguments"]).keys() == {"city", "days"}
+        body = {"messages": ASKED, "max_tokens": 160, "tools": CLAUDES}
+        body["tool_choice"] = {"type": "tool", "name": "weather"}
+        body["thinking"] = {"type": "enabled", "budget_tokens": 6}
+        status, answer = server.post(MESSAGES, **body)
+        thoughts, use = answer["content"]
+        assert (thoughts["type"], use["name"], status) == ("thinking", "weather", 200)
+        assert use["input"].keys() == {"city", "days"} and answer["stop_reason"] == "tool_use"
+        deep: dict[str, Any] = {"type": "object"}
+        for _ in range(400):
+            deep = {"type": "object", "properties": {"a": deep}}
+        tools = [{"type": "function", "name": "deep", "parameters": deep}]
+        status, answer = server.post(RESPONSES, input="Hi", tools=tools, tool_choice="required")
+        assert status == 400, answer
+        server.wait_until_idle()

@@ -1,0 +1,197 @@
+"""Calls of tools and thoughts in answers, as each family of models writes them, however they are
+cut into parts; and what hostile answers cost.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoengine.outputs import ChatMessage
+from nanoengine.text.answer_parser import AnswerParser, message_of
+from nanoengine.text.answer_pieces import Kind, Piece, merged
+from nanoengine.text.reasoning import BY_NAME as REASONING
+from nanoengine.text.reasoning import ReasoningParser
+from nanoengine.text.tool_parser import ChannelParser, ToolParser
+from nanoengine.text.tool_syntax import BY_NAME, PLAIN
+
+PARIS = {"city": "Paris", "days": 3}
+SCHEMA = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+SCHEMAS: Any = {"weather": SCHEMA, "now": {"properties": {"utc": {"type": "boolean"}}}}
+OBJECT = '{"name": "weather", "arguments": {"city": "Paris", "days": 3}}'
+HERMES = f"<tool_call>\n{OBJECT}\n</tool_call>"
+CODER = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+CHANNELS = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather <|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>'
+)
+NOW = ("now", {})
+CALL = ("weather", PARIS)
+# Syntax, answer, content, calls.
+WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
+    ("hermes", HERMES, None, [CALL]),
+    ("hermes", f"I look.\n\n{HERMES}\n{HERMES}\n", "I look.", [CALL, CALL]),
+    ("hermes", HERMES.replace(", ", ",").replace("\n", ""), None, [CALL]),
+    ("hermes", '<tool_call>{"name":"now","arguments":{}}</tool_call> ok', " ok", [NOW]),
+    ("hermes", '<tool_call>{"arguments": {"utc": true}, "name": "now"}</tool_call>', None,
+     [("now", {"utc": True})]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{}"}</tool_call>', None, [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_call>', None, [NOW]),
+    ("hermes", "no call at all \n", "no call at all \n", []),
+    ("hermes", "a <tool_call> b", "a <tool_call> b", []),
+    ("hermes", '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', None, []),
+    ("hermes", f"<tool_call>[1]</tool_call>\n{HERMES}", "<tool_call>[1]</tool_call>", [CALL]),
+    ("hermes", "a <tool_ca", "a <tool_ca", []),
+    ("hermes", '<tool_call>{"name": "weather", "arg', None, []),
+    ("qwen3_coder", f"So:\n{CODER}", "So:", [CALL]),
+    ("qwen3_coder", f"{CODER}\n{CODER}", None, [CALL, CALL]),
+    ("qwen3_coder", "<tool_call><function=now></function></tool_call>", None, [NOW]),
+    ("qwen3_coder", "<tool_call><function=now><parameter=utc>True</parameter></function>",
+     None, [("now", {"utc": True})]),
+    ("qwen3_coder", "<tool_call><function=weather><parameter=city>\n1\n\n</parameter></function>",
+     None, [("weather", {"city": "1\n"})]),
+    ("qwen3_coder", '<tool_call><function=now><parameter=x>{"a": [1]}</parameter></function>',
+     None, [("now", {"x": {"a": [1]}})]),
+    ("qwen3_coder", "<tool_call><function=rm></function></tool_call>", None, []),
+    ("glm45", f"{GLM}\n{GLM}", None, [CALL, CALL]),
+    ("glm45", GLM.replace("\n", ""), None, [CALL]),
+    ("glm45", "<tool_call>now</tool_call>", None, [NOW]),
+    ("mistral", f"[TOOL_CALLS] [{OBJECT}, {OBJECT}]", None, [CALL, CALL]),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now{}', None,
+     [CALL, NOW]),
+    ("mistral", "[TOOL_CALLS] none", "[TOOL_CALLS] none", []),
+    ("llama3_json", OBJECT.replace("arguments", "parameters"), None, [CALL]),
+    ("llama3_json", f"<|python_tag|>{OBJECT}; {OBJECT}", None, [CALL, CALL]),
+    ("llama3_json", '{"type": "function", "name": "now", "parameters": {}}', None, [NOW]),
+    ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
+    ("llama3_json", f"As {OBJECT}", f"As {OBJECT}", []),
+    ("list", f"[{OBJECT}, {OBJECT}]", None, [CALL, CALL]),
+]  # fmt: skip
+
+
+def parser(name: str) -> AnswerParser:
+    return AnswerParser(None, ToolParser(BY_NAME.get(name, PLAIN), SCHEMAS), None)
+
+
+def parted(made: AnswerParser, text: str, cuts: list[int]) -> list[Piece]:
+    """The pieces of a text that comes in parts."""
+    edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    parts = [made.feed(text[a:b]) for a, b in pairwise(edges)]
+    return merged([piece for part in parts for piece in part] + made.end())
+
+
+def calls_of(message: ChatMessage) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WHOLE)
+def test_calls_of_each_family(name: str, text: str, content: str | None, calls: Any) -> None:
+    made = parser(name)
+    message = message_of(made.feed(text) + made.end())
+    assert calls_of(message) == calls
+    assert message.content == (text if content is None and not calls else content)
+
+
+@given(st.sampled_from(WHOLE), st.lists(st.integers(0, 400), max_size=12))
+def test_how_an_answer_is_cut_changes_nothing(row: Any, cuts: list[int]) -> None:
+    name, text, *_ = row
+    pieces = parted(parser(name), text, cuts)
+    assert pieces == parted(parser(name), text, [])
+    assert parted(parser(name), text, list(range(len(text)))) == pieces
+    kinds = [(piece.kind, piece.call) for piece in pieces]
+    names = [call for kind, call in kinds if kind is Kind.NAME]
+    assert names == sorted(set(names))  # once each, in order
+
+
+def test_arguments_come_before_the_call_has_ended() -> None:
+    made = parser("hermes")
+    assert made.feed("Hm.\n<tool_call>\n{") == [Piece(Kind.CONTENT, "Hm.")]
+    assert made.feed('"name": "weather", "arguments": ') == []
+    assert made.feed('{"city"') == [
+        Piece(Kind.NAME, "weather"),
+        Piece(Kind.ARGUMENTS, '{"city"'),
+    ]
+    assert made.feed(': "}\\"') == [Piece(Kind.ARGUMENTS, ': "}\\"')]
+    assert made.feed('"}}\n</tool_call>') == [Piece(Kind.ARGUMENTS, '"}')]
+
+
+def test_one_call_alone() -> None:
+    made = AnswerParser(None, ToolParser(BY_NAME["hermes"], SCHEMAS), 1)
+    assert calls_of(message_of(made.feed(HERMES * 3) + made.end())) == [CALL]
+
+
+@given(st.lists(st.integers(0, 400), max_size=12))
+def test_channels(cuts: list[int]) -> None:
+    def read(text: str) -> ChatMessage:
+        return message_of(parted(AnswerParser(None, ChannelParser(SCHEMAS), None), text, cuts))
+
+    message = read(CHANNELS)
+    assert (message.content, message.reasoning, calls_of(message)) == (None, "hm", [CALL])
+    said = read(
+        CHANNELS.partition("<|start|>")[0] + "<|start|>assistant<|channel|>final<|message|>a<b"
+    )
+    assert (said.content, said.reasoning, said.tool_calls) == ("a<b", "hm", ())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "thoughts", "content"),
+    [
+        ("a<think>\n", "hm\n</think>\n\nyes", "hm", "yes"),
+        ("a", "<think>\nhm\n\nhm\n</think>yes\n", "hm\n\nhm", "yes\n"),
+        ("a", "yes </think> <think>", "", "yes </think> <think>"),
+        ("a<think>\n\n</think>\n\n", "yes", "", "yes"),
+        ("a<think>", "hm </thi", "hm </thi", ""),
+        ("<think> a", "yes", "", "yes"),
+    ],
+)
+def test_thoughts(prompt: str, text: str, thoughts: str, content: str) -> None:
+    row = REASONING["qwen3"]
+
+    def made() -> AnswerParser:
+        return AnswerParser(ReasoningParser(row, row.is_open_after(prompt)), None, None)
+
+    whole = parted(made(), text, [])
+    message = message_of(whole)
+    assert (message.reasoning, message.content) == (thoughts, content)
+    assert parted(made(), text, list(range(len(text)))) == whole
+
+
+def test_calls_after_thoughts() -> None:
+    thoughts = ReasoningParser(REASONING["qwen3"], True)
+    made = AnswerParser(thoughts, ToolParser(BY_NAME["hermes"], SCHEMAS), None)
+    message = message_of(parted(made, f"{HERMES}?\n</think>\n\n{HERMES}", [3, 30, 90]))
+    assert message.reasoning == f"{HERMES}?" and message.content is None
+    assert calls_of(message) == [CALL]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" * 20_000,
+        '<tool_call>{"name":' * 10_000,
+        '<tool_call>{"x":' + "[" * 100_000,
+        '<tool_call>{"name": "now", "arguments": ' + '{"a":' * 50_000,
+        '<tool_call>{"arguments": ' + '{"a":' * 20_000 + "1" + "}" * 20_000 + ', "name": "now"}',
+        " " * 200_000,
+        "<tool_call>" + " " * 200_000,
+        '<tool_call>{"name": "' + "a" * 200_000,
+    ],
+)
+def test_hostile_answers_take_little_time(text: str) -> None:
+    """In parts of 50 characters; a text of the model's own making has one for each token."""
+    start = time.process_time()
+    parted(parser("hermes"), text, list(range(0, len(text), 50)))
+    assert time.process_time() - start < 5
