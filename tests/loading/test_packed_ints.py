@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, assert_logits_are_transformers, small_engine
+from marks import named
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,6 +36,7 @@ def of_tensors(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     return method | {"config_groups": groups} | more
 
 
+FIRST = ("awq", "gptq", "compressed-tensors")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 KINDS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
@@ -114,7 +116,9 @@ def both_kinds(tiny: Tiny, name: str, config: dict[str, Any], folder: Path) -> t
     return ours, theirs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", named({kind: kind for kind in KINDS}, "awq", "gptq", "compressed-tensors")
+)
 def test_answers_are_those_of_the_numbers(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     ours, theirs = both_kinds(tiny, "llama-bias", KINDS[kind], tmp_path)
     driver = Driver(small_engine(ours))
