@@ -15,7 +15,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.experts import GroupedExperts, MixtureWeights, RouterWeights
+from nanoengine.models.experts import ON_A_GPU, GroupedExperts, MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import (
     MLP,
     AfterAttention,
@@ -248,10 +248,7 @@ class GpuOps(KernelOps):
     ) -> Product:
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
         if self._quantizer is not None or weights.router.weight.dtype is not torch.bfloat16:
-            raise ConfigError(
-                'experts run on a GPU in bfloat16 only; set dtype="bfloat16" and leave '
-                "quantization out"
-            )
+            raise ConfigError(ON_A_GPU)
         router, gated = make_router(self, config, weights), self._gated(activation)
         experts = GroupedExperts(router, weights.experts, config.count, gated)
         return finish_experts(self, experts, weights, norm, activation)

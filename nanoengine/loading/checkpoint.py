@@ -198,16 +198,20 @@ class CheckpointReader:
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU and in its stored dtype, mapped from the file."""
         self.dtype(name)
-        if self._num_read > REMAP_BYTES:
-            for file_name in self._files:
-                self._map(file_name)
-            self._num_read = 0
+        self._remap()
         part = self._parts[name]
         tensor = self._read(part, part.stored)
         if part.scales:
             tensor = unpack_mxfp4(tensor, self._read(part, part.scales))
         self._num_read += tensor.nbytes
         return tensor
+
+    def _remap(self) -> None:
+        """Map the files anew if much was read."""
+        if self._num_read > REMAP_BYTES:
+            for file_name in self._files:
+                self._map(file_name)
+            self._num_read = 0
 
     def _read(self, part: Part, stored: str) -> torch.Tensor:
         tensor: torch.Tensor = self._files[self._file_of[stored]].get_tensor(stored)
@@ -222,6 +226,12 @@ class CheckpointReader:
         if not self.code_format(name):
             return tensor
         return CodedWeight((CodedRows(self.code_format(name), tensor.clone()),), dtype)
+
+    def growth(self, num_bytes: int) -> str:
+        """For the plan, by how much weights grow as they are read; "" if they do not. num_bytes: of
+        those in memory.
+        """
+        return ""
 
     def _slice(self, stored: str) -> Any:
         return self._files[self._file_of[stored]].get_slice(stored)

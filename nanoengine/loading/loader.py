@@ -21,6 +21,7 @@ from nanoengine.loading.experts_json import about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.architectures import CHOICE_BIAS, weight_shapes
 from nanoengine.models.decoder import Decoder, Model, TensorSource
@@ -96,8 +97,8 @@ def load_model(
 
         decoder = Decoder(part, source, device, ops)
         origin = describe_weights(folder) + about_packed(parts, reader, dtype)
-        if isinstance(reader, Fp8Reader):
-            origin = f"{origin}; {reader.growth(num_bytes)}"
+        if growth := reader.growth(num_bytes):
+            origin = f"{origin}; {growth}"
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
     return LoadedModel(config, part, decoder, origin, sum(sizes), codes)
@@ -106,12 +107,13 @@ def load_model(
 def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
     content = read_json(folder / "config.json")
     inner = text_config(content) if is_wrapped else content
-    block = fp8_block((inner or content).get("quantization_config"))
-    return (
-        CheckpointReader(folder, is_wrapped)
-        if block is None
-        else Fp8Reader(folder, is_wrapped, block)
-    )
+    quantised = (inner or content).get("quantization_config")
+    block, packed = fp8_block(quantised), packed_format(quantised)
+    if block is not None:
+        return Fp8Reader(folder, is_wrapped, block)
+    if packed is not None:
+        return PackedReader(folder, is_wrapped, packed)
+    return CheckpointReader(folder, is_wrapped)
 
 
 def holds_codes(folder: Path) -> bool:

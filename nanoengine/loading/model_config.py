@@ -14,6 +14,7 @@ from nanoengine.errors import (
 )
 from nanoengine.loading.experts_json import read_experts
 from nanoengine.loading.fp8 import fp8_block
+from nanoengine.loading.packed_ints import packed_format
 from nanoengine.loading.refused import (
     about_architecture,
     about_folder,
@@ -203,6 +204,7 @@ def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:
     if (
         quantised is not None
         and fp8_block(quantised) is None
+        and packed_format(quantised) is None
         and quant_method(quantised) not in architecture.quantizations
     ):
         about = about_quantization(quantised)

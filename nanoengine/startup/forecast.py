@@ -15,8 +15,9 @@ import torch
 
 from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
-from nanoengine.errors import OutOfMemoryError
+from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.models.architectures import weight_shapes
+from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.quant import RECOVERED, STORED_GROUP
 from nanoengine.models.stored_codes import FORMATS, NEVER_CODES, ROUTERS
 from nanoengine.startup.memory_plan import ModelFacts, plan_memory
@@ -132,7 +133,7 @@ class Forecaster:
         codes: CodeCounts | None = None,
     ) -> None:
         """config: the settings that the user gave, which are planned with. codes: of the GGUF that
-        the model is.
+        the model is. Raises ConfigError for settings that the device does not take.
         """
         if not hardware.gpu_bytes:  # a CPU's KV needs no second tier
             config = replace(
@@ -145,6 +146,9 @@ class Forecaster:
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
         itemsize, method = self._dtype.itemsize, config.quantization
+        is_plain = dtype is torch.bfloat16 and method is None
+        if hardware.gpu_bytes and model.experts is not None and not is_plain:
+            raise ConfigError(ON_A_GPU)
         self._codes = codes
         each = _bytes_of_weights(codes or {}, itemsize, hardware.name == "cpu")
         self._weight_bytes = weight_bytes(model, itemsize, method, each)
@@ -184,15 +188,11 @@ class Forecaster:
         """What fits where these weights do not."""
         ways = []
         for method in ("int8", "int4"):
-            other = Forecaster(
-                replace(self._config, quantization=method),
-                self._model,
-                self._hardware,
-                self._codes,
-            )
+            config = replace(self._config, quantization=method)
             try:
+                other = Forecaster(config, self._model, self._hardware, self._codes)
                 tokens = other._longest().plan.max_model_len
-            except OutOfMemoryError:
+            except (ConfigError, OutOfMemoryError):
                 continue
             ways.append(f"--quantization {method} (lossy; {tokens:,} tokens fit)")
         larger = f"a larger {self._where()} (--{self._where().lower()}-gib)"
@@ -300,7 +300,8 @@ class Forecaster:
     def _room_gib(self) -> float:
         """GiB of RAM that a CPU's KV may take beside weights and a step."""
         free, _ = self._memory.memory()
-        return _gib_down(free - self._fit(max_model_len=None).plan.activation_bytes)
+        plan = self._fit(max_model_len=None).plan
+        return _gib_down(free - plan.activation_bytes - plan.kv.fixed_bytes)
 
     def _try(self, **settings: Any) -> _Fit | None:
         """The fit with these settings; None if there is none."""

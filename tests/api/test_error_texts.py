@@ -180,9 +180,9 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         lambda b: LLM(b.folder("lora", adapter_config={"base_model_name_or_path": "org/base"})),
         ("a LoRA adapter of 'org/base'", "merge_and_unload()"),
     ),
-    "27 AWQ": (
-        lambda b: LLM(b.folder("awq", config=CONFIG | {"quantization_config": AWQ})),
-        ("says 'awq'", "not read", "16-bit original", 'quantization="int4"', 'quantization="gguf"'),
+    "27 HQQ": (
+        lambda b: LLM(b.folder("hqq", config=CONFIG | {"quantization_config": HQQ})),
+        ("says 'hqq'", "not read", "16-bit original", 'quantization="int4"', 'quantization="gguf"'),
     ),
     "27 mixture of experts": (
         lambda b: LLM(b.folder("moe", config={"architectures": ["DeepseekV3ForCausalLM"]})),
@@ -236,7 +236,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("main revision", "hf download MODEL --revision REVISION"),
     ),
 }
-AWQ = {"quant_method": "awq", "bits": 4}
+HQQ = {"quant_method": "hqq"}
 
 
 @pytest.fixture(scope="module")

@@ -167,6 +167,17 @@ def test_a_gguf_is_planned_from_its_metadata_and_not_converted(
         assert row["longest"] == llm.plan.max_model_len
 
 
+def test_experts_on_a_gpu_are_not_planned_in_fewer_bits(
+    tiny: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No engine would take them."""
+    folder, gpu = str(tiny("qwen3-moe")), ["--gpu-gib", "1", "--ram-gib", "1"]
+    assert main(["plan", folder, *gpu, "--quantization", "int4"]) == FAILED
+    assert "experts run on a GPU in bfloat16 only" in capsys.readouterr().err
+    assert main(["plan", folder, "--gpu-gib", "0.5", "--ram-gib", "1"]) == FAILED
+    assert "take a smaller model, or a larger GPU" in capsys.readouterr().err
+
+
 def test_codes_on_a_gpu_are_those_of_four_bits(
     tiny: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

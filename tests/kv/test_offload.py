@@ -148,7 +148,9 @@ def check_case(tiny: Tiny, case: Case) -> None:
     may_need_less = driver.engine.kv.spec.window  # KV that its windows have left is given back
     run_fewer = driver.engine.kv.spec.kept_blocks > 1  # as many as the device holds windows of
     assert may_need_less or run_fewer or (preemptions > 0) == (batch == "many, preempted")
-    assert (cached > 0) == prefix_cache
+    # A hit needs the block with a snapshot, too: few outlive requests that are preempted.
+    may_lose_hits = driver.engine.kv.spec.delta is not None and preemptions > 0
+    assert may_lose_hits or (cached > 0) == prefix_cache
     assert_bytes_add_up(driver, host_pressure=True)
     counters, peak = driver.engine.kv.counters, driver.engine.kv.peak_streamed
     assert may_need_less or (counters.h2d_bytes > 0) == mode.startswith("stream")

@@ -161,7 +161,9 @@ def test_states_follow_their_requests(
     assert "2 of 3 layers have no KV but a state of" in str(engine.plan)
 
 
-@pytest.mark.parametrize("mode", ["resident", "in_place", "stream"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("resident", marks=pytest.mark.breadth), "in_place", "stream"]
+)
 def test_experts_behind_recurrent_layers(tiny: Callable[[str], Path], mode: str) -> None:
     """In chunks, on every tier, the second time from the cache."""
     path, prompts = tiny("qwen3.5-moe"), some_prompts()

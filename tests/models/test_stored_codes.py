@@ -137,7 +137,9 @@ def test_the_engine_equals_transformers_on_dequantised_weights(
     assert_like_transformers(path, dequantised(tiny(name), MIX, "Q4_0"))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3.5-moe"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("mixtral", marks=pytest.mark.breadth), "qwen3.5-moe"]
+)
 def test_experts_and_recurrent_layers_in_codes(
     tiny: Tiny, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,215 @@
+"""Reads checkpoints in AWQ, GPTQ and compressed-tensors: integers of 4 or 8 bits in words of 32.
+
+Weights are dequantised as they are read. AWQ (arXiv 2306.00978) and GPTQ (arXiv 2210.17323) hold a
+matrix [inputs, outputs] as AutoAWQ's "gemm" and AutoGPTQ pack it, compressed-tensors one [outputs,
+inputs].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoengine.config.engine import GIB
+from nanoengine.errors import UnsupportedModelError, WeightMismatchError
+from nanoengine.loading.checkpoint import CheckpointReader, Part
+
+WORD_BITS, WORD = 32, "I32"
+INPUTS_AT_ONCE = 1024  # that are dequantised
+# AutoAWQ puts the columns 0, 2, 4, 6, 1, 3, 5, 7 into a word: where each of them is.
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """How a checkpoint packs. method: of its `quantization_config`; group: inputs that share a
+    scale, 0: all of them; zero_offset: what is added to a stored zero (AutoGPTQ's first format has
+    them less one).
+    """
+
+    method: str
+    bits: int
+    group: int
+    zero_offset: int = 0
+
+    @property
+    def per_word(self) -> int:
+        """Integers of a word."""
+        return WORD_BITS // self.bits
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """Ends of the names of a weight's integers, scales, zeros and groups of inputs."""
+        if self.method == "compressed-tensors":
+            return "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
+        return "qweight", "scales", "qzeros", "g_idx"
+
+
+def packed_format(config: object) -> PackedFormat | None:
+    """That of a `quantization_config`; None for another, which is not read here."""
+    if not isinstance(config, dict):
+        return None
+    method, bits = config.get("quant_method"), config.get("bits")
+    if method == "compressed-tensors":
+        return _of_groups(config) if config.get("format") == "pack-quantized" else None
+    group = _group(config.get("group_size"))
+    if group is None or config.get("dynamic"):
+        return None
+    if method == "awq" and bits == 4 and config.get("version", "gemm") in ("gemm", "GEMM"):
+        return PackedFormat(method, 4, group)
+    kind = config.get("checkpoint_format", "gptq")
+    if method == "gptq" and bits in (4, 8) and kind in ("gptq", "gptq_v2"):
+        return PackedFormat(method, bits, group, 1 if kind == "gptq" else 0)
+    return None
+
+
+def _group(size: object) -> int | None:
+    """PackedFormat's; -1 says that all inputs share a scale."""
+    if type(size) is not int or (size < 1 and size != -1):
+        return None
+    return max(size, 0)
+
+
+def _of_groups(config: Mapping[str, Any]) -> PackedFormat | None:
+    """If all groups of layers in compressed-tensors' config are packed alike, and have no zeros."""
+    listed = config.get("config_groups")
+    found: set[tuple[int, int]] = set()
+    for each in listed.values() if isinstance(listed, dict) else ():
+        weights = each.get("weights") if isinstance(each, dict) else None
+        if not isinstance(weights, dict) or weights.get("type") != "int":
+            return None
+        group = 0 if weights.get("strategy") == "channel" else _group(weights.get("group_size"))
+        bits = weights.get("num_bits")
+        if weights.get("symmetric") is not True or bits not in (4, 8) or group is None:
+            return None
+        found.add((bits, group))
+    return PackedFormat("compressed-tensors", *found.pop()) if len(found) == 1 else None
+
+
+class PackedReader(CheckpointReader):
+    """Gives packed weights as float32, under the names that they have in other checkpoints, and all
+    others as they are stored.
+    """
+
+    def __init__(self, folder: Path, is_wrapped: bool, packed: PackedFormat) -> None:
+        super().__init__(folder, is_wrapped)
+        self._format = packed
+        integers, *others = packed.names
+        ends = tuple(f".{name}" for name in (*others, "weight_shape"))
+        packs = {name.removesuffix(integers) for name in self._parts if name.endswith(integers)}
+        self._parts = {
+            f"{name.removesuffix(integers)}weight" if name.endswith(integers) else name: part
+            for name, part in self._parts.items()
+            if not (name.endswith(ends) and name.rpartition(".")[0] + "." in packs)
+        }
+
+    def _stem(self, part: Part) -> str:
+        """What comes before the ends of a packed weight's names; "" of one that is not packed."""
+        integers = self._format.names[0]
+        return part.stored.removesuffix(integers) if part.stored.endswith(integers) else ""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, read from the header only."""
+        if not self._stem(self._parts[name]):
+            return super().shape(name)
+        first, second = self._slice(self._parts[name].stored).get_shape()
+        per_word = self._format.per_word
+        if self._format.method == "compressed-tensors":
+            return first, second * per_word
+        is_awq = self._format.method == "awq"
+        return (second * per_word, first) if is_awq else (second, first * per_word)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As CheckpointReader.dtype; float32 of a packed weight."""
+        part = self._parts[name]
+        if not self._stem(part):
+            return super().dtype(name)
+        stored = str(self._slice(part.stored).get_dtype())
+        if stored != WORD:
+            raise UnsupportedModelError(
+                f"{self.folder}: tensor {part.stored!r} is {stored}; packed integers must be {WORD}"
+            )
+        return torch.float32
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the model as stored, but for zeros and scales."""
+        count = 0
+        for name, part in self._parts.items():
+            size = self.dtype(name).itemsize * math.prod(self.shape(name))
+            count += size // self._format.per_word if self._stem(part) else size
+        return count
+
+    def tensor(self, name: str) -> Tensor:
+        """As CheckpointReader.tensor. Raises WeightMismatchError for a packed weight without scales
+        and zeros of its shape.
+        """
+        part = self._parts[name]
+        if not self._stem(part):
+            return super().tensor(name)
+        self.dtype(name)
+        self._remap()
+        words = self._read(part, part.stored)
+        self._num_read += words.nbytes
+        scales, zeros, given = (self._companion(part, place) for place in (1, 2, 3))
+        is_turned = self._format.method == "compressed-tensors"
+        if is_turned and scales is not None:
+            scales = scales.T
+        groups = self._groups(self.shape(name)[1], given)
+        wanted = (int(groups.max()) + 1, self.shape(name)[0])
+        middle = torch.full(wanted, 1 << (self._format.bits - 1), dtype=torch.int32)
+        if zeros is not None:
+            most = (1 << self._format.bits) - 1
+            middle = self._unpacked(zeros, 1) + self._format.zero_offset & most
+        if scales is None or scales.shape != wanted or middle.shape != wanted:
+            raise WeightMismatchError(
+                f"{self.folder}: {part.stored!r} has no scales and zeros of {wanted[1]} outputs in "
+                f"{wanted[0]} groups of inputs"
+            )
+        integers = self._unpacked(words, 0 if self._format.method == "gptq" else 1)
+        integers = integers.T if is_turned else integers
+        weight = torch.empty(self.shape(name))
+        for inputs in torch.split(torch.arange(len(groups)), INPUTS_AT_ONCE):
+            at = groups[inputs]
+            weight[:, inputs] = ((integers[inputs] - middle[at]) * scales[at].float()).T
+        return weight
+
+    def _companion(self, part: Part, place: int) -> Tensor | None:
+        """A weight's tensor of this place in PackedFormat.names, if it is there."""
+        name = self._stem(part) + self._format.names[place]
+        return self._read(part, name) if name in self._file_of else None
+
+    def _groups(self, inputs: int, given: Tensor | None) -> Tensor:
+        """The group of each input, int64 [inputs]. given: as the checkpoint lists them."""
+        group = self._format.group or inputs
+        groups = torch.arange(inputs) // group
+        if given is None:
+            return groups
+        if not torch.equal(given.long().sort().values, groups):
+            raise WeightMismatchError(
+                f"{self.folder}: the groups of inputs are not {int(groups.max()) + 1} of {group}"
+            )
+        return given.long()
+
+    def _unpacked(self, words: Tensor, dim: int) -> Tensor:
+        """int32 words as the integers in them, the lowest bits first; dim grows."""
+        shifts = torch.arange(0, WORD_BITS, self._format.bits, dtype=torch.int32)
+        if self._format.method == "awq":
+            shifts = shifts[list(AWQ_ORDER)]
+        if dim == 0:
+            return self._unpacked(words.T, 1).T
+        parts = words.unsqueeze(2) >> shifts & (1 << self._format.bits) - 1
+        return parts.flatten(1)
+
+    def growth(self, num_bytes: int) -> str:
+        """For the plan. num_bytes: of the weights in memory."""
+        return (
+            f"{self._format.method} in {self._format.bits} bits, dequantised: "
+            f"{self.num_bytes() / GIB:.2f} GiB stored are {num_bytes / GIB:.2f} GiB in memory; "
+            'quantization="int4" makes them small again, and rounds'
+        )

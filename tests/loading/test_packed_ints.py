@@ -1,0 +1,193 @@
+"""Checkpoints of packed integers, written an integer at a time, against transformers' answers with
+the numbers that they stand for.
+
+The layouts are those of AutoAWQ's WQLinear_GEMM, AutoGPTQ's QuantLinear and compressed-tensors'
+pack_to_int32.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver, assert_logits_are_transformers, small_engine
+from marks import named
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanoengine.errors import UnsupportedModelError, WeightMismatchError
+from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.packed_ints import PackedReader, packed_format
+
+Tiny = Callable[[str], Path]
+GROUP, AWQ_COLUMNS = 32, (0, 2, 4, 6, 1, 3, 5, 7)
+INT4 = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": GROUP}
+CHANNEL = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "channel"}
+
+
+def of_tensors(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": weights}}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return method | {"config_groups": groups} | more
+
+
+FIRST = ("awq", "gptq", "compressed-tensors")
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+KINDS: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
+    "gptq": GPTQ | {"desc_act": True},
+    "gptq, 8 bits": GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
+    "compressed-tensors": of_tensors(INT4),
+    "compressed-tensors, 8 bits": of_tensors(CHANNEL),
+}
+
+
+def pack(integers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """[rows, columns] as int32 words of a row; order: the column of each place in a word."""
+    per_word, (rows, columns) = 32 // bits, integers.shape
+    order = order or tuple(range(per_word))
+    words = [
+        sum(int(integers[row, first + order[i]]) << bits * i for i in range(per_word))
+        for row in range(rows)
+        for first in range(0, columns, per_word)
+    ]
+    signed = [word - (1 << 32) if word >> 31 else word for word in words]
+    return torch.tensor(signed, dtype=torch.int32).view(rows, -1)
+
+
+def packed(
+    config: dict[str, Any], shape: torch.Size, seed: int
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Random tensors of a weight by the ends of their names, and the weight [outputs, inputs]."""
+    generator = torch.Generator().manual_seed(seed)
+    (outputs, inputs), known = shape, packed_format(config)
+    assert known is not None
+    bits, group = known.bits, known.group or inputs
+    top, num_groups = 1 << bits, -(-inputs // group)
+
+    def integers(*sizes: int) -> Tensor:
+        return torch.randint(0, top, sizes, generator=generator)
+
+    q, zeros = integers(inputs, outputs), integers(num_groups, outputs)
+    scales = (torch.rand(num_groups, outputs, generator=generator) + 0.5) / top
+    scales = scales.half().float()
+    of_input = torch.arange(inputs) // group
+    if config.get("desc_act"):
+        of_input = of_input[torch.randperm(inputs, generator=generator)]
+    if known.method == "compressed-tensors":
+        zeros.fill_(top // 2)
+        found = {"weight_packed": pack(q.T, bits), "weight_scale": scales.T.contiguous()}
+        found["weight_shape"] = torch.tensor([outputs, inputs])
+    elif known.method == "awq":
+        found = {"qweight": pack(q, 4, AWQ_COLUMNS), "qzeros": pack(zeros, 4, AWQ_COLUMNS)}
+        found["scales"] = scales.half()
+    else:
+        stored = (zeros - 1) % top if "checkpoint_format" not in config else zeros
+        found = {"qweight": pack(q.T, bits).T.contiguous(), "qzeros": pack(stored, bits)}
+        found |= {"scales": scales.half(), "g_idx": of_input.int()}
+    weight = torch.empty(outputs, inputs)
+    for i in range(inputs):
+        weight[:, i] = (q[i] - zeros[of_input[i]]) * scales[of_input[i]]
+    return found, weight
+
+
+def both_kinds(tiny: Tiny, name: str, config: dict[str, Any], folder: Path) -> tuple[Path, Path]:
+    """A checkpoint with packed products in its layers, and the same as numbers."""
+    ours, theirs = folder / "packed", folder / "numbers"
+    for each in (ours, theirs):
+        shutil.copytree(tiny(name), each)
+    stored = load_file(ours / "model.safetensors")
+    plain = dict(stored)
+    for seed, (each, tensor) in enumerate(list(stored.items())):
+        # Of experts the first of each layer, of other products those of the first layer.
+        if each.endswith("_proj.weight") and ".0." in each:
+            del stored[each]
+            found, plain[each] = packed(config, tensor.shape, seed)
+            stored |= {each.removesuffix("weight") + end: value for end, value in found.items()}
+    save_file(stored, ours / "model.safetensors", {"format": "pt"})
+    save_file(plain, theirs / "model.safetensors", {"format": "pt"})
+    path = ours / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    return ours, theirs
+
+
+@pytest.mark.parametrize(
+    "kind", named({kind: kind for kind in KINDS}, "awq", "gptq", "compressed-tensors")
+)
+def test_answers_are_those_of_the_numbers(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    ours, theirs = both_kinds(tiny, "llama-bias", KINDS[kind], tmp_path)
+    driver = Driver(small_engine(ours))
+    outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
+    assert_logits_are_transformers(driver, theirs, outputs)
+    bits = "8 bits" if "8" in kind else "4 bits"
+    assert f"{kind.split(',')[0]} in {bits}, dequantised: " in str(driver.engine.plan)
+    driver.engine.close()
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq"])
+def test_experts(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    """A tensor for each expert, and inputs that end inside a group."""
+    ours, theirs = both_kinds(tiny, "qwen3-moe", KINDS[kind], tmp_path)
+    known = packed_format(KINDS[kind])
+    assert known is not None
+    expected = load_file(theirs / "model.safetensors")
+    with PackedReader(ours, False, known) as reader:
+        assert reader.names() == expected.keys()
+        for name, values in expected.items():
+            assert reader.shape(name) == values.shape
+            torch.testing.assert_close(reader.tensor(name), values, atol=1e-6, rtol=0)
+        assert reader.num_bytes() < sum(values.nbytes for values in expected.values())
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "error", "match"),
+    [
+        ("scales", None, WeightMismatchError, "has no scales and zeros of 64 outputs"),
+        ("scales", lambda t: t[1:], WeightMismatchError, "in 2 groups of inputs"),
+        ("qzeros", lambda t: t[:, 1:], WeightMismatchError, "has no scales and zeros"),
+        ("g_idx", lambda t: t * 0, WeightMismatchError, "the groups of inputs are not 2 of 32"),
+        ("g_idx", lambda t: t + 7, WeightMismatchError, "the groups of inputs are not 2 of 32"),
+        ("qweight", lambda t: t.float(), UnsupportedModelError, "packed integers must be I32"),
+        ("qweight", lambda t: t[1:], WeightMismatchError, r"q_proj.weight is \[64, 56\], not"),
+    ],
+)
+def test_damage_is_refused(
+    tiny: Tiny, tmp_path: Path, end: str, change: Any, error: type[Exception], match: str
+) -> None:
+    ours, _ = both_kinds(tiny, "llama", KINDS["gptq"], tmp_path)
+    stored = load_file(ours / "model.safetensors")
+    name = f"model.layers.0.self_attn.q_proj.{end}"
+    tensor = stored.pop(name)
+    if change is not None:
+        stored[name] = change(tensor).contiguous()
+    save_file(stored, ours / "model.safetensors", {"format": "pt"})
+    with pytest.raises(error, match=match):
+        small_engine(ours)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+        {"quant_method": "awq", "bits": 4},
+        GPTQ | {"bits": 3},
+        GPTQ | {"dynamic": {"-:.*down.*": {}}},
+        GPTQ | {"checkpoint_format": "marlin"},
+        of_tensors(INT4 | {"symmetric": False}),
+        of_tensors(INT4 | {"group_size": None}),
+        of_tensors(INT4, config_groups={}),
+        of_tensors(INT4, format="marlin-24"),
+    ],
+    ids=str,
+)
+def test_other_layouts_are_refused(tiny: Tiny, tmp_path: Path, config: dict[str, Any]) -> None:
+    shutil.copytree(tiny("llama"), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    with pytest.raises(UnsupportedModelError, match="were quantised in this way are not read"):
+        read_model_config(tmp_path / "m")
