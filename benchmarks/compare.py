@@ -493,11 +493,12 @@ def write_gguf(args: argparse.Namespace) -> Row:
     if args.dtype == "stored":
         shutil.copyfile(source, args.out)
     else:
-        _write_as(source, Path(args.out), {"bf16": "BF16", "f16": "F16"}[args.dtype])
+        write_as(source, Path(args.out), {"bf16": "BF16", "f16": "F16"}[args.dtype])
     return {"file": args.out, "dtype": args.dtype, "bytes": Path(args.out).stat().st_size}
 
 
-def _write_as(source: Path, out: Path, kind: str) -> None:
+def write_as(source: Path, out: Path, kind: str) -> None:
+    """Write a GGUF again with its matrices in a format (ggml's name) that gguf can make."""
     import gguf  # 0.3 s, and only for this command
 
     reader = gguf.GGUFReader(source)

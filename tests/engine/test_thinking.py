@@ -44,7 +44,17 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "resident",
+        "guesses",
+        *(
+            pytest.param(name, marks=pytest.mark.breadth)
+            for name in ("preempted", "run ahead", "drafts")
+        ),
+    ],
+)
 def test_thoughts_end_at_their_budget(folder: Path, layout: str) -> None:
     tokenizer, model = Tokenizer.from_folder(folder), reference(folder)
     end = tokenizer.encode("</think>", add_special_tokens=False)

@@ -180,6 +180,7 @@ def test_what_is_refused(server: LiveServer, body: dict[str, Any], words: str) -
     assert status == 400 and words in answer["error"]["message"]
 
 
+@pytest.mark.breadth
 def test_models_that_have_no_tools_or_write_calls_in_their_own_way(
     tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
