@@ -213,8 +213,10 @@ def test_ten_thousand_small_gathers_lose_no_wake_up(
 
     def run(group: Group) -> None:
         for i in range(10_000):
+            begin = time.perf_counter()
             part = torch.full((1, 1), group.rank + i)
             assert group.gather(part, (1, 1)).tolist() == [[i, i + 1]]
+            assert time.perf_counter() - begin < PATIENCE_S / 2, "a rank slept until it was late"
 
     with sharing_ranks(2, build_folder) as groups:
         assert at_once(groups, run) == [None] * 2
