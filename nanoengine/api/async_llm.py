@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 from nanoengine.api.block_map import BlockMap
+from nanoengine.api.chat_rules import ChatRules
 from nanoengine.api.delta_stream import AsyncDeltaStream
 from nanoengine.api.engine_thread import EngineThread
 from nanoengine.api.llm import LLM
@@ -29,6 +31,7 @@ from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
 from nanoengine.outputs import RequestOutput, StreamDelta
+from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -95,15 +98,11 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: TemplateKwargs = None,
         tools: Tools = None,
+        tool_choice: Any = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation; see generate() and LLM.chat."""
-        return self._outputs(
-            lambda llm: llm.stream_chat(
-                messages, sampling_params, add_generation_prompt, chat_template_kwargs, tools
-            ),
-            request_id,
-            sampling_params,
-        )
+        """Answer one conversation; see generate() and LLM.chat. The last output has messages."""
+        template = add_generation_prompt, chat_template_kwargs
+        return self._answers(messages, sampling_params, request_id, template, (tools, tool_choice))
 
     @explains_unknown(ARGUMENT, " of stream()")
     async def stream(
@@ -187,6 +186,31 @@ class AsyncLLM:
         except BaseException:  # refused, or the caller was cancelled
             self._engine.leave(mailbox)
             raise
+
+    async def _answers(
+        self,
+        messages: Messages,
+        params: OneParams,
+        request_id: str | None,
+        template: tuple[bool, TemplateKwargs],
+        tools: tuple[Tools, Any],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a chat. tools: with their choice."""
+
+        def rules_of(llm: LLM) -> tuple[ChatRules, SamplingParams]:
+            rules = llm.chat_rules(*tools)
+            return rules, rules.params(one_params(params) or llm.llm_engine.inputs.default_params)
+
+        try:
+            rules, held = await self.call(rules_of)
+        except RequestError as error:
+            raise without_our_lines(error) from error.__cause__
+        outputs = self._outputs(
+            lambda llm: llm.stream_chat(messages, held, *template, rules.shown), request_id, held
+        )
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield rules.with_messages(output) if output.finished else output
 
     async def _outputs(
         self,

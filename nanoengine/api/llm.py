@@ -11,13 +11,13 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self, Unpack, cast
 
 from nanoengine.api.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.api.block_map import BlockMap
+from nanoengine.api.chat_rules import ChatRules
 from nanoengine.api.progress import progress_bar
 from nanoengine.api.read_stats import block_map, engine_stats
 from nanoengine.api.request_forms import (
@@ -42,18 +42,16 @@ from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.output_processor import RequestState, refused
 from nanoengine.errors import (
-    InvalidParamsError,
     InvalidPromptError,
     RequestError,
     ends_at_the_user,
     warn_user,
 )
-from nanoengine.outputs import BeamSearchOutput, CompletionOutput, RequestOutput, StreamDelta
+from nanoengine.outputs import BeamSearchOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import BeamSearchParams, SamplingParams
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
-from nanoengine.text.tools import ToolUse, read_tools
 
 logger = logging.getLogger(__name__)
 
@@ -176,16 +174,19 @@ class LLM:
             )
         many = bool(messages) and isinstance(messages[0], list | tuple)
         conversations: list[Any] = list(messages) if many else [messages]
-        use = self._tool_use(tools, tool_choice)
-        shown = None if tool_choice == "none" else tools
-        rest = add_generation_prompt, chat_template_kwargs, shown
+        rules = self.chat_rules(tools, tool_choice)
+        rest = add_generation_prompt, chat_template_kwargs, rules.shown
         requests = [self._chat_request(c, *rest) for c in conversations]
         params = [
-            self._parsers.params(given or self.llm_engine.inputs.default_params, use)
+            rules.params(given or self.llm_engine.inputs.default_params)
             for given in params_for(sampling_params, len(requests))
         ]
         outputs = self._answer(requests, params, not many, use_tqdm)
-        return [self._with_messages(output, use) for output in outputs]
+        return [rules.with_messages(output) for output in outputs]
+
+    def chat_rules(self, tools: Tools = None, tool_choice: Any = None) -> ChatRules:
+        """How the answers of a chat with these tools are held and read; see chat()."""
+        return ChatRules.of(self._parsers, tools, tool_choice)
 
     @ends_at_the_user
     def beam_search(
@@ -316,26 +317,6 @@ class LLM:
     @cached_property
     def _parsers(self) -> ChatParsers:
         return ChatParsers.of(self.tokenizer)
-
-    def _tool_use(self, tools: Tools, choice: Any) -> ToolUse | None:
-        """The tools that an answer may call. Raises InvalidParamsError if they cannot be called and
-        a choice says that they must be.
-        """
-        try:
-            use = read_tools(tools, choice)
-            self._parsers.check(use)
-        except InvalidParamsError:
-            if choice is not None:
-                raise
-            return None
-        return use
-
-    def _with_messages(self, output: RequestOutput, use: ToolUse | None) -> RequestOutput:
-        def with_message(made: CompletionOutput) -> CompletionOutput:
-            message = self._parsers.message(made.text, output.prompt or "", use)
-            return replace(made, message=message)
-
-        return replace(output, outputs=[with_message(made) for made in output.outputs])
 
     def _answer(
         self, requests: list[GivenPrompt], params: Params, single: bool, use_tqdm: bool

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NoReturn
 
 import nanoengine
@@ -83,7 +84,10 @@ def _run(argv: list[str]) -> int:
         return MISUSED
     if args.log_level:
         show_logs(args.log_level)
-    run: Callable[[argparse.Namespace], int] = args.run
+    name = args.command.replace("-", "_")
+    run: Callable[[argparse.Namespace], int] = getattr(
+        import_module(f"nanoengine.cli.{name}"), name
+    )
     return run(args)
 
 
@@ -157,9 +161,6 @@ def make_parser() -> tuple[Parser, dict[str, Parser]]:
 
 
 def _fill_run(parser: Parser) -> None:
-    from nanoengine.cli.run import run
-
-    parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "prompt",
@@ -179,18 +180,14 @@ def _fill_run(parser: Parser) -> None:
 
 
 def _fill_chat(parser: Parser) -> None:
-    from nanoengine.cli.chat import chat
-
-    parser.set_defaults(run=chat)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     _add_common(parser)
 
 
 def _fill_serve(parser: Parser) -> None:
-    from nanoengine.cli.serve import add_server_flags, serve
+    from nanoengine.cli.serve import add_server_flags
 
-    parser.set_defaults(run=serve)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--quiet", action="store_true", help="nothing but errors on stderr")
     add_server_flags(parser)
@@ -198,9 +195,6 @@ def _fill_serve(parser: Parser) -> None:
 
 
 def _fill_plan(parser: Parser) -> None:
-    from nanoengine.cli.plan import plan
-
-    parser.set_defaults(run=plan)
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     wanted = parser.add_argument_group("what is asked, and the machine")
     for flag, kind, metavar, text in (
@@ -219,9 +213,6 @@ def _fill_plan(parser: Parser) -> None:
 
 
 def _fill_batch(parser: Parser) -> None:
-    from nanoengine.cli.batch import batch
-
-    parser.set_defaults(run=batch)
     parser.add_argument("input", metavar="IN.jsonl", help="lines of custom_id, method, url, body")
     parser.add_argument(
         "output", metavar="OUT.jsonl", help="a line for each; may hold some already"
@@ -233,9 +224,6 @@ def _fill_batch(parser: Parser) -> None:
 
 
 def _fill_models(parser: Parser) -> None:
-    from nanoengine.cli.models import models
-
-    parser.set_defaults(run=models)
     parser.add_argument("action", nargs="?", choices=["rm"], help="rm: remove the model NAME")
     parser.add_argument("name", nargs="?", metavar="NAME", help="as the list shows it")
     parser.add_argument("--yes", action="store_true", help="remove without a question")
@@ -243,9 +231,6 @@ def _fill_models(parser: Parser) -> None:
 
 
 def _fill_collect_env(parser: Parser) -> None:
-    from nanoengine.cli.collect_env import collect_env
-
-    parser.set_defaults(run=collect_env)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import jsonschema
 import pytest
 from tool_models import CALL, TOOLS, WEATHER, tool_model
 
-from nanoengine import LLM, ChatMessage, InvalidParamsError, SamplingParams
+from nanoengine import LLM, AsyncLLM, ChatMessage, InvalidParamsError, RequestOutput, SamplingParams
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -51,6 +53,28 @@ def test_calls_are_read(llm: LLM) -> None:
     assert output.prompt is not None
     written = '<tool_call>{"name": "now", "arguments": {}}</tool_call>\ntool: noon\n'
     assert f"assistant: Hm.{written}" in output.prompt
+
+
+@pytest.mark.parametrize("choice", [None, "required"])
+def test_an_answer_on_an_event_loop(llm: LLM, choice: Any) -> None:
+    """The last output is LLM.chat's, and those before it hold no messages."""
+    text = {"choice": [f"Hm.\n{CALL}"]}
+    params = PARAMS if choice else SamplingParams(max_tokens=160, structured_outputs=text)
+    rest: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice}
+    (wanted,) = llm.chat(TALK, params, use_tqdm=False, **rest)
+
+    async def answers(made: AsyncLLM) -> list[RequestOutput]:
+        return [output async for output in made.chat(TALK, params, **rest)]
+
+    with closing(AsyncLLM(llm.llm_engine.config.model, **SETTINGS)) as made:
+        *before, last = asyncio.run(answers(made))
+    assert all(output.outputs[0].message is None for output in before)
+    (ours,), (theirs,) = last.outputs, wanted.outputs
+    assert ours.text == theirs.text and ours.message is not None and theirs.message is not None
+    assert [c.arguments for c in ours.message.tool_calls] == [
+        c.arguments for c in theirs.message.tool_calls
+    ]
+    assert ours.message.tool_calls and ours.message.content == theirs.message.content
 
 
 def test_without_tools_a_text_is_a_text(llm: LLM) -> None:
