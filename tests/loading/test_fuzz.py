@@ -97,4 +97,4 @@ def test_a_few_new_cases_of_each_kind() -> None:
         [*command, *counts], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    assert done.stdout.count(" cases from 0") == 9
+    assert done.stdout.count(" cases from 0") == 10
