@@ -29,7 +29,7 @@ from nanoengine.config.model import ModelConfig
 from nanoengine.context import ForwardContext, KVChunk
 from nanoengine.errors import ConfigError
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
+from nanoengine.models.weight_shapes import weight_shapes
 
 ROWS = (1, 2, 5, 9, 17)
 BLOCK = 256

@@ -26,7 +26,7 @@ from nanoengine.config.engine import GIB
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
+from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.sequence import Admission, Sequence, SequenceStatus
 from nanoengine.startup.probe import PROBE_ID, fill_random, probe_sequence
 

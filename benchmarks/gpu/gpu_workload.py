@@ -23,7 +23,7 @@ from nanoengine import SamplingParams
 from nanoengine.config.engine import GIB
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
+from nanoengine.models.weight_shapes import weight_shapes
 
 ROOT = Path(__file__).parents[2]
 NANO_TEMPERATURE = 0.6  # nano-vllm has no greedy decoding

@@ -14,6 +14,7 @@ from nanoengine.errors import (
 )
 from nanoengine.loading.experts_json import read_experts
 from nanoengine.loading.fp8 import fp8_block
+from nanoengine.loading.layer_kinds import FULL, RECURRENT, layer_windows, recurrent_layers
 from nanoengine.loading.packed_ints import packed_format
 from nanoengine.loading.refused import (
     about_architecture,
@@ -23,14 +24,7 @@ from nanoengine.loading.refused import (
 )
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.loading.wrappers import WRAPPERS, text_config
-from nanoengine.models.architectures import (
-    ARCHITECTURES,
-    FULL,
-    RECURRENT,
-    Architecture,
-    layer_windows,
-    recurrent_layers,
-)
+from nanoengine.models.architectures import ARCHITECTURES, Architecture
 from nanoengine.text.checked_json import (
     CheckedJson,
     has_file,

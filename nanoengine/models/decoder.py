@@ -14,20 +14,14 @@ from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.context import ForwardContext, ReplayKey
-from nanoengine.models.architectures import (
-    ARCHITECTURES,
-    CHOICE_BIAS,
-    ExpertNames,
-    experts_of,
-    has_out_bias,
-    has_qkv_bias,
-)
+from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
 from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import Attention, DeltaLayer
 from nanoengine.models.rope import Rotary, head_order
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
+from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
 
 TensorSource = Callable[[str], Weight]
 

@@ -16,10 +16,10 @@ import torch
 from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
-from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.quant import RECOVERED, STORED_GROUP
 from nanoengine.models.stored_codes import FORMATS, NEVER_CODES, ROUTERS
+from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.startup.memory_plan import ModelFacts, plan_memory
 from nanoengine.startup.plan import GIB_STEPS, MemoryPlan, gib_up
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -33,7 +34,7 @@ class Piece:
 Steps = Generator[Piece | None, None, Result]  # None: more text is needed
 
 
-class PieceReader:
+class PieceReader(ABC):
     """Splits a text that comes in parts. How it is cut into parts changes no piece but its length.
 
     A subclass says in `_read` what it takes from `left`, the text that nobody has taken yet.
@@ -54,8 +55,9 @@ class PieceReader:
         self.has_ended = True
         return self._pieces()
 
+    @abstractmethod
     def _read(self) -> Steps[None]:
-        raise NotImplementedError
+        """Give out pieces, and None where more text is needed."""
 
     def _pieces(self) -> list[Piece]:
         found = []

@@ -30,8 +30,8 @@ from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_plan import StepTransfers
+from nanoengine.loading.layer_kinds import layer_windows
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import layer_windows
 
 CPU = torch.device("cpu")
 # Prompts whole and on top of earlier keys, decodes of one to four queries, one key, no key.

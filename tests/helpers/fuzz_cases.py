@@ -28,7 +28,7 @@ from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorab
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
+from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.sampling_params import BeamSearchParams, StructuredOutputsParams
 from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.answer_pieces import merged

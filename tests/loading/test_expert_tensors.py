@@ -19,9 +19,9 @@ from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorab
 from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.loader import load_model
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.experts import MixtureWeights
 from nanoengine.models.layer_ops import Product, TorchOps
+from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]
 

@@ -38,8 +38,9 @@ from nanoengine.loading.find_model import find_model, resolve_model
 from nanoengine.loading.gguf.settings import ARCHITECTURES as GGUF_ARCHITECTURES
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import packaged_gguf
-from nanoengine.models.architectures import ARCHITECTURES, weight_shapes
+from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.rope import ROPE_KINDS
+from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]
 ROOT = Path(__file__).parents[2]

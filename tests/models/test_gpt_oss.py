@@ -25,7 +25,7 @@ from nanoengine.errors import ModelLoadError, UnsupportedModelError, WeightMisma
 from nanoengine.loading.checkpoint import CheckpointReader, check_names
 from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
+from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]
 PROMPTS = [[7, 9, 5] * 9, [i * 7 % 256 for i in range(60)], [3], [7, 9, 5] * 9]

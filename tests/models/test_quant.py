@@ -28,8 +28,8 @@ from nanoengine.kernels.cpu_linear import PackedLinear
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models import quant
-from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.quant import Quantizer, quantise_int4, quantise_int8, stored_int4
+from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]

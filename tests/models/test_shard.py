@@ -12,8 +12,8 @@ from checkpoints import TINY
 
 from nanoengine.errors import ConfigError
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.architectures import weight_shapes
 from nanoengine.models.shard import UNIT, Shard
+from nanoengine.models.weight_shapes import weight_shapes
 
 SPLIT = re.compile(r"(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.|^lm_head\.|\.sinks$")
 

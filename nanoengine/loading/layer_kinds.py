@@ -1,0 +1,87 @@
+"""Which layers see all keys, have a sliding window or are recurrent: from config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanoengine.errors import UnsupportedModelError, shown
+from nanoengine.models.architectures import ARCHITECTURES
+
+FULL, SLIDING, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
+
+
+def layer_windows(
+    architecture: str, settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, () if no layer has one, as transformers reads config.json.
+
+    settings: the content of config.json. where: its path, for errors. Raises UnsupportedModelError
+    for settings with which transformers would not run.
+    """
+    rule = ARCHITECTURES[architecture].windows
+    if ARCHITECTURES[architecture].recurrent:
+        return ()
+    if rule == "pattern":
+        return _windows_by_pattern(settings, num_layers, where)
+    if not rule or (rule == "layer_types" and not settings.get("use_sliding_window")):
+        window, first = None, num_layers
+    else:
+        window, first = settings.get("sliding_window", 4096), 0
+    if rule == "layer_types" and window is not None:
+        first = settings.get("max_window_layers", 28)
+    if window is not None and (type(window) is not int or window < 1 or type(first) is not int):
+        raise UnsupportedModelError(f"{where}: a 'sliding_window' of {window!r} is not supported")
+    kinds: Any = [SLIDING if window and i >= first else FULL for i in range(num_layers)]
+    listed = settings.get("layer_types")
+    if listed is not None and listed != kinds:
+        if rule != "layer_types" or not window or not _are_layer_types(listed, num_layers):
+            raise UnsupportedModelError(
+                f"{where}: 'layer_types' {shown(listed)} with a 'sliding_window' of {window} is "
+                "not supported"
+            )
+        kinds = listed
+    windows = tuple(window if kind == SLIDING else None for kind in kinds)
+    return windows if any(windows) else ()
+
+
+def _windows_by_pattern(
+    settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int | None, ...]:
+    """By `layer_types`; without it, in all layers except every `sliding_window_pattern`-th."""
+    window: Any = settings.get("sliding_window")
+    listed: Any = settings.get("layer_types")
+    interval = settings.get("sliding_window_pattern")
+    if listed is None and type(interval) is int and interval > 0:
+        listed = [SLIDING if (i + 1) % interval else FULL for i in range(num_layers)]
+    has_window = type(window) is int and window > 0
+    if not _are_layer_types(listed, num_layers) or (SLIDING in listed and not has_window):
+        raise UnsupportedModelError(
+            f"{where}: 'layer_types' {listed!r} for {num_layers} layers with a 'sliding_window' of "
+            f"{window!r} and a 'sliding_window_pattern' of {interval!r} is not supported"
+        )
+    return tuple(window if k == SLIDING else None for k in listed) if SLIDING in listed else ()
+
+
+def recurrent_layers(
+    settings: Mapping[str, Any], num_layers: int, where: object
+) -> tuple[int, ...]:
+    """The layers without attention: by `layer_types`; without it, all but every
+    `full_attention_interval`-th. Arguments and errors as of `layer_windows`.
+    """
+    listed, interval = settings.get("layer_types"), settings.get("full_attention_interval")
+    if listed is None and type(interval) is int and interval > 0:
+        listed = [RECURRENT if (i + 1) % interval else FULL for i in range(num_layers)]
+    kinds = listed if isinstance(listed, list) and len(listed) == num_layers else []
+    if FULL not in kinds or any(kind not in (FULL, RECURRENT) for kind in kinds):
+        raise UnsupportedModelError(
+            f"{where}: 'layer_types' {shown(listed)} for {num_layers} layers is not supported; "
+            f"each must be {FULL!r} or {RECURRENT!r}, and one at least the first of these"
+        )
+    return tuple(i for i, kind in enumerate(kinds) if kind == RECURRENT)
+
+
+def _are_layer_types(listed: object, num_layers: int) -> bool:
+    if not isinstance(listed, list) or len(listed) != num_layers:
+        return False
+    return all(kind in (FULL, SLIDING) for kind in listed)

@@ -1,0 +1,119 @@
+"""The tensors that a model has, and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple
+
+from nanoengine.config.model import ExpertsConfig, ModelConfig
+from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that the model needs, by Hugging Face's names."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        is_recurrent = layer in config.recurrent_layers
+        shapes.update(
+            _delta_shapes(config, prefix) if is_recurrent else _attention_shapes(config, prefix)
+        )
+        shapes.update(_other_shapes(config, layer))
+    return shapes
+
+
+def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of the norms and the feed-forward, or experts, of a layer."""
+    architecture, prefix = ARCHITECTURES[config.architecture], f"model.layers.{layer}."
+    for norm in astuple(architecture.norms):
+        if norm:
+            yield f"{prefix}{norm}.weight", (config.hidden_size,)
+    experts = experts_of(config, layer)
+    if experts is None:
+        yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size, config.mlp_bias)
+        return
+    names = architecture.experts or ExpertNames()
+    yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
+    if experts.has_bias:
+        yield f"{prefix}mlp.gate.bias", (experts.count,)
+    if names.has_choice_bias:
+        yield f"{prefix}mlp.gate.{CHOICE_BIAS}", (experts.count,)
+    if experts.shared_size:
+        name = f"{prefix}mlp.{names.shared}."
+        yield from _mlp_shapes(config, name, experts.shared_size, has_bias=False)
+    if names.has_shared_gate:
+        yield f"{prefix}mlp.{names.shared}_gate.weight", (1, config.hidden_size)
+    for expert in range(experts.count):
+        name = f"{prefix}mlp.experts.{expert}."
+        yield from _mlp_shapes(config, name, experts.inner_size, experts.has_bias)
+
+
+def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    architecture, part = ARCHITECTURES[config.architecture], f"{prefix}self_attn."
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if architecture.qk_norm:
+        is_whole = architecture.qk_norm == "all heads"
+        yield f"{part}q_norm.weight", (heads if is_whole else config.head_dim,)
+        yield f"{part}k_norm.weight", (kv_heads if is_whole else config.head_dim,)
+    qkv = {"q": heads * (1 + architecture.output_gate), "k": kv_heads, "v": kv_heads}
+    if architecture.is_fused:
+        qkv = {"qkv": heads + 2 * kv_heads}
+    if architecture.sinks:
+        yield f"{part}sinks", (config.num_heads,)
+    yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
+    yield from _product_shapes(part, {"o": config.hidden_size}, heads, has_out_bias(config))
+
+
+def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    delta, part = config.delta, f"{prefix}linear_attn."
+    assert delta is not None
+    heads = delta.num_value_heads
+    rows = {"qkv": delta.channels, "z": delta.value_size, "b": heads, "a": heads}
+    rows |= {"qkvz": delta.channels + delta.value_size, "ba": 2 * heads}
+    for name in ARCHITECTURES[config.architecture].recurrent:
+        yield f"{part}in_proj_{name}.weight", (rows[name], config.hidden_size)
+    yield f"{part}conv1d.weight", (delta.channels, 1, delta.conv_size)
+    yield f"{part}A_log", (heads,)
+    yield f"{part}dt_bias", (heads,)
+    yield f"{part}norm.weight", (delta.value_dim,)
+    yield f"{part}out_proj.weight", (config.hidden_size, delta.value_size)
+
+
+def _mlp_shapes(
+    config: ModelConfig, prefix: str, inner: int, has_bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    gate_up = {"gate": inner, "up": inner}
+    if ARCHITECTURES[config.architecture].is_fused:
+        gate_up = {"gate_up": 2 * inner}
+    yield from _product_shapes(prefix, gate_up, config.hidden_size, has_bias)
+    yield from _product_shapes(prefix, {"down": config.hidden_size}, inner, has_bias)
+
+
+def _product_shapes(
+    prefix: str, rows: Mapping[str, int], columns: int, has_bias: bool
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, num_rows in rows.items():
+        yield f"{prefix}{name}_proj.weight", (num_rows, columns)
+        if has_bias:
+            yield f"{prefix}{name}_proj.bias", (num_rows,)
+
+
+def experts_of(config: ModelConfig, layer: int) -> ExpertsConfig | None:
+    """The experts of this layer; None if it has a feed-forward."""
+    experts = config.experts
+    return None if experts is None or layer in experts.dense_layers else experts
+
+
+def has_qkv_bias(config: ModelConfig) -> bool:
+    """Whether q, k and v have a bias."""
+    return config.attention_bias or ARCHITECTURES[config.architecture].qkv_bias
+
+
+def has_out_bias(config: ModelConfig) -> bool:
+    """Whether the output of attention has a bias."""
+    return config.attention_bias and ARCHITECTURES[config.architecture].out_bias
