@@ -143,18 +143,8 @@ def apply_patch(folder: Path, patch: Path) -> str:
 
 def run_tests(folder: Path, tests: Iterable[str], timeout_s: float = TIMEOUT_S) -> tuple[int, str]:
     """pytest's exit code and output, up to the first failure."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-m",
-        "",
-        "-p",
-        "no:cacheprovider",
-        *tests,
-    ]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-m", ""]  # -m: tests of every marker
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

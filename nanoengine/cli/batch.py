@@ -24,6 +24,8 @@ from nanoengine.sampling_params import SamplingParams, seeded
 from nanoengine.serving.openai_answers import chat_body, completion_body, error_body
 from nanoengine.serving.openai_keys import check_refused
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, read_request
+from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.detokenizer import token_bytes
 
 OK = 200
 NO_STREAM = ((False,), "each line of the output is a whole answer")
@@ -99,8 +101,6 @@ class Runner:
     def __init__(
         self, model: Model, name: str, answers: AnswerFile, counts: Counts, seed: int, room: int
     ) -> None:
-        from nanoengine.text.detokenizer import token_bytes  # imports tokenizers
-
         self._model = model
         self._name = name
         self._answers = answers
@@ -116,9 +116,7 @@ class Runner:
         self._bytes_of = bytes_of
 
     @cached_property
-    def _parsers(self) -> Any:
-        from nanoengine.text.answer_parser import ChatParsers  # imports tokenizers
-
+    def _parsers(self) -> ChatParsers:
         return ChatParsers.of(self._model.llm.tokenizer)
 
     def run(self, lines: Iterator[Line], bar: Any) -> None:

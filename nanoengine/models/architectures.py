@@ -117,6 +117,13 @@ _HYBRID_REQUIRES: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (None, True),
     "mamba_ssm_dtype": (None, "float32"),
 }
+_HYBRID_ROW: dict[str, Any] = {
+    "norm_offset": 1.0,
+    "qk_norm": "head",
+    "output_gate": True,
+    "reads": _HYBRID_READS,
+    "requires": _HYBRID_REQUIRES,
+}
 _HYBRID_EXPERTS = {
     "num_key_value_heads": 2,
     "moe_intermediate_size": 512,
@@ -283,13 +290,9 @@ ARCHITECTURES = {
     ),
     "Qwen3NextForCausalLM": Architecture(
         "Qwen3-Next (80B-A3B, Coder)",
-        norm_offset=1.0,
-        qk_norm="head",
-        output_gate=True,
+        **_HYBRID_ROW,
         recurrent=("qkvz", "ba"),
         experts=ExpertNames(shared="shared_expert", has_shared_gate=True),
-        reads=_HYBRID_READS,
-        requires=_HYBRID_REQUIRES,
         defaults={
             **_HYBRID,
             **_HYBRID_EXPERTS,
@@ -301,23 +304,15 @@ ARCHITECTURES = {
     ),
     "Qwen3_5ForCausalLM": Architecture(
         "Qwen 3.5 and 3.6 (dense)",
-        norm_offset=1.0,
-        qk_norm="head",
-        output_gate=True,
+        **_HYBRID_ROW,
         recurrent=("qkv", "z", "b", "a"),
-        reads=_HYBRID_READS,
-        requires=_HYBRID_REQUIRES,
         defaults={**_HYBRID, "num_key_value_heads": 4},
     ),
     "Qwen3_5MoeForCausalLM": Architecture(
         "Qwen 3.5 and 3.6 with experts (35B-A3B, 122B-A10B)",
-        norm_offset=1.0,
-        qk_norm="head",
-        output_gate=True,
+        **_HYBRID_ROW,
         recurrent=("qkv", "z", "b", "a"),
         experts=ExpertNames(renormalises=True, shared="shared_expert", has_shared_gate=True),
-        reads=_HYBRID_READS,
-        requires=_HYBRID_REQUIRES,
         defaults={
             **_HYBRID,
             **_HYBRID_EXPERTS,

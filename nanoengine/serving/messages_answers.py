@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from nanoengine.serving.openai_answers import SERVER, Event
 from nanoengine.serving.openai_requests import ChatRequest
 from nanoengine.text.answer_parser import NO_PARSERS, ChatParsers
 from nanoengine.text.answer_pieces import Kind
+from nanoengine.text.checked_json import object_in
 
 # The delta of an item: its type, and the key of the new text.
 DELTAS = {
@@ -132,11 +132,8 @@ def _block(item: Item) -> dict[str, Any]:
 
 def _input(arguments: str) -> dict[str, Any]:
     """The arguments of a call; what is no object, as it was written."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
+    found = object_in(arguments)
+    return {"arguments": arguments} if found is None else found
 
 
 def _step_event(step: Step, item: Item, new: str) -> Event:

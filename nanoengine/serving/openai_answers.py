@@ -65,7 +65,7 @@ def chat_body(
     num_likeliest = request.params.logprobs or 0
     choices = []
     for made in output.outputs:
-        message = message_in(request, output, made, parsers)
+        message = parsers.message(made.text, output.prompt or "", request.tools)
         choice = {
             "index": made.index,
             "message": _message_body(message, request.shows_reasoning),
@@ -75,13 +75,6 @@ def chat_body(
         choices.append(choice)
     head = answer_head("chatcmpl", answer_id, "chat.completion", model)
     return head | {"choices": choices, "usage": usage([output])}
-
-
-def message_in(
-    request: ChatRequest, output: RequestOutput, made: CompletionOutput, parsers: ChatParsers
-) -> ChatMessage:
-    """The message that a text of an answer is."""
-    return parsers.message(made.text, output.prompt or "", request.tools)
 
 
 def _message_body(message: ChatMessage, shows_reasoning: bool) -> dict[str, Any]:

@@ -124,6 +124,7 @@ RESPONSES: Schema = {
         "max_output_tokens": WHOLE,
         "text": {"type": "object", "properties": {"format": FORMAT}},
         "tools": {"type": "array", "items": OBJECT},
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
         "parallel_tool_calls": FLAG,
         "temperature": NUMBER,
         "top_p": NUMBER,

@@ -6,12 +6,11 @@ Neither the event loop nor the engine's thread waits for a long text or a slow c
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from nanoengine.api.request_forms import Tools, template_variables
 from nanoengine.errors import PromptTooLongError
@@ -21,6 +20,7 @@ from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
 from nanoengine.serving.options import ServerOptions
 from nanoengine.serving.refusals import Refusal
 from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.checked_json import strict_json
 from nanoengine.text.detokenizer import token_bytes
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -133,11 +133,6 @@ class Prompts:
 def json_of(body: bytes) -> Any:
     """The value of a JSON text. Raises Refusal if it is none."""
     try:
-        return json.loads(body, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise Refusal(400, "invalid_json", f"the body is no JSON: {reason}") from None
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+        return strict_json(body)
+    except ValueError as error:
+        raise Refusal(400, "invalid_json", f"the body is no JSON: {error}") from None

@@ -5,12 +5,12 @@ Checks the template's variables; template_process.py runs it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, shown, warn_user
+from nanoengine.text.checked_json import object_in
 from nanoengine.text.template_process import TemplateProcess
 
 # Arguments of transformers' apply_chat_template that are not template variables.
@@ -108,11 +108,8 @@ def _with_object(call: Any, where: str) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
+    arguments = object_in(function["arguments"] or "{}")
+    if arguments is None:
         return call
     return call | {"function": function | {"arguments": _plain(arguments, where)}}
 

@@ -1,4 +1,5 @@
-"""Reads and checks JSON files of a checkpoint: every error has the file and the key.
+"""Reads JSON: of users and models as the standard has it, and checkpoints' files with checks whose
+errors have the file and the key.
 
 Knows types and sizes, not what a value means.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nanoengine.errors import CorruptModelError, ModelLoadError, shown
 
@@ -16,6 +17,29 @@ MAX_SIZE = 10_000_000  # far above any dimension of a real model
 MAX_JSON_BYTES = 256 << 20
 MAX_DEPTH = 64
 MAX_REASON = 200  # characters of a library's error; it may quote a whole file
+
+
+def strict_json(text: str | bytes) -> Any:
+    """The value of a JSON text of a user or a model. Raises ValueError, also for NaN and infinities
+    and for what is nested too deeply to be read.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def object_in(text: str) -> dict[str, Any] | None:
+    """The object that a JSON text is; None if it is none."""
+    try:
+        value = strict_json(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 class CheckedJson:

@@ -22,13 +22,12 @@ from nanoengine.text.template_process import WorkerProcess
 from nanoengine.text.thinking import ThinkingMarks, ThinkingState, begins_open
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tokenizer_files import _let_interrupts_through
+from nanoengine.text.tools import WHITESPACE
 
 MAX_CACHED = 1 << 20  # bytes of the forms whose grammars are kept
 ENTRY = 16 << 10  # bytes that a small one counts for: its grammar takes more than its text
 COMPILE_SECONDS = 3.0
 MAX_REASON = 300  # characters of llguidance's errors
-# Between the parts of JSON; without a limit, a model can write spaces without end.
-WHITESPACE = r"[ \n\t]{0,16}"
 # Of one step, so that no grammar keeps other requests waiting; llguidance's defaults are higher.
 LIMITS = {"max_items_in_row": 1000, "step_lexer_fuel": 100_000, "max_lexer_states": 20_000}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from nanoengine.text.answer_pieces import (
     Kind,
@@ -18,6 +18,7 @@ from nanoengine.text.answer_pieces import (
     first_of,
     num_held_back,
 )
+from nanoengine.text.checked_json import object_in, strict_json
 from nanoengine.text.tool_syntax import (
     MAX_NAME,
     NAME,
@@ -105,7 +106,7 @@ class ToolParser(PieceReader):
         return False
 
     def _objects(self, at: int, body: Objects) -> Steps[bool]:
-        start = yield from self.past(at, body.before) if body.before else _at(at)
+        start = (yield from self.past(at, body.before)) if body.before else at
         if start is None or not (yield from self._object(start)):
             return False
         while body.between and (yield from self.skip(body.between)):
@@ -139,13 +140,13 @@ class ToolParser(PieceReader):
             yield None
 
     def _whole(self, at: int, end: int) -> Steps[bool]:
-        call = _value(self.left[at:end])
-        name = call.get("name") if isinstance(call, dict) else None
+        call = object_in(self.left[at:end]) or {}
+        name = call.get("name")
         if not isinstance(name, str) or name not in self._schemas:
             return False
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # an object's text, as in OpenAI's answers
-            arguments = _value(arguments)
+            arguments = object_in(arguments)
         if not isinstance(arguments, dict):
             return False
         yield from self._begin(name, end)
@@ -154,22 +155,19 @@ class ToolParser(PieceReader):
         return True
 
     def _named(self, at: int, body: Named) -> Steps[bool]:
-        head = yield from self._head(at, body.head)
-        if head is None:
+        if (yield from self._head(at, body.head)) is None:
             return False
-        yield from self._begin(head[1], head.end())
         yield from self._json(JsonEnd(), is_given_out=True)
         self._num_calls += 1
         return True
 
     def _tagged(self, at: int, body: Tagged) -> Steps[bool]:
-        head = yield from self._head(at, body.head)
-        if head is None:
+        name = yield from self._head(at, body.head)
+        if name is None:
             return False
-        yield from self._begin(head[1], head.end())
         number = self._num_calls
         self._num_calls += 1
-        properties = self._schemas[head[1]].get("properties")
+        properties = self._schemas[name].get("properties")
         before = "{"
         while (yield from self.skip(body.key)):
             key = yield from self._before(body.key_end)
@@ -191,14 +189,19 @@ class ToolParser(PieceReader):
             yield Piece(Kind.ARGUMENTS, "{}" if before == "{" else "}", number)
         return True
 
-    def _head(self, at: int, pattern: str) -> Steps[re.Match[str] | None]:
-        """What a call begins with, once it is there; None if it is no call of a tool."""
+    def _head(self, at: int, pattern: str) -> Steps[str | None]:
+        """Begin a call once what it begins with is there; its name, or None if it is no call of a
+        tool.
+        """
         compiled = re.compile(pattern)
         while (found := compiled.match(self.left, at)) is None:
             if self.has_ended or len(self.left) - at > MAX_HEAD:
                 return None
             yield None
-        return found if found[1] in self._schemas else None
+        if found[1] not in self._schemas:
+            return None
+        yield from self._begin(found[1], found.end())
+        return found[1]
 
     def _begin(self, name: str, length: int) -> Steps[None]:
         yield Piece(Kind.NAME, name, self._num_calls)
@@ -310,11 +313,6 @@ class JsonEnd:
         return None
 
 
-def _at(at: int) -> Steps[int | None]:
-    yield from ()
-    return at
-
-
 def _num_spaces(text: str) -> int:
     """How many spaces at the end of a text may be dropped if a call follows."""
     return min(len(text) - len(text.rstrip()), MAX_HELD_SPACES)
@@ -325,24 +323,11 @@ def _argument(text: str, schema: object) -> str:
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":
         return _json(text)
-    value = _value(text.lower() if kind == "boolean" else text)
-    return _json(text if value is _NOTHING else value)
-
-
-def _value(text: str) -> Any:
-    """The value of a JSON text; _NOTHING if it is none."""
     try:
-        return json.loads(text, parse_constant=_refused)
-    except (ValueError, RecursionError):
-        return _NOTHING
+        return _json(strict_json(text.lower() if kind == "boolean" else text))
+    except ValueError:
+        return _json(text)
 
 
 def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _refused(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-_NOTHING = object()

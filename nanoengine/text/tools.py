@@ -23,7 +23,8 @@ NO_ARGUMENTS: Mapping[str, Any] = {
     "additionalProperties": False,
 }
 # Between the parts of JSON; without a limit, a model can write spaces without end.
-GUIDANCE = {"whitespace_pattern": r"[ \n\t]{0,16}", "lenient": False}
+WHITESPACE = r"[ \n\t]{0,16}"
+GUIDANCE = {"whitespace_pattern": WHITESPACE, "lenient": False}
 
 
 @dataclass(frozen=True, slots=True)

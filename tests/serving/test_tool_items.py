@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from live_server import live_server
 from pydantic import TypeAdapter
+from starlette.responses import JSONResponse
 from tool_models import CALL, TEMPLATE, TOOLS, tool_model
 
 from nanoengine.errors import RequestError
@@ -174,6 +175,19 @@ def test_a_response_of_three_items(seed: int) -> None:
     responses.Response.model_validate(whole)
     assert whole["output"][:2] == final["output"][:2]
     assert whole["tools"] == FLAT and whole["status"] == "completed"
+
+
+@pytest.mark.parametrize("written", ['{"a": NaN}', '{"a": [1}', "[" * 9000 + "]" * 9000])
+def test_arguments_that_are_no_json_are_given_as_they_were_written(written: str) -> None:
+    """NaN among them: an answer could not say it."""
+    body = {"messages": ASKED, "max_tokens": 9, "tools": CLAUDES}
+    writer = MessagesWriter(read_messages(body, SamplingParams()), "7", "m", PARSERS)
+    text = f'<tool_call>{{"name": "now", "arguments": {{"b": {written}}}}}</tool_call>'
+    made = CompletionOutput(0, text, [], "stop")
+    whole = writer.whole([RequestOutput(0, "", [5], [made])])
+    (call,) = whole["content"]
+    assert call["input"]["arguments"].startswith('{"b": ' + written[:8])
+    JSONResponse(whole)
 
 
 @pytest.mark.parametrize("seed", range(4))

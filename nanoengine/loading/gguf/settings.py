@@ -15,6 +15,7 @@ import numpy as np
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
+from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 from nanoengine.loading.refused import about_architecture
 from nanoengine.models.rope import yarn_attention_factor
 
@@ -47,10 +48,10 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3next": {"model_type": "qwen3_5_moe_text"},
     "smollm3": {"no_rope_layer_interval": 4},
 }
-RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
+HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
 WITH_EXPERTS = ("glm4moe", "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
-MAY_TURN_A_PART = ("glm4moe", "phi3", *RECURRENT)
+MAY_TURN_A_PART = ("glm4moe", "phi3", *HYBRIDS)
 WITH_WINDOWS = ("gemma3", "gpt-oss", "llama", "phi3")
 SIGMOID = 2  # gguf.ExpertGatingFuncType
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
@@ -150,7 +151,7 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
     if metadata.architecture == "phi3":
         return _phi3_settings(metadata)
     settings: dict[str, Any] = {}
-    if metadata.architecture in RECURRENT:
+    if metadata.architecture in HYBRIDS:
         settings = _recurrent_settings(metadata, stored, num_layers)
     if _num_experts(metadata):
         return settings | _experts_settings(metadata, stored, num_layers)
@@ -268,9 +269,9 @@ def _recurrent_settings(
             f"{metadata.path}: {keys} key heads, {heads} value heads and {inner} values of a "
             "recurrent layer; each must be a multiple of the one before"
         )
-    kinds = ["linear" if f"blk.{i}.ssm_a" in stored else "full" for i in range(num_layers)]
+    kinds = [RECURRENT if f"blk.{i}.ssm_a" in stored else FULL for i in range(num_layers)]
     return {
-        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "layer_types": kinds,
         "linear_conv_kernel_dim": metadata.number("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.number("ssm.state_size"),
         "linear_num_key_heads": keys,
@@ -287,11 +288,11 @@ def _gemma_settings(metadata: Metadata, width_per_head: int, head_dim: int) -> d
     num_layers = metadata.number("block_count")
     interval = metadata.number("attention.sliding_window_pattern", GEMMA_INTERVAL)
     window = int(metadata.get("gemma3.attention.sliding_window", int, 0))
-    kinds = ["sliding" if window and (i + 1) % interval else "full" for i in range(num_layers)]
+    kinds = [SLIDING if window and (i + 1) % interval else FULL for i in range(num_layers)]
     return {
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": [f"{kind}_attention" for kind in kinds],
+        "layer_types": kinds,
         "sliding_window": window or 4096,
         "rope_local_base_freq": metadata.real("rope.freq_base_swa", GEMMA_LOCAL_THETA),
         "query_pre_attn_scalar": width_per_head if num_layers == GEMMA_27B_LAYERS else head_dim,
