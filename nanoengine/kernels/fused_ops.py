@@ -94,13 +94,13 @@ class KernelOps(TorchOps):
         self._kernels.rope_store(q, k, v, cos, sin, target)
         return q
 
-    def _gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+    def gated(self, activation: str) -> Product:
         ours = {
             "silu": self._kernels.silu_mul,
             "clamped_swiglu": self._kernels.clamped_swiglu,
         }
         kernel = ours.get(activation)
-        return super()._gated(activation) if kernel is None else partial(_half_of, kernel)
+        return super().gated(activation) if kernel is None else partial(_half_of, kernel)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
@@ -249,7 +249,7 @@ class GpuOps(KernelOps):
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
         if self._quantizer is not None or weights.router.weight.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
-        router, gated = make_router(self, config, weights), self._gated(activation)
+        router, gated = make_router(self, config, weights), self.gated(activation)
         experts = GroupedExperts(router, weights.experts, config.count, gated)
         return finish_experts(self, experts, weights, norm, activation)
 

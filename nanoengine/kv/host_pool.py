@@ -1,7 +1,8 @@
 """HostPool: the host blocks of all layers, in segments of memory that a thread allocates.
 
-    segment     [layers, blocks of the segment, 2, block_size, kv_heads, head_dim]: consecutive
-                blocks of one layer, K and V, are one copy; no copy spans two segments
+    segment     of each layer [blocks of the segment, 2, block_size, kv_heads, head_dim], in one
+                piece of memory: consecutive blocks of one layer, K and V, are one copy; no copy
+                spans two segments
 
 Start-up waits for the first segment only (pinning takes about half a second a GiB); readers of a
 block wait for its segment. A segment is a little smaller than a power of two of bytes, because
@@ -10,6 +11,7 @@ pinned memory is rounded up to one. Knows slots, no blocks and no sequences.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from bisect import bisect_right
@@ -26,6 +28,18 @@ from nanoengine.kv.step_plan import slot_runs
 
 LARGEST_SEGMENT = 1 << 30
 SMALLEST_SEGMENT = 1 << 26
+Shape = Sequence[int]
+
+
+def numbers_of_blocks(num_blocks: int, shapes: Sequence[Shape]) -> int:
+    """Numbers in so many blocks of all layers. shapes: of a block of each layer."""
+    return num_blocks * sum(map(math.prod, shapes))
+
+
+def blocks_by_layer(whole: Tensor, num_blocks: int, shapes: Sequence[Shape]) -> list[Tensor]:
+    """The parts of a tensor with the blocks of each layer, [num_blocks, *shape]."""
+    parts = whole.split_with_sizes([num_blocks * math.prod(shape) for shape in shapes])
+    return [part.view(num_blocks, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def segment_sizes(num_blocks: int, block_bytes: int, smallest: int = SMALLEST_SEGMENT) -> list[int]:
@@ -55,19 +69,21 @@ class _Segments:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.wants_rest = threading.Event()  # set: allocate past the first segment
-        self.allocated: list[Tensor] = []
+        self.allocated: list[list[Tensor]] = []  # of each segment, by layer
         self._changed = threading.Condition()
 
     def allocate_all(
         self,
         empty_host: Callable[[tuple[int, ...], torch.dtype], Tensor],
-        shapes: Iterable[tuple[int, ...]],
+        sizes: Iterable[int],
+        shapes: Sequence[Shape],
         dtype: torch.dtype,
     ) -> None:
-        """Allocate all segments: the work of the thread."""
-        for shape in shapes:
+        """Allocate all segments: the work of the thread. sizes: blocks of each."""
+        for size in sizes:
             try:
-                segment = empty_host(shape, dtype)
+                whole = empty_host((numbers_of_blocks(size, shapes),), dtype)
+                segment = blocks_by_layer(whole, size, shapes)
             except Exception as error:  # readers of a missing segment get it
                 self.end(error)
                 return
@@ -78,7 +94,7 @@ class _Segments:
                 self._changed.notify_all()
             self.wants_rest.wait()
 
-    def get(self, index: int) -> Tensor | None:
+    def get(self, index: int) -> list[Tensor] | None:
         """Wait for a segment; None if allocation ended before it, by `error`."""
         if index >= len(self.allocated):
             self.wants_rest.set()
@@ -106,18 +122,16 @@ class HostPool:
     """
 
     def __init__(
-        self, device: Device, layer_blocks: tuple[int, int, Sequence[int]], dtype: torch.dtype
+        self, device: Device, num_blocks: int, shapes: Sequence[Shape], dtype: torch.dtype
     ) -> None:
-        """layer_blocks: number of layers, number of blocks, shape of a block of one layer."""
-        self.num_layers, self.num_blocks, block = layer_blocks
-        block_bytes = torch.Size(block).numel() * dtype.itemsize * self.num_layers
-        sizes = segment_sizes(self.num_blocks, block_bytes)
+        """shapes: of a block of each layer."""
+        self.num_layers, self.num_blocks = len(shapes), num_blocks
+        sizes = segment_sizes(num_blocks, numbers_of_blocks(1, shapes) * dtype.itemsize)
         self._starts = list(accumulate(sizes, initial=0))
         self._segments = _Segments()
-        shapes = [(self.num_layers, size, *block) for size in sizes]
         self._thread = threading.Thread(
             target=self._segments.allocate_all,
-            args=(device.empty_host, shapes, dtype),
+            args=(device.empty_host, sizes, shapes, dtype),
             name="nanoengine-host",
             daemon=True,
         )
@@ -126,8 +140,8 @@ class HostPool:
             self._thread.start()
 
     @property
-    def segments(self) -> Sequence[Tensor]:
-        """Those that are allocated; none after `close`."""
+    def segments(self) -> Sequence[Sequence[Tensor]]:
+        """Those that are allocated, by layer; none after `close`."""
         return self._segments.allocated
 
     @property

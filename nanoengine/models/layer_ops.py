@@ -133,6 +133,14 @@ class LayerOps(Protocol):
         """
         ...
 
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As rotate_and_store, of q alone."""
+        ...
+
+    def gated(self, activation: str) -> Product:
+        """[tokens, 2 x dim] -> activation(first half) * second half; see GATED."""
+        ...
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate), the sigmoid rounded first; x is [tokens, heads x head_dim], gate
         [tokens, heads, head_dim].
@@ -297,10 +305,10 @@ class TorchOps:
         activation: str,
     ) -> Product:
         both = self.linear(joined([gate, up]), None if biases is None else torch.cat(biases))
-        gated = self._gated(activation)
+        gated = self.gated(activation)
         return self._normed(norm, lambda x: gated(both(x)))
 
-    def _gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+    def gated(self, activation: str) -> Product:
         return GATED[activation]
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
@@ -342,6 +350,9 @@ class TorchOps:
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> Tensor:
         target.store(_rotate(k, cos, sin), v)
+        return _rotate(q, cos, sin)
+
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _rotate(q, cos, sin)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

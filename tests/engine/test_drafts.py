@@ -201,7 +201,8 @@ def poison_after(engine: LLMEngine, table: Any) -> None:
     for index, block in enumerate(table.blocks):
         first = max(0, table.seq.num_computed - index * size)
         if block.device_slot is not None and first < size:
-            pool[:, block.device_slot, :, first:] = torch.nan
+            for of_layer in pool:
+                of_layer[block.device_slot, :, first:] = torch.nan
 
 
 @pytest.mark.usefixtures("always")
