@@ -69,21 +69,19 @@ class _Segments:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.wants_rest = threading.Event()  # set: allocate past the first segment
-        self.allocated: list[list[Tensor]] = []  # of each segment, by layer
+        self.allocated: list[Tensor] = []
         self._changed = threading.Condition()
 
     def allocate_all(
         self,
         empty_host: Callable[[tuple[int, ...], torch.dtype], Tensor],
         sizes: Iterable[int],
-        shapes: Sequence[Shape],
         dtype: torch.dtype,
     ) -> None:
-        """Allocate all segments: the work of the thread. sizes: blocks of each."""
+        """Allocate all segments: the work of the thread. sizes: numbers in each."""
         for size in sizes:
             try:
-                whole = empty_host((numbers_of_blocks(size, shapes),), dtype)
-                segment = blocks_by_layer(whole, size, shapes)
+                segment = empty_host((size,), dtype)
             except Exception as error:  # readers of a missing segment get it
                 self.end(error)
                 return
@@ -94,7 +92,7 @@ class _Segments:
                 self._changed.notify_all()
             self.wants_rest.wait()
 
-    def get(self, index: int) -> list[Tensor] | None:
+    def get(self, index: int) -> Tensor | None:
         """Wait for a segment; None if allocation ended before it, by `error`."""
         if index >= len(self.allocated):
             self.wants_rest.set()
@@ -128,10 +126,12 @@ class HostPool:
         self.num_layers, self.num_blocks = len(shapes), num_blocks
         sizes = segment_sizes(num_blocks, numbers_of_blocks(1, shapes) * dtype.itemsize)
         self._starts = list(accumulate(sizes, initial=0))
+        self._sizes, self._shapes = sizes, shapes
         self._segments = _Segments()
+        self._layers: dict[int, list[Tensor]] = {}  # of segments that somebody has asked for
         self._thread = threading.Thread(
             target=self._segments.allocate_all,
-            args=(device.empty_host, sizes, shapes, dtype),
+            args=(device.empty_host, [numbers_of_blocks(n, shapes) for n in sizes], dtype),
             name="nanoengine-host",
             daemon=True,
         )
@@ -140,8 +140,8 @@ class HostPool:
             self._thread.start()
 
     @property
-    def segments(self) -> Sequence[Sequence[Tensor]]:
-        """Those that are allocated, by layer; none after `close`."""
+    def segments(self) -> Sequence[Tensor]:
+        """Those that are allocated; none after `close`."""
         return self._segments.allocated
 
     @property
@@ -167,15 +167,18 @@ class HostPool:
         """One layer of a segment, [blocks, 2, block_size, kv_heads, head_dim]; waits for its
         allocation. Raises OutOfMemoryError if that failed.
         """
-        layers = self._segments.get(segment)
-        if layers is None:
+        if segment in self._layers:
+            return self._layers[segment][layer]
+        whole = self._segments.get(segment)
+        if whole is None:
             error = self._segments.error
             first, last = self._starts[segment], self._starts[segment + 1] - 1
             raise OutOfMemoryError(
                 f"host memory for KV blocks {first} to {last} of {self.num_blocks} could not be "
                 f"allocated ({error}); lower kv_offload_gib"
             ) from error
-        return layers[layer]
+        self._layers[segment] = blocks_by_layer(whole, self._sizes[segment], self._shapes)
+        return self._layers[segment][layer]
 
     def allocate_rest(self) -> None:
         """Allocate all segments after the first: not while steps are timed, as it slows a GPU."""
@@ -206,6 +209,7 @@ class HostPool:
         """End allocation and free the memory."""
         self._end()
         self._segments.drop()
+        self._layers.clear()
 
 
 def _end_thread(home: HomeProcess, segments: _Segments, thread: threading.Thread) -> None:

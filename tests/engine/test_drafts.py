@@ -101,6 +101,7 @@ def without_drafts(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]
             if layout not in ("few blocks", "chunked")
         ),
         pytest.param("qwen3", "few blocks", marks=pytest.mark.breadth),
+        pytest.param("gemma4-shared", "few blocks", marks=pytest.mark.breadth),
     ],
 )
 def test_tokens_are_those_without_drafts(

@@ -221,7 +221,7 @@ def test_freed_slots_are_poisoned(tiny: Tiny) -> None:
     kv = driver.engine.kv
     for pool in (
         *kv.memory.pool,
-        *itertools.chain(*kv.memory.offload.host.segments),
+        *kv.memory.offload.host.segments,
         kv.memory.offload.ring.of_layer(0),
     ):
         assert pool.isnan().all()

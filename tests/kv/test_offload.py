@@ -89,7 +89,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "prefix_cache": (True, False),
     "batch": ("one", "many", "many, preempted"),
     # Layers, heads and windows are all that tiers know of a model: by default one of each kind.
-    "name": ("llama", "qwen3", "mistral-window", "qwen3-window", "gemma3", "gemma3-softcap"),
+    "name": ("llama", "qwen3", "mistral-window", "qwen3-window", "gemma3", "gemma4-shared"),
 }
 Case = tuple[Any, ...]
 
