@@ -31,6 +31,9 @@ class ExpertNames:
     for all experts is [experts, inputs, outputs], and gate and up take turns. scoring: as in
     ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. shared: the
     name of the expert that all tokens go to; "": none. has_shared_gate: whether that has a gate.
+    top_k: the key of experts a token. switch: the key that says whether there are any; "": there
+    are. beside: if the experts' sum is added to what a feed-forward gives, the norms after this,
+    before the experts and after them; then the router has a norm and scales of its own.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -44,6 +47,9 @@ class ExpertNames:
     has_choice_bias: bool = False
     shared: str = ""
     has_shared_gate: bool = False
+    top_k: str = "num_experts_per_tok"
+    switch: str = ""
+    beside: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +169,6 @@ _GEMMA_4: dict[str, Any] = {
         "query_pre_attn_scalar": (1,),
         # Images alone are seen in both directions.
         "use_bidirectional_attention": (None, False, "vision"),
-        "enable_moe_block": (None, False),
     },
 }
 _GEMMA_4_DEFAULTS: dict[str, Any] = {
@@ -223,9 +228,21 @@ ARCHITECTURES = {
         },
     ),
     "Gemma4ForCausalLM": Architecture(
-        "Gemma 4 (E2B, E4B, 31B)",
+        "Gemma 4 (E2B, E4B, 26B-A4B, 31B)",
         **_GEMMA_4,
         layer_inputs=True,
+        experts=ExpertNames(
+            renormalises=True,
+            block="",
+            router="router.proj",
+            top_k="top_k_experts",
+            switch="enable_moe_block",
+            beside=(
+                "post_feedforward_layernorm_1",
+                "pre_feedforward_layernorm_2",
+                "post_feedforward_layernorm_2",
+            ),
+        ),
         defaults=_GEMMA_4_DEFAULTS | {"hidden_size_per_layer_input": 256},
     ),
     "Gemma4UnifiedForCausalLM": Architecture(

@@ -319,15 +319,27 @@ class _Builder:
     def _mlp(self, index: int, layer: str) -> Product:
         names, prefix = self._architecture.norms, layer + "mlp."
         norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
-        experts = experts_of(self._config, index)
-        if experts is not None:
+        experts, expert_names = experts_of(self._config, index), self._architecture.experts
+        if experts is None or expert_names is None:
+            return self._dense(prefix, norm, norm_after)
+        if expert_names.beside is None:
             return self._then_normed(self._experts(experts, prefix, norm), norm_after)
+        after_dense, before, after = (self._norm(layer + name) for name in expert_names.beside)
+        dense = self._dense(prefix, norm, after_dense)
+        sparse = self._then_normed(self._experts(experts, prefix, before, layer), after)
+        return self._then_normed(lambda x: dense(x) + sparse(x), norm_after)
+
+    def _dense(self, prefix: str, norm: Norm | None, norm_after: Norm | None) -> Product:
         gate_up = self._gate_up(prefix, norm)
         down = self._summand(prefix, "down", self._config.mlp_bias)
         return MLP(gate_up, self._then_normed(down, norm_after))
 
-    def _experts(self, config: ExpertsConfig, prefix: str, norm: Norm | None) -> Product:
+    def _experts(
+        self, config: ExpertsConfig, prefix: str, norm: Norm | None, own_router: str = ""
+    ) -> Product:
+        """own_router: of a router with a norm and scales of its own, what its names begin with."""
         names = self._architecture.experts or ExpertNames()
+        scale = self._numbers_if(bool(own_router), own_router + "router.per_expert_scale")
         shared, has_bias = prefix + names.shared, config.has_bias
         weights = MixtureWeights(
             router=RouterWeights(
@@ -338,8 +350,16 @@ class _Builder:
             choice_bias=self._numbers_if(names.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
             shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
             shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
+            before_router=self._router_norm(own_router) if own_router else None,
+            scale=None if scale is None else scale.float(),
         )
         return self._ops.experts(config, weights, norm, self._architecture.activation)
+
+    def _router_norm(self, layer: str) -> Product:
+        """The norm before a router with one of its own, divided by the root of its size."""
+        weight = self._numbers(layer + "router.scale").float() * self._config.hidden_size**-0.5
+        norm = Norm(weight, self._config.rms_norm_eps, in_fp32=True)
+        return lambda x: self._ops.rms_norm(x, norm)
 
     def _numbers_if(self, is_there: bool, name: str) -> Tensor | None:
         return self._numbers(name) if is_there else None

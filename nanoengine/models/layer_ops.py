@@ -234,14 +234,28 @@ def make_experts(
 ) -> Product:
     """LayerOps.experts of the products of `ops`."""
     each = [_expert(ops, expert, activation) for expert in weights.experts]
-    experts = Experts(make_router(ops, config, weights), each)
+    before = norm_of_experts(ops, weights, norm)
+    experts = Experts(make_router(ops, config, weights), each, before)
     return finish_experts(ops, experts, weights, norm, activation)
 
 
 def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -> Router:
     """Chooses the experts of rows."""
-    product, bias = ops.router(weights.router), weights.choice_bias
-    return lambda x: route(config, product(x), bias)
+    product, before, scale = ops.router(weights.router), weights.before_router, weights.scale
+
+    def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = product(x if before is None else before(x))
+        ids, chosen = route(config, logits, weights.choice_bias)
+        return ids, chosen if scale is None else chosen * scale[ids]
+
+    return choose
+
+
+def norm_of_experts(ops: LayerOps, weights: MixtureWeights, norm: Norm | None) -> Product | None:
+    """The norm that the experts alone see; None: what is before them is also before the router."""
+    if norm is None or weights.before_router is None:
+        return None
+    return lambda x: ops.rms_norm(x, norm)
 
 
 def finish_experts(
@@ -252,7 +266,9 @@ def finish_experts(
         gate = weights.shared_gate
         product = None if gate is None else ops.router(RouterWeights(gate))
         experts = SharedExpert(experts, _expert(ops, weights.shared, activation), product)
-    return experts if norm is None else NormedProduct(ops, norm, experts)
+    if norm is None or weights.before_router is not None:
+        return experts
+    return NormedProduct(ops, norm, experts)
 
 
 def _expert(ops: LayerOps, weights: ExpertWeights, activation: str) -> Product:

@@ -53,12 +53,17 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
             yield f"{prefix}{norm}.weight", (config.hidden_size,)
     if architecture.layer_scalar:
         yield f"{prefix}layer_scalar", (1,)
-    experts = experts_of(config, layer)
-    if experts is None:
+    experts, names = experts_of(config, layer), architecture.experts or ExpertNames()
+    if experts is None or names.beside:
         inner_size = config.shape(layer).intermediate_size
         yield from _mlp_shapes(config, f"{prefix}mlp.", inner_size, config.mlp_bias)
+    if experts is None:
         return
-    names = architecture.experts or ExpertNames()
+    if names.beside:
+        for norm in names.beside:
+            yield f"{prefix}{norm}.weight", (config.hidden_size,)
+        yield f"{prefix}router.scale", (config.hidden_size,)
+        yield f"{prefix}router.per_expert_scale", (experts.count,)
     yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
     if experts.has_bias:
         yield f"{prefix}mlp.gate.bias", (experts.count,)

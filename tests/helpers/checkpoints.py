@@ -370,6 +370,23 @@ TINY: dict[str, TinyModel] = {
         },
         seed=22,
     ),
+    # Experts beside a feed-forward, by a router with a norm and scales of its own.
+    "gemma4-moe": TinyModel(
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "pad_token_id": None,
+        },
+        seed=24,
+    ),
     # The last three layers read what the second and the third have stored; each has inputs.
     "gemma4-shared": TinyModel(
         Gemma4TextConfig,

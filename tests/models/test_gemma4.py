@@ -21,7 +21,7 @@ from nanoengine.config.model import ModelConfig
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.model_config import read_model_config
 
-NAMES = ("gemma4", "gemma4-shared")
+NAMES = ("gemma4", "gemma4-shared", "gemma4-moe")
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 70))]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 BLOCK = 8
@@ -65,7 +65,7 @@ def test_every_tier_gives_the_same_bits(tiny: Callable[[str], Path], name: str, 
 
 
 def test_kv_is_held_once_and_takes_what_the_heads_need(tiny: Callable[[str], Path]) -> None:
-    for name, numbers in (("gemma4", 2 * 2 * 16 + 1 * 24), ("gemma4-shared", 2 * 16 + 32)):
+    for name, numbers in (("gemma4", 2 * 2 * 16 + 24), ("gemma4-shared", 2 * 16 + 32)):
         spec = small_engine(tiny(name), num_gpu_blocks=4).kv.spec
         assert spec.block_bytes == 2 * spec.block_size * 4 * numbers
     assert (spec.num_layers, spec.layer_sources) == (3, (0, 1, 2, 1, 2, 1))
@@ -147,7 +147,11 @@ def test_shapes_are_read_as_transformers_does(tmp_path: Path, changes: dict[str,
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"enable_moe_block": True}, UnsupportedModelError, "'enable_moe_block' is True"),
+        (
+            {"enable_moe_block": True, "num_experts": 4},
+            CorruptModelError,
+            "'moe_intermediate_size'",
+        ),
         ({"use_bidirectional_attention": "all"}, UnsupportedModelError, "is 'all'"),
         ({"layer_types": ["sliding_attention"] * 6}, UnsupportedModelError, "the last layer"),
         ({"per_layer_config": OWN | {"1": {"skip": ["mlp"]}}}, UnsupportedModelError, "skip"),

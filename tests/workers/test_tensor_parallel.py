@@ -46,6 +46,7 @@ STREAM = SMALL | {"offload_mode": "stream", "ring_slots": 2, "slot_tokens": 16}
 # Norms over all heads, recurrent layers, layers of two shapes; those that take long.
 REFUSED = (
     "gemma4",
+    "gemma4-moe",
     "gemma4-shared",
     "olmoe",
     "qwen3-next",
