@@ -80,7 +80,9 @@ class Guesser(Protocol):
 
 
 class DraftLength(Protocol):
-    """How many tokens are drafted for a sequence (draft_length.PayingDrafts)."""
+    """How many tokens are drafted for a sequence (draft_length.PayingDrafts). pays: see there."""
+
+    pays: bool
 
     def choose(self) -> int: ...
     def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None: ...
@@ -381,6 +383,12 @@ class ScheduledBatch:
     def num_drafts(self) -> int:
         """Tokens of these that the step is to draft itself."""
         return sum(item.num_drafts for item in self.items)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts pay for one of its sequences, or nobody knows yet."""
+        lengths = (item.seq.draft_length for item in self.items)
+        return any(length is not None and length.pays for length in lengths)
 
     @property
     def is_decode(self) -> bool:
