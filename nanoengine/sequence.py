@@ -253,6 +253,13 @@ class Sequence:
         return self.num_remaining > 1 or self.num_output_tokens == 0
 
     @property
+    def follows_output(self) -> bool:
+        """Whether its next token depends on its output beside the model: by a grammar, penalties or
+        bad words.
+        """
+        return self.grammar is not None or self.request.params.follows_history
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
