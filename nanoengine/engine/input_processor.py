@@ -126,7 +126,7 @@ class InputProcessor:
     ) -> Sequence:
         seq_id = self.next_id()
         guesses = self._config.num_guesses, self._config.num_drafts
-        if params.follows_history or prompt.num_candidates:
+        if prompt.num_candidates:
             guesses = 0, 0
         eos = () if params.ignore_eos else self._model_config.eos_token_ids
         request = Request(

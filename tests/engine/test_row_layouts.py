@@ -67,11 +67,13 @@ class Recorder:
         sampler = engine.runner.sampler
         sample = sampler.sample
 
-        def recording(logits: Tensor, seqs: Sequence[Any], positions: Sequence[int]) -> Tensor:
+        def recording(
+            logits: Tensor, seqs: Sequence[Any], positions: Sequence[int], *ahead: Any
+        ) -> Tensor:
             for row, seq, position in zip(logits, seqs, positions, strict=True):
                 # What follows a wrong guess is written again, when it is computed again.
                 self.rows.setdefault(seq.seq_id, {})[position] = row.float().clone()
-            return sample(logits, seqs, positions)
+            return sample(logits, seqs, positions, *ahead)
 
         sampler.sample = recording
 

@@ -152,7 +152,7 @@ def test_sampled_tokens_stops_and_scores_stay_the_same(
         found[-1].append(texts)
         num_steps = [o.metrics.num_accepted for o in outputs]
     assert found[0] == found[1]
-    assert num_steps[4] == 0 and sum(num_steps) > 20
+    assert num_steps[4] > 0 and sum(num_steps) > 20
     for output, prompt, params in zip(outputs, prompts, each, strict=True):
         if params.logprobs is not None:
             made = output.outputs[0]
