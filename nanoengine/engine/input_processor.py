@@ -125,9 +125,10 @@ class InputProcessor:
         prompt_owner: Sequence | None = None,
     ) -> Sequence:
         seq_id = self.next_id()
-        guesses = self._config.num_guesses, self._config.num_drafts
-        if params.follows_history or prompt.num_candidates:
-            guesses = 0, 0
+        # The rows of a step know the same history; a recurrent state cannot be cut.
+        may_guess = not (params.follows_history or prompt.num_candidates)
+        may_guess = may_guess and not self._model_config.recurrent_layers
+        guesses = (self._config.num_guesses, self._config.num_drafts) if may_guess else (0, 0)
         eos = () if params.ignore_eos else self._model_config.eos_token_ids
         request = Request(
             params=params,
@@ -148,6 +149,7 @@ class InputProcessor:
             request=request,
             metrics=RequestMetrics(time.perf_counter()),
             prompt_owner=prompt_owner,
+            may_guess=may_guess,
             guesser=PromptLookup() if guesses[0] else None,
             draft_length=PayingDrafts(guesses[1], self._draft_cost) if guesses[1] else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
