@@ -11,6 +11,7 @@ from typing import Any
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.serving.openai_answers import (
     answer_head,
+    chat_usage,
     finish_reason,
     reasoning_body,
     token_counts,
@@ -51,7 +52,10 @@ class _Chunks:
         """The chunks after the last delta: the usage, if it is wanted. outputs: of each prompt."""
         if not self._streaming.include_usage:
             return []
-        return [self._head | {"choices": [], "usage": usage(outputs, self._echo_only)}]
+        return [self._head | {"choices": [], "usage": self._usage(outputs)}]
+
+    def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        return usage(outputs, self._echo_only)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         made = self._head | {"choices": choices}
@@ -87,6 +91,10 @@ class ChatChunks(_Chunks):
         """No chunks: a choice begins with its first delta."""
         self._prompt = output.prompt or ""
         return super().begin(output, prompt_index)
+
+    def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        return chat_usage(output, self._parsers)
 
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[dict[str, Any]]:
         """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as

@@ -10,11 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nanoengine.errors import InvalidParamsError, shown
-from nanoengine.outputs import ChatMessage, ToolCall
+from nanoengine.outputs import ChatMessage, RequestOutput, ToolCall
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
-from nanoengine.text.reasoning import ReasoningParser, ReasoningSyntax, reasoning_of
+from nanoengine.text.reasoning import (
+    ReasoningParser,
+    ReasoningSyntax,
+    ThoughtTokens,
+    reasoning_of,
+)
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
@@ -56,13 +61,14 @@ class AnswerParser:
 @dataclass(frozen=True, slots=True)
 class ChatParsers:
     """How a model writes calls and thoughts; None where it is not known. shows_tools: whether its
-    chat template does. special_tokens: their texts.
+    chat template does. special_tokens: their texts. thoughts: counts tokens.
     """
 
     tools: ToolSyntax | None = None
     reasoning: ReasoningSyntax | None = None
     shows_tools: bool = False
     special_tokens: frozenset[str] = frozenset()
+    thoughts: ThoughtTokens | None = None
 
     @classmethod
     def of(
@@ -72,11 +78,13 @@ class ChatParsers:
         plain, source = tokenizer.template_source(False), tokenizer.template_source(True)
         backend = tokenizer.backend
         special = (backend.id_to_token(token_id) or "" for token_id in tokenizer.special_ids)
+        reasoning = REASONING_PARSERS[reasoner] if reasoner else reasoning_of(plain)
         return cls(
             TOOL_PARSERS[tool_parser] if tool_parser else syntax_of(source),
-            REASONING_PARSERS[reasoner] if reasoner else reasoning_of(plain),
+            reasoning,
             "tools" in source,
             frozenset(special),
+            None if reasoning is None else ThoughtTokens.of(reasoning, tokenizer),
         )
 
     def check(self, use: ToolUse | None) -> None:
@@ -137,6 +145,13 @@ class ChatParsers:
         """The message that a whole answer is."""
         parser = self.parser(prompt, use)
         return message_of(merged(parser.feed(text) + parser.end()))
+
+    def num_thoughts(self, output: RequestOutput) -> int:
+        """Tokens of the thoughts in the answers to a prompt."""
+        if (counter := self.thoughts) is None:
+            return 0
+        prompt = output.prompt or ""
+        return sum(counter.count(prompt, made.text, made.token_ids) for made in output.outputs)
 
     def _syntax(self, use: ToolUse) -> ToolSyntax:
         """How the calls of an answer are written. Raises InvalidParamsError if there are none."""
