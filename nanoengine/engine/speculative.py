@@ -21,7 +21,9 @@ from nanoengine.sequence import ScheduledSequence, Sequence
 
 LONGEST, SHORTEST = 4, 2  # tokens that must repeat
 DOUBTFUL = 16  # steps after a wrong guess in which drafts go first
-MOST_FORCED = 16  # tokens of a step and sequence that a grammar forces
+# Tokens of a step and sequence that a grammar forces. A single one is not worth it: no step with
+# guesses is replayed.
+LEAST_FORCED, MOST_FORCED = 2, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,9 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
     most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
     if most < 1 or seq.is_prefill or not seq.may_guess:
         return Guesses()
-    if seq.grammar is not None and (forced := seq.grammar.forced()):
-        return Guesses(forced[: min(most, MOST_FORCED)])
+    forced = () if seq.grammar is None else seq.grammar.forced()[: min(most, MOST_FORCED)]
+    if len(forced) >= LEAST_FORCED:
+        return Guesses(forced)
     guesser, draft_length = seq.guesser, seq.draft_length if drafts else None
     if guesser is not None and (draft_length is None or guesser.is_trusted):
         found = guesser.guess(seq.token_ids, min(most, num_looked_up))
