@@ -26,7 +26,7 @@ from nanoengine.serving.openai_logprobs import (
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, Streaming
 from nanoengine.text.answer_parser import NO_PARSERS, AnswerParser, ChatParsers, new_id
-from nanoengine.text.answer_pieces import Kind, Piece, merged
+from nanoengine.text.answer_pieces import Kind, Piece
 
 
 class _Chunks:
@@ -120,10 +120,7 @@ class ChatChunks(_Chunks):
 
     def _said(self, delta: StreamDelta) -> list[dict[str, Any]]:
         """What a delta says, a part for each chunk: its text may be held back."""
-        parser = self._begun[delta.index]
-        pieces = parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            pieces = merged(pieces + parser.end())
+        pieces = self._begun[delta.index].read(delta.text, delta.finish_reason is not None)
         self._calling |= {delta.index for piece in pieces if piece.kind is Kind.NAME}
         made = (_piece_body(piece) for piece in pieces)
         return [body for body in made if self._request.shows_reasoning or "reasoning" not in body]

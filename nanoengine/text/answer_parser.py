@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nanoengine.errors import InvalidParamsError, shown
-from nanoengine.outputs import ChatMessage, RequestOutput, ToolCall
+from nanoengine.outputs import ChatMessage, MessageDelta, RequestOutput, ToolCall, ToolCallDelta
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
@@ -46,6 +46,11 @@ class AnswerParser:
     def end(self) -> list[Piece]:
         """The pieces of what is left, as no more text comes."""
         return self._read([], is_last=True)
+
+    def read(self, text: str, is_last: bool) -> list[Piece]:
+        """The pieces that more text makes certain; all that is left if it is the last."""
+        pieces = self.feed(text)
+        return merged(pieces + self.end()) if is_last else pieces
 
     def _read(self, pieces: list[Piece], is_last: bool) -> list[Piece]:
         for reader in self._readers:
@@ -144,7 +149,7 @@ class ChatParsers:
     def message(self, text: str, prompt: str, use: ToolUse | None) -> ChatMessage:
         """The message that a whole answer is."""
         parser = self.parser(prompt, use)
-        return message_of(merged(parser.feed(text) + parser.end()))
+        return message_of(parser.read(text, is_last=True))
 
     def num_thoughts(self, output: RequestOutput) -> int:
         """Tokens of the thoughts in the answers to a prompt."""
@@ -189,6 +194,21 @@ def message_of(pieces: Iterable[Piece]) -> ChatMessage:
     calls = tuple(ToolCall(new_id(), name, arguments.get(i, "")) for i, name in names.items())
     content = texts[Kind.CONTENT]
     return ChatMessage(content if content or not calls else None, texts[Kind.REASONING], calls)
+
+
+def delta_of(pieces: Iterable[Piece]) -> MessageDelta:
+    """What these pieces add to a message."""
+    texts = {Kind.CONTENT: "", Kind.REASONING: ""}
+    calls: dict[int, ToolCallDelta] = {}
+    for piece in pieces:
+        if piece.kind in texts:
+            texts[piece.kind] += piece.text
+        elif piece.kind is Kind.NAME:
+            calls[piece.call] = ToolCallDelta(piece.call, new_id(), piece.text, "")
+        else:
+            call = calls.get(piece.call, ToolCallDelta(piece.call, None, None, ""))
+            calls[piece.call] = replace(call, arguments=call.arguments + piece.text)
+    return MessageDelta(texts[Kind.CONTENT], texts[Kind.REASONING], tuple(calls.values()))
 
 
 def new_id() -> str:
