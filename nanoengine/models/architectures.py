@@ -194,6 +194,13 @@ _GEMMA_4_DEFAULTS: dict[str, Any] = {
         },
     },
 }
+# OLMo 2 and 3.
+_OLMO: dict[str, Any] = {
+    "norms": NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "norm_offset": 0.0,
+    "qk_norm": "all heads",
+    "requires": {"hidden_act": (None, "silu")},
+}
 
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
@@ -319,6 +326,24 @@ ARCHITECTURES = {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
             "sliding_window": None,
+        },
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        "OLMo 2",
+        **_OLMO,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        "OLMo 3",
+        **_OLMO,
+        windows="pattern",
+        ropes_by_kind=True,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "rope_local_base_freq": 500000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
         },
     ),
     "OlmoeForCausalLM": Architecture(

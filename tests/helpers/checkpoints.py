@@ -37,6 +37,10 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     Phi3Config,
@@ -227,6 +231,25 @@ TINY: dict[str, TinyModel] = {
             "pad_token_id": None,
         },
         seed=14,
+    ),
+    # Norms after attention and feed-forward alone, and over all heads of q and of k.
+    "olmo2": TinyModel(
+        Olmo2Config,
+        Olmo2ForCausalLM,
+        {"attention_bias": True, "pad_token_id": None},
+        seed=25,
+    ),
+    # The last layer sees everything, and turns by YaRN.
+    "olmo3": TinyModel(
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": YARN_ROPE},
+            "pad_token_id": None,
+        },
+        seed=26,
     ),
     # Scores by sigmoid with a bias, in groups of two; a dense layer first; half a head is turned.
     "glm4-moe": TinyModel(

@@ -48,6 +48,8 @@ REFUSED = (
     "gemma4",
     "gemma4-moe",
     "gemma4-shared",
+    "olmo2",
+    "olmo3",
     "olmoe",
     "qwen3-next",
     "qwen3-next-moe",
