@@ -237,7 +237,7 @@ def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Calla
         (
             "sharing",
             sharing,
-            {"input_len": 4096, "output_len": 64, "num_gpu_blocks": 12, "num_seqs": 8},
+            {"input_len": 8000, "output_len": 64, "num_gpu_blocks": 12, "num_seqs": 8},
             "questions about one streamed document, and samples of one answer",
         ),
         (
