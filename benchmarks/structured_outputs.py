@@ -3,7 +3,8 @@
     python -m benchmarks.structured_outputs [MODEL] [--batch 1 32] [--tokens 32] [--rounds 5]
 
 Prints JSON: milliseconds of a decode step on both sides (medians, and the rounds' range), their
-ratio, and the seconds that the first request with a form waited for the vocabulary and the grammar.
+ratio, the seconds that the first request with a form waited for the vocabulary and the grammar, and
+how many steps the tokens of objects with long names took: a form forces most of them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,37 @@ SCHEMA = {
     },
     "minItems": 1000,
 }
+
+LONG = {
+    "type": "object",
+    "properties": {
+        "name_of_the_customer": {"type": "string", "maxLength": 20},
+        "number_of_open_orders": {"type": "integer", "minimum": 0, "maximum": 99},
+        "has_agreed_to_the_conditions": {"type": "boolean"},
+        "preferred_way_of_payment": {"enum": ["card", "invoice", "bank transfer"]},
+    },
+    "required": [
+        "name_of_the_customer",
+        "number_of_open_orders",
+        "has_agreed_to_the_conditions",
+        "preferred_way_of_payment",
+    ],
+    "additionalProperties": False,
+}
+
+
+def steps(llm: LLM) -> dict[str, int]:
+    """Tokens of 8 objects, and the steps in which they were sampled."""
+    asked: dict[str, Any] = {"max_tokens": 200, "structured_outputs": {"json": LONG}}
+    params = [SamplingParams(seed=seed, **asked) for seed in range(8)]
+    outputs = llm.generate(["A customer as JSON: "] * len(params), params, use_tqdm=False)
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    metrics = [output.metrics for output in outputs if output.metrics]
+    return {
+        "tokens": num_tokens,
+        "steps": num_tokens - sum(each.num_accepted for each in metrics),
+        "guessed": sum(each.num_guessed for each in metrics),
+    }
 
 
 def seconds(llm: LLM, batch: int, tokens: int, form: dict[str, Any] | None) -> float:
@@ -53,6 +85,7 @@ def main() -> None:
         begun = time.perf_counter()
         llm.generate("a", SamplingParams(max_tokens=1, structured_outputs=form), use_tqdm=False)
         found: dict[str, Any] = {"first_request_s": round(time.perf_counter() - begun, 2)}
+        found["long names"] = steps(llm)
         for batch in given.batch:
             sides: dict[str, list[float]] = {"without": [], "with": []}
             for _ in range(given.rounds):

@@ -31,9 +31,11 @@ from nanoengine.outputs import (
     BeamSearchSequence,
     ChatMessage,
     CompletionOutput,
+    MessageDelta,
     RequestOutput,
     StreamDelta,
     ToolCall,
+    ToolCallDelta,
 )
 from nanoengine.sampling_params import (
     BeamSearchParams,
@@ -68,6 +70,7 @@ __all__ = [
     "InvalidParamsError",
     "InvalidPromptError",
     "LogitsError",
+    "MessageDelta",
     "ModelLoadError",
     "ModelNotFoundError",
     "OutOfMemoryError",
@@ -78,6 +81,7 @@ __all__ = [
     "StreamDelta",
     "StructuredOutputsParams",
     "ToolCall",
+    "ToolCallDelta",
     "TransferError",
     "UnsupportedModelError",
     "WeightMismatchError",

@@ -60,6 +60,27 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """New text of the call number `index` of an answer. id, name: where the call begins, else None.
+    arguments: joined, they are those of the ToolCall.
+    """
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessageDelta:
+    """What is new in the message of an answer; joined, the parts are those of the ChatMessage."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CompletionOutput:
     """One generated text.
 
@@ -88,7 +109,7 @@ class StreamDelta(str):
     or the start of a stop string, so it may be "". token_ids: the new tokens, also those whose text
     is held back. finish_reason, stop_reason: as in CompletionOutput, on the last delta of a
     completion, else None. error: the error if finish_reason is "error". logprobs: those of
-    token_ids, if requested.
+    token_ids, if requested. message: in a chat, what the text says; it may come later.
     """
 
     request_id: int
@@ -99,6 +120,7 @@ class StreamDelta(str):
     stop_reason: int | str | None = None
     error: RequestError | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    message: MessageDelta | None = field(default=None, compare=False)
 
     def __new__(cls, request_id: int, index: int, text: str, *_rest: Any, **_fields: Any) -> Self:
         return str.__new__(cls, text)

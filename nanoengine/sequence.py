@@ -6,14 +6,17 @@ All state of a request that outlives a step is here, or in the KV manager's tabl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from itertools import islice
+from typing import Protocol, TypeVar
 
 from nanoengine.errors import RequestError
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 
 NO_TOKEN = -1  # what is sampled where no token can be
+Sample = TypeVar("Sample")
 
 
 class Admission(Enum):
@@ -102,6 +105,7 @@ class Grammar(Protocol):
 
     def accept(self, token_id: int) -> bool: ...
     def masks(self, guesses: tuple[int, ...]) -> list[bytes]: ...
+    def forced(self) -> tuple[int, ...]: ...
 
 
 class Grammars(Protocol):
@@ -208,7 +212,7 @@ class Sequence:
     cache, `num_cached_on_host` of these on the host only. prompt_owner: the sequence whose prompt
     this one shares: completion 0 of its request, or the beam that it was forked from. guesser,
     draft_length: for speculation; history: for penalties; grammar: of the form that the output must
-    have, until it ends.
+    have, until it ends. may_guess: whether a step may check guesses at its next tokens.
     """
 
     seq_id: int
@@ -221,6 +225,7 @@ class Sequence:
     num_cached: int = 0
     num_cached_on_host: int = 0
     prompt_owner: Sequence | None = None
+    may_guess: bool = False
     guesser: Guesser | None = None
     draft_length: DraftLength | None = None
     history: TokenHistory | None = None
@@ -390,6 +395,11 @@ class ScheduledBatch:
     def num_drafts(self) -> int:
         """Tokens of these that the step is to draft itself."""
         return sum(item.num_drafts for item in self.items)
+
+    def split(self, samples: Iterable[Sample]) -> list[list[Sample]]:
+        """What belongs to each item, of what the step samples or scores for all, in order."""
+        left = iter(samples)
+        return [list(islice(left, item.num_samples)) for item in self.items]
 
     @property
     def may_draft(self) -> bool:

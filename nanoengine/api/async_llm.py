@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack, cast
 
 from nanoengine.api.block_map import BlockMap
 from nanoengine.api.chat_rules import ChatRules
@@ -23,6 +23,7 @@ from nanoengine.api.request_forms import (
     Prompt,
     TemplateKwargs,
     Tools,
+    is_conversation,
     one_params,
 )
 from nanoengine.api.stats import EngineStats
@@ -116,9 +117,35 @@ class AsyncLLM:
         Unlike generate(), each delta holds only what is new. Raises at once what LLM.generate
         raises for the prompt.
         """
+        if is_conversation(prompt):
+            return await self.stream_chat(cast(Messages, prompt), sampling_params, request_id)
         try:
             return await self._open(
                 lambda llm: llm.stream(prompt, sampling_params), request_id, sampling_params
+            )
+        except RequestError as error:
+            raise without_our_lines(error) from error.__cause__
+
+    @explains_unknown(ARGUMENT, " of stream_chat()")
+    async def stream_chat(
+        self,
+        messages: Messages,
+        sampling_params: OneParams = None,
+        request_id: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: TemplateKwargs = None,
+        tools: Tools = None,
+        tool_choice: Any = None,
+    ) -> AsyncDeltaStream:
+        """Queue one conversation; see stream() and LLM.stream_chat."""
+        template = add_generation_prompt, chat_template_kwargs
+        try:
+            rules, held = await self._rules(sampling_params, tools, tool_choice)
+            return await self._open(
+                lambda llm: llm.stream_held(messages, held, *template, rules),
+                request_id,
+                held,
+                rules,
             )
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
@@ -175,6 +202,7 @@ class AsyncLLM:
         open_stream: Callable[[LLM], DeltaStream],
         request_id: str | None,
         params: OneParams,
+        rules: ChatRules | None = None,
     ) -> AsyncDeltaStream:
         given = one_params(params)
         if given is not None and given.form is not None:
@@ -182,7 +210,7 @@ class AsyncLLM:
         mailbox = Mailbox()
         begin = partial(self._engine.begin, mailbox, open_stream, request_id)
         try:
-            return AsyncDeltaStream(self._engine, mailbox, *await self.call(begin))
+            return AsyncDeltaStream(self._engine, mailbox, *await self.call(begin), rules)
         except BaseException:  # refused, or the caller was cancelled
             self._engine.leave(mailbox)
             raise
@@ -197,20 +225,27 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a chat. tools: with their choice."""
 
-        def rules_of(llm: LLM) -> tuple[ChatRules, SamplingParams]:
-            rules = llm.chat_rules(*tools)
-            return rules, rules.params(one_params(params) or llm.llm_engine.inputs.default_params)
-
         try:
-            rules, held = await self.call(rules_of)
+            rules, held = await self._rules(params, *tools)
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__
         outputs = self._outputs(
-            lambda llm: llm.stream_chat(messages, held, *template, rules.shown), request_id, held
+            lambda llm: llm.stream_held(messages, held, *template, rules), request_id, held
         )
         async with aclosing(outputs):
             async for output in outputs:
                 yield rules.with_messages(output) if output.finished else output
+
+    async def _rules(
+        self, params: OneParams, tools: Tools, choice: Any
+    ) -> tuple[ChatRules, SamplingParams]:
+        """The rules of a chat, and the parameters that hold its answer."""
+
+        def rules_of(llm: LLM) -> tuple[ChatRules, SamplingParams]:
+            rules = llm.chat_rules(tools, choice)
+            return rules, rules.params(one_params(params) or llm.llm_engine.inputs.default_params)
+
+        return await self.call(rules_of)
 
     async def _outputs(
         self,

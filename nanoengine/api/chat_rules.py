@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from nanoengine.api.request_forms import Tools
 from nanoengine.errors import InvalidParamsError
-from nanoengine.outputs import CompletionOutput, RequestOutput
+from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.answer_parser import AnswerParser, ChatParsers, delta_of
 from nanoengine.text.tools import ToolUse, read_tools
 
 
@@ -49,3 +50,22 @@ class ChatRules:
             return replace(made, message=message)
 
         return replace(output, outputs=[with_message(made) for made in output.outputs])
+
+    def reader(self, prompt: str) -> MessageReader:
+        """Of the deltas of the answers to a prompt."""
+        return MessageReader(lambda: self.parsers.parser(prompt, self.use))
+
+
+class MessageReader:
+    """Reads the messages of a prompt's answers from their deltas, as they come."""
+
+    def __init__(self, make_parser: Callable[[], AnswerParser]) -> None:
+        self._make_parser = make_parser
+        self._begun: dict[int, AnswerParser] = {}  # by the number of the completion
+
+    def read(self, delta: StreamDelta) -> StreamDelta:
+        """The delta with what it says."""
+        if delta.index not in self._begun:
+            self._begun[delta.index] = self._make_parser()
+        pieces = self._begun[delta.index].read(delta.text, delta.finish_reason is not None)
+        return replace(delta, message=delta_of(pieces))

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Self
 
+from nanoengine.api.chat_rules import ChatRules
 from nanoengine.api.engine_thread import EngineThread
 from nanoengine.api.mailbox import Mailbox
 from nanoengine.engine.output_processor import RequestState
@@ -26,13 +27,16 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
         mailbox: Mailbox,
         request_id: int | str,
         request: RequestState,
+        rules: ChatRules | None = None,
     ) -> None:
+        """rules: of a chat."""
         self.output: RequestOutput | None = None  # once the request has ended
         self.error: Exception | None = None  # once take() has raised it
         self._engine = engine
         self._mailbox = mailbox
         self._request_id = request_id
         self._request = request
+        self._reader = None if rules is None else rules.reader(request.prompt or "")
         self._ready: deque[StreamDelta] = deque()
 
     @property
@@ -69,7 +73,7 @@ class AsyncDeltaStream(AsyncIterator[StreamDelta]):
             if isinstance(error, RequestError):
                 raise without_our_lines(error) from error.__cause__
             raise
-        return deltas
+        return deltas if self._reader is None else [*map(self._reader.read, deltas)]
 
     async def whole(self) -> RequestOutput:
         """Wait for the end; no deltas are made until then. Raises what take() raises."""

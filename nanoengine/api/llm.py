@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self, Unpack, cast
 
 from nanoengine.api.beam_search import BeamSearch, BeamSearches, beam_params
 from nanoengine.api.block_map import BlockMap
-from nanoengine.api.chat_rules import ChatRules
+from nanoengine.api.chat_rules import ChatRules, MessageReader
 from nanoengine.api.progress import progress_bar
 from nanoengine.api.read_stats import block_map, engine_stats
 from nanoengine.api.request_forms import (
@@ -257,10 +257,27 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: TemplateKwargs = None,
         tools: Tools = None,
+        tool_choice: Any = None,
     ) -> DeltaStream:
-        """Stream the answer to one conversation; see stream() and chat()."""
-        request = self._chat_request(messages, add_generation_prompt, chat_template_kwargs, tools)
-        return self._stream(request, sampling_params)
+        """Stream the answer to one conversation; see stream() and chat(). Each delta has a
+        `message`: what is new of the answer's content, reasoning and tool calls.
+        """
+        rules = self.chat_rules(tools, tool_choice)
+        held = rules.params(one_params(sampling_params) or self.llm_engine.inputs.default_params)
+        return self.stream_held(messages, held, add_generation_prompt, chat_template_kwargs, rules)
+
+    def stream_held(
+        self,
+        messages: Messages,
+        params: SamplingParams,
+        add_generation_prompt: bool,
+        chat_template_kwargs: TemplateKwargs,
+        rules: ChatRules,
+    ) -> DeltaStream:
+        """As stream_chat(), with parameters that `rules` have made."""
+        template = add_generation_prompt, chat_template_kwargs, rules.shown
+        request = self._chat_request(messages, *template)
+        return self._stream(request, params, rules.reader(request.text or ""))
 
     def step(self) -> None:
         """Let all open streams go on by one step of the engine, without waiting for one of them."""
@@ -347,11 +364,13 @@ class LLM:
         prompt, text, salt = request.checked()
         return self.llm_engine.add_request(prompt, params, text, salt)
 
-    def _stream(self, request: GivenPrompt, params: OneParams) -> DeltaStream:
+    def _stream(
+        self, request: GivenPrompt, params: OneParams, reader: MessageReader | None = None
+    ) -> DeltaStream:
         prompt, text, salt = request.checked()
         with Turn(self._turns):
             stream = self.llm_engine.add_stream(prompt, one_params(params), text, salt)
-        return DeltaStream(stream, self._advance, self._turns.abandon)
+        return DeltaStream(stream, self._advance, self._turns.abandon, reader)
 
     def _advance(self, stream: RequestState) -> list[StreamDelta]:
         """Step until the stream has new deltas."""

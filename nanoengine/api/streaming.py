@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Self
 
+from nanoengine.api.chat_rules import MessageReader
 from nanoengine.engine.output_processor import RequestState
 from nanoengine.errors import ends_at_the_user
 from nanoengine.outputs import StreamDelta
@@ -23,11 +24,15 @@ class DeltaStream(Iterator[StreamDelta]):
         request: RequestState,
         advance: Callable[[RequestState], list[StreamDelta]],
         abandon: Callable[[int], None],
+        reader: MessageReader | None = None,
     ) -> None:
-        """advance: steps the engine until there are deltas. abandon: aborts a request by its id."""
+        """advance: steps the engine until there are deltas. abandon: aborts a request by its id.
+        reader: of a chat.
+        """
         self.request = request
         self._advance = advance
         self._abandon = abandon
+        self._reader = reader
         self._ready: deque[StreamDelta] = deque()
         self._is_open = True
 
@@ -47,7 +52,7 @@ class DeltaStream(Iterator[StreamDelta]):
         if delta.error is not None:
             self.close()
             raise delta.error
-        return delta
+        return delta if self._reader is None else self._reader.read(delta)
 
     def close(self) -> None:
         """End the request unless it has ended; closing twice is fine."""

@@ -125,9 +125,9 @@ class InputProcessor:
         prompt_owner: Sequence | None = None,
     ) -> Sequence:
         seq_id = self.next_id()
-        guesses = self._config.num_guesses, self._config.num_drafts
-        if prompt.num_candidates:
-            guesses = 0, 0
+        keeps_states = self._config.num_guesses > 0 or not self._model_config.recurrent_layers
+        may_guess = keeps_states and not prompt.num_candidates
+        guesses = (self._config.num_guesses, self._config.num_drafts) if may_guess else (0, 0)
         eos = () if params.ignore_eos else self._model_config.eos_token_ids
         request = Request(
             params=params,
@@ -148,6 +148,7 @@ class InputProcessor:
             request=request,
             metrics=RequestMetrics(time.perf_counter()),
             prompt_owner=prompt_owner,
+            may_guess=may_guess,
             guesser=PromptLookup() if guesses[0] else None,
             draft_length=PayingDrafts(guesses[1], self._draft_cost) if guesses[1] else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,

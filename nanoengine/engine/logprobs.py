@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -52,11 +51,10 @@ class StepScores:
             part.append_to_sequence()
         if self.sampled is None:
             return
-        tokens, rows = iter(token_ids), iter(self.sampled.tolist())
-        for item in batch.items:
+        tokens, scores = batch.split(token_ids), batch.split(self.sampled.tolist())
+        for item, drawn, rows in zip(batch.items, tokens, scores, strict=True):
             seq, width = item.seq, item.seq.request.num_likeliest
-            accepted = item.accepted(list(islice(tokens, item.num_samples)))
-            scored = zip(accepted, list(islice(rows, item.num_samples)), strict=False)
+            scored = zip(item.accepted(drawn), rows, strict=False)
             if width is not None and not seq.is_finished:
                 seq.output.scores += [read_scores(row, token_id, width) for token_id, row in scored]
 

@@ -12,12 +12,11 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.link_pacer import LinkPacer
-from nanoengine.engine.speculative import guesses_for, record_guesses
+from nanoengine.engine.speculative import guesses_for, most_guesses, record_guesses
 from nanoengine.errors import LogitsError, RequestError, TransferError
 from nanoengine.sequence import (
     NO_TOKEN,
@@ -77,6 +76,7 @@ class Scheduler:
         self._kv = kv
         self._max_tokens = max_num_batched_tokens
         self._long_tokens = config.long_prefill_token_threshold or max(1, self._max_tokens // 2)
+        self._max_guesses = most_guesses(config, self._max_tokens)
         self._pacer = LinkPacer(stream_blocks_per_step)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -113,7 +113,7 @@ class Scheduler:
         gets its turn.
         """
         num_running = len(self.running)
-        step = _Step(self._max_tokens, self._max_tokens - num_running)
+        step = _Step(self._max_tokens, self._max_guesses - num_running)
         self._kv.reset_budget()
         order = self._in_order()
         self._schedule_running(order, step)
@@ -173,11 +173,9 @@ class Scheduler:
         token_ids holds the tokens that each item of the batch samples, in order. failed: ids of
         sequences, in the batch or not, whose KV is lost, and why: they end with an error.
         """
-        sampled = iter(token_ids)
-        tokens = [list(islice(sampled, item.num_samples)) for item in batch.items]
         ended = self._fail(failed or {})
         now = time.perf_counter()
-        for item, drawn in zip(batch.items, tokens, strict=True):
+        for item, drawn in zip(batch.items, batch.split(token_ids), strict=True):
             if item.seq.is_finished:
                 continue
             self._append_tokens(item, item.accepted(drawn), batch.is_decode)

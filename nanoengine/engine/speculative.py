@@ -1,5 +1,7 @@
 """Which tokens of a sequence are guessed for a step; the same forward pass checks them.
 
+Where a grammar leaves one way to go on, that is the guess.
+
 Prompt lookup (Saxena 2023): texts repeat themselves, so the tokens that followed an earlier
 occurrence of the last tokens are likely to follow again. A guess needs no draft model; a wrong one
 costs its rows in the forward pass. Where it finds nothing, or was wrong lately, the step may draft
@@ -14,10 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from nanoengine.config.engine import EngineConfig
 from nanoengine.sequence import ScheduledSequence, Sequence
 
 LONGEST, SHORTEST = 4, 2  # tokens that must repeat
 DOUBTFUL = 16  # steps after a wrong guess in which drafts go first
+# Tokens of a step and sequence that a grammar forces. A single one is not worth it: no step with
+# guesses is replayed.
+LEAST_FORCED, MOST_FORCED = 2, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +42,16 @@ class Guesses:
 
 
 def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> Guesses:
-    """Guesses at what follows a decoding sequence: up to `num_looked_up` by lookup; if it finds
-    none, drafts, where they are allowed: they would keep resident decodes waiting. most: of either.
+    """Guesses at what follows a decoding sequence: what its grammar forces; else up to
+    `num_looked_up` by lookup; if it finds none, drafts, where they are allowed: they would keep
+    resident decodes waiting. most: of any of them.
     """
     most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
-    if most < 1 or seq.is_prefill:
+    if most < 1 or seq.is_prefill or not seq.may_guess:
         return Guesses()
+    forced = () if seq.grammar is None else seq.grammar.forced()[: min(most, MOST_FORCED)]
+    if len(forced) >= LEAST_FORCED:
+        return Guesses(forced)
     guesser, draft_length = seq.guesser, seq.draft_length if drafts else None
     if guesser is not None and (draft_length is None or guesser.is_trusted):
         found = guesser.guess(seq.token_ids, min(most, num_looked_up))
@@ -50,6 +60,16 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
     if draft_length is None:
         return Guesses()
     return Guesses(num_drafts=min(most, draft_length.choose()))
+
+
+def most_guesses(config: EngineConfig, max_tokens: int) -> int:
+    """Most guesses of a step and sequences that run in it. max_tokens: most tokens of a step.
+
+    Without speculation as many as there may be sequences: the memory for their logits is planned.
+    """
+    if config.speculative is not None:
+        return max_tokens
+    return min(max_tokens, max(config.max_num_seqs, 2 * MOST_FORCED))
 
 
 def record_guesses(item: ScheduledSequence, num_right: int, is_decode: bool) -> None:

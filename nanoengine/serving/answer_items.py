@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from nanoengine.text.answer_parser import AnswerParser, new_id
-from nanoengine.text.answer_pieces import Kind, Piece, merged
+from nanoengine.text.answer_pieces import Kind, Piece
 
 
 class Step(Enum):
@@ -54,10 +54,7 @@ class AnswerItems:
         """What more text does to items: the step, the item, and its new text. is_last: no more text
         comes, so that the last item ends.
         """
-        pieces = self._parser.feed(text)
-        if is_last:
-            pieces = merged(pieces + self._parser.end())
-        for piece in pieces:
+        for piece in self._parser.read(text, is_last):
             if not self._goes_on_with(piece):
                 yield from self._end()
                 yield Step.BEGINS, self._begun(piece.kind, piece.text), ""

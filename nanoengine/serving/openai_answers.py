@@ -74,7 +74,7 @@ def chat_body(
         }
         choices.append(choice)
     head = answer_head("chatcmpl", answer_id, "chat.completion", model)
-    return head | {"choices": choices, "usage": usage([output])}
+    return head | {"choices": choices, "usage": chat_usage(output, parsers)}
 
 
 def _message_body(message: ChatMessage, shows_reasoning: bool) -> dict[str, Any]:
@@ -160,6 +160,12 @@ def usage(outputs: Iterable[RequestOutput], echo_only: bool = False) -> dict[str
     return token_counts(num_in, 0 if echo_only else num_out) | {
         "prompt_tokens_details": {"cached_tokens": cached}
     }
+
+
+def chat_usage(output: RequestOutput, parsers: ChatParsers) -> dict[str, Any]:
+    """The usage of a chat: with the tokens of its thoughts."""
+    details = {"reasoning_tokens": parsers.num_thoughts(output)}
+    return usage([output]) | {"completion_tokens_details": details}
 
 
 def token_counts(num_in: int, num_out: int) -> dict[str, Any]:

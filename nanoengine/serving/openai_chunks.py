@@ -11,6 +11,7 @@ from typing import Any
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.serving.openai_answers import (
     answer_head,
+    chat_usage,
     finish_reason,
     reasoning_body,
     token_counts,
@@ -25,7 +26,7 @@ from nanoengine.serving.openai_logprobs import (
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, Streaming
 from nanoengine.text.answer_parser import NO_PARSERS, AnswerParser, ChatParsers, new_id
-from nanoengine.text.answer_pieces import Kind, Piece, merged
+from nanoengine.text.answer_pieces import Kind, Piece
 
 
 class _Chunks:
@@ -51,7 +52,10 @@ class _Chunks:
         """The chunks after the last delta: the usage, if it is wanted. outputs: of each prompt."""
         if not self._streaming.include_usage:
             return []
-        return [self._head | {"choices": [], "usage": usage(outputs, self._echo_only)}]
+        return [self._head | {"choices": [], "usage": self._usage(outputs)}]
+
+    def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        return usage(outputs, self._echo_only)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         made = self._head | {"choices": choices}
@@ -88,6 +92,10 @@ class ChatChunks(_Chunks):
         self._prompt = output.prompt or ""
         return super().begin(output, prompt_index)
 
+    def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
+        return chat_usage(output, self._parsers)
+
     def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[dict[str, Any]]:
         """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as
         OpenAI's do.
@@ -112,10 +120,7 @@ class ChatChunks(_Chunks):
 
     def _said(self, delta: StreamDelta) -> list[dict[str, Any]]:
         """What a delta says, a part for each chunk: its text may be held back."""
-        parser = self._begun[delta.index]
-        pieces = parser.feed(delta.text)
-        if delta.finish_reason is not None:
-            pieces = merged(pieces + parser.end())
+        pieces = self._begun[delta.index].read(delta.text, delta.finish_reason is not None)
         self._calling |= {delta.index for piece in pieces if piece.kind is Kind.NAME}
         made = (_piece_body(piece) for piece in pieces)
         return [body for body in made if self._request.shows_reasoning or "reasoning" not in body]

@@ -108,7 +108,7 @@ class ResponsesWriter:
         bodies.append(self._item(items[-1], status))
         return self._response(status, bodies, reason) | {
             "completed_at": int(time.time()),
-            "usage": _usage(output, made),
+            "usage": _usage(output, made, self._parsers.num_thoughts(output)),
         }
 
     def _events(
@@ -216,14 +216,14 @@ def _status(finish_reason: str | None) -> str:
     return "completed" if finish_reason == "stop" else "incomplete"
 
 
-def _usage(output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
+def _usage(output: RequestOutput, made: CompletionOutput, num_thoughts: int) -> dict[str, Any]:
     num_in, num_out = len(output.prompt_token_ids), len(made.token_ids)
     cached = {"cached_tokens": output.num_cached_tokens, "cache_write_tokens": 0}
     return {
         "input_tokens": num_in,
         "input_tokens_details": cached,
         "output_tokens": num_out,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thoughts},
         "total_tokens": num_in + num_out,
     }
 

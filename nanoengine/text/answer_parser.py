@@ -10,11 +10,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from nanoengine.errors import InvalidParamsError, shown
-from nanoengine.outputs import ChatMessage, ToolCall
+from nanoengine.outputs import ChatMessage, MessageDelta, RequestOutput, ToolCall, ToolCallDelta
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING_PARSERS
-from nanoengine.text.reasoning import ReasoningParser, ReasoningSyntax, reasoning_of
+from nanoengine.text.reasoning import (
+    ReasoningParser,
+    ReasoningSyntax,
+    ThoughtTokens,
+    reasoning_of,
+)
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
@@ -42,6 +47,11 @@ class AnswerParser:
         """The pieces of what is left, as no more text comes."""
         return self._read([], is_last=True)
 
+    def read(self, text: str, is_last: bool) -> list[Piece]:
+        """The pieces that more text makes certain; all that is left if it is the last."""
+        pieces = self.feed(text)
+        return merged(pieces + self.end()) if is_last else pieces
+
     def _read(self, pieces: list[Piece], is_last: bool) -> list[Piece]:
         for reader in self._readers:
             made: list[Piece] = []
@@ -56,13 +66,14 @@ class AnswerParser:
 @dataclass(frozen=True, slots=True)
 class ChatParsers:
     """How a model writes calls and thoughts; None where it is not known. shows_tools: whether its
-    chat template does. special_tokens: their texts.
+    chat template does. special_tokens: their texts. thoughts: counts tokens.
     """
 
     tools: ToolSyntax | None = None
     reasoning: ReasoningSyntax | None = None
     shows_tools: bool = False
     special_tokens: frozenset[str] = frozenset()
+    thoughts: ThoughtTokens | None = None
 
     @classmethod
     def of(
@@ -72,11 +83,13 @@ class ChatParsers:
         plain, source = tokenizer.template_source(False), tokenizer.template_source(True)
         backend = tokenizer.backend
         special = (backend.id_to_token(token_id) or "" for token_id in tokenizer.special_ids)
+        reasoning = REASONING_PARSERS[reasoner] if reasoner else reasoning_of(plain)
         return cls(
             TOOL_PARSERS[tool_parser] if tool_parser else syntax_of(source),
-            REASONING_PARSERS[reasoner] if reasoner else reasoning_of(plain),
+            reasoning,
             "tools" in source,
             frozenset(special),
+            None if reasoning is None else ThoughtTokens.of(reasoning, tokenizer),
         )
 
     def check(self, use: ToolUse | None) -> None:
@@ -136,7 +149,14 @@ class ChatParsers:
     def message(self, text: str, prompt: str, use: ToolUse | None) -> ChatMessage:
         """The message that a whole answer is."""
         parser = self.parser(prompt, use)
-        return message_of(merged(parser.feed(text) + parser.end()))
+        return message_of(parser.read(text, is_last=True))
+
+    def num_thoughts(self, output: RequestOutput) -> int:
+        """Tokens of the thoughts in the answers to a prompt."""
+        if (counter := self.thoughts) is None:
+            return 0
+        prompt = output.prompt or ""
+        return sum(counter.count(prompt, made.text, made.token_ids) for made in output.outputs)
 
     def _syntax(self, use: ToolUse) -> ToolSyntax:
         """How the calls of an answer are written. Raises InvalidParamsError if there are none."""
@@ -174,6 +194,21 @@ def message_of(pieces: Iterable[Piece]) -> ChatMessage:
     calls = tuple(ToolCall(new_id(), name, arguments.get(i, "")) for i, name in names.items())
     content = texts[Kind.CONTENT]
     return ChatMessage(content if content or not calls else None, texts[Kind.REASONING], calls)
+
+
+def delta_of(pieces: Iterable[Piece]) -> MessageDelta:
+    """What these pieces add to a message."""
+    texts = {Kind.CONTENT: "", Kind.REASONING: ""}
+    calls: dict[int, ToolCallDelta] = {}
+    for piece in pieces:
+        if piece.kind in texts:
+            texts[piece.kind] += piece.text
+        elif piece.kind is Kind.NAME:
+            calls[piece.call] = ToolCallDelta(piece.call, new_id(), piece.text, "")
+        else:
+            call = calls.get(piece.call, ToolCallDelta(piece.call, None, None, ""))
+            calls[piece.call] = replace(call, arguments=call.arguments + piece.text)
+    return MessageDelta(texts[Kind.CONTENT], texts[Kind.REASONING], tuple(calls.values()))
 
 
 def new_id() -> str:

@@ -188,6 +188,12 @@ class GrammarState:
             matcher.rollback(taken)
         return made
 
+    def forced(self) -> tuple[int, ...]:
+        """Tokens of the bytes that alone may come next, cut as the tokenizer cuts them. The masks
+        may allow other cuts, so these are guesses. The state stays as it is.
+        """
+        return tuple(self._matcher.compute_ff_tokens())
+
 
 @dataclass(frozen=True, slots=True)
 class _Library:

@@ -6,9 +6,11 @@ which tool_parser.py reads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps, num_held_back
+from nanoengine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,55 @@ BY_NAME = {row.name: row for row in REASONING_SYNTAXES}
 BY_NAME |= {alias: BY_NAME[name] for alias, name in ALIASES.items()}
 
 
+def mark_ids(
+    syntax: ReasoningSyntax, tokenizer: Tokenizer
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that thoughts begin and end with."""
+    begin, end = (
+        tuple(tokenizer.encode(mark, add_special_tokens=False))
+        for mark in (syntax.begin, syntax.end)
+    )
+    return begin, end
+
+
 def reasoning_of(template: str) -> ReasoningSyntax | None:
     """How the model of a chat template thinks; None if it does not."""
     return next((row for row in REASONING_SYNTAXES if row.begin in template), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtTokens:
+    """Counts the tokens of thoughts by the tokens that begin and end them."""
+
+    syntax: ReasoningSyntax
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @classmethod
+    def of(cls, syntax: ReasoningSyntax, tokenizer: Tokenizer) -> ThoughtTokens:
+        """Those of a model."""
+        return cls(syntax, *mark_ids(syntax, tokenizer))
+
+    def count(self, prompt: str, text: str, token_ids: Sequence[int]) -> int:
+        """How many of an answer's tokens stand between them. prompt, text: before the answer, and
+        of it.
+        """
+        is_open = self.syntax.is_open_after(prompt)
+        if not is_open and not text.lstrip().startswith(self.syntax.begin):
+            return 0
+        at, num = 0 if is_open else _past(self.begin, token_ids, 0), 0
+        while at is not None:
+            stop = _past(self.end, token_ids, at)
+            num += (len(token_ids) if stop is None else stop - len(self.end)) - at
+            is_more = stop is not None and self.syntax.in_channels
+            at = _past(self.begin, token_ids, stop or 0) if is_more else None
+        return num
+
+
+def _past(mark: tuple[int, ...], token_ids: Sequence[int], start: int) -> int | None:
+    """The place behind the next mark; None if there is none."""
+    places = range(start + len(mark), len(token_ids) + 1)
+    return next((at for at in places if (*token_ids[at - len(mark) : at],) == mark), None)
 
 
 class ReasoningParser(PieceReader):

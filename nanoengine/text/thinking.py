@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from nanoengine.text.reasoning import ReasoningSyntax
+from nanoengine.text.reasoning import ReasoningSyntax, mark_ids
 from nanoengine.text.tokenizer import Tokenizer
 
 MAX_TAIL = 64  # tokens at a prompt's end that may begin the thoughts
@@ -20,6 +20,7 @@ class Form(Protocol):
 
     def accept(self, token_id: int) -> bool: ...
     def masks(self, guesses: tuple[int, ...]) -> list[bytes]: ...
+    def forced(self) -> tuple[int, ...]: ...
 
 
 class Phase(Enum):
@@ -47,10 +48,7 @@ class ThinkingMarks:
         cls, syntax: ReasoningSyntax, tokenizer: Tokenizer, num_tokens: int, eos_ids: list[int]
     ) -> ThinkingMarks:
         """Those of a model with a vocabulary of `num_tokens`."""
-        begin, end = (
-            tuple(tokenizer.encode(mark, add_special_tokens=False))
-            for mark in (syntax.begin, syntax.end)
-        )
+        begin, end = mark_ids(syntax, tokenizer)
         every = bytes([0xFF]) * -(-num_tokens // 8)
         return cls(begin, end, every, _with_bits(every, eos_ids, 0))
 
@@ -100,6 +98,18 @@ class ThinkingState:
                 return made + self._form_masks(guesses[number:])[1:]
         return made
 
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that alone may come next: the end of thoughts at their budget, or the form's."""
+        place = self._place
+        if place.phase is Phase.AFTER:
+            return () if self._form is None else self._form.forced()
+        return self._marks.end[place.matched :] if self._is_spent(place) else ()
+
+    def _is_spent(self, place: Place) -> bool:
+        """Whether the thoughts must end here."""
+        is_thinking = place.phase is Phase.THINKING
+        return is_thinking and self._budget is not None and place.num >= self._budget
+
     def _after(self, place: Place, token_id: int) -> tuple[Place, bool]:
         """The place after a token, and whether the token is the form's."""
         marks = self._marks
@@ -132,7 +142,7 @@ class ThinkingState:
     def _mask(self, place: Place) -> bytes:
         marks = self._marks
         if place.phase is Phase.THINKING:
-            if self._budget is not None and place.num >= self._budget:
+            if self._is_spent(place):
                 return _with_bits(bytes(len(marks.any_token)), [marks.end[place.matched]], 1)
             return marks.any_token if self._form is None else marks.no_end
         if self._form is None:

@@ -44,6 +44,7 @@ NO_CALL = re.compile(
 )
 MARKS = re.compile(r'[\\"{}\[\]]')
 CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+TOOL = "to=functions."
 RECIPIENT = re.compile(rf"to=functions\.{NAME}")
 MESSAGE = "<|message|>"
 STARTS = ("<|start|>", "<|channel|>", MESSAGE)
@@ -244,7 +245,9 @@ class ChannelParser(PieceReader):
         super().__init__()
 
     def _read(self) -> Steps[None]:
-        mark = yield from self.until(STARTS, Kind.CONTENT)
+        # The prompt may have ended before the part of a header that names a tool.
+        is_header = (yield from self.past(0, TOOL)) is not None
+        mark = "" if is_header else (yield from self.until(STARTS, Kind.CONTENT))
         while mark is not None:
             header = yield from self._header(mark)
             if header is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -13,7 +14,15 @@ import jsonschema
 import pytest
 from tool_models import CALL, TOOLS, WEATHER, tool_model
 
-from nanoengine import LLM, AsyncLLM, ChatMessage, InvalidParamsError, RequestOutput, SamplingParams
+from nanoengine import (
+    LLM,
+    AsyncLLM,
+    ChatMessage,
+    InvalidParamsError,
+    RequestOutput,
+    SamplingParams,
+    StreamDelta,
+)
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
@@ -75,6 +84,47 @@ def test_an_answer_on_an_event_loop(llm: LLM, choice: Any) -> None:
         c.arguments for c in theirs.message.tool_calls
     ]
     assert ours.message.tool_calls and ours.message.content == theirs.message.content
+
+
+def joined(deltas: list[StreamDelta]) -> tuple[str, str, str, list[tuple[str, str]]]:
+    """The text, and the content, the thoughts and the calls of the message."""
+    content = reasoning = ""
+    calls: list[tuple[str, str]] = []
+    for delta in deltas:
+        new = delta.message
+        assert new is not None
+        content, reasoning = content + new.content, reasoning + new.reasoning
+        for call in new.tool_calls:
+            if call.name is not None:
+                assert call.index == len(calls) and call.id
+                calls.append((call.name, ""))
+            name, arguments = calls[call.index]
+            calls[call.index] = name, arguments + call.arguments
+    return "".join(deltas), content, reasoning, calls
+
+
+def test_deltas_say_what_is_new_of_the_message(llm: LLM) -> None:
+    """Joined, they are LLM.chat's; two completions with thoughts, and with calls that must come."""
+    text = {"choice": [f"So:\n{CALL}\n{CALL}"]}
+    common: dict[str, Any] = {"max_tokens": 170, "seed": 3, "n": 2, "thinking_token_budget": 6}
+    rest: dict[str, Any] = {"tools": TOOLS, "chat_template_kwargs": {"enable_thinking": True}}
+    free = SamplingParams(**common, structured_outputs=text), None
+    for params, choice in (free, (SamplingParams(**common), "required")):
+        rest["tool_choice"] = choice
+        (whole,) = llm.chat(TALK, params, use_tqdm=False, **rest)
+
+        async def streamed(made: AsyncLLM, params: SamplingParams = params) -> list[StreamDelta]:
+            return [delta async for delta in await made.stream_chat(TALK, params, **rest)]
+
+        with closing(AsyncLLM(llm.llm_engine.config.model, **SETTINGS)) as made:
+            both = [*llm.stream_chat(TALK, params, **rest)], asyncio.run(streamed(made))
+        for deltas, output in itertools.product(both, whole.outputs):
+            message = output.message
+            assert message is not None and message.tool_calls and message.reasoning
+            calls = [(call.name, call.arguments) for call in message.tool_calls]
+            wanted = output.text, message.content or "", message.reasoning, calls
+            assert joined([delta for delta in deltas if delta.index == output.index]) == wanted
+    assert all(delta.message is None for delta in llm.stream("x", {"max_tokens": 2}))
 
 
 def test_without_tools_a_text_is_a_text(llm: LLM) -> None:

@@ -323,3 +323,76 @@ def test_who_cannot_have_a_form(tiny: Callable[[str], Path], llm: LLM) -> None:
     with pytest.raises(InvalidPromptError, match="without a tokenizer"):
         engine.add_request([5], SamplingParams(structured_outputs={"json": OBJECT}))
     engine.close()
+
+
+KEYS = {
+    "type": "object",
+    "properties": {
+        "name_of_the_city": {"enum": ["Paris", "Parma"]},
+        "number_of_days": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name_of_the_city", "number_of_days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "resident",
+        "streamed",
+        *(
+            pytest.param(name, marks=pytest.mark.breadth)
+            for name in LAYOUTS
+            if name not in ("resident", "streamed")
+        ),
+    ],
+)
+def test_forced_tokens_take_no_step_of_their_own(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """And change nothing: ids, log-probabilities, and where a text ends."""
+    form: dict[str, Any] = {"max_tokens": 90, "structured_outputs": {"json": KEYS}}
+    each = [
+        SamplingParams(temperature=0, logprobs=1, **form),
+        SamplingParams(seed=5, n=2, **form),
+        SamplingParams(seed=6, stop="_of_days", **form | {"max_tokens": 80}),
+        SamplingParams(seed=7, **form | {"max_tokens": 12}),
+        SamplingParams(seed=8, repetition_penalty=1.3, **form),
+    ]
+    engine = small_engine(tiny("llama"), **LAYOUTS[layout])
+    found: list[Any] = []
+    scores, num_steps = [], []
+    for forced in (grammar.GrammarState.forced, lambda state: ()):
+        monkeypatch.setattr(grammar.GrammarState, "forced", forced)
+        driver = Driver(engine)
+        outputs = driver.run([PROMPTS[2]] * len(each), each)
+        made = [each for output in outputs for each in output.outputs]
+        found.append([(each.token_ids, each.text, each.finish_reason) for each in made])
+        own = zip(made[0].token_ids, made[0].logprobs or (), strict=True)
+        scores.append([entry[token_id].logprob for token_id, entry in own])
+        driver = Driver(engine)
+        (alone,) = driver.run([PROMPTS[2]], each[0])
+        num_steps.append(driver.num_steps)
+        guessed = [output.metrics.num_guessed > 0 for output in outputs]
+        assert all(guessed) or len(found) == 2
+    assert found[0] == found[1] and found[0][3][2] == "stop"
+    assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+    jsonschema.validate(json.loads(alone.outputs[0].text), KEYS)
+    if layout not in ("guesses", "drafts"):  # which find the same
+        assert num_steps[0] <= num_steps[1] - 30
+    engine.close()
+
+
+@pytest.mark.parametrize("speculative", [None, "ngram:4"])
+def test_tokens_are_forced_where_a_state_is_kept(
+    tiny: Callable[[str], Path], speculative: str | None
+) -> None:
+    """A recurrent state cannot be cut."""
+    params = SamplingParams(max_tokens=70, structured_outputs={"regex": "(a long text)+"})
+    engine = small_engine(tiny("qwen3.5"), speculative=speculative)
+    (output,) = Driver(engine).run([PROMPTS[2]], params)
+    assert (output.metrics.num_guessed > 0) == (speculative is not None)
+    assert output.outputs[0].text.startswith("a long texta long text")
+    engine.close()

@@ -307,6 +307,7 @@ def test_answers_have_openais_form() -> None:
         "completion_tokens": 4,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert body["choices"][1] == {
         "index": 1,

@@ -126,6 +126,12 @@ def test_thoughts(server: LiveServer) -> None:
     assert streamed["reasoning_content"] == message["reasoning"] and reason == "length"
     _, without = server.post(CHAT, **body, include_reasoning=False)
     assert without["choices"][0]["message"].keys() == {"role", "content", "refusal"}
+    body |= {"thinking_token_budget": 5, "max_tokens": 30, "n": 2, "temperature": 1, "seed": 1}
+    counted = {"reasoning_tokens": 10}  # the end of the thoughts is none of them
+    _, whole = server.post(CHAT, **body)
+    assert whole["usage"]["completion_tokens_details"] == counted
+    *_, last = server.stream(CHAT, **body, stream_options={"include_usage": True})
+    assert last["usage"]["completion_tokens_details"] == counted
 
 
 @pytest.mark.parametrize("seed", range(8))

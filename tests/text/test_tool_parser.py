@@ -17,7 +17,7 @@ from nanoengine.outputs import ChatMessage
 from nanoengine.text.answer_parser import AnswerParser, message_of
 from nanoengine.text.answer_pieces import Kind, Piece, merged
 from nanoengine.text.reasoning import BY_NAME as REASONING
-from nanoengine.text.reasoning import ReasoningParser
+from nanoengine.text.reasoning import ReasoningParser, ThoughtTokens
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME, PLAIN
 
@@ -167,6 +167,32 @@ def test_thoughts(prompt: str, text: str, thoughts: str, content: str) -> None:
     message = message_of(whole)
     assert (message.reasoning, message.content) == (thoughts, content)
     assert parted(made(), text, list(range(len(text)))) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "text", "token_ids", "expected"),
+    [
+        ("qwen3", "a<think>\n", "hm hm</think>yes", [5, 6, 3, 7], 2),
+        ("qwen3", "a", "\n<think>hm</think>yes", [8, 1, 2, 5, 3, 7], 1),
+        ("qwen3", "a", "<think></think>yes", [1, 2, 3, 7], 0),
+        ("qwen3", "a<think>", "hm hm hm", [5, 6, 7], 3),
+        ("qwen3", "a", "yes <think>hm", [7, 1, 2, 5], 0),
+        ("qwen3", "a<think>", "hm</think>a<think>b</think>", [5, 3, 7, 1, 2, 6, 3], 1),
+        (
+            "openai_gptoss",
+            "a",
+            "<|channel|>analysis<|message|>hm<|end|>",
+            [1, 2, 5, 3, 9, 1, 2, 5, 5, 3, 1, 4, 7],
+            3,
+        ),
+    ],
+)
+def test_tokens_of_thoughts(
+    name: str, prompt: str, text: str, token_ids: list[int], expected: int
+) -> None:
+    """Thoughts begin by 1 and 2, and end by 3."""
+    counter = ThoughtTokens(REASONING[name], (1, 2), (3,))
+    assert counter.count(prompt, text, token_ids) == expected
 
 
 def test_calls_after_thoughts() -> None:

@@ -1,0 +1,98 @@
+"""Calls on their way back: a chat template of each family writes them into the next prompt, and the
+parser that is chosen by this template reads the same calls from those tokens.
+
+The templates are short ones of our own with the marks of Hermes and Qwen 3, Qwen3-Coder, Llama 3.1,
+Mistral, GLM 4.5 and gpt-oss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tool_models import TOOLS, tool_model
+
+from nanoengine.outputs import ChatMessage, ToolCall
+from nanoengine.text.answer_parser import ChatParsers
+from nanoengine.text.tokenizer import Tokenizer
+from nanoengine.text.tools import read_tools
+
+SHOWN = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}{% set f = c.function %}"
+CHATML = (
+    SHOWN
+    + "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    + CALLS
+    + "BODY{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% endif %}"
+)
+HERMES = (
+    '\n<tool_call>\n{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}\n</tool_call>'
+)
+CODER = (
+    "\n<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments | items %}<parameter="
+    "{{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n"
+    "</tool_call>"
+)
+GLM = (
+    "\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>"
+)
+LLAMA = (
+    SHOWN + "{% for m in messages %}<|{{ 'ipython' if m.role == 'tool' else m.role }}|>"
+    "{{ m.content or '' }}" + CALLS + '{"name": "{{ f.name }}", "parameters": '
+    "{{ f.arguments | tojson }}}{% endfor %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+MISTRAL = (
+    SHOWN + "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, '
+    '"id": "{{ c.id }}"}{% if not loop.last %}, {% endif %}{% endfor %}]</s>{% endif %}{% endfor %}'
+)
+# The tool is named before the channel.
+HARMONY = (
+    SHOWN + "{% for m in messages %}<|start|>{{ m.role }}" + CALLS + " to=functions.{{ f.name }}"
+    "<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>{% endfor %}"
+    "{% if not m.tool_calls %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+# The parser, a template, what ends a turn, and whether a turn may have text and several calls.
+TEMPLATES = {
+    "hermes": (CHATML.replace("BODY", HERMES), "<|im_end|>", True),
+    "qwen3_coder": (CHATML.replace("BODY", CODER), "<|im_end|>", True),
+    "glm45": (CHATML.replace("BODY", GLM), "<|im_end|>", True),
+    "llama3_json": (LLAMA, "<|eot_id|>", False),
+    "mistral": (MISTRAL, "</s>", False),
+    "openai": (HARMONY, "<|call|>", False),
+}
+TALK: list[dict[str, Any]] = [{"role": "user", "content": "Will it rain?"}]
+ODD = {"city": 'São "Paulo"\n{}', "days": 3, "more": {"a": [1, None, "x"]}}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_call_comes_back_as_it_was(
+    tiny: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    template, end, is_rich = TEMPLATES[name]
+    folder = tool_model(tiny("llama"), tmp_path / "model", template)
+    tokenizer = Tokenizer.from_folder(folder)
+    parsers = ChatParsers.of(tokenizer)
+    assert parsers.tools is not None and parsers.tools.name == name
+    calls = [ToolCall("123456789", "weather", json.dumps(ODD, ensure_ascii=False))]
+    if is_rich or name == "mistral":
+        calls.append(ToolCall("abcdefghi", "now", "{}"))
+    message = ChatMessage("I look." if is_rich else None, "", tuple(calls))
+    prompt = tokenizer.apply_chat_template(TALK, tools=TOOLS)
+    whole = tokenizer.apply_chat_template([*TALK, message.as_dict()], False, tools=TOOLS)
+    assert whole.startswith(prompt)
+    written = tokenizer.encode(whole[len(prompt) :].removesuffix(end), add_special_tokens=False)
+    text = tokenizer.decode(written, skip_special_tokens=False)
+    read = parsers.message(text, prompt, read_tools(TOOLS))
+    assert read.content == message.content
+    assert [(call.name, json.loads(call.arguments)) for call in read.tool_calls] == [
+        (call.name, json.loads(call.arguments)) for call in calls
+    ]
