@@ -83,7 +83,9 @@ class Guesser(Protocol):
 
 
 class DraftLength(Protocol):
-    """How many tokens are drafted for a sequence (draft_length.PayingDrafts)."""
+    """How many tokens are drafted for a sequence (draft_length.PayingDrafts). pays: see there."""
+
+    pays: bool
 
     def choose(self) -> int: ...
     def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None: ...
@@ -256,6 +258,13 @@ class Sequence:
         return self.num_remaining > 1 or self.num_output_tokens == 0
 
     @property
+    def follows_output(self) -> bool:
+        """Whether its next token depends on its output beside the model: by a grammar, penalties or
+        bad words.
+        """
+        return self.grammar is not None or self.request.params.follows_history
+
+    @property
     def output_token_ids(self) -> list[int]:
         """The generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -391,6 +400,12 @@ class ScheduledBatch:
         """What belongs to each item, of what the step samples or scores for all, in order."""
         left = iter(samples)
         return [list(islice(left, item.num_samples)) for item in self.items]
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts pay for one of its sequences, or nobody knows yet."""
+        lengths = (item.seq.draft_length for item in self.items)
+        return any(length is not None and length.pays for length in lengths)
 
     @property
     def is_decode(self) -> bool:

@@ -29,6 +29,8 @@ NUM_ROUNDS = 10
 class FixedLength:
     """Drafts as many tokens in each step (sequence.DraftLength)."""
 
+    pays = True
+
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 

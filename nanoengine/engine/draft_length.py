@@ -42,10 +42,14 @@ class DraftCost:
 
 
 class PayingDrafts:
-    """Chooses for each step of one request (sequence.DraftLength)."""
+    """Chooses for each step of one request (sequence.DraftLength).
+
+    pays: whether drafts are made now, or nobody knows yet; not while one is tried now and then.
+    """
 
     def __init__(self, most: int, cost: DraftCost) -> None:
         """most: drafts a step. cost: of the engine; this request adds to it what it measures."""
+        self.pays = True
         self._most = most
         self._cost = cost
         self._right: list[float] = []  # of each draft that was ever checked
@@ -66,6 +70,7 @@ class PayingDrafts:
         if not self._cost.is_known:
             return min(FIRST, self._most)
         best = self._best()
+        self.pays = best > 0
         if best and self._until_plain == 0:
             self._between_plain = min(2 * self._between_plain, LAST_REFRESH)
             self._until_plain = self._between_plain

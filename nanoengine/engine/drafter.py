@@ -62,15 +62,15 @@ class Drafts:
         return ScheduledBatch(tuple(items))
 
     def read(self, batch: ScheduledBatch, device: Device) -> ScheduledBatch:
-        """The batch with these drafts as guesses, if the grammar of one of them must know it."""
-        if not any(item.num_drafts and item.seq.grammar is not None for item in batch.items):
+        """The batch with these drafts as guesses, if what may follow them depends on them."""
+        if not any(item.num_drafts and item.seq.follows_output for item in batch.items):
             return batch
         return self.fill(batch, device.read_back(self.tokens).tolist())
 
 
 class Drafter:
     """Runs the draft steps of a batch. The host waits for drafts only where a grammar says which
-    tokens may follow them.
+    tokens may follow them. Penalties and bad words do not know the drafts before one of a step.
     """
 
     def __init__(

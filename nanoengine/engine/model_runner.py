@@ -114,18 +114,19 @@ class ModelRunner:
         finally:
             step.close()
         scores = self._scorer.score_prompts(batch, hidden)
-        drawn = [
-            (item.seq, item.start + item.num_tokens - item.num_samples + number)
-            for item in batch.items
-            for number in range(1, item.num_samples + 1)
-        ]
-        if not drawn:
+        if not len(ctx.logit_rows):
             nothing = torch.empty(0, dtype=torch.int64)
             return StepTokens(batch, nothing, nothing, scores, drafts)
         logits = self.model.logits(hidden[ctx.logit_rows])
-        seqs, positions = zip(*drawn, strict=True)
-        masks = step_masks(drafts.read(batch, self._device))
-        tokens = self.sampler.sample(masked(logits, masks, self._device), seqs, positions)
+        known = drafts.read(batch, self._device)
+        drawn = [
+            (item.seq, item.start + item.num_tokens - num_after, item.guesses[:number])
+            for item in known.items
+            for number, num_after in enumerate(reversed(range(item.num_samples)))
+        ]
+        seqs, positions, ahead = zip(*drawn, strict=True)
+        allowed = masked(logits, step_masks(known), self._device)
+        tokens = self.sampler.sample(allowed, seqs, positions, ahead)
         both = torch.cat((tokens, drafts.tokens)) if drafts.places else tokens
         numbers = self._device.read_back(both)
         scores = self._scorer.score_sampled(scores, seqs, logits, tokens)

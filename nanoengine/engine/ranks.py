@@ -52,8 +52,9 @@ class OneRank:
 
     def load(self, device: Device) -> Parts:
         parts = load_parts(self.config, device)
-        if parts.model.config.recurrent_layers:  # a state cannot be cut where KV can
-            self.config = replace(self.config, speculative=None)
+        if parts.model.config.recurrent_layers:  # each draft would change the states
+            num = self.config.num_guesses
+            self.config = replace(self.config, speculative=f"ngram:{num}" if num else None)
         return parts
 
     def share_of(self, device: Device) -> Memory:

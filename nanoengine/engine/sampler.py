@@ -6,7 +6,7 @@ is no generator state, so neither the batch nor preemption can change a request'
 
 from __future__ import annotations
 
-from collections import abc
+from collections import Counter, abc
 from collections.abc import Callable
 
 import torch
@@ -37,12 +37,17 @@ class Sampler:
         self._tensor = tensor
 
     def sample(
-        self, logits: Tensor, seqs: abc.Sequence[Sequence], positions: abc.Sequence[int]
+        self,
+        logits: Tensor,
+        seqs: abc.Sequence[Sequence],
+        positions: abc.Sequence[int],
+        ahead: abc.Sequence[tuple[int, ...]] = (),
     ) -> Tensor:
         """logits: [n, vocab] of any float dtype, a row for each sequence. Returns token ids, int64
         [n]; NO_TOKEN for a row with a NaN or without a finite largest logit. -inf is allowed.
 
-        positions: of the tokens to choose; tokens before them need not be appended yet.
+        positions: of the tokens to choose; tokens before them need not be appended yet. ahead: of
+        each row, those of them that penalties and bad words count, too; (): none.
         """
         changed = [
             (row, seq, position)
@@ -52,7 +57,7 @@ class Sampler:
         if changed:
             logits = logits.to(torch.float32, copy=True)
             for row, seq, position in changed:
-                self._adjust(logits[row], seq, position)
+                self._adjust(logits[row], seq, position, ahead[row] if ahead else ())
         tokens = self._argmax(logits)  # a NaN counts as the largest
         largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         drawn = [i for i, s in enumerate(seqs) if not s.request.params.greedy]
@@ -62,14 +67,14 @@ class Sampler:
             tokens[rows] = self._draw(logits[rows].float(), [seqs[i] for i in drawn], numbers)
         return torch.where(largest.abs() < LARGEST_LOGIT, tokens, NO_TOKEN)
 
-    def _adjust(self, row: Tensor, seq: Sequence, position: int) -> None:
+    def _adjust(self, row: Tensor, seq: Sequence, position: int, ahead: tuple[int, ...]) -> None:
         """Apply the request's parameters to one token's logits, fp32 [vocab], in vLLM's order."""
         params = seq.request.params
         if params.allowed_token_ids is not None:
             allowed = self._tensor(params.allowed_token_ids, torch.int64)
             kept = row[allowed]
             row.fill_(-torch.inf)[allowed] = kept
-        banned = _ends_of_bad_words(seq)
+        banned = _ends_of_bad_words(seq, ahead)
         if position - seq.num_prompt_tokens < params.min_tokens:
             banned += sorted(seq.request.stop_token_ids)
         if banned:
@@ -78,16 +83,20 @@ class Sampler:
             ids, values = zip(*params.biases, strict=True)
             row[self._tensor(ids, torch.int64)] += self._tensor(values, torch.float32)
         if seq.history is not None:
-            self._penalize(row, params, seq.history)
+            self._penalize(row, params, seq.history, ahead)
 
-    def _penalize(self, row: Tensor, params: SamplingParams, history: TokenHistory) -> None:
+    def _penalize(
+        self, row: Tensor, params: SamplingParams, history: TokenHistory, ahead: tuple[int, ...]
+    ) -> None:
+        output = Counter(history.output)
+        output.update(ahead)
         if params.repetition_penalty != 1:
-            seen = self._tensor([*{*history.prompt, *history.output}], torch.int64)
+            seen = self._tensor([*{*history.prompt, *output}], torch.int64)
             logits, penalty = row[seen], params.repetition_penalty
             row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
-        if history.output and (params.frequency_penalty or params.presence_penalty):
-            counts = self._tensor([*history.output.values()], torch.float32)
-            ids = self._tensor([*history.output], torch.int64)
+        if output and (params.frequency_penalty or params.presence_penalty):
+            counts = self._tensor([*output.values()], torch.float32)
+            ids = self._tensor([*output], torch.int64)
             row[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
     def _draw(self, logits: Tensor, seqs: abc.Sequence[Sequence], numbers: list[float]) -> Tensor:
@@ -120,9 +129,9 @@ def _is_adjusted(seq: Sequence, position: int) -> bool:
     return is_held or fixed or params.follows_history
 
 
-def _ends_of_bad_words(seq: Sequence) -> list[int]:
+def _ends_of_bad_words(seq: Sequence, ahead: tuple[int, ...]) -> list[int]:
     """The last token of each bad word whose other tokens the output ends with."""
-    output = seq.output_token_ids if seq.request.bad_words else []
+    output = [*seq.output_token_ids, *ahead] if seq.request.bad_words else []
     return [
         word[-1]
         for word in seq.request.bad_words

@@ -33,7 +33,7 @@ class BlockHeat:
 
     def begin(self, batch: ScheduledBatch, tables: Mapping[int, BlockTable]) -> None:
         """Let attention report its mass in this step, if sequences of it may draft."""
-        if not (batch.is_decode and any(item.seq.draft_length for item in batch.items)):
+        if not (batch.is_decode and batch.may_draft):
             return
         self._blocks = [tables[item.seq.seq_id].blocks[:] for item in batch.items]
         most = max(map(len, self._blocks))

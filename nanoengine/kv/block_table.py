@@ -76,9 +76,12 @@ class BlockTable:
         is_known = index == len(self.known) - 1 and self.known[index].key is not None
         return self.known[index] if is_known else self.blocks[index]
 
-    def next_stop(self, computed: int, size: int) -> int | None:
-        """Where a step must end next so that its state is the one at such a place."""
-        stops = (len(self.known), (self.seq.num_tokens - 1) // size)
+    def next_stop(self, computed: int, num_tokens: int, size: int) -> int | None:
+        """Where a step of `num_tokens` tokens must end, so that its state is the one at such a
+        place; None: where it will. Guesses end with a block.
+        """
+        last = max(self.seq.num_tokens - 1, computed + num_tokens - 1)
+        stops = (len(self.known), (self.seq.num_tokens - 1) // size, last // size)
         return min((size * stop for stop in stops if size * stop > computed), default=None)
 
     def first_keys(self, num_blocks: int, size: int) -> list[BlockKey]:

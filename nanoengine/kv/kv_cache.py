@@ -164,12 +164,16 @@ class HybridKVCacheManager:
     def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None:
         """The next `num_tokens` tokens now have KV: count them, publish the blocks they filled, and
         release those that every window has passed. KV of the `num_rejected` tokens after them is
-        discarded.
+        discarded; with recurrent layers, that of all the step's.
         """
         table, size = self.tables[seq.seq_id], self.spec.block_size
         first = seq.num_computed // size
+        if num_rejected and self._states.go_back(table):
+            num_tokens, num_rejected = 0, num_tokens + num_rejected
         table.commit(seq.num_computed + num_tokens)
         table.mark_computed(first, size, num_rejected)
+        if not num_rejected:
+            self._states.settle(table)
         self._prefix_cache.publish(table, seq.num_computed // size)
         self._release(table.release_passed(self.spec.first_needed(seq.num_computed)))
 
@@ -213,6 +217,7 @@ class HybridKVCacheManager:
     def open_step(self, batch: ScheduledBatch) -> OpenStep:
         """Place the blocks that the step writes, plan what it reads, and start its transfers."""
         self._heat.fold()
+        self._states.keep(batch)
         planned = self._planner.plan(batch, self.tables)
         self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
         if planned.streamed and self.spec.slot_blocks:  # who reads host KV in place drafts nothing

@@ -94,7 +94,7 @@ class KVMemory:
             for shape, dtype in kinds
         ]
         self._states = [
-            torch.zeros((num, spec.num_states + 1, *shape), dtype=dtype, device=place)
+            torch.zeros((num, spec.num_state_slots + 1, *shape), dtype=dtype, device=place)
             for shape, dtype in kinds
         ]
         return list(zip(*self._states, strict=True))
@@ -108,6 +108,11 @@ class KVMemory:
         """Copy a snapshot to a slot, behind what compute has been given."""
         for state, snapshot in zip(self._states, self._snapshots, strict=True):
             state[:, slot].copy_(snapshot[place], non_blocking=True)
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy the recurrent state in a slot to another one, behind what compute has been given."""
+        for state in self._states:
+            state[:, target].copy_(state[:, source])
 
     @property
     def counters(self) -> TransferCounters:

@@ -24,8 +24,9 @@ class KVSpec:
     least_run_bytes: of one layer; fewer bytes of device blocks between streamed ones are streamed
     too if the host has them: an attention call and a fill of their own would take longer.
     num_layers, windows: of the layers with KV. delta: of recurrent layers; num_states: sequences
-    that can have their state at once, which are those that run; num_snapshots: of such states
-    that the host holds for prefix hits and preempted sequences.
+    that can have their state at once, which are those that run; keeps_states: each has a second
+    one, of before the guesses of a step; num_snapshots: of such states that the host holds for
+    prefix hits and preempted sequences.
     """
 
     num_layers: int
@@ -45,12 +46,20 @@ class KVSpec:
     least_run_bytes: int = 0
     delta: DeltaConfig | None = None
     num_states: int = 0
+    keeps_states: bool = False
     num_snapshots: int = 0
 
     @property
+    def num_state_slots(self) -> int:
+        """Recurrent states on the device that sequences may have. The slot after them is for rows
+        of none.
+        """
+        return self.num_states * (2 if self.keeps_states else 1)
+
+    @property
     def state_bytes(self) -> int:
-        """Bytes of all recurrent states: one more than sequences, for the rows of none."""
-        return (self.num_states + 1) * self.bytes_of_a_state if self.delta else 0
+        """Bytes of all recurrent states on the device."""
+        return (self.num_state_slots + 1) * self.bytes_of_a_state if self.delta else 0
 
     @property
     def bytes_of_a_state(self) -> int:

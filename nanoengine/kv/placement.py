@@ -8,7 +8,7 @@ referenced block is never dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -141,14 +141,25 @@ class Placement:
         """Bring the blocks of a sequence that attention looks at most to the device, in place of
         those that it looks at least. A few at a time: each swap is one more block on the link.
         """
-        loose = [b for b in blocks[:-1] if b not in self._pinned and b not in self._tables.kept]
-        there = sorted((b for b in loose if b.device_slot is not None), key=_heat)
+        self._swap(blocks[:-1], _heat, HOTTER)
+
+    def swap_recent(self, blocks: list[Block]) -> None:
+        """Bring the most recent blocks of a sequence to the device, in place of the first ones.
+        Side by side they are read there, where alone they would be streamed with their neighbours.
+        """
+        places = {block: place for place, block in enumerate(blocks)}
+        self._swap(blocks[1:-1], places.__getitem__, 1)
+
+    def _swap(self, blocks: list[Block], worth: Callable[[Block], float], least: float) -> None:
+        """Let blocks that are worth `least` times as much take the places of others."""
+        loose = [b for b in blocks if b not in self._pinned and b not in self._tables.kept]
+        there = sorted((b for b in loose if b.device_slot is not None), key=worth)
         away = (b for b in loose if b.device_slot is None and b.num_tokens)
-        hottest = sorted(away, key=_heat, reverse=True)[: max(1, len(there) // SWAPPED_SHARE)]
-        for cold, hot in zip(there, hottest, strict=False):
-            if hot.heat <= HOTTER * cold.heat or not self._save(cold):
+        best = sorted(away, key=worth, reverse=True)[: max(1, len(there) // SWAPPED_SHARE)]
+        for worst, better in zip(there, best, strict=False):
+            if worth(better) <= least * worth(worst) or not self._save(worst):
                 return
-            self._move_in(hot, self._blocks.drop_device(cold))
+            self._move_in(better, self._blocks.drop_device(worst))
 
     def save_between(self, blocks: list[Block]) -> None:
         """Give device blocks of a sequence that lie before a host block a host copy, a few at a

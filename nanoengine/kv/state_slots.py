@@ -1,7 +1,8 @@
 """StateSlots: the recurrent states of the sequences that run, and snapshots of states on the host.
 
 A state is of one length: unlike KV it cannot be cut. A sequence that lost its state, or begins with
-a cached prefix, goes on from the end of a block that has a snapshot.
+a cached prefix, goes on from the end of a block that has a snapshot. One whose guesses were wrong
+goes on from the state that it had before them, and brings the right ones once more.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ class StateSnapshots:
     def __init__(self, num_places: int) -> None:
         self._free = list(range(num_places))[::-1]
         self._places: OrderedDict[Block, int] = OrderedDict()
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._places
 
     def num_before(self, blocks: Sequence[Block]) -> int:
         """How many of these consecutive blocks lie before the last snapshot among them."""
@@ -87,7 +91,7 @@ class StateSlots:
         slot = self._slots.pop(seq_id, None)
         if slot is not None:
             del self._lengths[seq_id]
-            self._free.append(slot)
+            self._free.append(slot % self._spec.num_states)
 
     def is_at(self, table: BlockTable, num_ahead: int = 0) -> bool:
         """Whether the next token of a sequence can be computed, `num_ahead` tokens after those with
@@ -120,8 +124,30 @@ class StateSlots:
         """
         if not self._spec.num_snapshots:
             return num_tokens
-        stop = table.next_stop(computed, self._spec.block_size)
+        stop = table.next_stop(computed, num_tokens, self._spec.block_size)
         return num_tokens if stop is None else min(num_tokens, stop - computed)
+
+    def keep(self, batch: ScheduledBatch) -> None:
+        """A step is about to begin: keep the state of each sequence that has guesses in it."""
+        for item in batch.items if self._spec.num_states else ():
+            if item.guesses:
+                slot = self._slots[item.seq.seq_id]
+                self._memory.copy_state(slot, self._other(slot))
+
+    def go_back(self, table: BlockTable) -> bool:
+        """Guesses of the last step were wrong: the sequence has its state of before it again. False
+        if there are no states: its KV can be cut where they went wrong.
+        """
+        seq_id = table.seq.seq_id
+        if not self._spec.num_states:
+            return False
+        self._slots[seq_id] = self._other(self._slots[seq_id])
+        self._lengths[seq_id] = table.seq.num_computed
+        return True
+
+    def _other(self, slot: int) -> int:
+        """The second slot of a sequence that has this one."""
+        return (slot + self._spec.num_states) % self._spec.num_state_slots
 
     def begin(self, batch: ScheduledBatch, num_rows: int) -> tuple[int, ...]:
         """A step changes the states of a batch: the slot of each sequence. Rows past them, up to
@@ -132,21 +158,31 @@ class StateSlots:
         seq_ids = [item.seq.seq_id for item in batch.items]
         self._lengths.update(dict.fromkeys(seq_ids, UNKNOWN))
         slots = [self._slots[seq_id] for seq_id in seq_ids]
-        return (*slots, *[self._spec.num_states] * (num_rows - len(slots)))
+        return (*slots, *[self._spec.num_state_slots] * (num_rows - len(slots)))
 
     def end(self, batch: ScheduledBatch) -> None:
-        """The step has changed them all. Takes snapshots where sequences may well go on."""
-        size = self._spec.block_size
+        """The step has changed them all. Takes snapshots where no guess may have been wrong."""
         for item in batch.items if self._spec.num_states else ():
-            seq_id, done = item.seq.seq_id, item.start + item.num_tokens
-            self._lengths[seq_id] = done
-            table, (index, rest) = self._tables[seq_id], divmod(done, size)
-            if self._spec.num_snapshots and not rest and table.is_resumable(index, size):
-                place = self._snapshots.add(table.found_as(index - 1))
-                self._memory.save_state(self._slots[seq_id], place)
+            self._lengths[item.seq.seq_id] = item.start + item.num_tokens
+            if not item.guesses:
+                self._take_snapshot(self._tables[item.seq.seq_id])
+
+    def settle(self, table: BlockTable) -> None:
+        """No guess of the last step was wrong. Takes the snapshot that was not taken for them."""
+        if self._spec.keeps_states and self.is_at(table):
+            self._take_snapshot(table)
+
+    def _take_snapshot(self, table: BlockTable) -> None:
+        """Take one of the state that a sequence has, if it may well go on from there."""
+        seq_id, size = table.seq.seq_id, self._spec.block_size
+        index, rest = divmod(self._lengths[seq_id], size)
+        if self._spec.num_snapshots and not rest and table.is_resumable(index, size):
+            block = table.found_as(index - 1)
+            if block not in self._snapshots:
+                self._memory.save_state(self._slots[seq_id], self._snapshots.add(block))
 
     def check(self) -> None:
         """Raise AssertionError unless every slot is free or held once, by a sequence that lives."""
-        held = [*self._slots.values(), *self._free]
+        held = [*(slot % self._spec.num_states for slot in self._slots.values()), *self._free]
         assert sorted(held) == list(range(self._spec.num_states)), "a slot is lost"
         assert self._slots.keys() <= self._tables.keys(), "a sequence that ended has a slot"

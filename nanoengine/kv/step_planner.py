@@ -149,10 +149,11 @@ class StepPlanner:
         placement.place(list(dict.fromkeys(write.block for write in writes)))
         if self._spec.slot_blocks:
             placement.promote()
+            swap = placement.swap_hot if batch.may_draft else placement.swap_recent
             for item in batch.items:
                 if item.seq.draft_length is not None and not item.seq.is_prefill:
                     held = tables[item.seq.seq_id].held
-                    placement.swap_hot(held)
+                    swap(held)
                     if self._spec.least_run > 1:
                         placement.save_between(held)
         return placement

@@ -162,6 +162,7 @@ def _kv_spec(
         host_codec=Int8Codec() if config.kv_offload_dtype == "int8" else None,
         delta=model.delta,
         num_states=config.max_num_seqs if model.delta else 0,
+        keeps_states=model.delta is not None and config.num_guesses > 0,
     )
     spec = _with_states(spec, device.memory()[0] - activations)
     ring_slots, slot_blocks = 0, 0
@@ -199,9 +200,9 @@ def _with_states(spec: KVSpec, room: int) -> KVSpec:
     """As many recurrent states as STATE_SHARE of the room holds, but one at least."""
     if spec.delta is None:
         return spec
-    each = replace(spec, num_states=0).state_bytes
-    num_states = min(spec.num_states, int(room * STATE_SHARE) // each - 1)
-    return replace(spec, num_states=max(1, num_states))
+    of_none, of_one = (replace(spec, num_states=n).state_bytes for n in (0, 1))
+    num_states = (int(room * STATE_SHARE) - of_none) // (of_one - of_none)
+    return replace(spec, num_states=max(1, min(spec.num_states, num_states)))
 
 
 def _num_snapshots(config: EngineConfig, spec: KVSpec, device: Memory) -> int:

@@ -202,11 +202,12 @@ def _tier(num_blocks: int, block_size: int, block_bytes: int) -> str:
 def _states(kv: KVSpec) -> str:
     """What recurrent layers take, and what they do without."""
     assert kv.delta is not None
-    each = kv.bytes_of_a_state / (1 << 20)
+    each = f"{kv.bytes_of_a_state / (1 << 20):.1f} MiB"
+    kept = f", and keep it beside guesses ({each} more)" if kv.keeps_states else ""
     return (
         f"{len(kv.delta.layers)} of {kv.num_layers + len(kv.delta.layers)} layers have no KV but a "
-        f"state of {each:.1f} MiB for each request at once; {kv.num_snapshots} snapshots in RAM "
-        "for cached prefixes and preempted requests; nothing is guessed"
+        f"state of {each} for each request at once{kept}; {kv.num_snapshots} snapshots in RAM "
+        "for cached prefixes and preempted requests; no resident drafts"
     )
 
 

@@ -123,6 +123,20 @@ def test_the_time_without_drafts_is_measured_anew(clock: Clock) -> None:
     assert max(counts[:10]) > 0 and sum(counts[20:]) <= 2
 
 
+def test_they_pay_until_it_is_known_that_they_do_not(clock: Clock) -> None:
+    """Neither while one is tried now and then; but again where these come true."""
+    drafts, seen = PayingDrafts(MOST, DraftCost()), []
+    for right in (0, 1):
+        for _ in range(400):
+            num_drafts = drafts.choose()
+            seen.append((drafts.pays, num_drafts > 0))
+            clock.now += 1 + num_drafts * 0.3
+            drafts.record(num_drafts, right * num_drafts, is_decode=True)
+    assert all(pays for pays, _ in seen[: NUM_PLAIN + NUM_TRIALS])
+    assert not any(pays for pays, _ in seen[20:400]) and (False, True) in seen[20:400]
+    assert all(pays for pays, _ in seen[-100:])
+
+
 def test_a_step_with_other_work_says_nothing_of_the_time(clock: Clock) -> None:
     drafts = PayingDrafts(MOST, DraftCost())
     for seconds in (*[1.0] * NUM_PLAIN, *[1.02] * NUM_TRIALS):

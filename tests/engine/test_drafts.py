@@ -226,11 +226,30 @@ def test_who_does_not_stream_does_not_draft(tiny: Callable[[str], Path]) -> None
 
 
 @pytest.mark.usefixtures("always")
-def test_what_follows_history_and_beams_do_not_draft(tiny: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("drafter", ["oracle", "resident"])
+def test_penalties_and_bad_words_know_the_guesses_before(
+    tiny: Callable[[str], Path], drafter: str
+) -> None:
+    """An oracle is always right, and the tokens are those of one a step."""
+    plain: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    each = [
+        SamplingParams(**plain, repetition_penalty=1.4),
+        SamplingParams(**plain, frequency_penalty=0.8, presence_penalty=0.5),
+        SamplingParams(**plain, bad_words=["ab", "a", "e"], repetition_penalty=0.7),
+    ]
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[0][3:]]
+    engine = small_engine(tiny("llama"), **SETTINGS)
+    expected = [output.outputs[0].token_ids for output in Driver(engine).run(prompts, each)]
+    engine.close()
     engine = small_engine(tiny("llama"), speculative=f"resident:{MOST}", **SETTINGS)
-    params = [SamplingParams(max_tokens=9, repetition_penalty=1.2), SamplingParams(max_tokens=9)]
-    penalized, plain = Driver(engine).run(PROMPTS[:1] * 2, params)
-    assert penalized.metrics.num_guessed == 0 < plain.metrics.num_guessed
+    if drafter == "oracle":
+        whole = [prompt + ids for prompt, ids in zip(prompts, expected, strict=True)]
+        engine.runner.drafter = FixedDrafter(lambda seq, at: whole[seq][at])
+    outputs = Driver(engine).run(prompts, each)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    for metrics in (output.metrics for output in outputs):
+        assert metrics.num_guessed > 12
+        assert drafter != "oracle" or metrics.num_accepted == metrics.num_guessed
     engine.close()
 
 

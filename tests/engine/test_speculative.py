@@ -87,12 +87,12 @@ PERIODS = [(3, 1), (17, 3), (24, 5), (31, 8), (1, 1), (40, 40), (20, 2)]
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@pytest.mark.parametrize("num_guesses", [1, 5])
+@pytest.mark.parametrize(("model", "num_guesses"), [("llama", 1), ("llama", 5), ("qwen3.5", 5)])
 def test_greedy_ids_are_those_of_transformers(
-    tiny: Callable[[str], Path], settings: dict[str, Any], num_guesses: int
+    tiny: Callable[[str], Path], settings: dict[str, Any], model: str, num_guesses: int
 ) -> None:
     """Twice: what the first run published must hold nothing of what was guessed wrong."""
-    path, prompts = tiny("llama"), repetitive_prompts()
+    path, prompts = tiny(model), repetitive_prompts()
     each = [
         SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, allowed_token_ids=SYMBOLS)
         for n in LENGTHS
@@ -126,9 +126,12 @@ def test_nothing_is_guessed_past_the_last_token(tiny: Callable[[str], Path]) -> 
     assert [len(output.outputs[0].token_ids) for output in outputs] == LENGTHS and any(seen)
 
 
-def test_sampled_tokens_stops_and_scores_stay_the_same(tiny: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("model", ["llama", "qwen3.5"])
+def test_sampled_tokens_stops_and_scores_stay_the_same(
+    tiny: Callable[[str], Path], model: str
+) -> None:
     """Drawn by (seed, position), a token is the same whether it was guessed or not."""
-    path, prompts = tiny("llama"), repetitive_prompts()
+    path, prompts = tiny(model), repetitive_prompts()
     plain: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "allowed_token_ids": SYMBOLS}
     each = [
         SamplingParams(**plain, seed=1, top_p=0.9),
@@ -149,7 +152,7 @@ def test_sampled_tokens_stops_and_scores_stay_the_same(tiny: Callable[[str], Pat
         found[-1].append(texts)
         num_steps = [o.metrics.num_accepted for o in outputs]
     assert found[0] == found[1]
-    assert num_steps[4] == 0 and sum(num_steps) > 20
+    assert num_steps[4] > 0 and sum(num_steps) > 20
     for output, prompt, params in zip(outputs, prompts, each, strict=True):
         if params.logprobs is not None:
             made = output.outputs[0]
@@ -178,12 +181,16 @@ def test_a_streamed_request_crosses_the_link_less_often(tiny: Callable[[str], Pa
     assert moved[1] < moved[0] * (num_steps + 20) / 60
 
 
-@pytest.mark.parametrize("mode", ["stream", "in_place"])
-def test_what_was_guessed_wrong_does_not_count(tiny: Callable[[str], Path], mode: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "mode"), [("llama", "stream"), ("llama", "in_place"), ("qwen3.5", "stream")]
+)
+def test_what_was_guessed_wrong_does_not_count(
+    tiny: Callable[[str], Path], model: str, mode: str
+) -> None:
     """Blocks hold what was computed and is so, and nothing else goes to the host; although each
     step somebody is preempted.
     """
-    path = tiny("llama")
+    path = tiny(model)
     engine = small_engine(path, speculative="ngram:5", **OFFLOAD | {"offload_mode": mode})
     ids = [
         engine.add_request(prompt, SamplingParams(max_tokens=n, **GREEDY))

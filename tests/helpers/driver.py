@@ -56,12 +56,12 @@ class Driver:
         sample = sampler.sample
 
         def recording(
-            logits: Tensor, seqs: Sequence[EngineSequence], positions: Sequence[int]
+            logits: Tensor, seqs: Sequence[EngineSequence], positions: Sequence[int], *ahead: Any
         ) -> Tensor:
             for row, seq in zip(logits, seqs, strict=True):
                 self.logits.setdefault(seq.seq_id, []).append(row.float().clone())
             self.max_batch = max(self.max_batch, len(seqs))
-            return sample(logits, seqs, positions)
+            return sample(logits, seqs, positions, *ahead)
 
         sampler.sample = recording
 

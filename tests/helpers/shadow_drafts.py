@@ -21,6 +21,7 @@ from nanoengine.sequence import ScheduledBatch, ScheduledSequence
 
 MARK = 0.5  # added to the layer in the keys of drafts
 SHARE_RIGHT = 0.6  # of the drafts, beside those that are right by chance
+SHARE_PAYING = 0.7  # of the choices
 
 
 class Adversary:
@@ -29,11 +30,13 @@ class Adversary:
     def __init__(self, seed: int, most: int) -> None:
         """most: drafts of a sequence and step."""
         self.most = most
+        self.pays = True
         self.counts: Counter[str] = Counter()
         self._random = Random(seed)
 
     def choose(self) -> int:
-        """How many tokens are to be drafted."""
+        """How many tokens are to be drafted, and whether that pays: so other blocks move."""
+        self.pays = self._random.random() < SHARE_PAYING
         return self._random.randint(0, self.most)
 
     def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:

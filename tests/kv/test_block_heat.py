@@ -63,6 +63,10 @@ def test_only_decode_steps_of_who_may_draft_are_asked() -> None:
     assert world.heat.mass is None
     world.begin(num_tokens=3)  # a prompt
     assert world.heat.mass is None
+    idle = Adversary(0, 3)
+    idle.pays = False
+    world.begin(drafts=idle)
+    assert world.heat.mass is None
     world.begin()
     assert world.heat.mass is not None
     assert world.heat.mass.dtype == torch.float32 and not world.heat.mass.any()
@@ -145,7 +149,7 @@ def test_the_blocks_are_those_of_the_step() -> None:
 def test_only_steps_that_stream_are_asked(where: str) -> None:
     """Others draft nothing."""
     num_blocks, ring = (30 if where == "on the device" else 5), (2 if where == "streamed" else 0)
-    drafts = Adversary(0, 3)
+    drafts = Adversary(1, 3)
     engine = DraftingEngine(num_blocks, 40, ring, ring, copies="inline", adversary=drafts)
     engine.add([1, 0, 2] * 9, 9)
     seen = []

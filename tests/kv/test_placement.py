@@ -333,6 +333,22 @@ def test_device_blocks_before_host_blocks_get_a_copy_a_few_at_a_time() -> None:
     assert saved(30, *many, "h", "d") == [*range(SAVED_AT_ONCE)]
 
 
+def test_where_drafts_do_not_pay_the_most_recent_come_back_side_by_side() -> None:
+    """Whatever attention looks at; the first block stays, and in the end nothing moves."""
+    kinds = ["dh", "h", "dh", "h", "h", "dh", "h", "h", "dh", "h", "h", "d"]
+    manager = BlockManager(5, 40, 1)
+    table = heated(manager, *((kind, 9.0 * (kind == "dh")) for kind in kinds))
+    moved = []
+    for _ in range(5):
+        placement = Placement(manager, StepTables([table]))
+        placement.place(table[-1:])
+        placement.swap_recent(table)
+        manager.check(references([table]))
+        moved.append([table.index(block) for block in placement.loads])
+    there = [at for at, block in enumerate(table) if block.device_slot is not None]
+    assert moved == [[10], [9], [], [], []] and there == [0, 8, 9, 10, 11]
+
+
 def test_a_small_device_swaps_one_block() -> None:
     manager = BlockManager(3, 9, 1)
     table = heated(manager, ("dh", 99), ("h", 5), ("h", 9), ("dh", 1), ("d", 0))
@@ -549,7 +565,7 @@ def test_undo_after_any_step_leaves_everything_readable(world: World) -> None:
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(worlds(), st.data())
-def test_swaps_lose_nothing_and_only_bring_what_is_hotter(
+def test_swaps_lose_nothing_and_only_bring_what_is_hotter_or_more_recent(
     world: World, data: st.DataObject
 ) -> None:
     """After any placement, for one sequence after the other, and undone if the step fails."""
@@ -563,7 +579,8 @@ def test_swaps_lose_nothing_and_only_bring_what_is_hotter(
     for table in world.active:
         before = {block for block in table if block.device_slot is not None}
         placed = set(placement.loads)
-        placement.swap_hot(table)
+        is_by_heat = data.draw(st.booleans())
+        placement.swap_hot(table) if is_by_heat else placement.swap_recent(table)
         world.check()
         saved = set(placement.stores)
         placement.save_between(table)
@@ -574,8 +591,10 @@ def test_swaps_lose_nothing_and_only_bring_what_is_hotter(
         assert len(gone) == len(come) <= max(1, len(before) // SWAPPED_SHARE)
         assert come == {*placement.loads} - placed
         assert not (gone | come) & {*table[-1:], *world.written, *placed}
-        if gone:
+        if gone and is_by_heat:
             assert min(b.heat for b in come) > HOTTER * min(b.heat for b in gone)
+        elif gone:
+            assert min(map(table.index, come)) > min(map(table.index, gone)) > 0
     for block, num_tokens in held.items():
         assert block.num_tokens == num_tokens, "content lost"
         assert not num_tokens or block.device_slot is not None or block.is_on_host

@@ -195,6 +195,27 @@ def test_texts_that_part_leave_a_snapshot_there(tiny: Callable[[str], Path]) -> 
     assert_greedy(path, [turn], [last], 16)
 
 
+def test_a_turn_goes_on_where_guesses_ended(tiny: Callable[[str], Path]) -> None:
+    """Right and wrong guesses are made, and still the state at the end of each block is kept."""
+    path, prompts = tiny("qwen3.5"), [([5, 16, 27] * 8)[:length] for length in range(14, 22)]
+    params = SamplingParams(
+        temperature=0, max_tokens=30, ignore_eos=True, allowed_token_ids=[5, 16, 27]
+    )
+    found = {}
+    for speculative in (None, "ngram:5"):
+        driver = Driver(small_engine(path, speculative=speculative))
+        outputs = driver.run(prompts, params)
+        turns = [[*o.prompt_token_ids, *o.outputs[0].token_ids, 5, 6] for o in outputs]
+        last = driver.run(turns, params)
+        for turn, output in zip(turns, last, strict=True):
+            assert output.num_cached_tokens == (len(turn) - 3) // 8 * 8
+        found[speculative] = [output.outputs[0].token_ids for output in [*outputs, *last]]
+    accepted = sum(output.metrics.num_accepted for output in outputs)
+    assert 0 < accepted < sum(output.metrics.num_guessed for output in outputs)
+    assert found[None] == found["ngram:5"]
+    assert "and keep it beside guesses" in str(driver.engine.plan)
+
+
 def test_the_snapshot_used_longest_ago_makes_room() -> None:
     first, second, third, gone = blocks = [Block(n) for n in range(4)]
     gone.ref_count = 0
