@@ -127,7 +127,7 @@ def _row(model: str, load_format: str, made: Forecast, mode: str) -> dict[str, A
         engine = llm.llm_engine
         weights, spec = llm.plan.weight_bytes, engine.kv.spec
         host = spec.num_host_blocks * spec.host_block_bytes
-        loaded = weights + engine.kv.memory.pool.nbytes + host
+        loaded = weights + sum(pool.nbytes for pool in engine.kv.memory.pool) + host
         seconds: list[float] = []
         for _ in range(NUM_ROUNDS):
             lengths = [made.context]

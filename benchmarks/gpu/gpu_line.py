@@ -116,8 +116,9 @@ def fill_apart(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
     """
     pool, offload, size = kv.memory.pool, kv.memory.offload, kv.spec.block_size
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn((NUM_VARIANTS, *pool.shape[2:]), generator=generator).to(pool.dtype)
-    values = values if on_host else values.to(pool.device)
+    shape, dtype = (NUM_VARIANTS, *pool[0].shape[1:]), pool[0].dtype
+    values = torch.randn(shape, generator=generator).to(dtype)
+    values = values if on_host else values.to(pool[0].device)
     table = kv.tables[seq.seq_id]
     table.commit(seq.num_tokens - 1)
     for index, block in enumerate(table.held):
@@ -127,7 +128,7 @@ def fill_apart(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
         slot = (kv.blocks.host if on_host else kv.blocks.device).allocate()
         assert slot is not None, "no free slot for random KV"
         for layer in range(kv.spec.num_layers):
-            there = offload.host.block(layer, slot) if on_host and offload else pool[layer, slot]
+            there = offload.host.block(layer, slot) if on_host and offload else pool[layer][slot]
             there.copy_(values[(index + 3 * layer) % NUM_VARIANTS])
         if on_host:
             block.host_slot, block.host_len = slot, block.num_tokens

@@ -38,6 +38,8 @@ MASS_ROWS = 256  # of the states that add_mass loads together
 TILES_IN_SHARED_MEMORY = 2  # the one in use, and the next one on its way
 MIN_DOT = 16  # the smallest side of a matrix product
 
+WIDE_DIM = 256  # a program holds the results of PREFILL_ROWS rows of so many numbers, at most
+
 Lengths = tuple[tuple[int, int], ...]
 # What add_mass needs of a layer: fp32 [1 + tiles, tokens, heads], the maxima and the sums of each
 # row over all its keys and over each tile; without mass nothing.
@@ -60,6 +62,16 @@ class _Partitions:
     at_once: int
 
 
+@dataclass(slots=True)
+class _Buffers:
+    """What the layers of one shape share in a step. parts: of sequences with few queries; states:
+    of those with many; None: there are none.
+    """
+
+    parts: _Partitions | None = None
+    states: SoftmaxState | None = None
+
+
 class TritonAttention:
     """Runs the kernels of triton_attention_kernels.py over the chunks of a layer."""
 
@@ -72,13 +84,11 @@ class TritonAttention:
         self.name = f"Triton {triton.__version__}"
         # Without a softcap the kernels use powers of two instead of e.
         self._scale = config.score_scale * (1 if config.softcap else LOG2E.value)
-        self._dim = max(MIN_DOT, triton.next_power_of_2(config.head_dim))
-        key_bytes = 2 * self._dim * dtype.itemsize
+        key_bytes = 2 * _padded(config.head_dim) * dtype.itemsize
         room = _shared_memory(device) // (TILES_IN_SHARED_MEMORY * key_bytes)
         self._most_keys: int = min(MAX_TILE, 1 << (room.bit_length() - 1))
-        self._tiles: dict[int, tuple[Spans, Tensor | None]] = {}
-        self._parts: _Partitions | None = None
-        self._states: SoftmaxState | None = None
+        self._tiles: dict[tuple[int, int, int], tuple[Spans, Tensor | None]] = {}
+        self._buffers: dict[tuple[int, ...], _Buffers] = {}
         self._kept: Kept = (None, None)
 
     def run(
@@ -86,33 +96,42 @@ class TritonAttention:
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         window = self._config.window(layer) or 0
+        buffers = _Buffers()
         for number, chunk in enumerate(ctx.kv.read(layer)):
-            if not layer and not number:
-                self._begin(q, chunk, ctx)
+            if not number:
+                if not layer:
+                    self._tiles, self._buffers = {}, {}
+                    self._kept = self._make_kept(q, chunk.k.shape[1], ctx)
+                buffers = self._buffers_of(q, chunk, ctx)
             kept = (None, None) if window else self._kept
             tiles = self._tiles_of(chunk, ctx.lengths, q)
             if tiles is not None:
-                self._run_prefill(q, chunk, ctx, tiles, out, window, kept, sinks)
-            if self._parts is not None:
-                self._run_decode(q, chunk, ctx, self._parts, window, kept)
-        if self._parts is not None:
-            self._run_merge(ctx, self._parts, out, window, kept, sinks)
+                self._run_prefill(q, chunk, ctx, buffers, tiles, out, window, kept, sinks)
+            if buffers.parts is not None:
+                self._run_decode(q, chunk, ctx, buffers.parts, window, kept)
+        if buffers.parts is not None:
+            self._run_merge(ctx, buffers.parts, out, window, kept, sinks)
         if kept[0] is not None:
             self._add_mass(ctx, chunk.k.shape[1], kept)
         return out
 
-    def _begin(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> None:
-        """Allocate the states of a step. Each step does, so that its graph holds the allocation."""
-        self._tiles, self._parts, self._states = {}, None, None
-        self._kept = self._make_kept(q, chunk.k.shape[1], ctx)
+    def _buffers_of(self, q: Tensor, chunk: KVChunk, ctx: ForwardContext) -> _Buffers:
+        """Those of a step for layers of this shape. Each step allocates them, so that its graph
+        holds the allocation.
+        """
+        shape = *q.shape[1:], chunk.k.shape[2]
+        if shape in self._buffers:
+            return self._buffers[shape]
+        buffers = self._buffers[shape] = _Buffers()
         few = few_queries(q.shape[1] // chunk.k.shape[2])
         counts = [num_queries for num_queries, _ in ctx.lengths if num_queries <= few]
         if counts:
             start = self._first_states(ctx, few)
             states = _states(q, self._most_states(chunk, ctx, few))
-            self._parts = _Partitions(start, states, few, max(counts), self._at_once(chunk))
+            buffers.parts = _Partitions(start, states, few, max(counts), self._at_once(chunk))
         if len(counts) < len(ctx.lengths):
-            self._states = _states(q, 0 if chunk.is_last else 2 * len(q))
+            buffers.states = _states(q, 0 if chunk.is_last else 2 * len(q))
+        return buffers
 
     def _make_kept(self, q: Tensor, block_size: int, ctx: ForwardContext) -> Kept:
         if ctx.block_mass is None:
@@ -158,10 +177,12 @@ class TritonAttention:
 
     def _tiles_of(self, chunk: KVChunk, lengths: Lengths, q: Tensor) -> Tensor | None:
         """(span, first query) of each tile of queries over this chunk; None without tiles."""
-        key = id(chunk.spans)  # spans are kept beside the tiles, so no other object gets this id
+        group = q.shape[1] // chunk.k.shape[2]
+        tile = max(1, _prefill_rows(q) // group)
+        # Spans are kept beside the tiles, so no other object gets their id.
+        key = id(chunk.spans), group, tile
         if key not in self._tiles:
-            group = q.shape[1] // chunk.k.shape[2]
-            found = query_tiles(chunk, lengths, max(1, PREFILL_ROWS // group), few_queries(group))
+            found = query_tiles(chunk, lengths, tile, few_queries(group))
             tiles = to_device(found, torch.int32, q.device) if found else None
             self._tiles[key] = chunk.spans, tiles
         return self._tiles[key][1]
@@ -171,18 +192,19 @@ class TritonAttention:
         q: Tensor,
         chunk: KVChunk,
         ctx: ForwardContext,
+        buffers: _Buffers,
         tiles: Tensor,
         out: Tensor,
         window: int,
         kept: Kept,
         sinks: Tensor | None,
     ) -> None:
-        states = self._states
+        states = buffers.states
         assert states is not None
         if not chunk.is_last and not len(states.row_max):  # the first layer read fewer chunks
-            states = self._states = _states(q, 2 * len(q))
+            states = buffers.states = _states(q, 2 * len(q))
         group = q.shape[1] // chunk.k.shape[2]
-        shape = self._shape(q, chunk, max(PREFILL_ROWS, triton.next_power_of_2(group)))
+        shape = self._shape(q, chunk, max(_prefill_rows(q), triton.next_power_of_2(group)))
         prefill[(len(tiles), chunk.k.shape[2])](
             q, chunk.k, chunk.v, tiles,
             chunk.seq_index, chunk.first_block, chunk.num_blocks, chunk.block_table,
@@ -231,7 +253,7 @@ class TritonAttention:
         merge[(len(ctx.lengths), heads, parts.queries)](
             ctx.query_start, ctx.kv_lens,
             parts.start, states.row_max, states.row_sum, states.acc, *kept, sinks, out,
-            heads, head_dim, self._dim, PARTITION, parts.few, parts.at_once, window,
+            heads, head_dim, _padded(head_dim), PARTITION, parts.few, parts.at_once, window,
             self._config.longest_window or 0, num_warps=2,
         )  # fmt: skip
 
@@ -252,7 +274,7 @@ class TritonAttention:
             "HEADS": heads,
             "GROUP": heads // kv_heads,
             "HEAD_DIM": head_dim,
-            "DIM": self._dim,
+            "DIM": _padded(head_dim),
             "BLOCK": block_size,
             "TILE": tile,
             "TILE_PAD": max(MIN_DOT, tile),
@@ -283,6 +305,16 @@ def query_tiles(chunk: KVChunk, lengths: Lengths, tile: int, few: int) -> list[t
         unseen = 0 if is_last else max(0, first * block_size - (kv_len - num_queries))
         found += [(number, query) for query in range(unseen // tile * tile, num_queries, tile)]
     return found
+
+
+def _padded(head_dim: int) -> int:
+    """Numbers of a head with which kernels compute."""
+    return max(MIN_DOT, int(triton.next_power_of_2(head_dim)))
+
+
+def _prefill_rows(q: Tensor) -> int:
+    """Rows of a tile of queries."""
+    return PREFILL_ROWS * WIDE_DIM // max(WIDE_DIM, _padded(q.shape[2]))
 
 
 def _states(q: Tensor, num_rows: int) -> SoftmaxState:

@@ -11,13 +11,15 @@ class AttentionConfig:
 
     scale: factor of the products q k; None: head_dim**-0.5. softcap: scores s become softcap *
     tanh(s / softcap) (arXiv 2408.00118); None: no softcap. windows: for each layer, how many keys a
-    query sees, its own included; None: all; no entries: all in every layer.
+    query sees, its own included; None: all; no entries: all in every layer. head_dims: of each
+    layer if they differ; head_dim is then the largest.
     """
 
     head_dim: int
     scale: float | None = None
     softcap: float | None = None
     windows: tuple[int | None, ...] = ()
+    head_dims: tuple[int, ...] = ()
 
     @property
     def score_scale(self) -> float:
@@ -52,16 +54,17 @@ class AttentionLimits:
 
     def unmet(self, dtype: str, block_size: int, config: AttentionConfig) -> str:
         """The first limit that is not met, with the value that breaks it; "" if all are met."""
-        head_dim, most = config.head_dim, self.max_head_dim
+        most, step = self.max_head_dim, self.head_dim_step
         if any(config.windows) and not self.windows:
             return "layers that see all keys, and this model has a sliding window"
         if config.softcap is not None and not self.softcap:
             return f"scores without a softcap, not {config.softcap}"
         if dtype not in self.dtypes:
             return f"{' or '.join(self.dtypes)}, not {dtype}"
-        if head_dim % self.head_dim_step or (most is not None and head_dim > most):
-            limit = "" if most is None else f" up to {most}"
-            return f"a head_dim that is a multiple of {self.head_dim_step}{limit}, not {head_dim}"
+        for head_dim in (*config.head_dims, config.head_dim):
+            if head_dim % step or (most is not None and head_dim > most):
+                limit = "" if most is None else f" up to {most}"
+                return f"a head_dim that is a multiple of {step}{limit}, not {head_dim}"
         if block_size % self.page:
             return f"kvcache_block_size to be a multiple of {self.page}, not {block_size}"
         return ""

@@ -79,6 +79,26 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What may differ from layer to layer.
+
+    source: the layer whose keys and values this one reads, an earlier one or itself.
+    values_are_keys: v is k, before the norms and the rotation of these.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    source: int
+    values_are_keys: bool = False
+
+    @property
+    def kv_heads(self) -> tuple[int, int]:
+        """The number of KV heads, and head_dim."""
+        return self.num_kv_heads, self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder's shape, read from config.json. `architecture` is a key of models.ARCHITECTURES.
 
@@ -87,7 +107,8 @@ class ModelConfig:
     local_rope: RoPE of the layers with a window (None: as in the others). final_logit_softcap:
     softcap of the logits. wrapper: the class in config.json if this is the text model of one for
     images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
-    have no KV.
+    have no KV. shapes: of each layer where they differ, else (); see `shape`. layer_input_size: of
+    the vector that each layer gets of a token id; 0: none.
     """
 
     architecture: str
@@ -114,13 +135,23 @@ class ModelConfig:
     wrapper: str = ""
     delta: DeltaConfig | None = None
     experts: ExpertsConfig | None = None
+    shapes: tuple[LayerShape, ...] = ()
+    layer_input_size: int = 0
+
+    def shape(self, layer: int) -> LayerShape:
+        """The shape of a layer."""
+        if self.shapes:
+            return self.shapes[layer]
+        return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, layer)
 
     @property
     def attention(self) -> AttentionConfig:
         """The part that attention backends need."""
         scalar = self.query_pre_attn_scalar
         scale = None if scalar is None else scalar**-0.5
-        return AttentionConfig(self.head_dim, scale, self.attn_logit_softcap, self.windows)
+        dims = tuple(shape.head_dim for shape in self.shapes)
+        widest = max(dims, default=self.head_dim)
+        return AttentionConfig(widest, scale, self.attn_logit_softcap, self.windows, dims)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -128,10 +159,16 @@ class ModelConfig:
         return () if self.delta is None else self.delta.layers
 
     @property
-    def num_kv_layers(self) -> int:
-        """Layers that have KV."""
-        return self.num_layers - len(self.recurrent_layers)
+    def attention_layers(self) -> list[int]:
+        """The layers with attention."""
+        return [layer for layer in range(self.num_layers) if layer not in self.recurrent_layers]
+
+    @property
+    def kv_layers(self) -> list[int]:
+        """The layers that have KV of their own."""
+        return [layer for layer in self.attention_layers if self.shape(layer).source == layer]
 
     def kv_bytes_per_token(self, element_size: int) -> int:
         """Bytes of K and V of one token over all layers."""
-        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * element_size
+        heads = [self.shape(layer).kv_heads for layer in self.kv_layers]
+        return 2 * element_size * sum(num * dim for num, dim in heads)

@@ -26,6 +26,7 @@ from nanoengine.models.layer_ops import (
     TorchOps,
     finish_experts,
     make_router,
+    norm_of_experts,
 )
 from nanoengine.models.quant import Quantizer
 from nanoengine.models.stored_codes import Weight, numbers_of
@@ -94,13 +95,13 @@ class KernelOps(TorchOps):
         self._kernels.rope_store(q, k, v, cos, sin, target)
         return q
 
-    def _gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+    def gated(self, activation: str) -> Product:
         ours = {
             "silu": self._kernels.silu_mul,
             "clamped_swiglu": self._kernels.clamped_swiglu,
         }
         kernel = ours.get(activation)
-        return super()._gated(activation) if kernel is None else partial(_half_of, kernel)
+        return super().gated(activation) if kernel is None else partial(_half_of, kernel)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
@@ -197,7 +198,8 @@ class PackedOps(KernelOps):
     ) -> Product:
         """One call of C if all products are packed, of numbers."""
         is_packed = self._quantizer is None and not self.takes_codes
-        if not is_packed or activation != "silu" or config.has_bias:
+        is_plain = config.has_bias is False and weights.before_router is None
+        if not is_packed or activation != "silu" or not is_plain:
             return super().experts(config, weights, norm, activation)
         each = (
             (numbers_of(expert.gate), numbers_of(expert.up), numbers_of(expert.down))
@@ -249,8 +251,9 @@ class GpuOps(KernelOps):
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
         if self._quantizer is not None or weights.router.weight.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
-        router, gated = make_router(self, config, weights), self._gated(activation)
-        experts = GroupedExperts(router, weights.experts, config.count, gated)
+        router, gated = make_router(self, config, weights), self.gated(activation)
+        before = norm_of_experts(self, weights, norm)
+        experts = GroupedExperts(router, weights.experts, config.count, gated, before)
         return finish_experts(self, experts, weights, norm, activation)
 
     def after_attention(

@@ -1,7 +1,8 @@
 """HostPool: the host blocks of all layers, in segments of memory that a thread allocates.
 
-    segment     [layers, blocks of the segment, 2, block_size, kv_heads, head_dim]: consecutive
-                blocks of one layer, K and V, are one copy; no copy spans two segments
+    segment     of each layer [blocks of the segment, 2, block_size, kv_heads, head_dim], in one
+                piece of memory: consecutive blocks of one layer, K and V, are one copy; no copy
+                spans two segments
 
 Start-up waits for the first segment only (pinning takes about half a second a GiB); readers of a
 block wait for its segment. A segment is a little smaller than a power of two of bytes, because
@@ -10,6 +11,7 @@ pinned memory is rounded up to one. Knows slots, no blocks and no sequences.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from bisect import bisect_right
@@ -26,6 +28,18 @@ from nanoengine.kv.step_plan import slot_runs
 
 LARGEST_SEGMENT = 1 << 30
 SMALLEST_SEGMENT = 1 << 26
+Shape = Sequence[int]
+
+
+def numbers_of_blocks(num_blocks: int, shapes: Sequence[Shape]) -> int:
+    """Numbers in so many blocks of all layers. shapes: of a block of each layer."""
+    return num_blocks * sum(map(math.prod, shapes))
+
+
+def blocks_by_layer(whole: Tensor, num_blocks: int, shapes: Sequence[Shape]) -> list[Tensor]:
+    """The parts of a tensor with the blocks of each layer, [num_blocks, *shape]."""
+    parts = whole.split_with_sizes([num_blocks * math.prod(shape) for shape in shapes])
+    return [part.view(num_blocks, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def segment_sizes(num_blocks: int, block_bytes: int, smallest: int = SMALLEST_SEGMENT) -> list[int]:
@@ -61,13 +75,13 @@ class _Segments:
     def allocate_all(
         self,
         empty_host: Callable[[tuple[int, ...], torch.dtype], Tensor],
-        shapes: Iterable[tuple[int, ...]],
+        sizes: Iterable[int],
         dtype: torch.dtype,
     ) -> None:
-        """Allocate all segments: the work of the thread."""
-        for shape in shapes:
+        """Allocate all segments: the work of the thread. sizes: numbers in each."""
+        for size in sizes:
             try:
-                segment = empty_host(shape, dtype)
+                segment = empty_host((size,), dtype)
             except Exception as error:  # readers of a missing segment get it
                 self.end(error)
                 return
@@ -106,18 +120,18 @@ class HostPool:
     """
 
     def __init__(
-        self, device: Device, layer_blocks: tuple[int, int, Sequence[int]], dtype: torch.dtype
+        self, device: Device, num_blocks: int, shapes: Sequence[Shape], dtype: torch.dtype
     ) -> None:
-        """layer_blocks: number of layers, number of blocks, shape of a block of one layer."""
-        self.num_layers, self.num_blocks, block = layer_blocks
-        block_bytes = torch.Size(block).numel() * dtype.itemsize * self.num_layers
-        sizes = segment_sizes(self.num_blocks, block_bytes)
+        """shapes: of a block of each layer."""
+        self.num_layers, self.num_blocks = len(shapes), num_blocks
+        sizes = segment_sizes(num_blocks, numbers_of_blocks(1, shapes) * dtype.itemsize)
         self._starts = list(accumulate(sizes, initial=0))
+        self._sizes, self._shapes = sizes, shapes
         self._segments = _Segments()
-        shapes = [(self.num_layers, size, *block) for size in sizes]
+        self._layers: dict[int, list[Tensor]] = {}  # of segments that somebody has asked for
         self._thread = threading.Thread(
             target=self._segments.allocate_all,
-            args=(device.empty_host, shapes, dtype),
+            args=(device.empty_host, [numbers_of_blocks(n, shapes) for n in sizes], dtype),
             name="nanoengine-host",
             daemon=True,
         )
@@ -153,15 +167,18 @@ class HostPool:
         """One layer of a segment, [blocks, 2, block_size, kv_heads, head_dim]; waits for its
         allocation. Raises OutOfMemoryError if that failed.
         """
-        layers = self._segments.get(segment)
-        if layers is None:
+        if segment in self._layers:
+            return self._layers[segment][layer]
+        whole = self._segments.get(segment)
+        if whole is None:
             error = self._segments.error
             first, last = self._starts[segment], self._starts[segment + 1] - 1
             raise OutOfMemoryError(
                 f"host memory for KV blocks {first} to {last} of {self.num_blocks} could not be "
                 f"allocated ({error}); lower kv_offload_gib"
             ) from error
-        return layers[layer]
+        self._layers[segment] = blocks_by_layer(whole, self._sizes[segment], self._shapes)
+        return self._layers[segment][layer]
 
     def allocate_rest(self) -> None:
         """Allocate all segments after the first: not while steps are timed, as it slows a GPU."""
@@ -192,6 +209,7 @@ class HostPool:
         """End allocation and free the memory."""
         self._end()
         self._segments.drop()
+        self._layers.clear()
 
 
 def _end_thread(home: HomeProcess, segments: _Segments, thread: threading.Thread) -> None:

@@ -44,6 +44,7 @@ class HybridKVCacheManager:
         freed memory is filled with NaN. pad_decode: see StepPlanner. Raises OutOfMemoryError.
         """
         self.spec = spec
+        self._link_bytes = spec.streamed_bytes, spec.host_block_bytes
         self.peak_streamed = 0
         self.tables: dict[int, BlockTable] = {}
         self.blocks = BlockManager(spec.num_blocks, spec.num_host_blocks, spec.spare_blocks)
@@ -112,7 +113,7 @@ class HybridKVCacheManager:
         if not self.spec.slot_blocks:
             return 0
         blocks = self._streamed(self.tables[seq.seq_id]) - self._budget.streamed
-        return -(-len(blocks) * self.spec.num_streaming_layers // self.spec.num_layers)
+        return -(-len(blocks) * self._link_bytes[0] // self._link_bytes[1])
 
     def is_streamed(self, seq: Sequence) -> bool:
         """Whether KV of this sequence crosses the link in each of its steps."""

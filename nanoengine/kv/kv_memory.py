@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanoengine.devices.device import Device
 from nanoengine.errors import OutOfMemoryError
+from nanoengine.kv.host_pool import blocks_by_layer, numbers_of_blocks
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.offload import OffloadEngine, TransferRun, slot_keys
 from nanoengine.kv.step_plan import StepTransfers
@@ -38,22 +39,29 @@ class LayerPool:
 
 
 class KVMemory:
-    """Owns the device pool, [layers, device_blocks, 2, block_size, kv_heads, head_dim].
+    """Owns the device pool: of each layer [device_blocks, 2, block_size, kv_heads, head_dim], all
+    in one piece of memory.
 
-    offload: None without a host tier. states: of each recurrent layer, as in RecurrentState.
+    sources: as in KVSpec. offload: None without a host tier. states: of each recurrent layer, as in
+    RecurrentState.
     """
 
     def __init__(self, spec: KVSpec, device: Device, debug: bool = False) -> None:
         """debug: memory that holds no KV is filled with NaN. Raises OutOfMemoryError."""
         self.device = device
         self.block_size = spec.block_size
+        self.sources = spec.layer_sources
         self.is_debugged = debug
-        block = (2, spec.block_size, spec.num_kv_heads, spec.head_dim)
-        shape = (spec.num_layers, spec.num_blocks, *block)
+        shapes = spec.layer_blocks
         try:
-            self.pool = torch.empty(shape, dtype=spec.dtype, device=device.torch_device)
+            whole = torch.empty(
+                numbers_of_blocks(spec.num_blocks, shapes),
+                dtype=spec.dtype,
+                device=device.torch_device,
+            )
             if debug:
-                self.pool.fill_(torch.nan)
+                whole.fill_(torch.nan)
+            self.pool = blocks_by_layer(whole, spec.num_blocks, shapes)
             self.states = self._make_states(spec)
             self.offload = self._make_offload(spec)
         except (RuntimeError, MemoryError) as error:
@@ -79,6 +87,7 @@ class KVMemory:
             spec.slot_blocks,
             self.is_debugged,
             spec.host_codec,
+            spec.layer_sources,
         )
 
     def _make_states(self, spec: KVSpec) -> list[tuple[Tensor, Tensor]]:
@@ -167,7 +176,8 @@ class KVMemory:
     def poison_all(self) -> None:
         """Fill everything with NaN (debug only); nothing may be in use or under way."""
         if self.is_debugged:
-            self.pool.fill_(torch.nan)
+            for pool in self.pool:
+                pool.fill_(torch.nan)
             if self.offload:
                 self.offload.poison_all()
 
@@ -181,4 +191,4 @@ class KVMemory:
         if self.offload:
             self.offload.close()
         self.layers.clear()
-        self.pool = torch.empty(0)
+        self.pool = []

@@ -16,6 +16,10 @@ from nanoengine.kv.kv_codec import Int8Codec
 class KVSpec:
     """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
 
+    num_layers: those with KV. heads: (kv_heads, head_dim) of each of them; () if all have
+    num_kv_heads and head_dim. sources: for each layer with attention, which of the num_layers it
+    reads: it may be one that an earlier layer has written; () if each has its own.
+
     num_blocks on the device; num_host_blocks on the host (0: no offload). Host blocks stream
     through ring_slots buffers of slot_blocks blocks each; slot_blocks 0 reads them in host memory.
     window: keys that a query sees in the layer that sees most (0: all). step_tokens: most tokens of
@@ -23,10 +27,10 @@ class KVSpec:
     (None: all keys); () without any. host_codec: of host blocks (None: as on the device).
     least_run_bytes: of one layer; fewer bytes of device blocks between streamed ones are streamed
     too if the host has them: an attention call and a fill of their own would take longer.
-    num_layers, windows: of the layers with KV. delta: of recurrent layers; num_states: sequences
-    that can have their state at once, which are those that run; keeps_states: each has a second
-    one, of before the guesses of a step; num_snapshots: of such states that the host holds for
-    prefix hits and preempted sequences.
+    windows: of the layers with attention. delta: of recurrent layers; num_states: sequences that
+    can have their state at once, which are those that run; keeps_states: each has a second one, of
+    before the guesses of a step; num_snapshots: of such states that the host holds for prefix hits
+    and preempted sequences.
     """
 
     num_layers: int
@@ -48,6 +52,23 @@ class KVSpec:
     num_states: int = 0
     keeps_states: bool = False
     num_snapshots: int = 0
+    heads: tuple[tuple[int, int], ...] = ()
+    sources: tuple[int, ...] = ()
+
+    @property
+    def layer_heads(self) -> tuple[tuple[int, int], ...]:
+        """(kv_heads, head_dim) of each layer with KV."""
+        return self.heads or ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
+    @property
+    def layer_blocks(self) -> list[tuple[int, int, int, int]]:
+        """The shape of a block in each layer with KV."""
+        return [(2, self.block_size, *heads) for heads in self.layer_heads]
+
+    @property
+    def layer_sources(self) -> tuple[int, ...]:
+        """For each layer with attention, the one with KV that it reads."""
+        return self.sources or tuple(range(self.num_layers))
 
     @property
     def num_state_slots(self) -> int:
@@ -73,16 +94,28 @@ class KVSpec:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: K and V of all layers."""
-        per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return 2 * self.num_layers * per_layer
+        numbers = sum(num * dim for num, dim in self.layer_heads)
+        return 2 * self.block_size * numbers * self.dtype.itemsize
 
     @property
     def host_block_bytes(self) -> int:
         """Bytes of one block on the host, and of its copy over the link."""
-        if self.host_codec is None:
-            return self.block_bytes
-        row = self.host_codec.row_size(self.head_dim) * self.host_codec.dtype.itemsize
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * row
+        return sum(self._host_layer_bytes)
+
+    @property
+    def read_bytes(self) -> list[int]:
+        """Bytes of one block that each layer with attention reads of the host."""
+        of_layers = self._host_layer_bytes
+        return [of_layers[source] for source in self.layer_sources]
+
+    @property
+    def _host_layer_bytes(self) -> list[int]:
+        codec = self.host_codec
+        rows = [
+            num * (dim * self.dtype.itemsize if codec is None else codec.row_size(dim))
+            for num, dim in self.layer_heads
+        ]
+        return [2 * self.block_size * row for row in rows]
 
     @property
     def least_run(self) -> int:
@@ -95,8 +128,9 @@ class KVSpec:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the ring; each slot holds blocks of one layer."""
-        return self.ring_slots * self.slot_blocks * self.block_bytes // self.num_layers
+        """Bytes of the ring; each slot holds blocks of one layer, whichever it is."""
+        widest = max(num * dim for num, dim in self.layer_heads) * self.dtype.itemsize
+        return self.ring_slots * self.slot_blocks * 2 * self.block_size * widest
 
     @property
     def fixed_bytes(self) -> int:
@@ -133,11 +167,14 @@ class KVSpec:
         return blocks if blocks < self.num_blocks else 1
 
     @property
-    def num_streaming_layers(self) -> int:
-        """Layers that read blocks before the kept ones, which may have to stream."""
+    def streamed_bytes(self) -> int:
+        """Bytes that a step copies of a host block: of the layers that read blocks before the kept
+        ones, also where several read the same KV.
+        """
         if self.kept_blocks == 1:
-            return self.num_layers
-        return sum(window is None for window in self.windows)
+            return sum(self.read_bytes)
+        each = zip(self.windows, self.read_bytes, strict=True)
+        return sum(num_bytes for window, num_bytes in each if window is None)
 
     def first_kept(self, num_computed: int) -> int:
         """The first kept block of a sequence with `num_computed` computed tokens."""

@@ -1,9 +1,6 @@
 """OffloadEngine: moves KV between the device pool, the host pool and the ring. Knows slots, no
 sequences.
 
-    ring        [ring_slots, slot_blocks, 2, block_size, kv_heads, head_dim]: no layer dimension,
-                every layer's fills go round it
-
 A step's transfers are known before it starts. Stores (device to host) run on one stream; loads and
 fills (host to device) on another, in the order in which compute needs them, `ring_slots` fills
 ahead and across layers. Nobody waits for anything but events:
@@ -17,6 +14,7 @@ With a codec host blocks are as it encodes them: each store encodes, each load a
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
@@ -28,6 +26,7 @@ from nanoengine.devices.copy_streams import Convert, Event, Stream
 from nanoengine.devices.device import Device
 from nanoengine.kv.host_pool import HostPool
 from nanoengine.kv.kv_codec import Int8Codec
+from nanoengine.kv.ring import Ring
 from nanoengine.kv.step_plan import StepTransfers, Store, store_runs
 from nanoengine.kv.transfers import FailedTransfer, StoreEvents, TransferCounters
 
@@ -38,31 +37,35 @@ class OffloadEngine:
     def __init__(
         self,
         device: Device,
-        device_pool: Tensor,
+        device_pool: Sequence[Tensor],
         num_host_blocks: int,
         ring_slots: int,
         slot_blocks: int,
         debug: bool = False,
         codec: Int8Codec | None = None,
+        sources: Sequence[int] = (),
     ) -> None:
-        """device_pool: [layers, device_blocks, 2, block_size, kv_heads, head_dim].
+        """device_pool: of each layer, [device_blocks, 2, block_size, kv_heads, head_dim].
 
         slot_blocks 0 makes no ring: host blocks are read in place. codec: encodes host blocks
         (None: they are as on the device); it needs a ring. debug: memory that holds no KV is filled
-        with NaN.
+        with NaN. sources: as in KVSpec; () if each layer has its own KV.
         """
-        layers, _, *block = device_pool.shape
+        blocks = [pool.shape[1:] for pool in device_pool]
         self.device = device
+        self.sources = sources or range(len(blocks))
         self._pool = device_pool
+        self._block_size = blocks[0][1]
         self.codec = codec
         self._encode: Convert | None = codec.encode if codec else None
         self._decode: Convert | None = codec.decode if codec else None
-        host_block = [*block[:-1], codec.row_size(block[-1])] if codec else block
-        host_dtype = codec.dtype if codec else device_pool.dtype
-        self._block_bytes = torch.Size(host_block).numel() * host_dtype.itemsize  # of one layer
+        host_blocks = [(*b[:-1], codec.row_size(b[-1])) if codec else b for b in blocks]
+        host_dtype = codec.dtype if codec else device_pool[0].dtype
+        # Of a token, by layer.
+        self._token_bytes = [math.prod((2, *b[2:])) * host_dtype.itemsize for b in host_blocks]
         self._host_poison = codec.poison if codec else torch.nan
-        self.host = HostPool(device, (layers, num_host_blocks, host_block), host_dtype)
-        self.ring = device_pool.new_empty((ring_slots, slot_blocks, *block))
+        self.host = HostPool(device, num_host_blocks, host_blocks, host_dtype)
+        self.ring = Ring(device_pool, ring_slots, slot_blocks)
         self.slot_blocks = slot_blocks
         self.counters = TransferCounters()
         self.stored = StoreEvents()
@@ -77,7 +80,7 @@ class OffloadEngine:
     def poison_all(self) -> None:
         """Fill the ring and the host pool with NaN (debug only); nothing may be under way."""
         if self._debug:
-            self.ring.fill_(torch.nan)
+            self.ring.poison()
             self.host.fill(self._host_poison)
 
     def poison(self, host_slot: int) -> None:
@@ -103,7 +106,8 @@ class OffloadEngine:
     def close(self) -> None:
         """Drop the pools; the device's streams must be closed."""
         self.host.close()
-        self.ring = self._pool = torch.empty(0)
+        self.ring.close()
+        self._pool = ()
 
     def are_stored(
         self, device_slots: Iterable[int], on_host: Iterable[tuple[int, Sequence[int]]]
@@ -130,7 +134,7 @@ class OffloadEngine:
         d2h = self.device.d2h
         d2h.wait(self.device.compute.record())
         events: list[Event] = []
-        runs = store_runs(stores, self._pool.shape[3])
+        runs = store_runs(stores, self._block_size)
         for layer in range(len(self._pool)):
             for run in runs:
                 self._queue_run(layer, run, transfers)
@@ -138,7 +142,7 @@ class OffloadEngine:
         for s in stores:
             self.stored.device[s.device_slot] = events
             self.stored.host[s.host_slot] = events
-            self.counters.d2h_bytes += len(self._pool) * self._token_bytes * (s.stop - s.start)
+            self.counters.d2h_bytes += sum(self._token_bytes) * (s.stop - s.start)
 
     def _queue_run(self, layer: int, run: Sequence[Store], transfers: StepTransfers) -> None:
         """Stores of one layer: one, or of whole blocks that are one copy wherever they are in one
@@ -154,12 +158,12 @@ class OffloadEngine:
         ids = tuple(transfers.block_ids.get(slot) for slot in host_slots)
         if len(run) == 1:
             host = self.host.block(layer, first.host_slot)
-            block = self._pool[layer, first.device_slot]
+            block = self._pool[layer][first.device_slot]
             self._copy(d2h, host, block, (first.start, first.stop), ids, self._encode)
             return
         for at, host in self.host.runs(layer, host_slots):
             start, stop = device_slots[0] + at, device_slots[0] + at + len(host)
-            blocks = self._pool[layer, start:stop]
+            blocks = self._pool[layer][start:stop]
             d2h.copy(host, blocks, ids[at : at + len(host)], self._encode)
 
     def queue_loads(self, layer: int, transfers: StepTransfers) -> Event:
@@ -174,9 +178,9 @@ class OffloadEngine:
             )
             source = self.host.block(layer, load.host_slot)
             ids = (transfers.block_ids.get(load.host_slot),)
-            target = self._pool[layer, load.device_slot]
+            target = self._pool[layer][load.device_slot]
             self._copy(h2d, target, source, (0, load.num_tokens), ids, self._decode)
-            self.counters.h2d_bytes += self._token_bytes * load.num_tokens
+            self.counters.h2d_bytes += self._token_bytes[layer] * load.num_tokens
         return h2d.record()
 
     def queue_fill(self, layer: int, transfers: StepTransfers, index: int, ring_slot: int) -> Event:
@@ -192,16 +196,17 @@ class OffloadEngine:
             reads=slot_keys("host", layer, host_slots),
             writes=slot_keys("ring", 0, (ring_slot,)),
         )
-        target = self.ring[ring_slot]
+        target = self.ring.of_layer(layer)[ring_slot]
         if self._debug:
-            h2d.fill(target, torch.nan)
+            h2d.fill(self.ring.whole(ring_slot), torch.nan)
         for at, blocks in self.host.runs(layer, host_slots):
             stop = at + len(blocks)
             ids = tuple(transfers.block_ids.get(slot) for slot in host_slots[at:stop])
             self.fetch(target[at:stop], blocks, ids)
             self.counters.num_fill_copies += 1
-        self.counters.fill_bytes += len(host_slots) * self._block_bytes
-        self.counters.h2d_bytes += len(host_slots) * self._block_bytes
+        num_bytes = len(host_slots) * self._block_size * self._token_bytes[layer]
+        self.counters.fill_bytes += num_bytes
+        self.counters.h2d_bytes += num_bytes
         return h2d.record()
 
     def await_event(self, event: Event) -> None:
@@ -217,12 +222,8 @@ class OffloadEngine:
         compute = self.device.compute
         if self._debug:
             self.device.declare(compute, writes=slot_keys("ring", 0, (ring_slot,)))
-            compute.fill(self.ring[ring_slot], torch.nan)
+            compute.fill(self.ring.whole(ring_slot), torch.nan)
         self._drained[ring_slot] = compute.record()
-
-    @property
-    def _token_bytes(self) -> int:
-        return self._block_bytes // self._pool.shape[3]
 
     def _copy(
         self,
@@ -245,12 +246,17 @@ class OffloadEngine:
 
 
 class TransferRun:
-    """The transfers of one step on their way; compute calls it layer by layer."""
+    """The transfers of one step on their way; compute calls it layer by layer.
+
+    Loads are of the layers that have KV. Fills are of the layers that read it: two that read the
+    same KV each have theirs.
+    """
 
     def __init__(self, engine: OffloadEngine, transfers: StepTransfers) -> None:
         self._engine = engine
         self._transfers = transfers
-        all_fills = [range(len(transfers.fills))] * engine.host.num_layers
+        self._sources = engine.sources
+        all_fills = [range(len(transfers.fills))] * len(self._sources)
         self._fills_of: Sequence[Sequence[int]] = transfers.fills_of or all_fills
         # Fills are numbered through all layers: these of layer i begin with _begins[i].
         self._begins = [*accumulate(map(len, self._fills_of), initial=0)]
@@ -275,8 +281,9 @@ class TransferRun:
             self._engine.await_event(self._loaded[layer])
 
     def read_host(self, layer: int, segment: int, places: Sequence[int]) -> Tensor:
-        """One layer of a segment of the host pool; compute is about to read these places of it."""
+        """A segment of the host pool as a layer reads it: compute is about to, at these places."""
         device, slots = self._engine.device, list(self._engine.host.slots(segment, places))
+        layer = self._sources[layer]
         self._engine.stored.wait(device.compute, layer, host_slots=slots)
         device.declare(device.compute, reads=slot_keys("host", layer, slots))
         return self._engine.host.segment(segment, layer)
@@ -292,7 +299,7 @@ class TransferRun:
         ring_slot = number % len(self._engine.ring)
         device = self._engine.device
         device.declare(device.compute, reads=slot_keys("ring", 0, (ring_slot,)))
-        return self._engine.ring[ring_slot]
+        return self._engine.ring.of_layer(self._sources[layer])[ring_slot]
 
     def drained(self, layer: int, index: int) -> None:
         """Compute has read the fill; its ring slot takes the next one."""
@@ -322,16 +329,18 @@ class TransferRun:
     def _issue(self) -> None:
         """Queue loads and fills in the order of their use, as far as the ring has room."""
         loads, num_layers = self._transfers.loads, len(self._fills_of)
+        num_loaded = self._engine.host.num_layers
         while True:
             layer = bisect_right(self._begins, self._next_fill) - 1  # num_layers: no fill is left
-            while loads and len(self._loaded) < min(layer + 1, num_layers):
+            while loads and len(self._loaded) < min(layer + 1, num_loaded):
                 event = self._engine.queue_loads(len(self._loaded), self._transfers)
                 self._loaded.append(event)
             if layer == num_layers or len(self._filled) == len(self._engine.ring):
                 return
             ring_slot = self._next_fill % len(self._engine.ring)
             index = self._fills_of[layer][self._next_fill - self._begins[layer]]
-            event = self._engine.queue_fill(layer, self._transfers, index, ring_slot)
+            source = self._sources[layer]
+            event = self._engine.queue_fill(source, self._transfers, index, ring_slot)
             self._filled[self._next_fill] = event
             self._next_fill += 1
 

@@ -164,13 +164,14 @@ class StepKV:
     def read(self, layer: int) -> Iterator[KVChunk]:
         """The blocks of all sequences that the layer sees, each sequence's in logical order."""
         unseen = self.plan.unseen[layer] if self.plan.unseen else ()
+        source = self.memory.sources[layer]
         for number, table in enumerate(self.reads):
             if number in unseen:
                 continue
             is_last = table is self.reads[-1]
             if table.part.tier == DEVICE:
-                self.memory.before_read(layer, table.slots)
-                yield table.chunk(self.memory.layers[layer].blocks, is_last)
+                self.memory.before_read(source, table.slots)
+                yield table.chunk(self.memory.layers[source].blocks, is_last)
             else:
                 yield from self._read_host(layer, table, is_last)
 

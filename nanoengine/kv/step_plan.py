@@ -241,15 +241,19 @@ def fills_of_layers(
     )
 
 
-def streamed_per_layer(
-    parts: Sequence[Part], unseen: Sequence[frozenset[int]], num_layers: int
+def streamed_bytes(
+    parts: Sequence[Part], unseen: Sequence[frozenset[int]], read_bytes: Sequence[int]
 ) -> dict[int, int]:
-    """For each sequence that streams: its streamed blocks, counted once for every layer."""
+    """For each sequence that streams, the bytes that its fills copy. read_bytes: as in KVSpec."""
     streamed: dict[int, int] = {}
+    hidden_of = unseen or [frozenset[int]()] * len(read_bytes)
     for number, part in enumerate(parts):
-        layers = num_layers - sum(number in hidden for hidden in unseen)
-        for span in part.spans if part.fill else ():
-            streamed[span.sequence] = streamed.get(span.sequence, 0) + layers * len(span.slots)
+        if part.fill:
+            each = zip(read_bytes, hidden_of, strict=True)
+            of_a_block = sum(num_bytes for num_bytes, hidden in each if number not in hidden)
+            for span in part.spans:
+                before = streamed.get(span.sequence, 0)
+                streamed[span.sequence] = before + of_a_block * len(span.slots)
     return streamed
 
 

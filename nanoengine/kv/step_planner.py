@@ -25,7 +25,7 @@ from nanoengine.kv.step_plan import (
     StepTransfers,
     fills_of_layers,
     plan_reads,
-    streamed_per_layer,
+    streamed_bytes,
     unseen_parts,
     without_short_runs,
 )
@@ -67,6 +67,8 @@ class StepPlanner:
         """
         self.states = states
         self._spec = spec
+        self._least_run, self._read_bytes = spec.least_run, spec.read_bytes
+        self._block_bytes = spec.host_block_bytes
         self._blocks = blocks
         self._locate = locate
         self._pad_decode = pad_decode
@@ -154,7 +156,7 @@ class StepPlanner:
                 if item.seq.draft_length is not None and not item.seq.is_prefill:
                     held = tables[item.seq.seq_id].held
                     swap(held)
-                    if self._spec.least_run > 1:
+                    if self._least_run > 1:
                         placement.save_between(held)
         return placement
 
@@ -178,13 +180,13 @@ class StepPlanner:
     def _locations(self, blocks: list[Block]) -> list[Location]:
         """Where a step reads the blocks of a sequence."""
         where = [self._location(block) for block in blocks]
-        if not self._spec.least_run or all(tier == DEVICE for tier, _ in where):
+        if not self._least_run or all(tier == DEVICE for tier, _ in where):
             return where
         copies = [
             (HOST, block.host_slot) if block.host_slot is not None and block.is_on_host else None
             for block in blocks
         ]
-        return without_short_runs(where, copies, self._spec.least_run)
+        return without_short_runs(where, copies, self._least_run)
 
     def _location(self, block: Block) -> Location:
         """Where a step reads the block: on the device if it is there."""
@@ -234,12 +236,11 @@ class StepPlanner:
         unseen: tuple[frozenset[int], ...],
     ) -> None:
         """Count what the step moves for each of its sequences; a shared block counts for each."""
-        spec = self._spec
-        streamed = streamed_per_layer(parts, unseen, spec.num_layers)
+        streamed = streamed_bytes(parts, unseen, self._read_bytes)
         if not (streamed or placement.loads or placement.stores):
             return
         for index, (counted, blocks) in enumerate(zip(metrics, seen, strict=True)):
             loaded, stored = placement.moved_tokens(blocks)
-            filled = streamed.get(index, 0) * spec.host_block_bytes // spec.num_layers
-            counted.h2d_bytes += filled + loaded * spec.host_block_bytes // spec.block_size
-            counted.d2h_bytes += stored * spec.host_block_bytes // spec.block_size
+            of_a_token = self._block_bytes // self._spec.block_size
+            counted.h2d_bytes += streamed.get(index, 0) + loaded * of_a_token
+            counted.d2h_bytes += stored * of_a_token

@@ -265,7 +265,9 @@ def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
     drafter = f"model.layers.{config.num_layers}."
     has_one = ARCHITECTURES[config.architecture].has_drafter
-    return (*COMPUTED_BUFFERS, *tied, *([drafter] if has_one else []))
+    shared = (i for i, shape in enumerate(config.shapes) if shape.source != i)
+    unread = (f"model.layers.{i}.self_attn.{part}" for i in shared for part in ("k_", "v_"))
+    return (*COMPUTED_BUFFERS, *tied, *([drafter] if has_one else []), *unread)
 
 
 def check_names(

@@ -29,7 +29,7 @@ def read_experts(
     content: CheckedJson, names: ExpertNames | None, num_layers: int
 ) -> ExpertsConfig | None:
     """None if all layers are dense. Raises CorruptModelError for impossible numbers."""
-    if names is None:
+    if names is None or (names.switch and not content.flag(names.switch)):
         return None
     # transformers 5 writes the first name for models that have another one at the hub.
     given = next((key for key in COUNTS if content.get(key) is not None), COUNTS[-1])
@@ -44,7 +44,7 @@ def read_experts(
         shared = inner * content.size("n_shared_experts", limit=MAX_EXPERTS)
     return ExpertsConfig(
         count=count,
-        top_k=content.size("num_experts_per_tok", limit=count),
+        top_k=content.size(names.top_k, limit=count),
         inner_size=inner,
         renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
         dense_layers=dense,
@@ -98,7 +98,8 @@ def expert_parts(config: ModelConfig, reader: CheckpointReader) -> dict[str, Par
         return {}
     found: dict[str, Part] = {}
     own = dict(zip(names.parts, _PARTS, strict=True))
-    block = rf"(model\.layers\.\d+\.)(?:mlp|{names.block})\."
+    places = "|".join(("mlp\\.", f"{names.block}\\." * bool(names.block)))
+    block = rf"(model\.layers\.\d+\.)(?:{places})"
     for stored in reader.names():
         if match := re.fullmatch(rf"{block}(?:gate|{names.router})\.(weight|bias)", stored):
             found[f"{match[1]}mlp.gate.{match[2]}"] = Part(stored)

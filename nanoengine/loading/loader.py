@@ -133,7 +133,7 @@ def _dummy_source(
 
     def source(name: str) -> torch.Tensor:
         shape = tuple(shapes[name])
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "layer_scalar")):
             return torch.ones(shape, dtype=dtype, device=device)
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from nanoengine.config.model import DeltaConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import DeltaConfig, LayerShape, ModelConfig, RopeConfig
 from nanoengine.errors import (
     CorruptModelError,
     ModelNotFoundError,
@@ -15,6 +15,7 @@ from nanoengine.errors import (
 from nanoengine.loading.experts_json import read_experts
 from nanoengine.loading.fp8 import fp8_block
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, layer_windows, recurrent_layers
+from nanoengine.loading.layer_shapes import read_shapes
 from nanoengine.loading.packed_ints import packed_format
 from nanoengine.loading.refused import (
     about_architecture,
@@ -60,7 +61,11 @@ def read_model_config(
     num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
     head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
     delta = _delta(content, num_layers) if architecture.recurrent else None
-    rope, local_rope, max_position = _ropes(content, architecture, head_dim, max_model_len)
+    windows = layer_windows(name, content.values, num_layers, content.path)
+    of_layers = windows or (None,) * num_layers
+    shapes = read_shapes(content, of_layers) if architecture.shapes_by_layer else ()
+    head_dims = _head_dims(shapes, of_layers, head_dim)
+    rope, local_rope, max_position = _ropes(content, architecture, head_dims, max_model_len)
     reads = architecture.reads
     config = ModelConfig(
         architecture=name,
@@ -80,7 +85,7 @@ def read_model_config(
         local_rope=local_rope,
         no_rope_layers=_no_rope_layers(content, num_layers) if "no_rope_layers" in reads else (),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
-        windows=layer_windows(name, content.values, num_layers, content.path),
+        windows=windows,
         query_pre_attn_scalar=(
             content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
         ),
@@ -88,6 +93,8 @@ def read_model_config(
         wrapper=wrapper,
         delta=delta,
         experts=read_experts(content, architecture.experts, num_layers),
+        shapes=shapes,
+        layer_input_size=_layer_input_size(content, architecture, vocab_size),
     )
     _check_heads(config, content.path)
     return config
@@ -133,11 +140,33 @@ def _unwrap(content: CheckedJson, wrapper: str, supported: Collection[str]) -> s
 
 
 def _check_heads(config: ModelConfig, path: Path) -> None:
-    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+    for num, dim in {config.shape(layer).kv_heads for layer in config.attention_layers}:
+        if config.num_heads % num or dim % 2:
+            raise UnsupportedModelError(
+                f"{path}: {config.num_heads} heads, {num} KV heads of {dim}; heads must be a "
+                "multiple of KV heads, and the head size even"
+            )
+
+
+def _head_dims(
+    shapes: Sequence[LayerShape], windows: Sequence[int | None], usual: int
+) -> tuple[int, int]:
+    """Of the layers that see all keys, and of those with a window."""
+    each = zip(windows, shapes, strict=bool(shapes))
+    found = {window is not None: shape.head_dim for window, shape in each}
+    return found.get(False, usual), found.get(True, usual)
+
+
+def _layer_input_size(content: CheckedJson, architecture: Architecture, vocab_size: int) -> int:
+    size = content.get("hidden_size_per_layer_input") if architecture.layer_inputs else 0
+    if not size:
+        return 0
+    if content.size("vocab_size_per_layer_input", vocab_size) != vocab_size:
         raise UnsupportedModelError(
-            f"{path}: {config.num_heads} heads, {config.num_kv_heads} KV heads of "
-            f"{config.head_dim}; heads must be a multiple of KV heads, and the head size even"
+            f"{content.path}: 'vocab_size_per_layer_input' is not the 'vocab_size', which is not "
+            "supported"
         )
+    return content.size("hidden_size_per_layer_input")
 
 
 def _softcap(content: CheckedJson, reads: Collection[str]) -> float | None:
@@ -182,13 +211,16 @@ def _delta(content: CheckedJson, num_layers: int) -> DeltaConfig:
 
 
 def _ropes(
-    content: CheckedJson, architecture: Architecture, head_dim: int, max_model_len: int | None
+    content: CheckedJson,
+    architecture: Architecture,
+    head_dims: tuple[int, int],
+    max_model_len: int | None,
 ) -> tuple[RopeConfig, RopeConfig | None, int]:
     """ModelConfig's rope, local_rope and max_position."""
-    if "rope_local_base_freq" in architecture.reads:
-        return read_ropes_by_kind(content, head_dim, max_model_len)
+    if architecture.ropes_by_kind:
+        return read_ropes_by_kind(content, head_dims, max_model_len)
     may_be_partial = "partial_rotary_factor" in architecture.reads
-    rope, max_position = read_rope(content, head_dim, may_be_partial, max_model_len)
+    rope, max_position = read_rope(content, head_dims[0], may_be_partial, max_model_len)
     return rope, None, max_position
 
 

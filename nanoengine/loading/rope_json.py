@@ -37,12 +37,13 @@ def read_rope(
 
 
 def read_ropes_by_kind(
-    content: CheckedJson, head_dim: int, max_model_len: int | None
+    content: CheckedJson, head_dims: tuple[int, int], max_model_len: int | None
 ) -> tuple[RopeConfig, RopeConfig, int]:
-    """Gemma 3's embeddings of full-attention layers and of window layers, and the positions.
+    """The embeddings of full-attention layers and of window layers, and the positions.
 
     `rope_parameters` holds one for each kind of layer; the older keys are `rope_theta` with
-    `rope_scaling`, and `rope_local_base_freq`. Raises as `read_rope` does.
+    `rope_scaling`, and `rope_local_base_freq`. head_dims: of the two kinds of layers. Raises as
+    `read_rope` does.
     """
     both = _object(content, "rope_parameters", content.get("rope_parameters"))
     if both.keys() - {"full_attention", "sliding_attention"}:
@@ -55,8 +56,8 @@ def read_ropes_by_kind(
         for kind in ("full_attention", "sliding_attention")
     )
     full = full | _object(content, "rope_scaling", content.get("rope_scaling"))
-    rope, max_position = _read(content, full, "rope_theta", head_dim, False, max_model_len)
-    local, _ = _read(content, sliding, "rope_local_base_freq", head_dim, False, max_model_len)
+    rope, max_position = _read(content, full, "rope_theta", head_dims[0], False, max_model_len)
+    local, _ = _read(content, sliding, "rope_local_base_freq", head_dims[1], False, max_model_len)
     return rope, local, max_position
 
 
@@ -82,10 +83,11 @@ def _read(
     if kind not in ROPE_KINDS or any(isinstance(value, dict) for value in values.values()):
         raise UnsupportedModelError(
             f"{content.path}: RoPE {shown(kind)} {shown(values)} is not supported; supported: "
-            f"{', '.join(ROPE_KINDS)}, the same in all layers but for Gemma 3"
+            f"{', '.join(ROPE_KINDS)}, the same in all layers but for Gemma"
         )
     theta = values.get("rope_theta")
     theta = content.real(theta_key, 10000.0) if theta is None else scaling.real("rope_theta")
+    may_be_partial |= kind == "proportional"
     factor = _partial_rotary_factor(scaling, head_dim, may_be_partial)
     rope = RopeConfig(theta, kind, partial_rotary_factor=factor)
     return _READERS[kind](scaling, rope, 2 * rotary_pairs(rope, head_dim))
@@ -148,6 +150,10 @@ def _default(scaling: _Scaling, rope: RopeConfig, dim: int) -> tuple[RopeConfig,
 
 def _linear(scaling: _Scaling, rope: RopeConfig, dim: int) -> tuple[RopeConfig, int]:
     return replace(rope, factor=scaling.real("factor")), scaling.max_position
+
+
+def _proportional(scaling: _Scaling, rope: RopeConfig, dim: int) -> tuple[RopeConfig, int]:
+    return replace(rope, factor=scaling.real("factor", 1.0)), scaling.max_position
 
 
 def _llama3(scaling: _Scaling, rope: RopeConfig, dim: int) -> tuple[RopeConfig, int]:
@@ -230,6 +236,7 @@ def _divisors(scaling: _Scaling, key: str, size: int) -> tuple[float, ...]:
 _READERS: dict[str, Callable[[_Scaling, RopeConfig, int], tuple[RopeConfig, int]]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "llama3": _llama3,
     "dynamic": _dynamic,
     "yarn": _yarn,

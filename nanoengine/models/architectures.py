@@ -31,6 +31,9 @@ class ExpertNames:
     for all experts is [experts, inputs, outputs], and gate and up take turns. scoring: as in
     ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. shared: the
     name of the expert that all tokens go to; "": none. has_shared_gate: whether that has a gate.
+    top_k: the key of experts a token. switch: the key that says whether there are any; "": there
+    are. beside: if the experts' sum is added to what a feed-forward gives, the norms after this,
+    before the experts and after them; then the router has a norm and scales of its own.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -44,6 +47,9 @@ class ExpertNames:
     has_choice_bias: bool = False
     shared: str = ""
     has_shared_gate: bool = False
+    top_k: str = "num_experts_per_tok"
+    switch: str = ""
+    beside: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +57,9 @@ class Architecture:
     """How a decoder differs from Llama's.
 
     models: what models of this architecture are called.
-    norm_offset: RMSNorm adds this to its weight; unless it is 0, norms are in fp32 throughout.
+    norm_offset: RMSNorm adds this to its weight, and is in fp32 throughout; None: neither.
     qk_norm: RMSNorm of q and k before the rotation: over each "head", or over "all heads" at once.
+    v_norm: RMSNorm of each head of v, without a weight.
     qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
     config.json has a key for is also of the output.
     is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
@@ -65,6 +72,11 @@ class Architecture:
     says which ones.
     windows: how config.json says which layers have a sliding window: "every layer", "layer_types"
     or "pattern"; "": a window is refused.
+    ropes_by_kind: layers with a window have a rotation of their own.
+    shapes_by_layer: heads may differ from layer to layer, and layers may share keys and values; see
+    loading/layer_shapes.py.
+    layer_inputs: each layer may get a vector of each token id beside the residual stream.
+    layer_scalar: what a layer gives is multiplied by a number of the checkpoint.
     sinks: each head has an attention sink, see AttentionBackend.run.
     experts: of some layers or all; None: none.
     quantizations: values of `quant_method` whose weights are read.
@@ -76,8 +88,9 @@ class Architecture:
 
     models: str
     norms: NormNames = NormNames()
-    norm_offset: float = 0.0
+    norm_offset: float | None = None
     qk_norm: str = ""
+    v_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = True
     is_fused: bool = False
@@ -87,6 +100,10 @@ class Architecture:
     output_gate: bool = False
     recurrent: tuple[str, ...] = ()
     windows: str = ""
+    ropes_by_kind: bool = False
+    shapes_by_layer: bool = False
+    layer_inputs: bool = False
+    layer_scalar: bool = False
     sinks: bool = False
     experts: ExpertNames | None = None
     quantizations: tuple[str, ...] = ()
@@ -130,20 +147,65 @@ _HYBRID_EXPERTS = {
     "shared_expert_intermediate_size": 512,
 }
 
+_GEMMA_NORMS = NormNames(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_GEMMA_4: dict[str, Any] = {
+    "norms": _GEMMA_NORMS,
+    "norm_offset": 0.0,
+    "qk_norm": "head",
+    "v_norm": True,
+    "activation": "gelu_pytorch_tanh",
+    "scales_embeddings": True,
+    "windows": "pattern",
+    "ropes_by_kind": True,
+    "shapes_by_layer": True,
+    "layer_scalar": True,
+    "reads": ("final_logit_softcapping", "query_pre_attn_scalar"),
+    "requires": {
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "query_pre_attn_scalar": (1,),
+        # Images alone are seen in both directions.
+        "use_bidirectional_attention": (None, False, "vision"),
+    },
+}
+_GEMMA_4_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 1,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e6,
+        },
+    },
+}
+
 ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(
         "Gemma 3",
-        norms=NormNames(
-            after_attention="post_attention_layernorm",
-            before_mlp="pre_feedforward_layernorm",
-            after_mlp="post_feedforward_layernorm",
-        ),
+        norms=_GEMMA_NORMS,
         norm_offset=1.0,
         qk_norm="head",
         activation="gelu_pytorch_tanh",
         scales_embeddings=True,
         windows="pattern",
-        reads=("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"),
+        ropes_by_kind=True,
+        reads=("final_logit_softcapping", "query_pre_attn_scalar"),
         requires={
             "hidden_activation": ("gelu_pytorch_tanh",),
             # transformers' class of Gemma 3 ignores this key, other engines do not.
@@ -164,6 +226,29 @@ ARCHITECTURES = {
             "sliding_window": 4096,
             "sliding_window_pattern": 6,
         },
+    ),
+    "Gemma4ForCausalLM": Architecture(
+        "Gemma 4 (E2B, E4B, 26B-A4B, 31B)",
+        **_GEMMA_4,
+        layer_inputs=True,
+        experts=ExpertNames(
+            renormalises=True,
+            block="",
+            router="router.proj",
+            top_k="top_k_experts",
+            switch="enable_moe_block",
+            beside=(
+                "post_feedforward_layernorm_1",
+                "pre_feedforward_layernorm_2",
+                "post_feedforward_layernorm_2",
+            ),
+        ),
+        defaults=_GEMMA_4_DEFAULTS | {"hidden_size_per_layer_input": 256},
+    ),
+    "Gemma4UnifiedForCausalLM": Architecture(
+        "Gemma 4 (12B)",
+        **_GEMMA_4,
+        defaults=_GEMMA_4_DEFAULTS | {"max_position_embeddings": 262144, "sliding_window": 1024},
     ),
     "Glm4MoeForCausalLM": Architecture(
         "GLM 4.5 to 4.7 with experts (also Air)",

@@ -5,8 +5,9 @@ Knows tensor names, not files. Write a new class only for a model with another o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -18,21 +19,33 @@ from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNa
 from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
-from nanoengine.models.layers import Attention, DeltaLayer
+from nanoengine.models.layers import (
+    Attention,
+    DeltaLayer,
+    InputGate,
+    LayerEnd,
+    LayerInputs,
+    SharedKVAttention,
+)
 from nanoengine.models.rope import Rotary, head_order
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
 
 TensorSource = Callable[[str], Weight]
+AnyAttention = Attention | SharedKVAttention | DeltaLayer
+Angles = Sequence[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One iteration of the loop over layers. rope: the index of its kind of rotation."""
+    """One iteration of the loop over layers. rope: the index of its kind of rotation. end: what it
+    does last, where `after_attention` is not all.
+    """
 
-    attention: Attention | DeltaLayer
+    attention: AnyAttention
     after_attention: AfterAttention
     rope: int
+    end: LayerEnd | None
 
 
 class Model(Protocol):
@@ -58,36 +71,44 @@ class Decoder:
         """
         builder = _Builder(config, source, ops)
         self._embed, self._head = builder.ends()
+        self._inputs = builder.layer_inputs()
         parts = [builder.layer(index) for index in range(config.num_layers)]
         self._first_qkv, *next_qkvs = (*(part.qkv for part in parts), None)
         ropes, rope_of = _ropes(config)
         self._layers = [
-            _Layer(
-                part.attention,
-                ops.after_attention(part.out, part.mlp, next_qkv),
-                rope,
-            )
-            for part, next_qkv, rope in zip(parts, next_qkvs, rope_of, strict=True)
+            self._layer(ops, *each) for each in zip(parts, next_qkvs, rope_of, strict=True)
         ]
-        self._rotary = Rotary(ropes, config.head_dim, device)
+        self._rotaries = [Rotary(kinds, head_dim, device) for head_dim, kinds in ropes.items()]
         self._logit_softcap = config.final_logit_softcap
         self._ops = ops
+
+    @staticmethod
+    def _layer(ops: LayerOps, part: _LayerParts, next_qkv: Product | None, rope: int) -> _Layer:
+        if part.end is None:
+            after_attention = ops.after_attention(part.out, part.mlp, next_qkv)
+            return _Layer(part.attention, after_attention, rope, None)
+        after_attention = ops.after_attention(part.out, part.mlp, None)
+        return _Layer(part.attention, after_attention, rope, LayerEnd(*part.end, next_qkv))
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
         x = self._embed(ctx.token_ids)
-        cos, sin = self._rotary.angles(ctx.positions)
+        inputs = () if self._inputs is None else (self._inputs(ctx.token_ids, x),)
+        angles = [rotary.angles(ctx.positions) for rotary in self._rotaries]
         # Steps other than decodes are hardly ever alike; a replay would report no mass.
         may_replay = len(x) == len(ctx.lengths) and ctx.block_mass is None
         key = ctx.kv.replay_key() if may_replay and ctx.attention.can_replay else None
         if key is None:
-            return self._run_layers(self._ops.to_static_buffer(x), cos, sin, ctx)
-        tensors = x, cos, sin, ctx.query_start, ctx.kv_lens, *key.tensors
+            return self._run_layers(self._ops.to_static_buffer(x), angles, inputs, ctx)
+        shared = *chain(*angles), *inputs, ctx.query_start, ctx.kv_lens
         return self._ops.replay(
-            ReplayKey(tensors, key.layout), lambda: self._run_layers(x, cos, sin, ctx)
+            ReplayKey((x, *shared, *key.tensors), key.layout),
+            lambda: self._run_layers(x, angles, inputs, ctx),
         )
 
-    def _run_layers(self, x: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+    def _run_layers(
+        self, x: Tensor, angles: Angles, inputs: Sequence[Tensor], ctx: ForwardContext
+    ) -> Tensor:
         """For each layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
         attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)), or that of the experts to
@@ -95,11 +116,13 @@ class Decoder:
         sums, in place, and returns qkv(norm(x)) of the next layer. If an architecture has norms
         after attention and mlp, they are part of out and mlp.
         """
-        angles = list(zip(cos.unbind(), sin.unbind(), strict=True))
+        of_kinds = [*chain(*(zip(cos.unbind(), sin.unbind(), strict=True) for cos, sin in angles))]
         qkv = self._first_qkv(x)
-        for layer in self._layers:
-            attended = layer.attention(qkv, *angles[layer.rope], ctx)
+        for index, layer in enumerate(self._layers):
+            attended = layer.attention(qkv, *of_kinds[layer.rope], ctx)
             qkv = layer.after_attention(x, attended)
+            if layer.end is not None:
+                qkv = layer.end(x, inputs[0][:, index] if inputs else None)
         return x
 
     def logits(self, x: Tensor) -> Tensor:
@@ -108,25 +131,34 @@ class Decoder:
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _ropes(config: ModelConfig) -> tuple[tuple[RopeConfig | None, ...], tuple[int, ...]]:
-    """The kinds of rotation, and for each layer the index of its kind."""
+def _ropes(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], list[int]]:
+    """The kinds of rotation by head_dim, and for each layer the index of its kind among all."""
     layers = range(config.num_layers)
-    if config.local_rope is not None:
-        has_window = tuple(int(config.attention.window(i) is not None) for i in layers)
-        return (config.rope, config.local_rope), has_window
-    if config.no_rope_layers:
-        return (config.rope, None), tuple(int(i in config.no_rope_layers) for i in layers)
-    return (config.rope,), (0,) * config.num_layers
+    each = [(config.shape(layer).head_dim, _rope(config, layer)) for layer in layers]
+    kinds = sorted(dict.fromkeys(each), key=lambda kind: kind[0])
+    by_dim: dict[int, list[RopeConfig | None]] = {}
+    for head_dim, rope in kinds:
+        by_dim.setdefault(head_dim, []).append(rope)
+    return by_dim, [kinds.index(kind) for kind in each]
+
+
+def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
+    if config.local_rope is not None and config.attention.window(layer) is not None:
+        return config.local_rope
+    return None if layer in config.no_rope_layers else config.rope
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerParts:
-    """What a layer computes, in this order. The products include the norms around them."""
+    """What a layer computes, in this order. The products include the norms around them. end: of
+    LayerEnd; None: there is none.
+    """
 
     qkv: Product
-    attention: Attention | DeltaLayer
+    attention: AnyAttention
     out: Product
     mlp: Product
+    end: tuple[InputGate | None, float] | None
 
 
 class _Builder:
@@ -153,9 +185,18 @@ class _Builder:
             head = self._ops.head(self._source("lm_head.weight"), norm)
         if not self._architecture.scales_embeddings:
             return embed, head
-        # The root rounded to the weights' dtype, as in transformers.
-        root = torch.tensor(self._config.hidden_size**0.5).to(weight.dtype).item()
-        return lambda token_ids: embed(token_ids).mul_(root), head
+        return _scaled(embed, self._config.hidden_size, weight.dtype), head
+
+    def layer_inputs(self) -> LayerInputs | None:
+        """What makes the vectors that each layer gets; None if they get none."""
+        size, ops = self._config.layer_input_size, self._ops
+        if not size:
+            return None
+        weight = self._source("model.embed_tokens_per_layer.weight")
+        embed = _scaled(ops.embedding(weight), size, weight.dtype)
+        project = ops.linear(self._source("model.per_layer_model_projection.weight"))
+        norm = self._norm("model.per_layer_projection_norm")
+        return LayerInputs(ops, embed, project, norm, self._config.num_layers)
 
     def layer(self, index: int) -> _LayerParts:
         """The parts of one layer."""
@@ -172,31 +213,57 @@ class _Builder:
             attention=attention,
             out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
             mlp=self._mlp(index, layer),
+            end=self._end(layer),
         )
+
+    def _end(self, layer: str) -> tuple[InputGate | None, float] | None:
+        if not self._architecture.layer_scalar:
+            return None
+        gate, scalar = None, self._numbers(layer + "layer_scalar").item()
+        if self._config.layer_input_size:
+            project = self._ops.summand(self._source(layer + "per_layer_projection.weight"))
+            gate = InputGate(
+                self._ops.linear(self._source(layer + "per_layer_input_gate.weight")),
+                self._ops.gated(self._architecture.activation),
+                self._then_normed(project, self._norm(layer + "post_per_layer_input_norm")),
+            )
+        return gate, scalar
 
     def _attention(
         self, index: int, prefix: str, norm: Norm | None
-    ) -> tuple[Product, Attention | DeltaLayer, Product]:
-        config, architecture = self._config, self._architecture
-        head_norms = None
-        if architecture.qk_norm:
-            head_norms = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
-        kv_layer = index - sum(other < index for other in config.recurrent_layers)
-        heads = config.num_heads, config.num_kv_heads
+    ) -> tuple[Product, AnyAttention, Product]:
+        config, architecture, shape = self._config, self._architecture, self._config.shape(index)
+        out = self._summand(prefix, "o", has_out_bias(config))
+        among = config.attention_layers.index(index)
+        if shape.source != index:
+            shared = SharedKVAttention(
+                self._ops, among, config.num_heads, self._head_norm(prefix + "q_norm")
+            )
+            return self._qkv(prefix, norm, "q"), shared, out
         sinks = self._numbers_if(architecture.sinks, prefix + "sinks")
         attention = Attention(
             self._ops,
-            kv_layer,
-            *heads,
-            head_norms,
+            among,
+            config.num_heads,
+            shape.num_kv_heads,
+            self._head_norms(prefix),
             architecture.output_gate,
             None if sinks is None else sinks.float(),
+            shape.values_are_keys,
         )
-        out = self._summand(prefix, "o", has_out_bias(config))
-        return self._qkv(prefix, norm), attention, out
+        return self._qkv(prefix, norm, "qk" if shape.values_are_keys else "qkv"), attention, out
 
-    def _qkv(self, prefix: str, norm: Norm | None) -> Product:
-        names = ("qkv",) if self._architecture.is_fused else ("q", "k", "v")
+    def _head_norms(self, prefix: str) -> tuple[Norm, ...]:
+        """Of q, k and v, as far as the architecture has them."""
+        if not self._architecture.qk_norm:
+            return ()
+        q, k = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
+        if not self._architecture.v_norm:
+            return q, k
+        return q, k, replace(k, weight=torch.ones_like(k.weight))
+
+    def _qkv(self, prefix: str, norm: Norm | None, parts: str) -> Product:
+        names = ("qkv",) if self._architecture.is_fused else tuple(parts)
         weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
         weight = self._in_order(weights)
         bias = numbers_of(self._in_order([*biases])) if biases else None
@@ -221,7 +288,7 @@ class _Builder:
 
     def _delta_rule(
         self, index: int, prefix: str, norm: Norm | None
-    ) -> tuple[Product, Attention | DeltaLayer, Product]:
+    ) -> tuple[Product, AnyAttention, Product]:
         shape, source = self._config.delta, self._numbers
         assert shape is not None
         names = self._architecture.recurrent
@@ -252,15 +319,27 @@ class _Builder:
     def _mlp(self, index: int, layer: str) -> Product:
         names, prefix = self._architecture.norms, layer + "mlp."
         norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
-        experts = experts_of(self._config, index)
-        if experts is not None:
+        experts, expert_names = experts_of(self._config, index), self._architecture.experts
+        if experts is None or expert_names is None:
+            return self._dense(prefix, norm, norm_after)
+        if expert_names.beside is None:
             return self._then_normed(self._experts(experts, prefix, norm), norm_after)
+        after_dense, before, after = (self._norm(layer + name) for name in expert_names.beside)
+        dense = self._dense(prefix, norm, after_dense)
+        sparse = self._then_normed(self._experts(experts, prefix, before, layer), after)
+        return self._then_normed(lambda x: dense(x) + sparse(x), norm_after)
+
+    def _dense(self, prefix: str, norm: Norm | None, norm_after: Norm | None) -> Product:
         gate_up = self._gate_up(prefix, norm)
         down = self._summand(prefix, "down", self._config.mlp_bias)
         return MLP(gate_up, self._then_normed(down, norm_after))
 
-    def _experts(self, config: ExpertsConfig, prefix: str, norm: Norm | None) -> Product:
+    def _experts(
+        self, config: ExpertsConfig, prefix: str, norm: Norm | None, own_router: str = ""
+    ) -> Product:
+        """own_router: of a router with a norm and scales of its own, what its names begin with."""
         names = self._architecture.experts or ExpertNames()
+        scale = self._numbers_if(bool(own_router), own_router + "router.per_expert_scale")
         shared, has_bias = prefix + names.shared, config.has_bias
         weights = MixtureWeights(
             router=RouterWeights(
@@ -271,8 +350,16 @@ class _Builder:
             choice_bias=self._numbers_if(names.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
             shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
             shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
+            before_router=self._router_norm(own_router) if own_router else None,
+            scale=None if scale is None else scale.float(),
         )
         return self._ops.experts(config, weights, norm, self._architecture.activation)
+
+    def _router_norm(self, layer: str) -> Product:
+        """The norm before a router with one of its own, divided by the root of its size."""
+        weight = self._numbers(layer + "router.scale").float() * self._config.hidden_size**-0.5
+        norm = Norm(weight, self._config.rms_norm_eps, in_fp32=True)
+        return lambda x: self._ops.rms_norm(x, norm)
 
     def _numbers_if(self, is_there: bool, name: str) -> Tensor | None:
         return self._numbers(name) if is_there else None
@@ -313,6 +400,12 @@ class _Builder:
 
     def _norm(self, name: str) -> Norm:
         weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset
-        if offset:  # a small weight would be lost beside it in 16 bits
+        if offset is not None:  # a small weight would be lost beside it in 16 bits
             return Norm(weight.float() + offset, self._config.rms_norm_eps, in_fp32=True)
         return Norm(weight, self._config.rms_norm_eps)
+
+
+def _scaled(embed: Embed, size: int, dtype: torch.dtype) -> Embed:
+    """embed, times the root of its size; rounded to the weights' dtype, as in transformers."""
+    root = torch.tensor(size**0.5).to(dtype).item()
+    return lambda token_ids: embed(token_ids).mul_(root)

@@ -47,6 +47,8 @@ class MixtureWeights:
 
     choice_bias: fp32 [experts], added to the scores for the choice alone. shared: an expert to
     which every row goes; shared_gate: [1, hidden], of a sigmoid that its result is multiplied by.
+    before_router: what the router sees of x, if it does not see what the experts do. scale: fp32
+    [experts], by which the weights of the chosen are multiplied.
     """
 
     router: RouterWeights
@@ -54,17 +56,21 @@ class MixtureWeights:
     choice_bias: Tensor | None = None
     shared: ExpertWeights | None = None
     shared_gate: Tensor | None = None
+    before_router: Map | None = None
+    scale: Tensor | None = None
 
 
 class Experts:
     """Sends each row to its experts and adds up what they give, an expert at a time."""
 
-    def __init__(self, router: Router, experts: Sequence[Map]) -> None:
-        self._router, self._experts = router, experts
+    def __init__(self, router: Router, experts: Sequence[Map], before: Map | None = None) -> None:
+        """before: what the experts see of x; None: x, as the router does."""
+        self._router, self._experts, self._before = router, experts, before
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         ids, weights = self._router(x)
+        x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
         chosen = ids.flatten()
         counts = torch.bincount(chosen, minlength=len(self._experts)).tolist()
@@ -82,10 +88,15 @@ class GroupedExperts:
     """
 
     def __init__(
-        self, router: Router, experts: Iterable[ExpertWeights], count: int, gated: Map
+        self,
+        router: Router,
+        experts: Iterable[ExpertWeights],
+        count: int,
+        gated: Map,
+        before: Map | None = None,
     ) -> None:
-        """gated: activation(gate) * up of [rows, 2 * inner]."""
-        self._router, self._gated = router, gated
+        """gated: activation(gate) * up of [rows, 2 * inner]. before: as of Experts."""
+        self._router, self._gated, self._before = router, gated, before
         biases: list[tuple[Tensor, Tensor]] = []
         for index, expert in enumerate(experts):
             gate, up, down = map(numbers_of, (expert.gate, expert.up, expert.down))
@@ -104,6 +115,7 @@ class GroupedExperts:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         ids, weights = self._router(x)
+        x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
         chosen, places = ids.flatten().sort(stable=True)
         ends = torch.searchsorted(chosen, self._all, right=True).int()

@@ -133,6 +133,14 @@ class LayerOps(Protocol):
         """
         ...
 
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As rotate_and_store, of q alone."""
+        ...
+
+    def gated(self, activation: str) -> Product:
+        """[tokens, 2 x dim] -> activation(first half) * second half; see GATED."""
+        ...
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate), the sigmoid rounded first; x is [tokens, heads x head_dim], gate
         [tokens, heads, head_dim].
@@ -226,14 +234,28 @@ def make_experts(
 ) -> Product:
     """LayerOps.experts of the products of `ops`."""
     each = [_expert(ops, expert, activation) for expert in weights.experts]
-    experts = Experts(make_router(ops, config, weights), each)
+    before = norm_of_experts(ops, weights, norm)
+    experts = Experts(make_router(ops, config, weights), each, before)
     return finish_experts(ops, experts, weights, norm, activation)
 
 
 def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -> Router:
     """Chooses the experts of rows."""
-    product, bias = ops.router(weights.router), weights.choice_bias
-    return lambda x: route(config, product(x), bias)
+    product, before, scale = ops.router(weights.router), weights.before_router, weights.scale
+
+    def choose(x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = product(x if before is None else before(x))
+        ids, chosen = route(config, logits, weights.choice_bias)
+        return ids, chosen if scale is None else chosen * scale[ids]
+
+    return choose
+
+
+def norm_of_experts(ops: LayerOps, weights: MixtureWeights, norm: Norm | None) -> Product | None:
+    """The norm that the experts alone see; None: what is before them is also before the router."""
+    if norm is None or weights.before_router is None:
+        return None
+    return lambda x: ops.rms_norm(x, norm)
 
 
 def finish_experts(
@@ -244,7 +266,9 @@ def finish_experts(
         gate = weights.shared_gate
         product = None if gate is None else ops.router(RouterWeights(gate))
         experts = SharedExpert(experts, _expert(ops, weights.shared, activation), product)
-    return experts if norm is None else NormedProduct(ops, norm, experts)
+    if norm is None or weights.before_router is not None:
+        return experts
+    return NormedProduct(ops, norm, experts)
 
 
 def _expert(ops: LayerOps, weights: ExpertWeights, activation: str) -> Product:
@@ -297,10 +321,10 @@ class TorchOps:
         activation: str,
     ) -> Product:
         both = self.linear(joined([gate, up]), None if biases is None else torch.cat(biases))
-        gated = self._gated(activation)
+        gated = self.gated(activation)
         return self._normed(norm, lambda x: gated(both(x)))
 
-    def _gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+    def gated(self, activation: str) -> Product:
         return GATED[activation]
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
@@ -342,6 +366,9 @@ class TorchOps:
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> Tensor:
         target.store(_rotate(k, cos, sin), v)
+        return _rotate(q, cos, sin)
+
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _rotate(q, cos, sin)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -6,11 +6,12 @@ Activations are [tokens, features]: the tokens of all sequences laid end to end.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nanoengine.context import ForwardContext
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.layer_ops import LayerOps, Norm
+from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product
 
 
 class Attention:
@@ -22,17 +23,20 @@ class Attention:
         layer: int,
         num_heads: int,
         num_kv_heads: int,
-        norms: tuple[Norm, Norm] | None = None,
+        norms: tuple[Norm, ...] = (),
         has_gate: bool = False,
         sinks: Tensor | None = None,
+        values_are_keys: bool = False,
     ) -> None:
-        """layer: counted among those with KV. norms: of q and of k, over each head, or over all of
-        them where the weight is as long. has_gate: a gate for each head follows v. sinks: as in
-        AttentionBackend.run.
+        """layer: counted among those with attention. norms: of q, of k and perhaps of v, over each
+        head, or over all of them where the weight is as long. has_gate: a gate for each head
+        follows v. sinks: as in AttentionBackend.run. values_are_keys: v is not there, but is k.
         """
         self._ops = ops
         self._layer = layer
-        self._heads = [num_heads, num_kv_heads, num_kv_heads, *[num_heads] * has_gate]
+        num_kv = 1 if values_are_keys else 2
+        self._heads = [num_heads, *[num_kv_heads] * num_kv, *[num_heads] * has_gate]
+        self._values_are_keys = values_are_keys
         self._norms = norms
         self._sinks = sinks
 
@@ -43,9 +47,11 @@ class Attention:
         """
         tokens = qkv.shape[0]
         fused = qkv.view(tokens, sum(self._heads), -1)
-        q, k, v, *gates = fused.split_with_sizes(self._heads, dim=1)
-        if self._norms is not None:
-            q, k = (self._normed(*each) for each in zip((q, k), self._norms, strict=True))
+        q, k, *others = fused.split_with_sizes(self._heads, dim=1)
+        v, *gates = [k, *others] if self._values_are_keys else others
+        if self._norms:
+            heads = q, k, v
+            q, k, v = *map(self._normed, heads, self._norms), *heads[len(self._norms) :]
         target = ctx.kv.target(self._layer)
         q = self._ops.rotate_and_store(q, k, v, cos, sin, target)
         attended = ctx.attention.run(self._layer, q, ctx, self._sinks).view(tokens, -1)
@@ -55,6 +61,20 @@ class Attention:
         if len(norm.weight) == heads.shape[2]:
             return self._ops.rms_norm(heads, norm)
         return self._ops.rms_norm(heads.flatten(1), norm).view(heads.shape)
+
+
+class SharedKVAttention:
+    """Attention over the keys and values that an earlier layer has stored."""
+
+    def __init__(self, ops: LayerOps, layer: int, num_heads: int, norm: Norm) -> None:
+        """layer: counted among those with attention. norm: of each head of q."""
+        self._ops, self._layer, self._num_heads, self._norm = ops, layer, num_heads, norm
+
+    def __call__(self, q: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+        """[tokens, heads x head_dim] -> attended values of that shape."""
+        heads = self._ops.rms_norm(q.view(len(q), self._num_heads, -1), self._norm)
+        rotated = self._ops.rotate(heads, cos, sin)
+        return ctx.attention.run(self._layer, rotated, ctx).view(q.shape)
 
 
 class DeltaLayer:
@@ -67,3 +87,53 @@ class DeltaLayer:
     def __call__(self, projected: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
         """[tokens, sum(net.sizes)] -> [tokens, value_heads x value_dim]. Nothing is rotated."""
         return self._ops.gated_delta(projected, self._net, ctx.kv.state(self._layer), ctx)
+
+
+class LayerInputs:
+    """A vector for each layer and token: of its id, and of its embedding (Gemma 3n's and 4's
+    per-layer embeddings).
+    """
+
+    def __init__(
+        self, ops: LayerOps, embed: Embed, project: Product, norm: Norm, num_layers: int
+    ) -> None:
+        """embed, project: give [tokens, layers x size], of ids and of embeddings."""
+        self._ops, self._embed, self._project, self._norm = ops, embed, project, norm
+        self._num_layers = num_layers
+
+    def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """int64 [tokens] and their embeddings [tokens, hidden] -> [tokens, layers, size]."""
+        shape = len(x), self._num_layers, -1
+        projected = self._project(x).mul_(x.shape[1] ** -0.5).view(shape)
+        of_ids = self._embed(token_ids).view(shape)
+        return self._ops.rms_norm(projected, self._norm).add_(of_ids).mul_(2**-0.5)
+
+
+class InputGate:
+    """What a layer makes of its vector of LayerInputs."""
+
+    def __init__(self, gate: Product, gated: Product, project: Product) -> None:
+        """gated: [tokens, 2 x size] -> activation(first half) * second half."""
+        self._gate, self._gated, self._project = gate, gated, project
+
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
+        """[tokens, hidden] and [tokens, size] -> [tokens, hidden], to be added to x."""
+        return self._project(self._gated(torch.cat((self._gate(x), given), dim=1)))
+
+
+class LayerEnd:
+    """What some models do after a layer's feed-forward, in place:
+
+    x = x + gate(x, given)  # if they have LayerInputs
+    x = x * scalar
+    """
+
+    def __init__(self, gate: InputGate | None, scalar: float, next_qkv: Product | None) -> None:
+        self._gate, self._scalar, self._next_qkv = gate, scalar, next_qkv
+
+    def __call__(self, x: Tensor, given: Tensor | None) -> Tensor:
+        """x and the layer's inputs -> the next layer's qkv, or x after the last layer."""
+        if self._gate is not None and given is not None:
+            x += self._gate(x, given)
+        x *= self._scalar
+        return x if self._next_qkv is None else self._next_qkv(x)

@@ -41,6 +41,8 @@ class Rotary:
 
 def rotary_pairs(rope: RopeConfig, head_dim: int) -> int:
     """How many pairs of a head are rotated: the first ones. The others stay as they are."""
+    if rope.kind == "proportional":
+        return head_dim // 2  # the others turn by nothing
     return int(head_dim * rope.partial_rotary_factor) // 2
 
 
@@ -99,6 +101,13 @@ def _wavelengths(theta: float, dim: int) -> Tensor:
     """Wavelengths over 2 pi: theta^(2i / dim)."""
     exponents: Tensor = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     return theta**exponents
+
+
+def _proportional(rope: RopeConfig, dim: int) -> Tensor:
+    """The frequencies of a whole head, 0 past its first part; as in Gemma 4."""
+    inv_freq = _default(rope, dim)
+    inv_freq[int(rope.partial_rotary_factor * dim // 2) :] = 0
+    return inv_freq / rope.factor
 
 
 def _linear(rope: RopeConfig, dim: int) -> Tensor:
@@ -164,6 +173,7 @@ def _longrope(rope: RopeConfig, dim: int) -> Tensor:
 _KINDS: dict[str, Callable[[RopeConfig, int], Tensor]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "llama3": _llama3,
     "dynamic": _dynamic,
     "yarn": _yarn,

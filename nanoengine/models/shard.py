@@ -36,11 +36,16 @@ class Shard:
                 "heads at once, of which a rank has a part; leave it at 1"
             )
         heads, kv_heads = model.num_heads, model.num_kv_heads
-        if self.size > 1 and model.recurrent_layers:
-            raise ConfigError(
-                f"tensor_parallel_size={self.size} cannot divide a model with recurrent layers "
-                "yet; leave it out"
-            )
+        refused = {
+            "recurrent layers": model.recurrent_layers,
+            "layers of different shapes": model.shapes,
+        }
+        for what, layers in refused.items():
+            if self.size > 1 and layers:
+                raise ConfigError(
+                    f"tensor_parallel_size={self.size} cannot divide a model with {what} yet; "
+                    "leave it out"
+                )
         allowed = [
             size
             for size in range(1, heads + 1)

@@ -17,14 +17,32 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    shapes.update(_input_shapes(config))
     for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}."
         is_recurrent = layer in config.recurrent_layers
         shapes.update(
-            _delta_shapes(config, prefix) if is_recurrent else _attention_shapes(config, prefix)
+            _delta_shapes(config, f"model.layers.{layer}.")
+            if is_recurrent
+            else _attention_shapes(config, layer)
         )
         shapes.update(_other_shapes(config, layer))
     return shapes
+
+
+def _input_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of what makes the vectors that each layer gets beside the residual stream."""
+    size, hidden = config.layer_input_size, config.hidden_size
+    if not size:
+        return
+    all_layers = config.num_layers * size
+    yield "model.embed_tokens_per_layer.weight", (config.vocab_size, all_layers)
+    yield "model.per_layer_model_projection.weight", (all_layers, hidden)
+    yield "model.per_layer_projection_norm.weight", (size,)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        yield f"{prefix}per_layer_input_gate.weight", (size, hidden)
+        yield f"{prefix}per_layer_projection.weight", (hidden, size)
+        yield f"{prefix}post_per_layer_input_norm.weight", (hidden,)
 
 
 def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -33,11 +51,19 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     for norm in astuple(architecture.norms):
         if norm:
             yield f"{prefix}{norm}.weight", (config.hidden_size,)
-    experts = experts_of(config, layer)
+    if architecture.layer_scalar:
+        yield f"{prefix}layer_scalar", (1,)
+    experts, names = experts_of(config, layer), architecture.experts or ExpertNames()
+    if experts is None or names.beside:
+        inner_size = config.shape(layer).intermediate_size
+        yield from _mlp_shapes(config, f"{prefix}mlp.", inner_size, config.mlp_bias)
     if experts is None:
-        yield from _mlp_shapes(config, f"{prefix}mlp.", config.intermediate_size, config.mlp_bias)
         return
-    names = architecture.experts or ExpertNames()
+    if names.beside:
+        for norm in names.beside:
+            yield f"{prefix}{norm}.weight", (config.hidden_size,)
+        yield f"{prefix}router.scale", (config.hidden_size,)
+        yield f"{prefix}router.per_expert_scale", (experts.count,)
     yield f"{prefix}mlp.gate.weight", (experts.count, config.hidden_size)
     if experts.has_bias:
         yield f"{prefix}mlp.gate.bias", (experts.count,)
@@ -53,14 +79,19 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield from _mlp_shapes(config, name, experts.inner_size, experts.has_bias)
 
 
-def _attention_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    architecture, part = ARCHITECTURES[config.architecture], f"{prefix}self_attn."
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+def _attention_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    architecture, part = ARCHITECTURES[config.architecture], f"model.layers.{layer}.self_attn."
+    shape = config.shape(layer)
+    dim, has_kv = shape.head_dim, shape.source == layer
+    heads, kv_heads = config.num_heads * dim, shape.num_kv_heads * dim
     if architecture.qk_norm:
         is_whole = architecture.qk_norm == "all heads"
-        yield f"{part}q_norm.weight", (heads if is_whole else config.head_dim,)
-        yield f"{part}k_norm.weight", (kv_heads if is_whole else config.head_dim,)
-    qkv = {"q": heads * (1 + architecture.output_gate), "k": kv_heads, "v": kv_heads}
+        yield f"{part}q_norm.weight", (heads if is_whole else dim,)
+        if has_kv:
+            yield f"{part}k_norm.weight", (kv_heads if is_whole else dim,)
+    qkv = {"q": heads * (1 + architecture.output_gate)}
+    if has_kv:
+        qkv |= dict.fromkeys("k" if shape.values_are_keys else "kv", kv_heads)
     if architecture.is_fused:
         qkv = {"qkv": heads + 2 * kv_heads}
     if architecture.sinks:

@@ -284,16 +284,18 @@ class Forecaster:
         kv, model = plan.kv, self._model
         itemsize = self._dtype.itemsize
         embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-        per_layer = 2 * model.num_kv_heads * model.head_dim * itemsize
         windows = model.windows or (None,) * model.num_layers
-        seen = sum(min(context, window or context) for window in windows)
+        seen_bytes = sum(
+            min(context, windows[layer] or context) * math.prod(model.shape(layer).kv_heads)
+            for layer in model.attention_layers
+        )
+        seen_bytes *= 2 * itemsize
         hardware = self._hardware
         read_s = (self._active_bytes - embedding * itemsize) / hardware.read_gb_per_s
-        read_s += seen * per_layer / (hardware.kv_gb_per_s or hardware.read_gb_per_s)
+        read_s += seen_bytes / (hardware.kv_gb_per_s or hardware.read_gb_per_s)
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
-        share = kv.num_streaming_layers / kv.num_layers
-        copied = on_host * kv.host_block_bytes * share if kv.slot_blocks else 0.0
+        copied = on_host * kv.streamed_bytes if kv.slot_blocks else 0
         reading = read_s / (1e9 * hardware.read_efficiency) + model.num_layers * hardware.layer_s
         return reading, copied / (hardware.link_gb_per_s * 1e9)
 

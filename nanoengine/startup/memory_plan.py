@@ -5,6 +5,7 @@ Arithmetic only; allocates nothing. plan.py has the record that it makes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -123,11 +124,12 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
     and gate_up (of experts: with their rows, their results and the sum); per sequence: logits in
     the head's dtype, and in fp32 and fp64 for sampling.
     """
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
+    shapes = [config.shape(layer) for layer in config.attention_layers]
+    heads = config.num_heads * max(shape.head_dim for shape in shapes)
+    kv_heads = max(math.prod(shape.kv_heads) for shape in shapes)
     stream = config.hidden_size * (3 * element_size + 8)
     attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
-    feed_forward = config.intermediate_size * 4 * element_size
+    feed_forward = max(shape.intermediate_size for shape in shapes) * 4 * element_size
     if (experts := config.experts) is not None:
         feed_forward = max(feed_forward, experts.shared_size * 4 * element_size)
         each = config.hidden_size * 2 + experts.inner_size * 4
@@ -149,8 +151,11 @@ def streams(config: EngineConfig, device_name: str) -> bool:
 def _kv_spec(
     config: EngineConfig, model: ModelConfig, device: Memory, dtype: torch.dtype, activations: int
 ) -> KVSpec:
+    layers, own = model.attention_layers, model.kv_layers
+    heads = tuple(model.shape(layer).kv_heads for layer in own)
+    sources = tuple(own.index(model.shape(layer).source) for layer in layers)
     spec = KVSpec(
-        num_layers=model.num_kv_layers,
+        num_layers=len(own),
         num_blocks=0,
         block_size=config.kvcache_block_size,
         num_kv_heads=model.num_kv_heads,
@@ -163,6 +168,8 @@ def _kv_spec(
         delta=model.delta,
         num_states=config.max_num_seqs if model.delta else 0,
         keeps_states=model.delta is not None and config.num_guesses > 0,
+        heads=() if set(heads) == {(model.num_kv_heads, model.head_dim)} else heads,
+        sources=sources if len(own) < len(layers) else (),
     )
     spec = _with_states(spec, device.memory()[0] - activations)
     ring_slots, slot_blocks = 0, 0

@@ -170,9 +170,9 @@ def _step(runner: Runner, device: Device, batch: ScheduledBatch) -> float:
 def fill_random(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
     """Give an admitted sequence random KV for all its tokens but the last, on one tier."""
     pool, offload, size = kv.memory.pool, kv.memory.offload, kv.spec.block_size
-    values = torch.randn(pool.shape[2:], dtype=torch.float32, device=pool.device)
+    values = [torch.randn(p.shape[1:], dtype=torch.float32, device=p.device) for p in pool]
     if on_host and offload is not None and offload.codec is not None:
-        values = offload.codec.encoded(values.cpu())
+        values = [offload.codec.encoded(each.cpu()) for each in values]
     table = kv.tables[seq.seq_id]
     table.commit(seq.num_tokens - 1)
     table.start_at(-(-seq.num_tokens // size) - len(table.blocks))
@@ -182,11 +182,11 @@ def fill_random(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
             break
         slot = (kv.blocks.host if on_host else kv.blocks.device).allocate()
         assert slot is not None, "no free slot for random KV"
-        for layer in range(kv.spec.num_layers):
+        for layer, of_layer in enumerate(values):
             if on_host and offload is not None:
-                offload.host.block(layer, slot).copy_(values)
+                offload.host.block(layer, slot).copy_(of_layer)
             else:
-                pool[layer, slot].copy_(values)
+                pool[layer][slot].copy_(of_layer)
         if on_host:
             block.host_slot, block.host_len = slot, block.num_tokens
         else:
@@ -209,7 +209,9 @@ def _scratch_state(
 
 
 class ScratchKV:
-    """The KV of one layer, which all layers of a step write and read (model_runner.OpenStep)."""
+    """The KV of one layer, which all layers of its shape write and read in a step
+    (model_runner.OpenStep).
+    """
 
     def __init__(
         self,
@@ -224,8 +226,6 @@ class ScratchKV:
         self.block_mass = None
         counts = [-(-length // size) for length in lengths]
         firsts = [*accumulate(counts, initial=0)]
-        shape = (firsts[-1], 2, size, model.num_kv_heads, model.head_dim)
-        blocks = torch.zeros(shape, dtype=dtype, device=device.torch_device)
         begun = [*zip(firsts, lengths, strict=False)]
         rows = [
             (first + place // size) * 2 * size + place % size
@@ -233,18 +233,25 @@ class ScratchKV:
             for place in range(length)
         ]
         slots = device.tensor([rows, [row + size for row in rows]], torch.int64)
-        self._target = KVTarget(blocks.flatten(0, 2), slots[0], slots[1])
         tables = [[*range(first, first - (-length // size))] for first, length in begun]
         spans = tuple((index, 0, tuple(table)) for index, table in enumerate(tables))
         padded = [[*table, *[0] * (max(counts) - len(table))] for table in tables]
-        k, v = blocks.unbind(1)
         numbers = ([*range(len(lengths))], [0] * len(lengths), counts, padded)
         index, first_block, num_blocks, table = (device.tensor(x, torch.int32) for x in numbers)
-        self._chunk = KVChunk(k, v, index, first_block, num_blocks, table, spans, is_last=True)
+        rest = index, first_block, num_blocks, table, spans
+        each = [model.shape(layer).kv_heads for layer in model.attention_layers]
+        made: dict[tuple[int, int], tuple[KVTarget, KVChunk]] = {}
+        for heads in set(each):
+            shape = (firsts[-1], 2, size, *heads)
+            blocks = torch.zeros(shape, dtype=dtype, device=device.torch_device)
+            target = KVTarget(blocks.flatten(0, 2), slots[0], slots[1])
+            k, v = blocks.unbind(1)
+            made[heads] = target, KVChunk(k, v, *rest, is_last=True)
+        self._layers = [made[heads] for heads in each]
         self._state = _scratch_state(model, len(lengths), dtype, device)
 
     def target(self, layer: int) -> KVTarget:
-        return self._target
+        return self._layers[layer][0]
 
     def state(self, layer: int) -> RecurrentState:
         assert self._state is not None
@@ -254,7 +261,7 @@ class ScratchKV:
         """None: such a step is never replayed."""
 
     def read(self, layer: int) -> Iterator[KVChunk]:
-        yield self._chunk
+        yield self._layers[layer][1]
 
     def draft_steps(self) -> tuple[()]:
         """None."""
@@ -398,7 +405,7 @@ def measure_copy(memory: KVMemory) -> float:
     offload, device = memory.offload, memory.device
     if offload is None or not offload.slot_blocks:
         return 0.0
-    copies = _ring_copies(offload.ring, offload.host.segment(0, 0))
+    copies = _ring_copies(offload.ring.of_layer(0), offload.host.segment(0, 0))
     best = float("inf")
     for _ in range(NUM_STEPS):
         start = time.perf_counter()

@@ -63,12 +63,7 @@ class CheckedJson:
 
     def size(self, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
         """A dimension: an integer from 1 to `limit`. null counts as missing."""
-        value = self._value(key, default)
-        if type(value) is not int or not 0 < value <= limit:
-            raise CorruptModelError(
-                f"{self.path}: {key!r} is {shown(value)}, not an integer within 1 to {limit}"
-            )
-        return value
+        return whole(self.path, key, self._value(key, default), limit)
 
     def real(self, key: str, default: float | None = None) -> float:
         """A positive, finite number."""
@@ -90,6 +85,15 @@ class CheckedJson:
         if value is None:
             raise CorruptModelError(f"{self.path} lacks the key {key!r}")
         return value
+
+
+def whole(path: Path, key: str, value: Any, limit: int = MAX_SIZE) -> int:
+    """`value` if it is an integer from 1 to `limit`; CorruptModelError otherwise."""
+    if type(value) is not int or not 0 < value <= limit:
+        raise CorruptModelError(
+            f"{path}: {key!r} is {shown(value)}, not an integer within 1 to {limit}"
+        )
+    return value
 
 
 def positive(path: Path, key: str, value: Any) -> float:

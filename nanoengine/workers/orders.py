@@ -45,6 +45,8 @@ def spec_from_json(said: Mapping[str, Any]) -> KVSpec:
             **said,
             "dtype": getattr(torch, said["dtype"]),
             "windows": tuple(said["windows"]),
+            "heads": tuple(map(tuple, said["heads"])),
+            "sources": tuple(said["sources"]),
             "host_codec": Int8Codec() if said["host_codec"] else None,
         }
     )

@@ -106,6 +106,12 @@ class ShardedOps:
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.rms_norm(x, norm)
 
+    def gated(self, activation: str) -> Product:
+        return self._ops.gated(activation)
+
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self._ops.rotate(q, cos, sin)
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         return self._ops.sigmoid_mul(x, gate)
 

@@ -305,7 +305,7 @@ def test_what_cannot_be_honoured_is_refused(tiny: Callable[[str], Path]) -> None
 def test_the_plan_says_what_was_allocated(llm: LLM) -> None:
     plan = llm.plan
     kv = llm.llm_engine.kv
-    assert plan.kv.block_bytes * plan.kv.num_blocks == kv.memory.pool.nbytes
+    assert plan.kv.block_bytes * plan.kv.num_blocks == sum(pool.nbytes for pool in kv.memory.pool)
     text = str(plan)
     for part in (
         "40 blocks x 8 tokens = 320 tokens",

@@ -362,7 +362,8 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
 def test_tails() -> None:
     """As far as the device holds them; without a window or a ring, the block that is written."""
     spec = KVSpec(3, 6, 8, 1, 1, torch.float32, slot_blocks=1, windows=(None, 21, 9))
-    assert (spec.kept_blocks, spec.num_streaming_layers) == (4, 1)
+    of_a_layer = spec.block_bytes // 3
+    assert (spec.kept_blocks, spec.streamed_bytes) == (4, of_a_layer)
     assert [spec.first_kept(done) for done in (0, 20, 27, 28, 36)] == [0, 0, 0, 1, 2]
     for other in (
         replace(spec, num_blocks=4),
@@ -370,7 +371,7 @@ def test_tails() -> None:
         replace(spec, windows=()),
         replace(spec, windows=(None, None, None)),
     ):
-        assert (other.kept_blocks, other.num_streaming_layers) == (1, 3)
+        assert (other.kept_blocks, other.streamed_bytes) == (1, 3 * of_a_layer)
         assert [other.first_kept(done) for done in (0, 7, 8, 36)] == [0, 0, 1, 4]
 
 

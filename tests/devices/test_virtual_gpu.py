@@ -77,6 +77,8 @@ def prompt(num_tokens: int) -> list[int]:
         pytest.param("qwen3-window", STREAMED, marks=pytest.mark.breadth),
         pytest.param("smollm3", RESIDENT, marks=pytest.mark.breadth),
         pytest.param("gemma3", RESIDENT, marks=pytest.mark.breadth),
+        pytest.param("gemma4", STREAMED, marks=pytest.mark.breadth),
+        pytest.param("gemma4-shared", RESIDENT, marks=pytest.mark.breadth),
         ("qwen3.5", RESIDENT),
     ],
     ids=str,
@@ -98,7 +100,9 @@ def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
     assert driver.num_steps - 2 < waits <= driver.num_steps  # for tokens, and nothing else
     if "enable_cpu_offload" in settings:
         assert made.kv.counters.h2d_bytes > 3 * made.plan.kv.block_bytes
-    assert any(graph.num_replays for graph in gpu.graphs)
+    # Layers whose parts run unfused are no pieces of a graph.
+    has_graphs = model != "gemma4" or "enable_cpu_offload" not in settings
+    assert any(graph.num_replays for graph in gpu.graphs) == has_graphs
     made.close()
 
 

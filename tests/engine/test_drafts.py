@@ -101,6 +101,7 @@ def without_drafts(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]
             if layout not in ("few blocks", "chunked")
         ),
         pytest.param("qwen3", "few blocks", marks=pytest.mark.breadth),
+        pytest.param("gemma4-shared", "few blocks", marks=pytest.mark.breadth),
     ],
 )
 def test_tokens_are_those_without_drafts(
@@ -201,7 +202,8 @@ def poison_after(engine: LLMEngine, table: Any) -> None:
     for index, block in enumerate(table.blocks):
         first = max(0, table.seq.num_computed - index * size)
         if block.device_slot is not None and first < size:
-            pool[:, block.device_slot, :, first:] = torch.nan
+            for of_layer in pool:
+                of_layer[block.device_slot, :, first:] = torch.nan
 
 
 @pytest.mark.usefixtures("always")

@@ -220,9 +220,9 @@ def test_freed_slots_are_poisoned(tiny: Tiny) -> None:
     driver.engine.device.synchronize()
     kv = driver.engine.kv
     for pool in (
-        kv.memory.pool,
+        *kv.memory.pool,
         *kv.memory.offload.host.segments,
-        kv.memory.offload.ring,
+        kv.memory.offload.ring.of_layer(0),
     ):
         assert pool.isnan().all()
     driver.engine.close()

@@ -22,6 +22,10 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Gemma4UnifiedForCausalLM,
+    Gemma4UnifiedTextConfig,
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -351,6 +355,57 @@ TINY: dict[str, TinyModel] = {
         },
         seed=11,
     ),
+    # Heads of two sizes and numbers; where everything is seen, v is k.
+    "gemma4": TinyModel(
+        Gemma4UnifiedTextConfig,
+        Gemma4UnifiedForCausalLM,
+        {
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 5.0,
+            "pad_token_id": None,
+        },
+        seed=22,
+    ),
+    # Experts beside a feed-forward, by a router with a norm and scales of its own.
+    "gemma4-moe": TinyModel(
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "sliding_window": 13,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "pad_token_id": None,
+        },
+        seed=24,
+    ),
+    # The last three layers read what the second and the third have stored; each has inputs.
+    "gemma4-shared": TinyModel(
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            "hidden_size": 48,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 1,
+            "global_head_dim": 32,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": TOKENIZER_SIZE,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "pad_token_id": None,
+        },
+        seed=23,
+    ),
 }
 
 
@@ -367,6 +422,8 @@ def _randomize_vectors(model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.2)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.normal_(buffer, 1.0, 0.2)
 
 
 def _byte_tokenizer(adds_bos: bool) -> PreTrainedTokenizerFast:

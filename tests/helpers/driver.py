@@ -175,11 +175,11 @@ class Audit:
             between |= {b for b in inner if b.device_slot is not None and b.is_on_host}
         self.peak_streamed = max(self.peak_streamed, sum(map(bool, reads)))
         if spec.slot_blocks:
-            self.h2d_bytes += len(set().union(*reads)) * spec.host_block_bytes
-            self.between_bytes += len(between) * spec.host_block_bytes * bool(spec.least_run)
-            for window in spec.windows:
+            self.h2d_bytes += len(set().union(*reads)) * sum(spec.read_bytes)
+            self.between_bytes += len(between) * sum(spec.read_bytes) * bool(spec.least_run)
+            for window, num_bytes in zip(spec.windows, spec.read_bytes, strict=bool(spec.windows)):
                 spared = len(set().union(*reads)) - len(self._seen(batch, reads, window))
-                self.spared_bytes += spared * spec.host_block_bytes // spec.num_layers
+                self.spared_bytes += spared * num_bytes
         for block, num_tokens in self._computed().items():
             if block.device_slot is not None and not before[block].on_device:
                 self.h2d_bytes += num_tokens * token_bytes

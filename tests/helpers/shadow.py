@@ -490,8 +490,8 @@ class ShadowEngine:
         self._check_memory(self.kv.memory, settled or is_still)
 
     def _check_memory(self, memory: KVMemory, is_still: bool) -> None:
-        if memory.pool.numel():  # not closed
-            self._check_tier(memory.pool, on_host=False)
+        if memory.pool:  # not closed
+            self._check_tier(torch.stack(memory.pool), on_host=False)
             if memory.offload and is_still:
                 self._check_tier(host_content(memory.offload.host), on_host=True)
 

@@ -50,7 +50,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_pool(device: CpuDevice, num_blocks: int = 7) -> HostPool:
     """2 layers, blocks of [2, 2, 1, 2] fp32."""
-    return HostPool(device, (2, num_blocks, (2, 2, 1, 2)), torch.float32)
+    return HostPool(device, num_blocks, [(2, 2, 1, 2)] * 2, torch.float32)
 
 
 @settings(derandomize=True)

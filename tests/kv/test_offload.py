@@ -89,7 +89,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "prefix_cache": (True, False),
     "batch": ("one", "many", "many, preempted"),
     # Layers, heads and windows are all that tiers know of a model: by default one of each kind.
-    "name": ("llama", "qwen3", "mistral-window", "qwen3-window", "gemma3", "gemma3-softcap"),
+    "name": ("llama", "qwen3", "mistral-window", "qwen3-window", "gemma3", "gemma4-shared"),
 }
 Case = tuple[Any, ...]
 
@@ -392,37 +392,46 @@ def test_partial_tails_leave_the_device_and_come_back(tiny: Tiny) -> None:
     driver.engine.close()
 
 
-def test_bytes_survive_a_round_trip() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"heads": ((2, 3), (1, 4)), "sources": (0, 1, 1, 0)}],
+    ids=["equal layers", "layers of two shapes, two that read the others'"],
+)
+def test_bytes_survive_a_round_trip(settings: dict[str, Any]) -> None:
     """Out to the host, poisoned on the device, back in through a load and through the ring."""
     device = CheckedDevice(CpuDevice(2, copy_workers=True))
-    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2), device, debug=True)
+    spec = KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2, **settings)
+    memory = KVMemory(spec, device, debug=True)
     pool, engine = memory.pool, memory.offload
     assert engine is not None
-    content = torch.randn(pool.shape)
+    assert sum(layer.nbytes for layer in pool) == spec.num_blocks * spec.block_bytes
+    assert engine.ring.nbytes == spec.ring_bytes
+    content = [torch.randn(layer.shape) for layer in pool]
     for layer in range(2):
         memory.before_write(layer, (0, 1, 2, 3))
-        pool[layer] = content[layer]
+        pool[layer].copy_(content[layer])
     stores = (Store(0, 4, 0, 4), Store(1, 5, 0, 4), Store(2, 0, 0, 3))
     assert engine.start(StepTransfers(stores=stores)).finish()
     for slot in range(4):
         memory.poison(slot, None)
     transfers = StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (5,)))
     run = engine.start(transfers)
-    for layer in range(2):
-        run.await_loads(layer)
-        memory.before_read(layer, (3,))
-        assert torch.equal(pool[layer, 3, :, :3], content[layer, 2, :, :3])
-        assert pool[layer, 3, :, 3:].isnan().all()
+    for layer, source in enumerate(spec.layer_sources):
+        if layer < 2:
+            run.await_loads(layer)
+        memory.before_read(source, (3,))
+        assert torch.equal(pool[source][3, :, :3], content[source][2, :, :3])
+        assert pool[source][3, :, 3:].isnan().all()
         for index, slots in enumerate([(0, 1), (1,)]):
             ring = run.fill(layer, index)
             for at, slot in enumerate(slots):
-                assert torch.equal(ring[at], content[layer, slot])
+                assert torch.equal(ring[at], content[source][slot])
             assert ring[len(slots) :].isnan().all()
             run.drained(layer, index)
     assert run.finish()
-    token_bytes = pool[0, 0].nbytes // 4
-    assert engine.counters.d2h_bytes == 2 * (4 + 4 + 3) * token_bytes
-    assert engine.counters.h2d_bytes == 2 * (3 + 3 * 4) * token_bytes
+    token_bytes = spec.block_bytes // 4
+    assert engine.counters.d2h_bytes == (4 + 4 + 3) * token_bytes
+    assert engine.counters.h2d_bytes == 3 * token_bytes + 3 * sum(spec.read_bytes)
     memory.close()
 
 
@@ -445,7 +454,7 @@ def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
         for layer in range(2):
             if slot == 0:
                 run.await_loads(layer)
-                assert torch.equal(pool[layer, 3], content[layer, 0])
+                assert torch.equal(pool[layer][3], content[layer, 0])
             elif slot == 1:
                 assert torch.equal(run.fill(layer, 0)[0], content[layer, 1])
                 run.drained(layer, 0)

@@ -536,7 +536,7 @@ def test_a_llama3_rope_needs_every_number(tmp_path: Path, missing: str) -> None:
         ({"auto_map": {"AutoModel": ""}}, "never run"),
         ({"auto_map": {"AutoModel": "modeling_phi3.Phi3ForCausalLM"}}, "never run"),
         ({"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModel": "m.M"}}, "never run"),
-        ({"rope_scaling": {"rope_type": "proportional", "factor": 4}}, "'proportional'"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 4}}, "'axial'"),
         ({"rope_scaling": {"type": ["yarn"], "factor": 4}}, "'yarn'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

@@ -28,14 +28,14 @@ KINDS = {
         "falcon-h1 NemotronHForCausalLM RwkvForCausalLM MiniMaxForCausalLM"
     ),
     "only text models are supported": (
-        "Gemma4ForConditionalGeneration clip InternVLChatModel "
+        "Gemma3nForConditionalGeneration clip InternVLChatModel "
         "Qwen2_5_VLForConditionalGeneration qwen2vl Qwen3VLMoeForConditionalGeneration "
         "Qwen3_5ForConditionalGeneration Phi4MMForCausalLM "
         "LlavaForConditionalGeneration MllamaForConditionalGeneration"
     ),
     "an encoder with a decoder": "T5ForConditionalGeneration WhisperForConditionalGeneration",
     "generates no text": "BertModel bert RobertaForMaskedLM Qwen3ForSequenceClassification",
-    "another Gemma": "GemmaForCausalLM Gemma2ForCausalLM gemma2 Gemma4ForCausalLM gemma3n",
+    "another Gemma": "GemmaForCausalLM Gemma2ForCausalLM gemma2 gemma4 gemma3n",
     "Phi-1 or Phi-2": "PhiForCausalLM phi2",
     "is not supported; run it": "GPT2LMHeadModel Olmo3ForCausalLM GraniteForCausalLM",
 }

@@ -13,6 +13,7 @@ from checkpoints import (
     COMMON,
     HYBRID,
     HYBRID_EXPERTS,
+    TINY,
     TinyModel,
     reference_greedy,
     reference_logits,
@@ -23,6 +24,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
@@ -59,6 +62,25 @@ WRAPPED = {
         Gemma3ForConditionalGeneration,
         {"text_config": GEMMA, "vision_config": VISION, "mm_tokens_per_image": 4},
     ),
+    "Gemma4ForConditionalGeneration": TinyModel(
+        Gemma4Config,
+        Gemma4ForConditionalGeneration,
+        {
+            "text_config": COMMON
+            | TINY["gemma4-shared"].settings
+            | {"model_type": "gemma4_text", "pad_token_id": 0},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "position_embedding_size": 64,
+            },
+            "audio_config": None,
+        },
+    ),
     "Qwen3_5ForConditionalGeneration": TinyModel(
         Qwen3_5Config,
         Qwen3_5ForConditionalGeneration,
@@ -86,6 +108,7 @@ WRAPPED = {
         },
     ),
 }
+PARTS = {"Gemma4ForConditionalGeneration": "embed_vision, vision_tower"}
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +164,7 @@ def test_ids_and_logits_equal_transformers(
         torch.testing.assert_close(ours, logits, atol=1e-4, rtol=0)
     said = str(engine.plan)
     assert f"the text model of a {name}" in said
-    parts = "visual" if "Qwen" in name else "multi_modal_projector, vision_tower"
+    parts = PARTS.get(name, "visual" if "Qwen" in name else "multi_modal_projector, vision_tower")
     assert f"({parts}) are not loaded" in said
 
 

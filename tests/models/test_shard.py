@@ -25,7 +25,7 @@ SPLIT = re.compile(r"(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.|^lm_head\.|\.sink
         for name, tiny in sorted(TINY.items())
         for size in (1, 2, 4)
         if tiny.settings.get("num_attention_heads", 4) % size == 0
-        if size == 1 or "linear_num_key_heads" not in tiny.settings
+        if size == 1 or tiny.settings.keys().isdisjoint(("linear_num_key_heads", "global_head_dim"))
     ],
 )
 def test_the_rows_of_all_ranks_are_the_tensor(
@@ -47,10 +47,13 @@ def test_the_rows_of_all_ranks_are_the_tensor(
             assert all(torch.equal(part, whole) for part in parts), tensor
 
 
-def test_recurrent_layers_are_not_divided(tiny: Callable[[str], Path]) -> None:
-    config = read_model_config(tiny("qwen3.5"))
+@pytest.mark.parametrize(
+    ("name", "what"), [("qwen3.5", "recurrent layers"), ("gemma4", "layers of different shapes")]
+)
+def test_some_layers_are_not_divided(tiny: Callable[[str], Path], name: str, what: str) -> None:
+    config = read_model_config(tiny(name))
     Shard(0, 1).check(config)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 cannot divide a model with rec"):
+    with pytest.raises(ConfigError, match=f"=2 cannot divide a model with {what} yet; leave it"):
         Shard(0, 2).check(config)
 
 

@@ -43,8 +43,17 @@ BLOCK = 8
 SMALL = {"num_gpu_blocks": 8, "kv_offload_gib": 0.01, "measure_speed": False}
 STREAM = SMALL | {"offload_mode": "stream", "ring_slots": 2, "slot_tokens": 16}
 # What the KV of the ranks goes through, by name: the settings.
-# Norms over all heads, and recurrent layers; those that take long.
-REFUSED = ("olmoe", "qwen3-next", "qwen3-next-moe", "qwen3.5", "qwen3.5-moe")
+# Norms over all heads, recurrent layers, layers of two shapes; those that take long.
+REFUSED = (
+    "gemma4",
+    "gemma4-moe",
+    "gemma4-shared",
+    "olmoe",
+    "qwen3-next",
+    "qwen3-next-moe",
+    "qwen3.5",
+    "qwen3.5-moe",
+)
 SLOW = ("mixtral", "qwen2-moe")
 FIRST = ("qwen3", "gemma3", "glm4-moe")  # norms of heads, windows and experts
 WAYS: dict[str, dict[str, Any]] = {

@@ -143,7 +143,7 @@ def _of_name(
     if name is None:
         return []
     # llama.cpp stores the number that a norm multiplies with.
-    offset = ARCHITECTURES[config["architectures"][0]].norm_offset
+    offset = ARCHITECTURES[config["architectures"][0]].norm_offset or 0.0
     change = partial(_minus, offset) if offset and name.endswith("norm.weight") else None
     return [GgufTensor(name, _shape(stored), stored.data, stored.tensor_type, rows, change)]
 
