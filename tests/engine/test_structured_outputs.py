@@ -376,7 +376,8 @@ def test_forced_tokens_take_no_step_of_their_own(
         (alone,) = driver.run([PROMPTS[2]], each[0])
         num_steps.append(driver.num_steps)
         guessed = [output.metrics.num_guessed > 0 for output in outputs]
-        assert all(guessed) or len(found) == 2
+        is_tight = layout == "chunked"  # most steps are full without guesses
+        assert len(found) == 2 or (any(guessed) if is_tight else all(guessed))
     assert found[0] == found[1] and found[0][3][2] == "stop"
     assert scores[0] == pytest.approx(scores[1], abs=1e-4)
     jsonschema.validate(json.loads(alone.outputs[0].text), KEYS)
