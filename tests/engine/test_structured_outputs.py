@@ -386,6 +386,24 @@ def test_forced_tokens_take_no_step_of_their_own(
     engine.close()
 
 
+def test_guesses_that_a_form_allows_are_checked(tiny: Callable[[str], Path]) -> None:
+    """Two letters may come at every place: many guesses fit the form and are wrong."""
+    form = {"regex": "[ab]{60}"}
+    each = [SamplingParams(max_tokens=60, seed=n, structured_outputs=form) for n in range(3)]
+    found = []
+    for speculative in (None, "ngram:4"):
+        engine = small_engine(tiny("llama"), speculative=speculative)
+        outputs = Driver(engine).run([PROMPTS[2]] * len(each), each)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        engine.close()
+    assert found[0] == found[1]
+    guessed, right = (
+        sum(getattr(output.metrics, name) for output in outputs)
+        for name in ("num_guessed", "num_accepted")
+    )
+    assert 0 < right < guessed
+
+
 @pytest.mark.parametrize("speculative", [None, "ngram:4"])
 def test_tokens_are_forced_where_a_state_is_kept(
     tiny: Callable[[str], Path], speculative: str | None
