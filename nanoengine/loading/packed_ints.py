@@ -30,13 +30,14 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class PackedFormat:
     """How a checkpoint packs. method: of its `quantization_config`; group: inputs that share a
     scale, 0: all of them; zero_offset: what is added to a stored zero (AutoGPTQ's first format has
-    them less one).
+    them less one); has_zeros: without them the middle of all integers is one.
     """
 
     method: str
     bits: int
     group: int
     zero_offset: int = 0
+    has_zeros: bool = True
 
     @property
     def per_word(self) -> int:
@@ -77,19 +78,22 @@ def _group(size: object) -> int | None:
 
 
 def _of_groups(config: Mapping[str, Any]) -> PackedFormat | None:
-    """If all groups of layers in compressed-tensors' config are packed alike, and have no zeros."""
+    """If all groups of layers in compressed-tensors' config are packed alike."""
     listed = config.get("config_groups")
-    found: set[tuple[int, int]] = set()
+    found: set[tuple[int, int, bool]] = set()
     for each in listed.values() if isinstance(listed, dict) else ():
         weights = each.get("weights") if isinstance(each, dict) else None
         if not isinstance(weights, dict) or weights.get("type") != "int":
             return None
         group = 0 if weights.get("strategy") == "channel" else _group(weights.get("group_size"))
-        bits = weights.get("num_bits")
-        if weights.get("symmetric") is not True or bits not in (4, 8) or group is None:
+        bits, is_symmetric = weights.get("num_bits"), weights.get("symmetric", True)
+        if not isinstance(is_symmetric, bool) or bits not in (4, 8) or group is None:
             return None
-        found.add((bits, group))
-    return PackedFormat("compressed-tensors", *found.pop()) if len(found) == 1 else None
+        found.add((bits, group, not is_symmetric))
+    if len(found) != 1:
+        return None
+    bits, group, has_zeros = found.pop()
+    return PackedFormat("compressed-tensors", bits, group, has_zeros=has_zeros)
 
 
 class PackedReader(CheckpointReader):
@@ -157,6 +161,7 @@ class PackedReader(CheckpointReader):
         words = self._read(part, part.stored)
         self._num_read += words.nbytes
         scales, zeros, given = (self._companion(part, place) for place in (1, 2, 3))
+        zeros = zeros if self._format.has_zeros else None
         is_turned = self._format.method == "compressed-tensors"
         if is_turned and scales is not None:
             scales = scales.T
@@ -165,8 +170,10 @@ class PackedReader(CheckpointReader):
         middle = torch.full(wanted, 1 << (self._format.bits - 1), dtype=torch.int32)
         if zeros is not None:
             most = (1 << self._format.bits) - 1
-            middle = self._unpacked(zeros, 1) + self._format.zero_offset & most
-        if scales is None or scales.shape != wanted or middle.shape != wanted:
+            rows = self._unpacked(zeros.T if is_turned else zeros, 1)
+            middle = rows[:, : wanted[1]] + self._format.zero_offset & most
+        lacks_zeros = zeros is None and is_turned and self._format.has_zeros
+        if scales is None or scales.shape != wanted or middle.shape != wanted or lacks_zeros:
             raise WeightMismatchError(
                 f"{self.folder}: {part.stored!r} has no scales and zeros of {wanted[1]} outputs in "
                 f"{wanted[0]} groups of inputs"

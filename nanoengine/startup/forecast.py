@@ -283,7 +283,9 @@ class Forecaster:
         """
         kv, model = plan.kv, self._model
         itemsize = self._dtype.itemsize
+        # Of embeddings a step takes a row, but of those that are the head, too.
         embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+        embedding += model.vocab_size * model.num_layers * model.layer_input_size
         windows = model.windows or (None,) * model.num_layers
         seen_bytes = sum(
             min(context, windows[layer] or context) * math.prod(model.shape(layer).kv_heads)

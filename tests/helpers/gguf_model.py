@@ -41,6 +41,18 @@ GEMMA_NAMES = ORIGINAL_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+GEMMA_4_NAMES = GEMMA_NAMES | {
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "router.proj": "ffn_gate_inp",
+}
 NEWER_NAMES = ORIGINAL_NAMES | {
     "post_attention_layernorm": "post_attention_norm",
     "mlp.router": "ffn_gate_inp",
@@ -58,6 +70,7 @@ for shared in ("mlp.shared_expert", "mlp.shared_experts"):
     NEWER_NAMES |= {f"{shared}.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
 NAMES = {
     "gemma3": GEMMA_NAMES,
+    "gemma4": GEMMA_4_NAMES,
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
 }
@@ -67,10 +80,15 @@ ODD_NAMES = {
     "self_attn.sinks": "attn_sinks.weight",
     "linear_attn.A_log": "ssm_a",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
 }
 WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
     "Gemma3ForCausalLM": "gemma3",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4UnifiedForCausalLM": "gemma4",
     "Glm4MoeForCausalLM": "glm4moe",
     "GptOssForCausalLM": "gpt-oss",
     "LlamaForCausalLM": "llama",
@@ -111,12 +129,13 @@ WITH_WINDOWS = ("gemma3", "gpt-oss", "mistral-window", "mixtral")
 
 def gguf_name(name: str, names: dict[str, str]) -> str:
     """llama.cpp's name of a Hugging Face tensor."""
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("model.layers."):
-        _, _, layer, part = stem.split(".", 3)
-        if f"{part}.{kind}" in ODD_NAMES:
-            return f"blk.{layer}.{ODD_NAMES[f'{part}.{kind}']}"
+    if name.startswith("model.layers."):
+        _, _, layer, whole = name.split(".", 3)
+        if whole in ODD_NAMES:
+            return f"blk.{layer}.{ODD_NAMES[whole]}"
+        part, _, kind = whole.rpartition(".")
         return f"blk.{layer}.{names[part]}.{kind}"
+    stem, _, kind = name.rpartition(".")
     return f"{names[stem]}.{kind}"
 
 
@@ -139,6 +158,12 @@ class GGUFModel:
         self.types: dict[str, QuantType] = {}
         self.alignment: int | None = None
         self.tensors = self._tensors(folder)
+        if self.arch == "gemma4":
+            full = self.config["rope_parameters"]["full_attention"]
+            pairs = _of_gemma4(self.config)["gemma4.attention.key_length"] // 2
+            divisors = np.full(pairs, 1e30, np.float32)
+            divisors[: int(pairs * full["partial_rotary_factor"])] = 1
+            self.tensors["rope_freqs.weight"] = divisors
         self.settings = self._settings()
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         alphabet[alphabet.index("ÿ")] = "ab"  # a merge; the byte 255 is in no text
@@ -206,7 +231,11 @@ class GGUFModel:
 
     def _add_expert(self, tensors: dict[str, Any], name: str, values: npt.NDArray[Any]) -> None:
         """A tensor of one expert, or a fused one of all of a layer; names arrive sorted."""
-        _, _, layer, _, _, *rest = name.split(".")
+        layer, rest = name.split(".")[2], name.partition(".experts.")[2].split(".")
+        if self.arch == "gemma4":
+            part = rest[0].removesuffix("_proj")
+            tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = values
+            return
         if self.arch == "gpt-oss":
             part, _, is_bias = rest[0].partition("_proj")
             values = values if is_bias else values.swapaxes(1, 2)
@@ -288,6 +317,7 @@ class GGUFModel:
                 "tokenizer.ggml.add_bos_token": True,
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
+            | (_of_gemma4(config) if arch == "gemma4" else {})
         )
 
     def write(self, path: Path) -> Path:
@@ -320,6 +350,38 @@ class GGUFModel:
             writer.add_array(key, value)
         elif value is not None:
             writer.add_string(key, value)
+
+
+def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of layers that differ (Gemma4Model in its gemma.py)."""
+    kinds, layers = config["layer_types"], range(config["num_hidden_layers"])
+    own = {int(layer): each for layer, each in config["per_layer_config"].items()}
+    full = own[kinds.index("full_attention")]
+    usual, num_shared = config["num_key_value_heads"], config["num_kv_shared_layers"]
+    inner = config["intermediate_size"]
+    wide = inner * (1 + config["use_double_wide_mlp"])
+    settings = {
+        "attention.head_count_kv": [
+            own.get(layer, {}).get("num_key_value_heads", usual) for layer in layers
+        ],
+        "attention.key_length": full["head_dim"],
+        "attention.value_length": full["head_dim"],
+        "attention.key_length_swa": config["head_dim"],
+        "attention.value_length_swa": config["head_dim"],
+        "attention.shared_kv_layers": num_shared,
+        "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+        "embedding_length_per_layer_input": config.get("hidden_size_per_layer_input", 0),
+        "feed_forward_length": [
+            inner if layer < len(layers) - num_shared else wide for layer in layers
+        ],
+        "final_logit_softcapping": config["final_logit_softcapping"] or 0.0,
+        "rope.dimension_count": full["head_dim"],
+        "rope.freq_base_swa": config["rope_parameters"]["sliding_attention"]["rope_theta"],
+    }
+    if config.get("enable_moe_block"):
+        settings["expert_used_count"] = config["top_k_experts"]
+    return {f"gemma4.{key}": value for key, value in settings.items()}
 
 
 def with_scaling(model: GGUFModel, name: str) -> GGUFModel:

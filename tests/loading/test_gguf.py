@@ -371,7 +371,7 @@ def test_without_a_tokenizer_type_list_end_tokens_are_special(
         (
             "tokenizer.ggml.model",
             "bert",
-            "tokenizer model 'bert' is not supported; supported: gpt2, llama",
+            "tokenizer model 'bert' is not supported; supported: gemma4, gpt2, llama",
         ),
         ("tokenizer.ggml.pre", "tekken", "'tekken'"),
         ("tokenizer.ggml.pre", None, "'default'"),

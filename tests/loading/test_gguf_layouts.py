@@ -1,6 +1,6 @@
 """GGUFs whose tensors llama.cpp's converters change: experts, recurrent layers, sinks.
 
-The files are written as its conversion/qwen.py, gpt_oss.py and glm.py write them.
+The files are written as its conversion/qwen.py, gpt_oss.py, glm.py and gemma.py write them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from checkpoints import reference, reference_greedy, reference_logits
 from driver import GREEDY, Driver, small_engine
 from gguf import GGMLQuantizationType as QuantType
-from gguf_model import SCALINGS, GGUFModel, with_scaling
+from gguf_model import GEMMA_4_NAMES, SCALINGS, GGUFModel, with_scaling
 from marks import named
 from safetensors.torch import load_file, save_file
 
@@ -29,6 +29,8 @@ from nanoengine.models.stored_codes import numbers_of
 
 Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
+NAMES += ("gemma4", "gemma4-moe", "gemma4-shared")
+BY_DEFAULT = (*NAMES[:2], "qwen3.5-moe", "gemma4-shared")
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
@@ -72,7 +74,7 @@ def assert_answers_are(theirs: Path, ours: Path) -> None:
         torch.testing.assert_close(found, logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", named({name: name for name in NAMES}, *NAMES[:2], "qwen3.5-moe"))
+@pytest.mark.parametrize("name", named({name: name for name in NAMES}, *BY_DEFAULT))
 def test_answers_are_those_of_the_checkpoint(tiny: Tiny, tmp_path: Path, name: str) -> None:
     source = rounded(tiny(name), tmp_path / "source")
     assert_answers_are(source, converted(model_of(source, name), tmp_path / "out"))
@@ -155,3 +157,37 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(ModelLoadError, match=match) as caught:
         converted(model, tmp_path / "out")
     assert isinstance(caught.value, CorruptModelError | UnsupportedModelError)
+
+
+def test_names_of_gemma_4_are_ggufs() -> None:
+    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 2)
+    for name, ours in GEMMA_4_NAMES.items():
+        is_of_a_layer = not name.startswith(("model.", "lm_head"))
+        found = theirs.get_name(f"model.layers.1.{name}" if is_of_a_layer else name)
+        assert found in (f"blk.1.{ours}" if is_of_a_layer else ours, None), name
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error", "match"),
+    [
+        ("attention.sliding_window_pattern", [True], CorruptModelError, "each of 6 layers"),
+        ("attention.head_count_kv", [1, 1], CorruptModelError, "each of 6 layers"),
+        ("feed_forward_length", [96, 48] * 3, UnsupportedModelError, "twice as much there"),
+        ("attention.key_length", 48, UnsupportedModelError, "value_length is 32"),
+        ("tokenizer.ggml.model", "gemma5", UnsupportedModelError, "gemma4, gpt2, llama"),
+    ],
+)
+def test_a_gemma_4_that_cannot_be_is_refused(
+    tiny: Tiny, tmp_path: Path, key: str, value: Any, error: type[Exception], match: str
+) -> None:
+    model = GGUFModel(tiny("gemma4-shared"))
+    model.settings[key if key.startswith("tokenizer") else f"gemma4.{key}"] = value
+    with pytest.raises(error, match=match):
+        converted(model, tmp_path / "out")
+
+
+def test_other_divisors_of_gemma_4_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    model = GGUFModel(tiny("gemma4-shared"))
+    model.tensors["rope_freqs.weight"][1] = 2
+    with pytest.raises(UnsupportedModelError, match="must be 1 for the first pairs"):
+        converted(model, tmp_path / "out")

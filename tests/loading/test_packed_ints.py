@@ -42,7 +42,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"},
     "gptq": GPTQ | {"desc_act": True},
     "gptq, 8 bits": GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
-    "compressed-tensors": of_tensors(INT4),
+    "compressed-tensors": of_tensors(INT4 | {"symmetric": False}),
+    "compressed-tensors, no zeros": of_tensors(INT4),
     "compressed-tensors, 8 bits": of_tensors(CHANNEL),
 }
 
@@ -80,8 +81,11 @@ def packed(
     if config.get("desc_act"):
         of_input = of_input[torch.randperm(inputs, generator=generator)]
     if known.method == "compressed-tensors":
-        zeros.fill_(top // 2)
         found = {"weight_packed": pack(q.T, bits), "weight_scale": scales.T.contiguous()}
+        if known.has_zeros:
+            found["weight_zero_point"] = pack(zeros, bits).T.contiguous()
+        else:
+            zeros.fill_(top // 2)
         found["weight_shape"] = torch.tensor([outputs, inputs])
     elif known.method == "awq":
         found = {"qweight": pack(q, 4, AWQ_COLUMNS), "qzeros": pack(zeros, 4, AWQ_COLUMNS)}
@@ -154,12 +158,15 @@ def test_experts(tiny: Tiny, tmp_path: Path, kind: str) -> None:
         ("g_idx", lambda t: t + 7, WeightMismatchError, "the groups of inputs are not 2 of 32"),
         ("qweight", lambda t: t.float(), UnsupportedModelError, "packed integers must be I32"),
         ("qweight", lambda t: t[1:], WeightMismatchError, r"q_proj.weight is \[64, 56\], not"),
+        ("weight_zero_point", None, WeightMismatchError, "has no scales and zeros of 64 outputs"),
+        ("weight_zero_point", lambda t: t[1:], WeightMismatchError, "has no scales and zeros"),
     ],
 )
 def test_damage_is_refused(
     tiny: Tiny, tmp_path: Path, end: str, change: Any, error: type[Exception], match: str
 ) -> None:
-    ours, _ = both_kinds(tiny, "llama", KINDS["gptq"], tmp_path)
+    kind = "compressed-tensors" if end.startswith("weight") else "gptq"
+    ours, _ = both_kinds(tiny, "llama", KINDS[kind], tmp_path)
     stored = load_file(ours / "model.safetensors")
     name = f"model.layers.0.self_attn.q_proj.{end}"
     tensor = stored.pop(name)
@@ -178,7 +185,7 @@ def test_damage_is_refused(
         GPTQ | {"bits": 3},
         GPTQ | {"dynamic": {"-:.*down.*": {}}},
         GPTQ | {"checkpoint_format": "marlin"},
-        of_tensors(INT4 | {"symmetric": False}),
+        of_tensors(INT4 | {"symmetric": "no"}),
         of_tensors(INT4 | {"group_size": None}),
         of_tensors(INT4, config_groups={}),
         of_tensors(INT4, format="marlin-24"),

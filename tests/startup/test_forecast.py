@@ -90,6 +90,16 @@ def test_states_of_recurrent_layers_leave_less_for_kv() -> None:
     assert made.kv.state_bytes and used + made.kv.state_bytes <= 64 * GIB
 
 
+def test_of_embeddings_a_step_reads_a_row() -> None:
+    hardware = Hardware(80 * GIB, 64 * GIB, 300.0, 25.0)
+    plain, more = (
+        forecaster(hardware, replace(LLAMA_8B, layer_input_size=size)).forecast(1000)
+        for size in (0, 64)
+    )
+    assert more.plan.weight_bytes - plain.plan.weight_bytes > 128256 * 32 * 64 * 2
+    assert 0.99 < more.tokens_per_s / plain.tokens_per_s < 1
+
+
 def test_fewer_bits_are_less_weight() -> None:
     hardware, codes = Hardware(80 * GIB, GIB, 300.0, 25.0), {"layers": {"Q4_0": 1}}
     sizes = [

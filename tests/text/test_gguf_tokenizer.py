@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.loading.gguf.tokenizer import write_tokenizer
+from nanoengine.loading.gguf.tokenizer import build_character_bpe, write_tokenizer
 from nanoengine.text.detokenizer import IncrementalDetokenizer
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -94,7 +94,12 @@ def test_special_tokens_keep_their_place(write: Write) -> None:
         ("token_type", [7] * 561, CorruptModelError, "must be integers from 0 to 6"),
         ("tokens", ["a"] * 561, CorruptModelError, "1 different"),
         ("tokens", [1] * 561, CorruptModelError, "list of strings"),
-        ("model", "t5", UnsupportedModelError, "'t5' is not supported; supported: gpt2, llama"),
+        (
+            "model",
+            "t5",
+            UnsupportedModelError,
+            "'t5' is not supported; supported: gemma4, gpt2, llama",
+        ),
     ],
 )
 def test_bad_vocabularies_are_refused(
@@ -102,3 +107,21 @@ def test_bad_vocabularies_are_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         write(**{f"tokenizer.ggml.{key}": value})
+
+
+def test_gemma_4_merges_characters_between_newlines() -> None:
+    """By the rules of llama.cpp's LLAMA_VOCAB_PRE_TYPE_GEMMA4; a run of newlines that is a token is
+    one, though no merge leads to it.
+    """
+    texts = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    texts += ["\u2581", "a", "b", "c", "\n", "ab", "\u2581ab", "\u2581\u2581", "\n\n\n", "bc"]
+    merges = [("a", "b"), ("\u2581", "\u2581"), ("\u2581", "ab"), ("b", "c")]
+    backend = build_character_bpe({t: i for i, t in enumerate(texts)}, merges, "<unk>")
+    for text, tokens in {
+        "ab abc": ["ab", "\u2581ab", "c"],
+        "a  ab\n\n\nab": ["a", "\u2581\u2581", "ab", "\n\n\n", "ab"],
+        "b\n\na": ["b", "\n", "\n", "a"],
+        " \u00e9bc": ["\u2581", "<0xC3>", "<0xA9>", "bc"],
+    }.items():
+        assert backend.encode(text).tokens == tokens
+        assert backend.decode(backend.encode(text).ids) == text

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
+from nanoengine.loading.gguf.gemma4 import gemma4_settings
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 from nanoengine.loading.refused import about_architecture
@@ -21,6 +22,7 @@ from nanoengine.models.rope import yarn_attention_factor
 
 ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
+    "gemma4": "Gemma4ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",  # Mistral and Mixtral, too
@@ -50,9 +52,9 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
-WITH_EXPERTS = ("glm4moe", "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
+WITH_EXPERTS = ("gemma4", "glm4moe", "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
 MAY_TURN_A_PART = ("glm4moe", "phi3", *HYBRIDS)
-WITH_WINDOWS = ("gemma3", "gpt-oss", "llama", "phi3")
+WITH_WINDOWS = ("gemma3", "gemma4", "gpt-oss", "llama", "phi3")
 SIGMOID = 2  # gguf.ExpertGatingFuncType
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic and that no Hugging Face config of these architectures can
@@ -112,11 +114,6 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     num_layers = metadata.number("block_count") - _num_drafting(metadata)
     if not 0 < num_layers <= len(stored):
         raise CorruptModelError(f"{metadata.path}: {num_layers} layers of {len(stored)} tensors")
-    theta = metadata.real("rope.freq_base", 10000.0)
-    # Of a model whose layers all have experts, it is of no layer.
-    inner_size = None
-    if metadata.architecture in QWEN_EXPERTS:
-        inner_size = metadata.number("expert_feed_forward_length")
     settings = dict(FIXED_SETTINGS.get(metadata.architecture, {}))
     if metadata.architecture in MAY_TURN_A_PART:
         settings["partial_rotary_factor"] = turned_part(turned, head_dim)
@@ -127,22 +124,38 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
         "model_type": metadata.architecture,
         "vocab_size": int(stored["token_embd.weight"].shape[-1]),
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.number("feed_forward_length", inner_size),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.number("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": metadata.number("context_length"),
         "rms_norm_eps": metadata.real("attention.layer_norm_rms_epsilon"),
-        "rope_theta": theta,
-        "rope_scaling": _rope_scaling(metadata, stored, theta, head_dim),
         "attention_bias": "blk.0.attn_output.bias" in stored,
         "mlp_bias": "blk.0.ffn_up.bias" in stored,
         "tie_word_embeddings": "output.weight" not in stored,
         "torch_dtype": "bfloat16",
         **settings,
+        **_layer_settings(metadata, stored, num_heads, head_dim),
         **_own_settings(metadata, stored, num_layers),
+    }
+
+
+def _layer_settings(
+    metadata: Metadata, stored: Mapping[str, Any], num_heads: int, head_dim: int
+) -> dict[str, Any]:
+    """The sizes of a layer and its RoPE, as far as all layers have the same."""
+    if metadata.architecture == "gemma4":
+        return gemma4_settings(metadata, stored, stored.get(_ROPE_FREQS))
+    theta = metadata.real("rope.freq_base", 10000.0)
+    # Of a model whose layers all have experts, it is of no layer.
+    inner_size = None
+    if metadata.architecture in QWEN_EXPERTS:
+        inner_size = metadata.number("expert_feed_forward_length")
+    return {
+        "intermediate_size": metadata.number("feed_forward_length", inner_size),
+        "num_key_value_heads": metadata.number("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rope_theta": theta,
+        "rope_scaling": _rope_scaling(metadata, stored, theta, head_dim),
     }
 
 
@@ -150,6 +163,8 @@ def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int
     """What is not of all architectures: original positions, experts, recurrent layers, windows."""
     if metadata.architecture == "phi3":
         return _phi3_settings(metadata)
+    if metadata.architecture == "gemma4":
+        return {}
     settings: dict[str, Any] = {}
     if metadata.architecture in HYBRIDS:
         settings = _recurrent_settings(metadata, stored, num_layers)

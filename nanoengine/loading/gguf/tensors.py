@@ -36,6 +36,9 @@ _GLOBAL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -56,11 +59,27 @@ _GEMMA_NAMES = _LAYER_NAMES | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GEMMA_4_NAMES = _GEMMA_NAMES | {
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+# Names that do not end in ".weight" at Hugging Face.
+_WHOLE_NAMES = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+}
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
 _NAMES = {
     "gemma3": _GEMMA_NAMES,
+    "gemma4": _GEMMA_4_NAMES,
     "glm4moe": _NEWER_NAMES,
-    "gpt-oss": _NEWER_NAMES | {"attn_sinks": "self_attn.sinks"},
+    "gpt-oss": _NEWER_NAMES,
     "phi3": _PHI3_NAMES,
     "qwen35": _NEWER_NAMES,
     "qwen35moe": _NEWER_NAMES,
@@ -161,11 +180,12 @@ class _Layer:
     def of_decoder(self, stored: Any) -> list[GgufTensor]:
         """What all architectures have, and attention sinks; [] for others."""
         architecture = self.metadata.architecture
+        whole = _WHOLE_NAMES.get(".".join(filter(None, (self.part, self.kind))))
+        if whole is not None:
+            return _of_name(self.metadata, self.config, stored, f"{self.prefix}{whole}")
         name = _NAMES.get(architecture, _LAYER_NAMES).get(self.part)
         if name is None or self.kind is None:
             return []
-        if name == "self_attn.sinks":
-            return _of_name(self.metadata, self.config, stored, f"{self.prefix}{name}")
         rows = None
         if architecture in PERMUTED and self.part in ("attn_q", "attn_k"):
             heads = "num_attention_heads" if self.part == "attn_q" else "num_key_value_heads"
@@ -177,7 +197,7 @@ class _Layer:
 
     def of_experts(self, stored: Any, names: ExpertNames) -> list[GgufTensor]:
         """Routers and experts; [] for others."""
-        block = f"{self.prefix}{names.block}."
+        block = self.prefix + f"{names.block}." * bool(names.block)
         if self.part in _EXPERT_PARTS and len(stored.shape) == (2 if self.kind == "bias" else 3):
             parts = [names.parts[place] for place in _EXPERT_PARTS[self.part]]
             return _by_expert(f"{block}experts.", parts, str(self.kind), stored)

@@ -1,7 +1,8 @@
 """The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json.
 
-Knows the two kinds of llama.cpp that models here come with, "gpt2" (byte-level BPE) and "llama"
-(SentencePiece BPE), and makes a `tokenizers` pipeline with the same ids of each.
+Knows the kinds of llama.cpp that models here come with, "gpt2" (byte-level BPE), "llama"
+(SentencePiece BPE) and "gemma4" (BPE of characters), and makes a `tokenizers` pipeline with the
+same ids of each.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ END_TEXTS = frozenset(
         "<|eom_id|>",
         "<|end_of_text|>",
         "<end_of_turn>",
+        "<turn|>",
         "<EOT>",
         "<|return|>",
         "<|call|>",
@@ -169,7 +171,15 @@ def _sentencepiece(
     return backend, True
 
 
-_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+def _of_characters(
+    metadata: Metadata, vocabulary: _Vocabulary
+) -> tuple[tokenizers.Tokenizer, bool]:
+    unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == _UNKNOWN), None)
+    text = None if unknown is None else vocabulary.texts[unknown]
+    return build_character_bpe(vocabulary.ids(), _merges(metadata), text, metadata.path), True
+
+
+_BUILDERS = {"gemma4": _of_characters, "gpt2": _byte_level, "llama": _sentencepiece}
 
 
 def _stripping(metadata: Metadata, vocabulary: _Vocabulary) -> set[int]:
@@ -234,16 +244,50 @@ def build_byte_level_bpe(
         raise UnsupportedModelError(
             f"{where} splits text by {pre[:100]!r}; supported: {', '.join(PRE_TOKENIZERS)}"
         )
+    backend = tokenizers.Tokenizer(
+        _bpe(where, vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe")
+    )
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer_steps(vocab, pre))
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def build_character_bpe(
+    vocab: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    unknown: str | None,
+    where: object = "the tokenizer",
+) -> tokenizers.Tokenizer:
+    """A tokenizer with the ids of llama.cpp for `tokenizer.ggml.model` "gemma4": merges of
+    characters in runs with and without newlines, each of which is one token if it can be; what is
+    no token in the end is spelt in bytes. Raises CorruptModelError.
+    """
+    backend = tokenizers.Tokenizer(
+        _bpe(
+            where,
+            vocab=dict(vocab),
+            merges=list(merges),
+            ignore_merges=True,
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|\n+"), "isolated")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return backend
+
+
+def _bpe(where: object, **settings: Any) -> models.BPE:
     try:
-        bpe = models.BPE(vocab=dict(vocab), merges=list(merges), ignore_merges=pre == "llama-bpe")
+        return models.BPE(**settings)
     except Exception as error:  # the library raises plain Exception
         raise CorruptModelError(
             f"{where}: the merges do not fit the vocabulary: {str(error)[:100]}"
         ) from error
-    backend = tokenizers.Tokenizer(bpe)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(_pre_tokenizer_steps(vocab, pre))
-    backend.decoder = decoders.ByteLevel()
-    return backend
 
 
 def build_sentencepiece_bpe(
