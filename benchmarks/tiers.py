@@ -1,4 +1,4 @@
-"""Benchmarks of many requests on two KV tiers: prefix reuse, preemption, fairness.
+"""Benchmarks of many requests on two KV tiers: prefix reuse, sharing, preemption, fairness.
 
 Each returns rows of figures by name.
 """
@@ -10,6 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from nanoengine.api.llm import LLM
@@ -43,6 +44,27 @@ def shared_prefix(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]
                 "cold": _answer_all(llm, prompts, args.output_len),
                 "warm": _answer_all(llm, prompts, args.output_len),
             }
+    return rows
+
+
+def sharing(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
+    """Answer one question about a streamed document, then `num_seqs` at once, and draw as many
+    samples of one answer: what all read crosses the link once.
+    """
+    rng, rows = random.Random(args.seed), {}
+    settings = offload_settings(args, "stream", enable_prefix_caching=True)
+    with make_llm(args, **settings) as llm:
+        vocab = llm.llm_engine.model_config.vocab_size
+        document = _random_ids(rng, vocab, args.input_len)
+        prompts: list[Any] = [
+            document + _random_ids(rng, vocab, args.own_len) for _ in range(args.num_seqs)
+        ]
+        llm.generate([document], _greedy(1), use_tqdm=False)
+        llm.generate(prompts, _greedy(1), use_tqdm=False)
+        llm.llm_engine.kv.reset_counters()
+        rows["one question"] = _answer_all(llm, prompts[:1], args.output_len)
+        rows["questions"] = _answer_all(llm, prompts, args.output_len)
+        rows["samples"] = _answer_all(llm, prompts[:1], args.output_len, args.num_seqs)
     return rows
 
 
@@ -163,16 +185,21 @@ def _step_until(llm: LLM, seq: Sequence, num_output_tokens: int) -> None:
         llm.llm_engine.step()
 
 
-def _answer_all(llm: LLM, prompts: list[Any], output_len: int) -> Row:
+def _answer_all(llm: LLM, prompts: list[Any], output_len: int, num_samples: int = 1) -> Row:
+    """num_samples: of each prompt; greedy if it is 1."""
+    params = _greedy(output_len)
+    if num_samples > 1:
+        params = replace(params, n=num_samples, temperature=1.0, seed=0)
     start = time.perf_counter()
-    outputs = llm.generate(prompts, _greedy(output_len))
+    outputs = llm.generate(prompts, params)
     elapsed = time.perf_counter() - start
-    counters = llm.llm_engine.kv.counters
+    counters, num_tokens = llm.llm_engine.kv.counters, len(prompts) * num_samples * output_len
     row = {
-        "output_tokens_per_s": round(len(prompts) * output_len / elapsed, 1),
+        "output_tokens_per_s": round(num_tokens / elapsed, 1),
         "cached_tokens": sum(output.num_cached_tokens for output in outputs),
         "host_cached_tokens": sum(output.num_host_cached_tokens for output in outputs),
         "h2d_gb": round(counters.h2d_bytes / 1e9, 3),
+        "link_mb_a_token": round(counters.h2d_bytes / num_tokens / 1e6, 2),
     }
     llm.llm_engine.kv.reset_counters()
     return row
@@ -206,6 +233,12 @@ def add_commands(commands: Any) -> Iterator[tuple[argparse.ArgumentParser, Calla
             shared_prefix,
             {"input_len": 2048, "output_len": 64, "num_gpu_blocks": 20, "num_seqs": 16},
             "requests that share a long prefix, cold and warm",
+        ),
+        (
+            "sharing",
+            sharing,
+            {"input_len": 8000, "output_len": 64, "num_gpu_blocks": 12, "num_seqs": 8},
+            "questions about one streamed document, and samples of one answer",
         ),
         (
             "preempt",

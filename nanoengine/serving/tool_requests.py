@@ -94,5 +94,5 @@ def _of_response(tool: Any) -> Any:
 def _of_message(tool: Any) -> Any:
     if not isinstance(tool, Mapping) or tool.get("type", "custom") not in (None, "custom"):
         return tool
-    function = {name: tool.get(name) for name in ("name", "description")}
+    function = {name: tool.get(name) for name in ("name", "description", "strict")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}

@@ -23,8 +23,8 @@ from nanoengine.text.reasoning import (
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.text.tool_parser import ChannelParser, ToolParser
 from nanoengine.text.tool_syntax import BY_NAME as TOOL_PARSERS
-from nanoengine.text.tool_syntax import PLAIN, ToolSyntax, syntax_of
-from nanoengine.text.tools import ToolUse, form_of_calls
+from nanoengine.text.tool_syntax import PLAIN, Objects, ToolSyntax, syntax_of
+from nanoengine.text.tools import ToolUse, form_of_calls, form_of_text
 
 ID_LENGTH = 9  # Mistral's templates take no other ids of calls
 
@@ -125,6 +125,8 @@ class ChatParsers:
                 f"tool_choice={shown(use.choice)} and a form of the answer exclude each other; "
                 'give tool_choice="auto", or no form'
             )
+        if form is None and use.strict_schemas and self._shows_heads(use):
+            return form_of_text(use)
         if kind not in ("json", "json_object"):
             return form
         if frame is None:
@@ -133,6 +135,12 @@ class ChatParsers:
                 'not JSON; give tool_choice="none", or no form'
             )
         return form_of_calls(use, frame, schema or '{"type": "object"}')
+
+    def _shows_heads(self, use: ToolUse) -> bool:
+        """Whether calls are objects in plain text; a form's text has no special tokens."""
+        syntax = self._syntax(use)
+        is_plain = syntax.is_bare or self.special_tokens.isdisjoint(syntax.marks)
+        return is_plain and any(isinstance(body, Objects) for body in syntax.bodies)
 
     def parser(self, prompt: str, use: ToolUse | None) -> AnswerParser:
         """Of one answer to a prompt."""

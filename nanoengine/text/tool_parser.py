@@ -27,6 +27,7 @@ from nanoengine.text.tool_syntax import (
     Objects,
     Tagged,
     ToolSyntax,
+    head_of,
 )
 
 MAX_HEAD = 256  # characters before a call's name is known; the patterns match no more
@@ -34,10 +35,8 @@ MAX_HELD_SPACES = 256
 MAX_FAILED = 16  # marks without a call; the rest is text
 KEYS = "name|arguments|parameters|type|id"  # of an object that is a call
 # With limits, so that a text that is no call is searched again and again at no cost.
-HEAD = re.compile(
-    rf'{SPACES}\{{{SPACES}"name"{SPACES}:{SPACES}"([^"\\]{{0,{MAX_NAME}}})"{SPACES},{SPACES}'
-    rf'"(?:arguments|parameters)"{SPACES}:{SPACES}(?=\{{)'
-)
+ANY_HEAD = head_of(rf'([^"\\]{{0,{MAX_NAME}}})')
+HEAD = re.compile(rf"{SPACES}{ANY_HEAD}{SPACES}(?=\{{)")
 NO_CALL = re.compile(
     rf"\s{{17}}|{SPACES}(?:[^\s{{]|\{{\s{{17}}|\{{{SPACES}"  # no object, or too many spaces
     rf'(?:[^\s"]|"(?!(?:{KEYS})")[^"\\]{{0,{MAX_NAME}}}"))'  # an object with another first key

@@ -13,6 +13,12 @@ NAME = rf"([a-zA-Z0-9_.-]{{1,{MAX_NAME}}})"
 SPACES = r"\s{0,16}"
 
 
+def head_of(name: str) -> str:
+    """What a call as an object has before its arguments, and `name`, as a regular expression."""
+    keys = rf'"(?:arguments|parameters)"{SPACES}:'
+    return rf'\{{{SPACES}"name"{SPACES}:{SPACES}"{name}"{SPACES},{SPACES}{keys}'
+
+
 @dataclass(frozen=True, slots=True)
 class Objects:
     """Calls as {"name": ..., "arguments": {...}}; "parameters" does as well. before: the first one;

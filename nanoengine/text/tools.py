@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.errors import InvalidParamsError, shown
 from nanoengine.sampling_params import StructuredOutputsParams
-from nanoengine.text.tool_syntax import MAX_NAME, Frame
+from nanoengine.text.tool_syntax import MAX_NAME, Frame, head_of
 
 MAX_TOOLS = 128
 NAME = re.compile(rf"[a-zA-Z0-9_-]{{1,{MAX_NAME}}}")
@@ -46,7 +46,15 @@ class ToolUse:
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """The JSON schemas of the tools' arguments, by name."""
+        return self._schemas_of(tool["function"] for tool in self.tools)
+
+    @property
+    def strict_schemas(self) -> dict[str, Mapping[str, Any]]:
+        """Those of tools whose calls must fit them wherever the engine can see to it."""
         functions = (tool["function"] for tool in self.tools)
+        return self._schemas_of(each for each in functions if each.get("strict"))
+
+    def _schemas_of(self, functions: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         return {each["name"]: each.get("parameters") or NO_ARGUMENTS for each in functions}
 
 
@@ -82,6 +90,10 @@ def _tool(tool: object, where: str) -> Mapping[str, Any]:
     check_name(function.get("name"), f"{where}.function.name")
     _check_text(function.get("description"), f"{where}.function.description")
     check_schema(function.get("parameters"), f"{where}.function.parameters")
+    if not isinstance(strict := function.get("strict"), bool | None):
+        raise InvalidParamsError(
+            f"{where}.function.strict must be true or false, got {shown(strict)}"
+        )
     return {"type": kind, "function": {k: v for k, v in function.items() if v is not None}}
 
 
@@ -135,20 +147,49 @@ def form_of_calls(use: ToolUse, frame: Frame, answer: str | None = None) -> Stru
     the schema `answer`, where the model may choose. Raises InvalidParamsError if the schemas are
     too large.
     """
-    chosen = {n: s for n, s in use.schemas.items() if use.choice in (AUTO, REQUIRED, n)}
-    lines = ["start: calls" + ("" if answer is None else " | answer")]
-    lines.append(f"calls: {_joined(frame.before, _calls(use, frame), frame.after)}")
-    lines.append("call: " + " | ".join(f"call_{i}" for i in range(len(chosen))))
+    return _form(use, _lines_of_calls(use, frame, answer))
+
+
+def form_of_text(use: ToolUse) -> StructuredOutputsParams:
+    """The form of any text in which calls of strict tools, once their names are there, fit their
+    schemas; calls as objects with name and arguments in this order. Raises InvalidParamsError if
+    the schemas are too large.
+    """
+    return _form(use, _lines_of_text(use))
+
+
+def _form(use: ToolUse, lines: Iterator[str]) -> StructuredOutputsParams:
     try:
-        if answer is not None:
-            lines.append(f"answer: %json {json.dumps(_guided(json.loads(answer)))}")
-        for index, (name, schema) in enumerate(chosen.items()):
-            arguments = json.dumps(_guided({"type": "object", **schema}))
-            body = _joined(frame.begin + name + frame.middle, f"%json {arguments}", frame.end)
-            lines.append(f"call_{index}: {body}")
         return StructuredOutputsParams(grammar="\n".join(lines))
     except (InvalidParamsError, RecursionError, TypeError, ValueError) as error:
         raise InvalidParamsError(f"tools with tool_choice={shown(use.choice)}: {error}") from error
+
+
+def _lines_of_calls(use: ToolUse, frame: Frame, answer: str | None) -> Iterator[str]:
+    chosen = {n: s for n, s in use.schemas.items() if use.choice in (AUTO, REQUIRED, n)}
+    yield "start: calls" + ("" if answer is None else " | answer")
+    yield f"calls: {_joined(frame.before, _calls(use, frame), frame.after)}"
+    yield "call: " + " | ".join(f"call_{i}" for i in range(len(chosen)))
+    if answer is not None:
+        yield f"answer: %json {json.dumps(_guided(json.loads(answer)))}"
+    for index, (name, schema) in enumerate(chosen.items()):
+        body = _joined(frame.begin + name + frame.middle, _arguments(schema), frame.end)
+        yield f"call_{index}: {body}"
+
+
+def _lines_of_text(use: ToolUse) -> Iterator[str]:
+    """A lazy lexeme ends where its expression first matches, and no other goes on there."""
+    strict = use.strict_schemas
+    yield f"start: ({' | '.join(f'call_{i}' for i in range(len(strict)))})* TEXT"
+    yield r"TEXT: /(.|\n)*/"
+    yield r"SPACE: /[ \n\t]{1,16}/"
+    for index, (name, schema) in enumerate(strict.items()):
+        yield rf"head_{index}[lazy]: /(.|\n)*{head_of(name)}/"
+        yield f"call_{index}: head_{index} SPACE? {_arguments(schema)}"
+
+
+def _arguments(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps(_guided({'type': 'object', **schema}))}"
 
 
 def _guided(schema: object) -> dict[str, Any]:

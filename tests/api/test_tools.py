@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
 }
 TALK = [{"role": "user", "content": "hello"}]
 PARAMS = SamplingParams(max_tokens=160, seed=1)
+WRITTEN = CALL.replace("now", "weather").replace("{}", '{"city": "Rome", "days": 3}')
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
@@ -162,6 +163,7 @@ def test_an_answer_that_must_call(llm: LLM, choice: Any) -> None:
         ([*TOOLS, TOOLS[1]], "auto", "tools holds 'now' twice"),
         ([{"type": "web_search"}], "auto", r"tools\[0\] must be .* got 'web_search'"),
         ([{"name": "f"}], "auto", r"tools\[0\] must be"),
+        ([{"type": "function", "function": {"name": "f", "strict": 1}}], "auto", "strict must be"),
         ([{"type": "function", "function": {"name": "a b"}}], "auto", r"name must be 1 to 64"),
         ([{"type": "function", "function": {"name": "a" * 65}}], "auto", "name must be 1 to 64"),
         (TOOLS * 65, "auto", "at most 128, got 130"),
@@ -204,6 +206,33 @@ def test_an_answer_in_a_form_or_calls(llm: LLM) -> None:
         elif made.finish_reason == "stop" and message.content is not None:
             jsonschema.validate(json.loads(message.content), schema)
     assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("text", "rest"),
+    [
+        ("any text, <tool_call> in it", ""),
+        (f"So:\n{CALL}\n{CALL} done", ""),
+        (CALL.replace("now", "weather"), "}}\n</tool_call>"),
+        (WRITTEN, ""),
+        (f"a {WRITTEN}\n{WRITTEN}", ""),
+        (WRITTEN.replace(" ", "").replace("\n", ""), ""),
+        (WRITTEN.replace(" 3", " 30"), "0}}\n</tool_call>"),
+        (f"{WRITTEN}\n" + WRITTEN.replace("Rome", "Oslo"), 'Oslo", "days": 3}}\n</tool_call>'),
+        (WRITTEN.replace("}}", ', "more": 1}}'), ', "more": 1}}\n</tool_call>'),
+    ],
+)
+def test_calls_of_strict_tools_fit_their_schemas(llm: LLM, text: str, rest: str) -> None:
+    """With "auto", once their names are written; `now` is not strict. rest: what does not fit."""
+    strict = {"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}
+    rules = llm.chat_rules([strict, TOOLS[1]])
+    form = rules.params(SamplingParams()).form
+    assert form is not None and llm.chat_rules(TOOLS).params(SamplingParams()).form is None
+    token_ids = tuple(llm.tokenizer.encode(text, add_special_tokens=False))
+    masks = llm.llm_engine.inputs.grammars.state_of(form).masks(token_ids)
+    assert len(token_ids) == len(text) and len(masks) - 1 == len(text) - len(rest)
+    (output,) = llm.chat(TALK, PARAMS, use_tqdm=False, tools=[strict])
+    assert len(output.outputs[0].token_ids) > 1
 
 
 def test_a_form_and_a_call_exclude_each_other(llm: LLM) -> None:

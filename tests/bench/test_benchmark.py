@@ -80,6 +80,14 @@ def test_shared_prefix(bench: Callable[..., Any]) -> None:
     assert result["stream"]["warm"]["host_cached_tokens"] > 0
 
 
+def test_what_is_shared_crosses_the_link_once(bench: Callable[..., Any]) -> None:
+    sizes = ["--input-len", "160", "--own-len", "3", "--num-seqs", "4", "--output-len", "5"]
+    result = bench("sharing", *sizes, "--num-gpu-blocks", "8", *SMALL)
+    alone = result["one question"]["link_mb_a_token"]
+    for together in (result["questions"], result["samples"]):
+        assert 0 < together["link_mb_a_token"] < 0.4 * alone
+
+
 def test_preemption(bench: Callable[..., Any]) -> None:
     sizes = ["--input-len", "90", "--num-gpu-blocks", "4", "--rounds", "2"]
     result = bench("preempt", *sizes, *SMALL)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from driver import Driver, answer, expected, host_gib, small_engine, token_ids
 from marks import needs_no_gpu
+from tool_models import tool_model
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -24,6 +25,7 @@ from nanoengine.context import packed
 from nanoengine.devices.select import make_device
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.startup import probe
+from nanoengine.text.tokenizer import Tokenizer
 
 pytestmark = needs_no_gpu
 BLOCK = 8
@@ -101,6 +103,38 @@ def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
     # Layers whose parts run unfused are no pieces of a graph.
     has_graphs = model != "gemma4" or "enable_cpu_offload" not in settings
     assert any(graph.num_replays for graph in gpu.graphs) == has_graphs
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "settings", [RESIDENT, pytest.param(STREAMED, marks=pytest.mark.breadth)], ids=str
+)
+def test_forms_and_budgets_are_those_of_a_cpu(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """A mask is copied beside the kernels: the host waits for tokens alone."""
+    folder = tool_model(tiny("llama"), tmp_path / "model")
+    tokenizer = Tokenizer.from_folder(folder)
+    prompts = [tokenizer.encode(text) for text in ("abababababab<think>\n", "a" * 30)]
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": 14}
+    form = {"choice": ["abcdefgh", "abcdefghij", "abcdefxyz"]}
+    each = [
+        SamplingParams(**common, thinking_token_budget=3),
+        SamplingParams(**common, structured_outputs=form),
+    ]
+    plain = engine(folder, **RESIDENT | {"device": "cpu"})
+    with gpu.left():
+        wanted = token_ids(Driver(plain).run(prompts, each))
+    plain.close()
+    made = engine(folder, **settings)
+    gpu.strict, before = True, gpu.num_waits
+    driver = Driver(made)
+    outputs = driver.run(prompts, each)
+    waits = gpu.num_waits - before
+    gpu.strict = False
+    assert token_ids(outputs) == wanted
+    assert driver.num_steps - 2 < waits <= driver.num_steps
+    assert all(output.metrics.num_accepted for output in outputs)  # what was forced
     made.close()
 
 

@@ -7,14 +7,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.models import layer_ops
 
 
 def use_plain_products(patch: pytest.MonkeyPatch) -> None:
-    """From here on PyTorch's products, and its GELU, are made of plain operators."""
+    """From here on PyTorch's products, and its GELU, are made of plain operators. They take the
+    place of our own float32 products as well, which serve engines that guess.
+    """
+    load = CpuLinear.load
+
+    def load_others(tape: CallTape, dtype: torch.dtype = torch.bfloat16, **asked: Any) -> CpuLinear:
+        if dtype is torch.float32:
+            raise KernelBuildError("plain operators take their place")
+        return load(tape, dtype=dtype, **asked)
+
+    patch.setattr(CpuLinear, "load", load_others)
     patch.setattr(layer_ops.Linear, "__init__", _keep_weight)
     patch.setattr(layer_ops.Linear, "__call__", _multiply_in_order)
     patch.setitem(layer_ops.GATED, "gelu_pytorch_tanh", _gelu_mul)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 from driver import break_engine
 from live_server import LiveServer, live_server
-from tool_models import TOOLS, tool_model
+from tool_models import TOOLS
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -34,16 +34,6 @@ def client(server: LiveServer) -> Iterator[Any]:
     url = f"http://127.0.0.1:{server.port}/v1"
     with openai.OpenAI(base_url=url, api_key="k", max_retries=0) as made:
         yield made
-
-
-@pytest.fixture(scope="module")
-def tool_server(
-    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveServer]:
-    folder = tool_model(tiny("llama"), tmp_path_factory.mktemp("tools") / "model")
-    with live_server(folder) as made:
-        yield made
-        made.wait_until_idle()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,6 @@ PARSERS = ChatParsers(BY_NAME["hermes"], reasoning_of(TEMPLATE), True)
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
 
-@pytest.fixture(scope="module")
-def server(
-    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveServer]:
-    folder = tool_model(tiny("llama"), tmp_path_factory.mktemp("tools") / "model")
-    with live_server(folder) as made:
-        yield made
-        made.wait_until_idle()
-
-
 def joined(chunks: list[Any]) -> tuple[dict[str, Any], str | None]:
     """The message that the chunks of one choice make, and why it ended."""
     message: dict[str, Any] = {"content": "", "tool_calls": []}
@@ -62,10 +52,10 @@ def joined(chunks: list[Any]) -> tuple[dict[str, Any], str | None]:
     return message, reason
 
 
-def test_a_call_in_a_text(server: LiveServer) -> None:
+def test_a_call_in_a_text(tool_server: LiveServer) -> None:
     """The template's parser reads it; a form makes the model write it."""
     body = ASKED | {"structured_outputs": {"choice": [f"Hm.\n{CALL}\n{CALL}"]}}
-    status, answer = server.post(CHAT, **body)
+    status, answer = tool_server.post(CHAT, **body)
     (choice,) = answer["choices"]
     message = choice["message"]
     assert status == 200 and choice["finish_reason"] == "tool_calls"
@@ -74,34 +64,34 @@ def test_a_call_in_a_text(server: LiveServer) -> None:
         {"name": "now", "arguments": "{}"}
     ] * 2
     assert len({call["id"] for call in message["tool_calls"]}) == 2
-    streamed, reason = joined(server.stream(CHAT, **body))
+    streamed, reason = joined(tool_server.stream(CHAT, **body))
     assert (streamed["content"], reason) == ("Hm.", "tool_calls")
     assert [(c["name"], c["arguments"]) for c in streamed["tool_calls"]] == [("now", "{}")] * 2
-    _, alone = server.post(CHAT, **body, parallel_tool_calls=False)
+    _, alone = tool_server.post(CHAT, **body, parallel_tool_calls=False)
     assert len(alone["choices"][0]["message"]["tool_calls"]) == 1
-    _, none = server.post(CHAT, **body, tool_choice="none")
+    _, none = tool_server.post(CHAT, **body, tool_choice="none")
     assert none["choices"][0]["message"]["content"] == f"Hm.\n{CALL}\n{CALL}"
     assert none["choices"][0]["finish_reason"] == "stop"
 
 
-def test_an_answer_that_must_call(server: LiveServer) -> None:
+def test_an_answer_that_must_call(tool_server: LiveServer) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     for seed, choice in enumerate([named, named, "required"]):
         body = ASKED | {"tool_choice": choice, "parallel_tool_calls": False, "seed": seed}
-        message, reason = joined(server.stream(CHAT, **body))
+        message, reason = joined(tool_server.stream(CHAT, **body))
         assert (message["content"], reason) == ("", "tool_calls")
         (call,) = message["tool_calls"]
         if choice is named:
             assert call["name"] == "weather"
             jsonschema.validate(json.loads(call["arguments"]), WEATHER)
-        _, whole = server.post(CHAT, **body)
+        _, whole = tool_server.post(CHAT, **body)
         assert whole["choices"][0]["message"]["tool_calls"][0]["function"] == {
             "name": call["name"],
             "arguments": call["arguments"],
         }
 
 
-def test_results_of_tools_go_back(server: LiveServer) -> None:
+def test_results_of_tools_go_back(tool_server: LiveServer) -> None:
     function = {"name": "now", "arguments": '{"utc": true}'}
     call = {"id": "123456789", "type": "function", "function": function}
     talk = [
@@ -109,28 +99,28 @@ def test_results_of_tools_go_back(server: LiveServer) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "123456789", "content": [{"type": "text", "text": "5"}]},
     ]
-    status, answer = server.post(CHAT, **ASKED | {"messages": talk, "max_tokens": 2})
+    status, answer = tool_server.post(CHAT, **ASKED | {"messages": talk, "max_tokens": 2})
     assert status == 200, answer
 
 
-def test_thoughts(server: LiveServer) -> None:
+def test_thoughts(tool_server: LiveServer) -> None:
     """The prompt has begun them, and the answer does not end them."""
     body = {"messages": HELLO, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-    _, plain = server.post(CHAT, **body)
+    _, plain = tool_server.post(CHAT, **body)
     assert "reasoning_content" not in plain["choices"][0]["message"]
     body |= {"chat_template_kwargs": {"enable_thinking": True}}
-    _, whole = server.post(CHAT, **body)
+    _, whole = tool_server.post(CHAT, **body)
     message = whole["choices"][0]["message"]
     assert message["content"] == "" and message["reasoning_content"] == message["reasoning"] != ""
-    streamed, reason = joined(server.stream(CHAT, **body))
+    streamed, reason = joined(tool_server.stream(CHAT, **body))
     assert streamed["reasoning_content"] == message["reasoning"] and reason == "length"
-    _, without = server.post(CHAT, **body, include_reasoning=False)
+    _, without = tool_server.post(CHAT, **body, include_reasoning=False)
     assert without["choices"][0]["message"].keys() == {"role", "content", "refusal"}
     body |= {"thinking_token_budget": 5, "max_tokens": 30, "n": 2, "temperature": 1, "seed": 1}
     counted = {"reasoning_tokens": 10}  # the end of the thoughts is none of them
-    _, whole = server.post(CHAT, **body)
+    _, whole = tool_server.post(CHAT, **body)
     assert whole["usage"]["completion_tokens_details"] == counted
-    *_, last = server.stream(CHAT, **body, stream_options={"include_usage": True})
+    *_, last = tool_server.stream(CHAT, **body, stream_options={"include_usage": True})
     assert last["usage"]["completion_tokens_details"] == counted
 
 
@@ -181,8 +171,8 @@ def test_chunks_make_the_whole_answer(seed: int) -> None:
         ({"functions": [{}]}, "here it is tools"),
     ],
 )
-def test_what_is_refused(server: LiveServer, body: dict[str, Any], words: str) -> None:
-    status, answer = server.post(CHAT, **ASKED | body)
+def test_what_is_refused(tool_server: LiveServer, body: dict[str, Any], words: str) -> None:
+    status, answer = tool_server.post(CHAT, **ASKED | body)
     assert status == 400 and words in answer["error"]["message"]
 
 

@@ -100,6 +100,10 @@ def read(scores: list[TokenLogprobs] | list[TokenLogprobs | None] | None) -> Sco
     return [[(i, found.logprob) for i, found in (each or {}).items()] for each in scores]
 
 
+# By the number of the prompt; the second one forces tokens.
+FORMS = {2: {"regex": "([a-c]{3}-)+"}, 3: {"regex": "([a-c]{2}---)+"}}
+
+
 def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> list[list[Scores]]:
     """Log probabilities of prompts and outputs, greedy and sampled, alone and two at a time; some
     have a form.
@@ -112,7 +116,7 @@ def run(folder: Path, size: int, dtype: str = "float32", **settings: Any) -> lis
             max_tokens=NUM_OUT,
             logprobs=5,
             prompt_logprobs=3,
-            structured_outputs={"regex": "([a-c]{3}-)+"} if at in (2, 3) else None,
+            structured_outputs=FORMS.get(at),
         )
         for at in range(6)
     ]
