@@ -225,7 +225,7 @@ class Sequence:
     num_cached: int = 0
     num_cached_on_host: int = 0
     prompt_owner: Sequence | None = None
-    may_guess: bool = False
+    may_guess: bool = True
     guesser: Guesser | None = None
     draft_length: DraftLength | None = None
     history: TokenHistory | None = None

@@ -273,7 +273,6 @@ class ShadowEngine:
         request = Request(params, 0, frozenset(), total, cache_salt=salt)
         metrics = RequestMetrics(0.0)
         seq = EngineSequence(seq_id, list(prompt), len(prompt), request, metrics)
-        seq.may_guess = True
         seq.draft_length = self.draft_length
         self.scheduler.add(seq)
         return seq_id
