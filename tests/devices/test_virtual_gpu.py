@@ -233,6 +233,22 @@ def test_guesses_and_logprobs_are_those_of_a_cpu(
             assert all(abs(a[i].logprob - b[i].logprob) < 1e-4 for i in a)
 
 
+def test_states_go_back_on_the_device(gpu: VirtualGpu, tiny: Callable[[str], Path]) -> None:
+    """A recurrent state is kept and taken back without a wait, and its guesses change no token."""
+    params = replace(GREEDY, max_tokens=16, allowed_token_ids=[5, 16, 27])
+    found = []
+    for speculative in (None, "ngram:3"):
+        made = engine(tiny("qwen3.5"), speculative=speculative, **RESIDENT)
+        gpu.strict = True
+        outputs = answer(made, [[5, 16, 27] * 5, [5, 16, 5, 27] * 4 + [5, 16]], [params] * 2)
+        gpu.strict = False
+        found.append(token_ids(outputs))
+        made.close()
+    accepted = sum(output.metrics.num_accepted for output in outputs)
+    assert 0 < accepted < sum(output.metrics.num_guessed for output in outputs)
+    assert found[0] == found[1]
+
+
 def test_decode_steps_are_one_graph_or_one_a_layer(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:
