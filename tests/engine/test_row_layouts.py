@@ -21,8 +21,10 @@ from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.engine.scheduler import Scheduler
 from nanoengine.kernels import cpu_linear
 from nanoengine.outputs import RequestOutput
+from nanoengine.sequence import ScheduledBatch
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before")]
 
@@ -194,6 +196,18 @@ DRAWN = [
 ]
 
 
+def preempt_now_and_then(scheduler: Scheduler, rng: random.Random) -> None:
+    """Also where blocks do not run out, as with a window in every layer."""
+    schedule = scheduler.schedule
+
+    def preempting() -> ScheduledBatch:
+        if len(scheduler.running) > 1 and rng.random() < 0.2:
+            scheduler.preempt(scheduler.running[-1])
+        return schedule()
+
+    scheduler.schedule = preempting  # type: ignore[method-assign]
+
+
 def happened(kind: str, engine: LLMEngine, outputs: Sequence[RequestOutput]) -> int:
     """How often what the layout is about was there."""
     if kind == "hits":
@@ -215,6 +229,8 @@ def test_a_layout_drawn_at_random_moves_no_bit(
     block_size = rng.choice((8, 16) if kind == "preemption" else (8, 16, 24, 64))
     settings = layout(rng, kind, path, block_size)
     engine = small_engine(path, dtype=stored_as(arithmetic), **settings)
+    if kind == "preemption":
+        preempt_now_and_then(engine.scheduler, rng)
     recorder, prompts = Recorder(engine), some_prompts(rng, block_size)
     outputs = recorder.run(prompts[:1]) + recorder.run(prompts)
     assert happened(kind, engine, outputs) > 0
