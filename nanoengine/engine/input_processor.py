@@ -125,8 +125,8 @@ class InputProcessor:
         prompt_owner: Sequence | None = None,
     ) -> Sequence:
         seq_id = self.next_id()
-        keeps_states = self._config.num_guesses > 0 or not self._model_config.recurrent_layers
-        may_guess = keeps_states and not prompt.num_candidates
+        can_go_back = self._config.num_guesses > 0 or not self._model_config.recurrent_layers
+        may_guess = can_go_back and not prompt.num_candidates
         guesses = (self._config.num_guesses, self._config.num_drafts) if may_guess else (0, 0)
         eos = () if params.ignore_eos else self._model_config.eos_token_ids
         request = Request(

@@ -253,7 +253,7 @@ class CpuKernels:
         self._gate(self._silu_mul, gate_up, out)
 
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        """The same for layer_ops.clamped_swiglu, in fp32 until out is rounded."""
+        """The same for torch_ops.clamped_swiglu, in fp32 until out is rounded."""
         self._gate(self._clamped_swiglu, gate_up, out)
 
     def _gate(self, function: CFunction, gate_up: Tensor, out: Tensor) -> None:

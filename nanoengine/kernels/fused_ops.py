@@ -15,21 +15,12 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import ON_A_GPU, GroupedExperts, MixtureWeights, RouterWeights
-from nanoengine.models.layer_ops import (
-    MLP,
-    AfterAttention,
-    Embed,
-    Norm,
-    NormedProduct,
-    Product,
-    TorchOps,
-    finish_experts,
-    make_router,
-    norm_of_experts,
-)
+from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, NormedProduct, Product
 from nanoengine.models.quant import Quantizer
 from nanoengine.models.stored_codes import Weight, numbers_of
+from nanoengine.models.torch_ops import TorchOps
 
 
 class Recorder(Protocol):

@@ -173,7 +173,7 @@ class TritonKernels:
         _gate(_silu_mul, gate_up, out)
 
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
-        """The same for layer_ops.clamped_swiglu, in fp32 until out is rounded."""
+        """The same for torch_ops.clamped_swiglu, in fp32 until out is rounded."""
         _gate(_clamped_swiglu, gate_up, out)
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:

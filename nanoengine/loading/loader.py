@@ -24,7 +24,8 @@ from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.architectures import CHOICE_BIAS
-from nanoengine.models.decoder import Decoder, Model, TensorSource
+from nanoengine.models.decoder import Decoder, Model
+from nanoengine.models.layer_builder import TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, Weight, numbers_of

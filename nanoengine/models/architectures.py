@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoengine.models.layer_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
+from nanoengine.models.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
 
@@ -63,7 +63,7 @@ class Architecture:
     qkv_bias: q, k and v have a bias even if config.json has no key for it. out_bias: the bias that
     config.json has a key for is also of the output.
     is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
-    activation: of the gate; a key of layer_ops.GATED.
+    activation: of the gate; a key of torch_ops.GATED.
     has_drafter: a checkpoint may hold one more layer, which guesses a token further: left out.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is

@@ -1,38 +1,31 @@
 """One Decoder for every architecture: the rows in architectures.py say how they differ.
 
-Knows tensor names, not files. Write a new class only for a model with another order of layers.
+layer_builder.py makes its parts. Write a new class only for a model with another order of layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.context import ForwardContext, ReplayKey
-from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
-from nanoengine.models.delta_net import DeltaNet, flat_projections
-from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
-from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, LayerOps, Norm, Product
-from nanoengine.models.layers import (
-    Attention,
-    DeltaLayer,
-    InputGate,
-    LayerEnd,
-    LayerInputs,
-    SharedKVAttention,
+from nanoengine.models.layer_builder import (
+    AnyAttention,
+    LayerBuilder,
+    LayerParts,
+    TensorSource,
+    rotations,
 )
-from nanoengine.models.rope import Rotary, head_order
-from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
-from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
+from nanoengine.models.layer_ops import AfterAttention, LayerOps, Product
+from nanoengine.models.layers import LayerEnd
+from nanoengine.models.rope import Rotary
 
-TensorSource = Callable[[str], Weight]
-AnyAttention = Attention | SharedKVAttention | DeltaLayer
 Angles = Sequence[tuple[Tensor, Tensor]]
 
 
@@ -69,12 +62,12 @@ class Decoder:
         """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the final
         dtype; matrices may be codes if `ops` takes these.
         """
-        builder = _Builder(config, source, ops)
+        builder = LayerBuilder(config, source, ops)
         self._embed, self._head = builder.ends()
         self._inputs = builder.layer_inputs()
         parts = [builder.layer(index) for index in range(config.num_layers)]
         self._first_qkv, *next_qkvs = (*(part.qkv for part in parts), None)
-        ropes, rope_of = _ropes(config)
+        ropes, rope_of = rotations(config)
         self._layers = [
             self._layer(ops, *each) for each in zip(parts, next_qkvs, rope_of, strict=True)
         ]
@@ -83,7 +76,7 @@ class Decoder:
         self._ops = ops
 
     @staticmethod
-    def _layer(ops: LayerOps, part: _LayerParts, next_qkv: Product | None, rope: int) -> _Layer:
+    def _layer(ops: LayerOps, part: LayerParts, next_qkv: Product | None, rope: int) -> _Layer:
         if part.end is None:
             after_attention = ops.after_attention(part.out, part.mlp, next_qkv)
             return _Layer(part.attention, after_attention, rope, None)
@@ -129,283 +122,3 @@ class Decoder:
         """[rows, hidden] -> [rows, vocab], in the dtype of the weights or in fp32."""
         logits, softcap = self._head(x), self._logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
-
-
-def _ropes(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], list[int]]:
-    """The kinds of rotation by head_dim, and for each layer the index of its kind among all."""
-    layers = range(config.num_layers)
-    each = [(config.shape(layer).head_dim, _rope(config, layer)) for layer in layers]
-    kinds = sorted(dict.fromkeys(each), key=lambda kind: kind[0])
-    by_dim: dict[int, list[RopeConfig | None]] = {}
-    for head_dim, rope in kinds:
-        by_dim.setdefault(head_dim, []).append(rope)
-    return by_dim, [kinds.index(kind) for kind in each]
-
-
-def _rope(config: ModelConfig, layer: int) -> RopeConfig | None:
-    if config.local_rope is not None and config.attention.window(layer) is not None:
-        return config.local_rope
-    return None if layer in config.no_rope_layers else config.rope
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerParts:
-    """What a layer computes, in this order. The products include the norms around them. end: of
-    LayerEnd; None: there is none.
-    """
-
-    qkv: Product
-    attention: AnyAttention
-    out: Product
-    mlp: Product
-    end: tuple[InputGate | None, float] | None
-
-
-class _Builder:
-    """Takes tensors from the source by name and makes the parts of a model of them.
-
-    Fuses q, k, v and gate, up. Puts the heads of q and k into the order that the rotation needs.
-    """
-
-    def __init__(self, config: ModelConfig, source: TensorSource, ops: LayerOps) -> None:
-        self._config = config
-        self._architecture = ARCHITECTURES[config.architecture]
-        self._head_order = head_order(config.rope, config.head_dim)
-        self._ops = ops
-        self._source = source
-
-    def ends(self) -> tuple[Embed, Product]:
-        """Token ids -> embeddings, and residual stream -> logits."""
-        weight, norm = self._source("model.embed_tokens.weight"), self._norm("model.norm")
-        embed: Embed
-        if self._config.tie_word_embeddings:
-            embed, head = self._ops.tied(weight, norm)
-        else:
-            embed = self._ops.embedding(weight)
-            head = self._ops.head(self._source("lm_head.weight"), norm)
-        if not self._architecture.scales_embeddings:
-            return embed, head
-        return _scaled(embed, self._config.hidden_size, weight.dtype), head
-
-    def layer_inputs(self) -> LayerInputs | None:
-        """What makes the vectors that each layer gets; None if they get none."""
-        size, ops = self._config.layer_input_size, self._ops
-        if not size:
-            return None
-        weight = self._source("model.embed_tokens_per_layer.weight")
-        embed = _scaled(ops.embedding(weight), size, weight.dtype)
-        project = ops.linear(self._source("model.per_layer_model_projection.weight"))
-        norm = self._norm("model.per_layer_projection_norm")
-        return LayerInputs(ops, embed, project, norm, self._config.num_layers)
-
-    def layer(self, index: int) -> _LayerParts:
-        """The parts of one layer."""
-        config, names = self._config, self._architecture.norms
-        layer = f"model.layers.{index}."
-        before = self._norm_if(layer, names.before_attention)
-        if index in config.recurrent_layers:
-            make, part = self._delta_rule, layer + "linear_attn."
-        else:
-            make, part = self._attention, layer + "self_attn."
-        qkv, attention, out = make(index, part, before)
-        return _LayerParts(
-            qkv=qkv,
-            attention=attention,
-            out=self._then_normed(out, self._norm_if(layer, names.after_attention)),
-            mlp=self._mlp(index, layer),
-            end=self._end(layer),
-        )
-
-    def _end(self, layer: str) -> tuple[InputGate | None, float] | None:
-        if not self._architecture.layer_scalar:
-            return None
-        gate, scalar = None, self._numbers(layer + "layer_scalar").item()
-        if self._config.layer_input_size:
-            project = self._ops.summand(self._source(layer + "per_layer_projection.weight"))
-            gate = InputGate(
-                self._ops.linear(self._source(layer + "per_layer_input_gate.weight")),
-                self._ops.gated(self._architecture.activation),
-                self._then_normed(project, self._norm(layer + "post_per_layer_input_norm")),
-            )
-        return gate, scalar
-
-    def _attention(
-        self, index: int, prefix: str, norm: Norm | None
-    ) -> tuple[Product, AnyAttention, Product]:
-        config, architecture, shape = self._config, self._architecture, self._config.shape(index)
-        out = self._summand(prefix, "o", has_out_bias(config))
-        among = config.attention_layers.index(index)
-        if shape.source != index:
-            shared = SharedKVAttention(
-                self._ops, among, config.num_heads, self._head_norm(prefix + "q_norm")
-            )
-            return self._qkv(prefix, norm, "q"), shared, out
-        sinks = self._numbers_if(architecture.sinks, prefix + "sinks")
-        attention = Attention(
-            self._ops,
-            among,
-            config.num_heads,
-            shape.num_kv_heads,
-            self._head_norms(prefix),
-            architecture.output_gate,
-            None if sinks is None else sinks.float(),
-            shape.values_are_keys,
-        )
-        return self._qkv(prefix, norm, "qk" if shape.values_are_keys else "qkv"), attention, out
-
-    def _head_norms(self, prefix: str) -> tuple[Norm, ...]:
-        """Of q, k and v, as far as the architecture has them."""
-        if not self._architecture.qk_norm:
-            return ()
-        q, k = self._head_norm(prefix + "q_norm"), self._head_norm(prefix + "k_norm")
-        if not self._architecture.v_norm:
-            return q, k
-        return q, k, replace(k, weight=torch.ones_like(k.weight))
-
-    def _qkv(self, prefix: str, norm: Norm | None, parts: str) -> Product:
-        names = ("qkv",) if self._architecture.is_fused else tuple(parts)
-        weights, biases = self._weights(prefix, names, has_qkv_bias(self._config))
-        weight = self._in_order(weights)
-        bias = numbers_of(self._in_order([*biases])) if biases else None
-        return self._ops.linear(weight, bias, norm)
-
-    def _in_order(self, parts: list[Weight]) -> Weight:
-        """Weights or biases of q, k and v as [(heads + 2 kv_heads) x head_dim, ...], the heads of q
-        and k in `head_order`; with a gate there are `heads` more, stored behind those of q.
-        """
-        config, dim = self._config, self._config.head_dim
-        if self._architecture.output_gate:
-            stored = numbers_of(parts[0])
-            q, gate = stored.view(config.num_heads, 2 * dim, *stored.shape[1:]).chunk(2, dim=1)
-            parts = [q.flatten(0, 1), *parts[1:], gate.flatten(0, 1)]
-        qkv = joined(parts)
-        if self._head_order is None:
-            return qkv
-        heads = torch.arange(qkv.shape[0]).view(-1, dim)
-        q_and_k, others = heads.tensor_split((config.num_heads + config.num_kv_heads,))
-        order = torch.cat((q_and_k[:, self._head_order.cpu()], others)).flatten()
-        return in_order(qkv, order)
-
-    def _delta_rule(
-        self, index: int, prefix: str, norm: Norm | None
-    ) -> tuple[Product, AnyAttention, Product]:
-        shape, source = self._config.delta, self._numbers
-        assert shape is not None
-        names = self._architecture.recurrent
-        stored = {name: source(f"{prefix}in_proj_{name}.weight") for name in names}
-        net = DeltaNet(
-            shape,
-            conv=source(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
-            decay=-source(prefix + "A_log").float().exp(),
-            dt_bias=source(prefix + "dt_bias").float(),
-            norm=source(prefix + "norm.weight").float(),
-            eps=self._config.rms_norm_eps,
-        )
-        projections = torch.cat(flat_projections(stored, shape))
-        return (
-            self._ops.linear(projections, None, norm),
-            DeltaLayer(self._ops, shape.layers.index(index), net),
-            self._ops.summand(source(prefix + "out_proj.weight")),
-        )
-
-    def _head_norm(self, name: str) -> Norm:
-        norm, order = self._norm(name), self._head_order
-        if order is None:
-            return norm
-        return replace(
-            norm, weight=norm.weight.view(-1, len(order))[:, order.to(norm.weight.device)].flatten()
-        )
-
-    def _mlp(self, index: int, layer: str) -> Product:
-        names, prefix = self._architecture.norms, layer + "mlp."
-        norm, norm_after = (self._norm_if(layer, n) for n in (names.before_mlp, names.after_mlp))
-        experts, expert_names = experts_of(self._config, index), self._architecture.experts
-        if experts is None or expert_names is None:
-            return self._dense(prefix, norm, norm_after)
-        if expert_names.beside is None:
-            return self._then_normed(self._experts(experts, prefix, norm), norm_after)
-        after_dense, before, after = (self._norm(layer + name) for name in expert_names.beside)
-        dense = self._dense(prefix, norm, after_dense)
-        sparse = self._then_normed(self._experts(experts, prefix, before, layer), after)
-        return self._then_normed(lambda x: dense(x) + sparse(x), norm_after)
-
-    def _dense(self, prefix: str, norm: Norm | None, norm_after: Norm | None) -> Product:
-        gate_up = self._gate_up(prefix, norm)
-        down = self._summand(prefix, "down", self._config.mlp_bias)
-        return MLP(gate_up, self._then_normed(down, norm_after))
-
-    def _experts(
-        self, config: ExpertsConfig, prefix: str, norm: Norm | None, own_router: str = ""
-    ) -> Product:
-        """own_router: of a router with a norm and scales of its own, what its names begin with."""
-        names = self._architecture.experts or ExpertNames()
-        scale = self._numbers_if(bool(own_router), own_router + "router.per_expert_scale")
-        shared, has_bias = prefix + names.shared, config.has_bias
-        weights = MixtureWeights(
-            router=RouterWeights(
-                self._numbers(prefix + "gate.weight"),
-                self._numbers_if(has_bias, prefix + "gate.bias"),
-            ),
-            experts=(self._expert(f"{prefix}experts.{i}.", has_bias) for i in range(config.count)),
-            choice_bias=self._numbers_if(names.has_choice_bias, f"{prefix}gate.{CHOICE_BIAS}"),
-            shared=self._expert(shared + ".", has_bias=False) if config.shared_size else None,
-            shared_gate=self._numbers_if(names.has_shared_gate, shared + "_gate.weight"),
-            before_router=self._router_norm(own_router) if own_router else None,
-            scale=None if scale is None else scale.float(),
-        )
-        return self._ops.experts(config, weights, norm, self._architecture.activation)
-
-    def _router_norm(self, layer: str) -> Product:
-        """The norm before a router with one of its own, divided by the root of its size."""
-        weight = self._numbers(layer + "router.scale").float() * self._config.hidden_size**-0.5
-        norm = Norm(weight, self._config.rms_norm_eps, in_fp32=True)
-        return lambda x: self._ops.rms_norm(x, norm)
-
-    def _numbers_if(self, is_there: bool, name: str) -> Tensor | None:
-        return self._numbers(name) if is_there else None
-
-    def _expert(self, prefix: str, has_bias: bool) -> ExpertWeights:
-        (gate, up, down), biases = self._weights(prefix, ("gate", "up", "down"), has_bias)
-        return ExpertWeights(gate, up, down, (biases[0], biases[1], biases[2]) if biases else None)
-
-    def _gate_up(self, prefix: str, norm: Norm | None) -> Product:
-        names = ("gate_up",) if self._architecture.is_fused else ("gate", "up")
-        weights, biases = self._weights(prefix, names, self._config.mlp_bias)
-        if self._architecture.is_fused:
-            weights = halves(weights[0])
-            biases = [half for bias in biases for half in bias.chunk(2)]
-        gate, up = weights
-        gate_up_biases = (biases[0], biases[1]) if biases else None
-        return self._ops.gate_up(gate, up, gate_up_biases, norm, self._architecture.activation)
-
-    def _summand(self, prefix: str, name: str, has_bias: bool) -> Product:
-        weights, biases = self._weights(prefix, (name,), has_bias)
-        return self._ops.summand(weights[0], biases[0] if biases else None)
-
-    def _weights(
-        self, prefix: str, names: tuple[str, ...], has_bias: bool
-    ) -> tuple[list[Weight], list[Tensor]]:
-        weights = [self._source(f"{prefix}{name}_proj.weight") for name in names]
-        return weights, [self._numbers(f"{prefix}{name}_proj.bias") for name in names if has_bias]
-
-    def _numbers(self, name: str) -> Tensor:
-        """A tensor that is never codes."""
-        return numbers_of(self._source(name))
-
-    def _then_normed(self, product: Product, norm: Norm | None) -> Product:
-        return product if norm is None else lambda x: self._ops.rms_norm(product(x), norm)
-
-    def _norm_if(self, prefix: str, name: str) -> Norm | None:
-        return self._norm(prefix + name) if name else None
-
-    def _norm(self, name: str) -> Norm:
-        weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset
-        if offset is not None:  # a small weight would be lost beside it in 16 bits
-            return Norm(weight.float() + offset, self._config.rms_norm_eps, in_fp32=True)
-        return Norm(weight, self._config.rms_norm_eps)
-
-
-def _scaled(embed: Embed, size: int, dtype: torch.dtype) -> Embed:
-    """embed, times the root of its size; rounded to the weights' dtype, as in transformers."""
-    root = torch.tensor(size**0.5).to(dtype).item()
-    return lambda token_ids: embed(token_ids).mul_(root)

@@ -30,9 +30,10 @@ from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
 from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
-from nanoengine.models.layer_ops import LayerOps, TorchOps
+from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.quant import Quantizer
 from nanoengine.models.shard import Sharding
+from nanoengine.models.torch_ops import TorchOps
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, streams
 from nanoengine.text.tokenizer import Tokenizer

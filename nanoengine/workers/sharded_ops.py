@@ -15,15 +15,9 @@ from torch import Tensor
 from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import MixtureWeights, RouterWeights
-from nanoengine.models.layer_ops import (
-    AfterAttention,
-    Embed,
-    LayerOps,
-    Norm,
-    Product,
-    make_experts,
-)
+from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
 from nanoengine.models.shard import Shard
 from nanoengine.models.stored_codes import Weight
 from nanoengine.workers.group import Group

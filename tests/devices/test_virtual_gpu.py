@@ -24,6 +24,7 @@ from nanoengine import SamplingParams
 from nanoengine.context import packed
 from nanoengine.devices.select import make_device
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.outputs import RequestOutput
 from nanoengine.startup import probe
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -55,6 +56,22 @@ def engine(folder: Path, **settings: Any) -> LLMEngine:
     if "enable_cpu_offload" in settings:
         defaults["kv_offload_gib"] = host_gib(folder, 24, BLOCK)
     return small_engine(folder, True, **(defaults | {"device": "cuda"} | settings))
+
+
+def answer_waiting_for_tokens(
+    gpu: VirtualGpu,
+    made: LLMEngine,
+    prompts: list[list[int]],
+    params: SamplingParams | list[SamplingParams],
+) -> list[RequestOutput]:
+    """The outputs; the host waits for the tokens of each step, and for nothing else."""
+    gpu.strict, before = True, gpu.num_waits
+    driver = Driver(made)
+    outputs = driver.run(prompts, params)
+    waits = gpu.num_waits - before
+    gpu.strict = False
+    assert driver.num_steps - 2 < waits <= driver.num_steps
+    return outputs
 
 
 def prompt(num_tokens: int) -> list[int]:
@@ -91,13 +108,8 @@ def test_greedy_ids_are_those_of_transformers_and_a_step_waits_once(
     with gpu.left():
         wanted = [expected(folder, p, NUM_TOKENS) for p in prompts]
     made = engine(folder, **settings)
-    gpu.strict, before = True, gpu.num_waits
-    driver = Driver(made)
-    outputs = driver.run(prompts, GREEDY)
-    waits = gpu.num_waits - before
-    gpu.strict = False
+    outputs = answer_waiting_for_tokens(gpu, made, prompts, GREEDY)
     assert token_ids(outputs) == wanted
-    assert driver.num_steps - 2 < waits <= driver.num_steps  # for tokens, and nothing else
     if "enable_cpu_offload" in settings:
         assert made.kv.counters.h2d_bytes > 3 * made.plan.kv.block_bytes
     # Layers whose parts run unfused are no pieces of a graph.
@@ -127,13 +139,8 @@ def test_forms_and_budgets_are_those_of_a_cpu(
         wanted = token_ids(Driver(plain).run(prompts, each))
     plain.close()
     made = engine(folder, **settings)
-    gpu.strict, before = True, gpu.num_waits
-    driver = Driver(made)
-    outputs = driver.run(prompts, each)
-    waits = gpu.num_waits - before
-    gpu.strict = False
+    outputs = answer_waiting_for_tokens(gpu, made, prompts, each)
     assert token_ids(outputs) == wanted
-    assert driver.num_steps - 2 < waits <= driver.num_steps
     assert all(output.metrics.num_accepted for output in outputs)  # what was forced
     made.close()
 

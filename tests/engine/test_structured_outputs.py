@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoints import EOS_IDS, reference, reference_logits
 from driver import STREAMED, Driver, small_engine
+from marks import named
 from schemas import random_schema
 
 from nanoengine import LLM, SamplingParams, StructuredOutputsParams
@@ -337,18 +338,7 @@ KEYS = {
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "resident",
-        "streamed",
-        *(
-            pytest.param(name, marks=pytest.mark.breadth)
-            for name in LAYOUTS
-            if name not in ("resident", "streamed")
-        ),
-    ],
-)
+@pytest.mark.parametrize("layout", named({name: name for name in LAYOUTS}, "resident", "streamed"))
 def test_forced_tokens_take_no_step_of_their_own(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:

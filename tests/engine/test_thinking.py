@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 from checkpoints import reference, reference_greedy
 from driver import STREAMED, Driver, small_engine
+from marks import named
 from tool_models import WEATHER, tool_model
 
 from nanoengine import LLM, InvalidParamsError, SamplingParams
@@ -44,18 +45,8 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "resident",
-        "guesses",
-        *(
-            pytest.param(name, marks=pytest.mark.breadth)
-            for name in ("preempted", "run ahead", "drafts")
-        ),
-    ],
-)
-def test_thoughts_end_at_their_budget(folder: Path, layout: str) -> None:
+@pytest.mark.parametrize("settings", named(LAYOUTS, "resident", "guesses"))
+def test_thoughts_end_at_their_budget(folder: Path, settings: dict[str, Any]) -> None:
     tokenizer, model = Tokenizer.from_folder(folder), reference(folder)
     end = tokenizer.encode("</think>", add_special_tokens=False)
     prompts = [tokenizer.encode(text) for text in TEXTS]
@@ -68,7 +59,7 @@ def test_thoughts_end_at_their_budget(folder: Path, layout: str) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=LENGTH, ignore_eos=True, thinking_token_budget=BUDGET
     )
-    engine = small_engine(folder, **LAYOUTS[layout])
+    engine = small_engine(folder, **settings)
     outputs = Driver(engine).run(prompts, params)
     assert [output.outputs[0].token_ids for output in outputs] == expected
     engine.close()

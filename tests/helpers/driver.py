@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -286,3 +286,15 @@ def assert_all_free(engine: LLMEngine) -> None:
     for pool in (manager.device, manager.host):
         assert pool.num_free == pool.num_slots
     engine.kv.check()
+
+
+def assert_tiers_agree(runs: Mapping[str, tuple[Driver, list[list[int]], list[Tensor]]]) -> None:
+    """By layout ("resident" and others): the driver, and of each prompt the ids and the logits. All
+    have the same steps, ids and bits; only "stream" copies to the device.
+    """
+    resident, ids, logits = runs["resident"]
+    for layout, (driver, their_ids, their_logits) in runs.items():
+        assert driver.audit.schedule == resident.audit.schedule
+        assert their_ids == ids
+        assert all(map(torch.equal, their_logits, logits)), layout
+        assert (driver.engine.kv.counters.h2d_bytes > 0) == (layout == "stream")

@@ -14,7 +14,7 @@ from torch.nn import functional
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import CpuLinear
-from nanoengine.models import layer_ops
+from nanoengine.models import torch_ops
 
 
 def use_plain_products(patch: pytest.MonkeyPatch) -> None:
@@ -29,19 +29,19 @@ def use_plain_products(patch: pytest.MonkeyPatch) -> None:
         return load(tape, dtype=dtype, **asked)
 
     patch.setattr(CpuLinear, "load", load_others)
-    patch.setattr(layer_ops.Linear, "__init__", _keep_weight)
-    patch.setattr(layer_ops.Linear, "__call__", _multiply_in_order)
-    patch.setitem(layer_ops.GATED, "gelu_pytorch_tanh", _gelu_mul)
+    patch.setattr(torch_ops.Linear, "__init__", _keep_weight)
+    patch.setattr(torch_ops.Linear, "__call__", _multiply_in_order)
+    patch.setitem(torch_ops.GATED, "gelu_pytorch_tanh", _gelu_mul)
 
 
 def _keep_weight(
-    self: layer_ops.Linear, weight: Tensor, bias: Any = None, quantized: Any = None
+    self: torch_ops.Linear, weight: Tensor, bias: Any = None, quantized: Any = None
 ) -> None:
     self._quantized, self._bias = quantized, bias
     self._columns = weight.float().T.contiguous().unsqueeze(1)
 
 
-def _multiply_in_order(self: layer_ops.Linear, x: Tensor) -> Tensor:
+def _multiply_in_order(self: torch_ops.Linear, x: Tensor) -> Tensor:
     """A sum in the order of a tree."""
     if self._quantized is not None:
         product: Tensor = self._quantized(x)

@@ -17,7 +17,7 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.models.layer_ops import clamped_swiglu
+from nanoengine.models.torch_ops import clamped_swiglu
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)

@@ -20,8 +20,8 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import ADD, CpuLinear, PackedExperts, WeightArena
 from nanoengine.kernels.fused_ops import PackedOps
+from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
-from nanoengine.models.layer_ops import make_experts
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 

@@ -20,7 +20,8 @@ from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.loader import load_model
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.experts import MixtureWeights
-from nanoengine.models.layer_ops import Product, TorchOps
+from nanoengine.models.layer_ops import Product
+from nanoengine.models.torch_ops import TorchOps
 from nanoengine.models.weight_shapes import weight_shapes
 
 Tiny = Callable[[str], Path]

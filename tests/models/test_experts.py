@@ -12,6 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from nanoengine.config.model import ExpertsConfig
+from nanoengine.models.expert_layer import make_router
 from nanoengine.models.experts import (
     ExpertWeights,
     GroupedExperts,
@@ -20,7 +21,7 @@ from nanoengine.models.experts import (
     add_up,
     route,
 )
-from nanoengine.models.layer_ops import TorchOps, make_router, silu_mul
+from nanoengine.models.torch_ops import TorchOps, silu_mul
 
 HIDDEN, INNER, COUNT, TOP_K = 24, 16, 6, 3
 PARTS = ("gate", "up", "down")

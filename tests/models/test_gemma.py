@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import TINY, reference, reference_logits
-from driver import Driver, host_gib
+from driver import Driver, assert_tiers_agree, host_gib
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -25,7 +25,8 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.kernels.call_tape import _Pass
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.layer_ops import Norm, TorchOps
+from nanoengine.models.layer_ops import Norm
+from nanoengine.models.torch_ops import TorchOps
 
 PROMPTS = [[7 + i, *range(5, 5 + length)] for i, length in enumerate((3, 40, 17, 70))]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -92,12 +93,7 @@ def test_bfloat16_on_every_tier_has_the_same_bits_and_nothing_is_replayed(
 
     monkeypatch.setattr(_Pass, "replay", counted)
     runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
-    resident, ids, logits = runs["resident"]
-    for layout, (driver, their_ids, their_logits) in runs.items():
-        assert driver.audit.schedule == resident.audit.schedule
-        assert their_ids == ids
-        assert all(map(torch.equal, their_logits, logits)), layout
-        assert (driver.engine.kv.counters.h2d_bytes > 0) == (layout == "stream")
+    assert_tiers_agree(runs)
     assert not replays
 
 

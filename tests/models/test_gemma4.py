@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, assert_greedy, assert_logits_are_transformers, host_gib, small_engine
+from driver import (
+    Driver,
+    assert_greedy,
+    assert_logits_are_transformers,
+    assert_tiers_agree,
+    host_gib,
+    small_engine,
+)
 from torch import Tensor
 from transformers import Gemma4TextConfig
 
@@ -56,12 +63,7 @@ def run(folder: Path, layout: str, **settings: Any) -> tuple[Driver, list[list[i
 def test_every_tier_gives_the_same_bits(tiny: Callable[[str], Path], name: str, dtype: str) -> None:
     """In fp32 transformers' ids and logits, too, in chunks, with prefix misses and hits."""
     runs = {layout: run(tiny(name), layout, dtype=dtype) for layout in LAYOUTS}
-    resident, ids, logits = runs["resident"]
-    for layout, (driver, their_ids, their_logits) in runs.items():
-        assert driver.audit.schedule == resident.audit.schedule
-        assert their_ids == ids
-        assert all(map(torch.equal, their_logits, logits)), layout
-        assert (driver.engine.kv.counters.h2d_bytes > 0) == (layout == "stream")
+    assert_tiers_agree(runs)
 
 
 def test_kv_is_held_once_and_takes_what_the_heads_need(tiny: Callable[[str], Path]) -> None:
