@@ -63,7 +63,6 @@ class ExpertsConfig:
     models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
     multiplies them. top_groups: of num_groups groups of experts, those open to a token.
     shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
-    codes: the format of their weights in a checkpoint, a key of stored_codes.FORMATS; "": numbers.
     """
 
     count: int
@@ -77,7 +76,6 @@ class ExpertsConfig:
     top_groups: int = 1
     shared_size: int = 0
     has_bias: bool = False
-    codes: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,8 @@ class ModelConfig:
     softcap of the logits. wrapper: the class in config.json if this is the text model of one for
     images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
     have no KV. shapes: of each layer where they differ, else (); see `shape`. layer_input_size: of
-    the vector that each layer gets of a token id; 0: none.
+    the vector that each layer gets of a token id; 0: none. codes: a key of stored_codes.FORMATS, if
+    the checkpoint has matrices of layers (MXFP4: of experts) in it; else "".
     """
 
     architecture: str
@@ -139,6 +138,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     shapes: tuple[LayerShape, ...] = ()
     layer_input_size: int = 0
+    codes: str = ""
 
     def shape(self, layer: int) -> LayerShape:
         """The shape of a layer."""

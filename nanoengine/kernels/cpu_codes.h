@@ -1,4 +1,4 @@
-/* Weights as the codes of a GGUF file: where they lie, and what they stand for.
+/* Weights as the codes of a GGUF file, or of packed integers: where they lie, what they stand for.
  *
  * A file stores an output as blocks of 32 or 256 weights, one after the other: float16 scales, and words
  * of 32 bits that hold codes, or scales of 6 or 8 bits. Here the blocks of PANEL outputs take turns, half
@@ -7,7 +7,7 @@
  * power of two, is held as a bfloat16.
  *
  * A weight is d * code + m, where d and m belong to a group of 32 weights (Q6_K: of 16). d, m and d * code
- * are exact in fp32, but for Q6_K, whose m is a multiple of d; so a fused step gives the bits of the
+ * are exact in fp32, but for Q6_K, whose m is a multiple of d, as is that of INT4 and INT8; so a fused step gives the bits of the
  * file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is).
  *
  * MODE is what numbers are: F32, or BF16_PAIRS.
@@ -17,7 +17,7 @@
 #include "cpu_vectors.h"
 
 enum { PANEL = 64, GROUP = 32 };
-enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FORMATS };
+enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FORMATS };
 
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;
@@ -26,6 +26,7 @@ static const format_t FORMAT[FORMATS] = {
     [Q4_0] = {32, 1, 4, 0, 2},  [Q4_1] = {32, 2, 4, 0, 4},    [Q5_0] = {32, 1, 5, 0, 2},
     [Q5_1] = {32, 2, 5, 0, 4},  [Q8_0] = {32, 1, 8, 0, 2},    [Q4_K] = {256, 2, 35, 0, 4},
     [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0}, [MXFP4] = {32, 1, 4, 0, 1},
+    [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},
 };
 INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
 INLINE int64_t file_bytes(int format) { return block_bytes(format) - (format == MXFP4); }
@@ -95,6 +96,8 @@ INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
         vf scale, minimum;
         scale_and_minimum(b, g, &scale, &minimum);
         s.d[0] *= scale, s.m[0] = -(half(b, 1) * minimum);
+    } else if (format == INT4 || format == INT8) {
+        s.m[0] = -(s.d[0] * half(b, 1));
     } else {
         s.m[0] = s.d[0] * (format == Q4_0 ? -8.0f : format == Q5_0 ? -16.0f : 0.0f);
     }
@@ -121,7 +124,9 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
     switch (format) {
     case Q4_0:
     case MXFP4:
+    case INT4:
     case Q4_1: return word(b, i) >> (4 * h);
+    case INT8:
     case Q8_0: return word(b, at);
     case Q4_K: return word(b, 3 + g / 2 * 8 + at) >> (int)(4 * odd);
     case Q5_K:
@@ -153,10 +158,10 @@ INLINE vf e2m1(vu x) {
 
 /* Code n of the four as a number. */
 INLINE vf code(vu four, int n, const int format) {
-    if (format == Q8_0) return signed_byte(four, n);
+    if (format == Q8_0 || format == INT8) return signed_byte(four, n);
     const vu x = four >> (8 * n);
     if (format == MXFP4) return e2m1(x);
-    const int bits = format == Q6_K ? 6 : format == Q4_0 || format == Q4_1 || format == Q4_K ? 4 : 5;
+    const int bits = format == Q6_K ? 6 : format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
 #if LANES == 16 /* a look-up reads as many bits as its table needs */
     const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     if (bits == 4) return (vf)_mm512_permutexvar_ps((__m512i)x, low);
@@ -200,7 +205,7 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 
 #if WITH_CODES
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
-    f(MXFP4)
+    f(MXFP4) f(INT4) f(INT8)
 #else /* they take long to compile */
 #define EACH_FORMAT(f)
 #endif

@@ -20,7 +20,7 @@ from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.models.experts import Router
-from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight, Weight
+from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, CodedRows, CodedWeight, Weight
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
 # As in cpu_linear.c: outputs of a panel, outputs of gate and up that take turns, k of a matrix
@@ -33,7 +33,6 @@ STORE, ADD, FLOAT = 0, 1, 2
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS))}
-_SCALE_GROWTH = {"MXFP4": 1}  # bytes of a block more than the file has
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q5qd")
 _CALL = struct.Struct("=4Q5q")
@@ -426,8 +425,7 @@ class CpuLinear:
         itemsize = self.dtype.itemsize
         row_bytes = -(-inputs * itemsize // 4) * 4
         if code_format:
-            in_block, block_bytes = FORMATS[code_format]
-            row_bytes = inputs // in_block * (block_bytes + _SCALE_GROWTH.get(code_format, 0))
+            row_bytes = inputs // FORMATS[code_format][0] * HELD_BYTES[code_format]
         panels = self._arena.allocate(num_panels * _PANEL * row_bytes)
         if inputs * itemsize % 4 or num_panels * _PANEL != outputs * len(weights):
             panels.zero_()  # products read the padding, too

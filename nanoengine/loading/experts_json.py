@@ -50,7 +50,6 @@ def read_experts(
         renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
         dense_layers=dense,
         has_bias=names.has_bias,
-        codes="MXFP4" if content.get("quantization_config") else "",
         scoring=names.scoring,
         scaling=content.real("routed_scaling_factor", 1.0) if names.scoring == "sigmoid" else 1.0,
         shared_size=shared,

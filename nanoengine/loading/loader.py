@@ -100,7 +100,8 @@ def load_model(
         origin = describe_weights(folder)
         if not ops.takes_codes:
             origin += about_packed(parts, reader, dtype)
-        if growth := reader.growth(num_bytes):
+        growth = "" if codes else reader.growth(num_bytes)
+        if growth:
             origin = f"{origin}; {growth}"
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
@@ -122,8 +123,8 @@ def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:
 def holds_codes(folder: Path) -> bool:
     """Whether some tensors in `folder` are codes; False, too, if `load_model` will refuse it."""
     try:
-        with CheckpointReader(folder) as reader:
-            return any(
+        with _open(folder, is_wrapped=False) as reader:
+            return isinstance(reader, PackedReader) or any(
                 reader.code_format(name) or name.endswith(PACKED_EXPERTS) for name in reader.names()
             )
     except ModelLoadError:

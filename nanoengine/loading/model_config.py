@@ -95,6 +95,7 @@ def read_model_config(
         experts=read_experts(content, architecture.experts, num_layers),
         shapes=shapes,
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
+        codes=_codes(content.get("quantization_config")),
     )
     _check_heads(config, content.path)
     return config
@@ -222,6 +223,14 @@ def _ropes(
     may_be_partial = "partial_rotary_factor" in architecture.reads
     rope, max_position = read_rope(content, head_dims[0], may_be_partial, max_model_len)
     return rope, None, max_position
+
+
+def _codes(quantised: object) -> str:
+    """ModelConfig's codes."""
+    packed = packed_format(quantised)
+    if packed is not None:
+        return f"INT{packed.bits}"
+    return "MXFP4" if quant_method(quantised) == "mxfp4" else ""
 
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:

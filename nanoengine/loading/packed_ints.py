@@ -1,8 +1,8 @@
 """Reads checkpoints in AWQ, GPTQ and compressed-tensors: integers of 4 or 8 bits in words of 32.
 
-Weights are dequantised as they are read. AWQ (arXiv 2306.00978) and GPTQ (arXiv 2210.17323) hold a
-matrix [inputs, outputs] as AutoAWQ's "gemm" and AutoGPTQ pack it, compressed-tensors one [outputs,
-inputs].
+Weights are dequantised as they are read, or become blocks of codes (stored_codes.py). AWQ (arXiv
+2306.00978) and GPTQ (arXiv 2210.17323) hold a matrix [inputs, outputs] as AutoAWQ's "gemm" and
+AutoGPTQ pack it, compressed-tensors one [outputs, inputs].
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch import Tensor
 from nanoengine.config.engine import GIB
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import CheckpointReader, Part
+from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, integer_rows
 
 WORD_BITS, WORD = 32, "I32"
 INPUTS_AT_ONCE = 1024  # that are dequantised
+BLOCK = 32  # inputs of a block of codes
 # AutoAWQ puts the columns 0, 2, 4, 6, 1, 3, 5, 7 into a word: where each of them is.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -96,6 +98,43 @@ def _of_groups(config: Mapping[str, Any]) -> PackedFormat | None:
     return PackedFormat("compressed-tensors", bits, group, has_zeros=has_zeros)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight is scale * (integer - zero).
+
+    integers: int32 [inputs, outputs], from 0. zeros: int32, scales: [groups, outputs]. groups: of
+    each input, int64 [inputs].
+    """
+
+    integers: Tensor
+    zeros: Tensor
+    scales: Tensor
+    groups: Tensor
+
+    def numbers(self) -> Tensor:
+        """float32 [outputs, inputs]."""
+        weight = torch.empty(self.integers.shape[::-1])
+        for inputs in torch.split(torch.arange(len(self.groups)), INPUTS_AT_ONCE):
+            at = self.groups[inputs]
+            centred = self.integers[inputs] - self.zeros[at]
+            weight[:, inputs] = (centred * self.scales[at].float()).T
+        return weight
+
+    def rows(self, bits: int) -> CodedRows | None:
+        """The same as blocks of codes; None where a block of inputs has not one scale, or scales
+        are more exact than float16.
+        """
+        scales = self.scales.half()
+        if len(self.groups) % BLOCK or not torch.equal(scales.float(), self.scales.float()):
+            return None
+        groups = self.groups.view(-1, BLOCK)
+        if not torch.equal(groups, groups[:, :1].expand_as(groups)):
+            return None
+        codes = self.integers.T.reshape(-1, len(groups), BLOCK)
+        of_block = groups[:, 0]
+        return integer_rows(codes, self.zeros[of_block].T, scales[of_block].T, bits)
+
+
 class PackedReader(CheckpointReader):
     """Gives packed weights as float32, under the names that they have in other checkpoints, and all
     others as they are stored.
@@ -153,9 +192,21 @@ class PackedReader(CheckpointReader):
         """As CheckpointReader.tensor. Raises WeightMismatchError for a packed weight without scales
         and zeros of its shape.
         """
-        part = self._parts[name]
-        if not self._stem(part):
+        if not self._stem(self._parts[name]):
             return super().tensor(name)
+        return self._packed(name).numbers()
+
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """As `tensor`, but a packed weight is a CodedWeight if its blocks can be."""
+        if not self._stem(self._parts[name]):
+            return super().weight(name, dtype)
+        packed = self._packed(name)
+        rows = packed.rows(self._format.bits)
+        return packed.numbers() if rows is None else CodedWeight((rows,), dtype)
+
+    def _packed(self, name: str) -> PackedWeight:
+        """A packed weight. Raises WeightMismatchError."""
+        part = self._parts[name]
         self.dtype(name)
         self._remap()
         words = self._read(part, part.stored)
@@ -179,12 +230,7 @@ class PackedReader(CheckpointReader):
                 f"{wanted[0]} groups of inputs"
             )
         integers = self._unpacked(words, 0 if self._format.method == "gptq" else 1)
-        integers = integers.T if is_turned else integers
-        weight = torch.empty(self.shape(name))
-        for inputs in torch.split(torch.arange(len(groups)), INPUTS_AT_ONCE):
-            at = groups[inputs]
-            weight[:, inputs] = ((integers[inputs] - middle[at]) * scales[at].float()).T
-        return weight
+        return PackedWeight(integers.T if is_turned else integers, middle, scales, groups)
 
     def _companion(self, part: Part, place: int) -> Tensor | None:
         """A weight's tensor of this place in PackedFormat.names, if it is there."""

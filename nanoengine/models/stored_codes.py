@@ -1,4 +1,4 @@
-"""Weights as the codes of a GGUF file, which kernels multiply with as they are.
+"""Weights as the codes of a file, which kernels multiply with as they are.
 
 Knows which formats there are, and no kernel. What has no kernel for them takes their numbers.
 """
@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# The formats by name, each with the weights and the bytes of a block (llama.cpp's ggml-common.h).
+# The formats by name, each with the weights and the bytes of a block: those of GGUF files
+# (llama.cpp's ggml-common.h), and packed integers, whose blocks are a float16 scale and zero, and
+# codes in the order of Q4_0 and Q8_0: a weight is scale * (code - zero).
 FORMATS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -21,7 +23,12 @@ FORMATS = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
     "MXFP4": (32, 17),
+    "INT4": (32, 20),
+    "INT8": (32, 36),
 }
+# Bytes of a block in memory: kernels hold the scale of MXFP4 in 16 bits.
+HELD_BYTES = {name: num_bytes for name, (_, num_bytes) in FORMATS.items()} | {"MXFP4": 18}
+INTEGERS = {"INT4": 4, "INT8": 8}  # the bits of a code; INT8's are signed
 # In the metadata of a safetensors file: JSON, the format of each tensor that is codes.
 CODES_KEY = "codes"
 # Ends of the names of matrices: those whose product is in fp32, and is never quantised; and those
@@ -48,16 +55,16 @@ class CodedRows:
         weights, num_bytes = FORMATS[self.format]
         return self.rows.shape[1] // num_bytes * weights
 
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """[outputs, inputs], by the package gguf."""
-        import gguf  # 0.3 s to import, and needed only where no kernel reads codes
+    @property
+    def held_bytes(self) -> int:
+        """Bytes in memory."""
+        return self.rows.nbytes // FORMATS[self.format][1] * HELD_BYTES[self.format]
 
-        kind = gguf.GGMLQuantizationType[self.format]
-        pieces = [
-            torch.from_numpy(gguf.quants.dequantize(piece.numpy(), kind)).to(dtype)
-            for piece in torch.split(self.rows, _ROWS_AT_ONCE)
-        ]
-        return torch.cat(pieces)
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """[outputs, inputs]; those of a GGUF file by the package gguf."""
+        numbers = _of_integers if self.format in INTEGERS else _of_gguf
+        pieces = torch.split(self.rows, _ROWS_AT_ONCE)
+        return torch.cat([numbers(self.format, piece).to(dtype) for piece in pieces])
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +90,10 @@ class CodedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as stored."""
-        return sum(_rows(part).nbytes for part in self.parts)
+        """Bytes in memory."""
+        return sum(
+            part.held_bytes if isinstance(part, CodedRows) else part.nbytes for part in self.parts
+        )
 
     def numbers(self) -> Tensor:
         """All of it, [outputs, inputs]."""
@@ -150,6 +159,36 @@ def in_order(weight: Weight, order: Tensor) -> Weight:
 def numbers_of(weight: Weight) -> Tensor:
     """A weight as numbers, whatever it is."""
     return weight.numbers() if isinstance(weight, CodedWeight) else weight
+
+
+def integer_rows(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> CodedRows:
+    """Packed integers as blocks. codes, from 0: [outputs, blocks, 32]; zeros, scales: [outputs,
+    blocks]; scales are float16.
+    """
+    middle = 128 if bits == 8 else 0
+    kept = (codes - middle).to(torch.int8).view(torch.uint8)
+    if bits == 4:
+        first, last = kept.chunk(2, dim=2)
+        kept = first | last << 4
+    halves = torch.stack((scales, (zeros - middle).half()), dim=2).view(torch.uint8)
+    return CodedRows(f"INT{bits}", torch.cat((halves, kept), dim=2).flatten(1))
+
+
+def _of_integers(name: str, rows: Tensor) -> Tensor:
+    """What `integer_rows` made, as float32 [outputs, inputs]."""
+    blocks = rows.view(len(rows), -1, FORMATS[name][1])
+    scales, zeros = blocks[..., :4].contiguous().view(torch.float16).float().unbind(2)
+    codes = blocks[..., 4:]
+    codes = torch.cat((codes & 15, codes >> 4), 2) if name == "INT4" else codes.view(torch.int8)
+    return ((codes.float() - zeros[..., None]) * scales[..., None]).flatten(1)
+
+
+def _of_gguf(name: str, rows: Tensor) -> Tensor:
+    """Blocks of a GGUF file as float32 [outputs, inputs]."""
+    import gguf  # 0.3 s to import, and needed only where no kernel reads codes
+
+    kind = gguf.GGMLQuantizationType[name]
+    return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind))
 
 
 def _rows(part: CodedRows | Tensor) -> Tensor:

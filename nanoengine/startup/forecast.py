@@ -18,7 +18,7 @@ from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.quant import RECOVERED, STORED_GROUP
-from nanoengine.models.stored_codes import FORMATS, NEVER_CODES, ROUTERS
+from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
 from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.startup.memory_plan import ModelFacts, plan_memory
 from nanoengine.startup.plan import GIB_STEPS, MemoryPlan, gib_up
@@ -152,9 +152,9 @@ class Forecaster:
         self._codes = codes
         on_cpu = hardware.name == "cpu"
         each = _bytes_of_weights(codes or {}, itemsize, on_cpu)
-        if on_cpu and model.experts is not None and model.experts.codes:
-            weights, num_bytes = FORMATS[model.experts.codes]
-            each["experts"] = num_bytes / weights
+        if on_cpu and model.codes:
+            kept = "experts" if model.codes == "MXFP4" else "matrices"
+            each[kept] = HELD_BYTES[model.codes] / FORMATS[model.codes][0]
         self._weight_bytes = weight_bytes(model, itemsize, method, each)
         self._active_bytes = weight_bytes(model, itemsize, method, each, of_a_token=True)
         self._memory = _Planned(hardware, self._weight_bytes)
@@ -333,7 +333,7 @@ def _bytes_of_weights(codes: CodeCounts, itemsize: int, on_cpu: bool) -> dict[st
     """Of a weight with quantization="gguf", on average, in "layers" and in "ends"."""
     sizes = dict.fromkeys(RECOVERED, 0.5 + 2 * itemsize / STORED_GROUP)
     if on_cpu:
-        sizes = {name: num_bytes / weights for name, (weights, num_bytes) in FORMATS.items()}
+        sizes = {name: HELD_BYTES[name] / weights for name, (weights, _) in FORMATS.items()}
     found = dict.fromkeys(("layers", "ends"), float(itemsize))
     for place, counts in codes.items():
         if counts and (on_cpu or place == "layers"):
@@ -352,8 +352,9 @@ def weight_bytes(
     """Bytes of all weights. Quantised ones are those of the layers' products, in the shapes that
     the operators take.
 
-    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends", and of "experts"
-    that stay codes without it. of_a_token: of the experts, only those that a token goes to.
+    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends"; without it, of the
+    layers' "matrices" or of "experts" that stay codes. of_a_token: of the experts, only those that
+    a token goes to.
     """
     total, experts = 0.0, model.experts
     for name, shape in weight_shapes(model).items():
@@ -365,8 +366,14 @@ def weight_bytes(
         if quantization == "gguf":
             is_coded = is_matrix and not name.endswith(NEVER_CODES)
             total += size * (codes[place] if is_coded else itemsize)
-        elif quantization is None and is_matrix and ".experts." in name and "experts" in codes:
-            total += size * codes["experts"]
+        elif (
+            quantization is None
+            and is_matrix
+            and place == "layers"
+            and not name.endswith(NEVER_CODES)
+        ):
+            kind = "experts" if ".experts." in name else "others"
+            total += size * codes.get("matrices", codes.get(kind, itemsize))
         elif quantization is None or not is_matrix or place == "ends":
             total += size * itemsize
         elif quantization == "int8":

@@ -16,15 +16,18 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, assert_logits_are_transformers, small_engine
-from marks import named
+from marks import named, needs_compiler
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packed_ints import PackedReader, packed_format
+from nanoengine.models.stored_codes import CodedWeight, numbers_of
+from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]
+NUM_CODED = 18  # of the products in both_kinds, those with whole blocks
 GROUP, AWQ_COLUMNS = 32, (0, 2, 4, 6, 1, 3, 5, 7)
 INT4 = {"type": "int", "num_bits": 4, "symmetric": True, "strategy": "group", "group_size": GROUP}
 CHANNEL = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "channel"}
@@ -123,13 +126,23 @@ def both_kinds(tiny: Tiny, name: str, config: dict[str, Any], folder: Path) -> t
 @pytest.mark.parametrize(
     "kind", named({kind: kind for kind in KINDS}, "awq", "gptq", "compressed-tensors")
 )
-def test_answers_are_those_of_the_numbers(tiny: Tiny, tmp_path: Path, kind: str) -> None:
-    ours, theirs = both_kinds(tiny, "llama-bias", KINDS[kind], tmp_path)
+@pytest.mark.parametrize("has_kernels", [pytest.param(True, marks=needs_compiler), False])
+def test_answers_are_those_of_the_numbers(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, has_kernels: bool
+) -> None:
+    """On a CPU integers stay codes, but where a block of inputs has several scales."""
+    if not has_kernels:
+        monkeypatch.setattr(parts, "_code_ops", lambda kernels, dtype: None)
+    config = KINDS[kind]
+    ours, theirs = both_kinds(tiny, "llama-bias", config, tmp_path)
     driver = Driver(small_engine(ours))
     outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
     assert_logits_are_transformers(driver, theirs, outputs)
-    bits = "8 bits" if "8" in kind else "4 bits"
-    assert f"{kind.split(',')[0]} in {bits}, dequantised: " in str(driver.engine.plan)
+    bits = 8 if "8" in kind else 4
+    line = f"{kind.split(',')[0]} in {bits} bits, dequantised: "
+    if has_kernels and not config.get("desc_act"):
+        line = f"codes as stored: 7 of INT{bits}; the rest in float32"
+    assert line in str(driver.engine.plan)
     driver.engine.close()
 
 
@@ -140,12 +153,36 @@ def test_experts(tiny: Tiny, tmp_path: Path, kind: str) -> None:
     known = packed_format(KINDS[kind])
     assert known is not None
     expected = load_file(theirs / "model.safetensors")
+    num_coded = 0
     with PackedReader(ours, False, known) as reader:
         assert reader.names() == expected.keys()
         for name, values in expected.items():
             assert reader.shape(name) == values.shape
             torch.testing.assert_close(reader.tensor(name), values, atol=1e-6, rtol=0)
+            weight = reader.weight(name, torch.float32)
+            if isinstance(weight, CodedWeight):
+                assert torch.equal(weight.numbers(), values)
+                num_coded += 1
         assert reader.num_bytes() < sum(values.nbytes for values in expected.values())
+    assert num_coded == (0 if KINDS[kind].get("desc_act") else NUM_CODED)
+
+
+def test_scales_beyond_float16_leave_numbers(tiny: Tiny, tmp_path: Path) -> None:
+    ours, _ = both_kinds(tiny, "llama", KINDS["compressed-tensors"], tmp_path)
+    known = packed_format(KINDS["compressed-tensors"])
+    assert known is not None
+    stored = load_file(ours / "model.safetensors")
+    stem = "model.layers.0.self_attn.q_proj."
+    stored[f"{stem}weight_scale"] *= 1.0001
+    save_file(stored, ours / "model.safetensors", {"format": "pt"})
+    with PackedReader(ours, False, known) as reader:
+        kinds = {
+            part: reader.weight(f"{stem}weight".replace("q_", part), torch.float32)
+            for part in ("q_", "k_")
+        }
+        assert isinstance(kinds["k_"], CodedWeight)
+        assert torch.equal(numbers_of(kinds["q_"]), reader.tensor(f"{stem}weight"))
+        assert not isinstance(kinds["q_"], CodedWeight)
 
 
 @pytest.mark.parametrize(

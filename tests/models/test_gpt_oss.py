@@ -21,6 +21,7 @@ from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from nanoengine import SamplingParams
+from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ModelLoadError, UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import CheckpointReader, check_names
@@ -66,7 +67,11 @@ def both_kinds(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
 
 @pytest.mark.parametrize("has_kernels", [pytest.param(True, marks=needs_compiler), False])
 def test_experts_in_mxfp4(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    has_kernels: bool,
 ) -> None:
     """Every tensor has transformers' bits. On a CPU they stay codes; elsewhere the plan says by how
     much they have grown.
@@ -86,7 +91,7 @@ def test_experts_in_mxfp4(
             weight = ours.weight(name, torch.float32)
             if isinstance(weight, CodedWeight):
                 assert torch.equal(weight.numbers(), tensor.float())
-                assert weight.nbytes == tensor.numel() * 17 // 32
+                assert weight.nbytes == tensor.numel() * 18 // 32
             assert isinstance(weight, CodedWeight) == name.endswith(MXFP4_NAMES)
         assert ours.num_bytes() < theirs.num_bytes()
     driver = Driver(LLMEngine(packed, dtype="float32", num_gpu_blocks=64, kvcache_block_size=8))
@@ -95,6 +100,11 @@ def test_experts_in_mxfp4(
     plan = str(driver.engine.plan)
     assert ("GiB of experts in MXFP4 became" in plan) is not has_kernels
     assert ("codes as stored: 45 of MXFP4; the rest in float32" in plan) is has_kernels
+    if has_kernels:
+        flags = ["--gpu-gib", "0", "--dtype", "float32", "--json"]
+        assert main(["plan", str(packed), *flags]) == 0
+        planned = json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"]
+        assert planned == pytest.approx(driver.engine.plan.weight_bytes, rel=0.01)
     driver.engine.close()
 
 

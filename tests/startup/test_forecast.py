@@ -111,6 +111,20 @@ def test_fewer_bits_are_less_weight() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.7 * sizes[1] > 2.5 * sizes[3]
 
 
+def test_what_a_checkpoint_has_packed_stays_so_on_a_cpu() -> None:
+    """All matrices of layers, 5 bits a weight; on a GPU they are numbers."""
+    packed, matrices = (
+        replace(LLAMA_8B, codes="INT4"),
+        32 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096,
+    )
+    for gpu_bytes, saved in ((0, matrices * (2 - 20 / 32)), (80 * GIB, 0)):
+        sizes = [
+            forecaster(Hardware(gpu_bytes, 64 * GIB, 300.0, 25.0), model).forecast(1000)
+            for model in (LLAMA_8B, packed)
+        ]
+        assert sizes[0].plan.weight_bytes - sizes[1].plan.weight_bytes == saved
+
+
 def test_a_cpu_takes_its_own_dtype() -> None:
     hardware = Hardware(0, 64 * GIB, 20.0, 25.0, torch.float32)
     made = forecaster(hardware).forecast(1000)
