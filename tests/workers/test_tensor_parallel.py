@@ -43,21 +43,10 @@ BLOCK = 8
 SMALL = {"num_gpu_blocks": 8, "kv_offload_gib": 0.01, "measure_speed": False}
 STREAM = SMALL | {"offload_mode": "stream", "ring_slots": 2, "slot_tokens": 16}
 # What the KV of the ranks goes through, by name: the settings.
-# Norms over all heads, recurrent layers, layers of two shapes; those that take long.
-REFUSED = (
-    "gemma4",
-    "gemma4-moe",
-    "gemma4-shared",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "qwen3-next",
-    "qwen3-next-moe",
-    "qwen3.5",
-    "qwen3.5-moe",
-)
 SLOW = ("mixtral", "qwen2-moe")
 FIRST = ("qwen3", "gemma3", "glm4-moe")  # norms of heads, windows and experts
+# Recurrent layers; heads of two sizes, shared KV and inputs of each layer; norms over all heads.
+OTHERS = ("qwen3.5", "qwen3-next-moe", "gemma4", "gemma4-shared", "olmo3")
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"num_gpu_blocks": 64},
     "streamed": STREAM,
@@ -153,7 +142,7 @@ def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> 
         *FIRST,
         *(
             pytest.param(name, marks=pytest.mark.breadth)
-            for name in sorted({*TINY} - {"llama", "llama-sharded", *FIRST, *REFUSED, *SLOW})
+            for name in sorted({*TINY} - {"llama", "llama-sharded", *FIRST, *SLOW})
         ),
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
@@ -162,10 +151,30 @@ def test_every_architecture(tiny: Tiny, name: str) -> None:
     assert run(tiny(name), 2, **WAYS["streamed"]) == alone(tiny(name), "float32", "streamed")
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "phi3", "qwen3-moe"])
-def test_in_bfloat16(tiny: Tiny, name: str) -> None:
-    found = run(tiny(name), 2, "bfloat16", **WAYS["resident"])
-    assert found == alone(tiny(name), "bfloat16", "resident")
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_go_through_the_same(
+    tiny: Tiny, name: str, size: int, way: str, dtype: str
+) -> None:
+    """With 4 ranks, two share a key head of the recurrent layers and a KV head of the others."""
+    assert run(tiny(name), size, dtype, **WAYS[way]) == alone(tiny(name), dtype, way)
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "resident") for name in ("llama-tied", "gemma3", "phi3", "qwen3-moe", "olmo3")),
+        ("gemma4-shared", "resident"),
+        ("qwen3.5", "guesses"),
+        pytest.param("qwen3.5", "chunks and preemption", marks=pytest.mark.breadth),
+        pytest.param("gemma4", "streamed", marks=pytest.mark.breadth),
+    ],
+)
+def test_in_bfloat16(tiny: Tiny, name: str, way: str) -> None:
+    assert run(tiny(name), 2, "bfloat16", **WAYS[way]) == alone(tiny(name), "bfloat16", way)
 
 
 @pytest.mark.usefixtures("our_products")
@@ -279,8 +288,3 @@ def test_a_failure_in_a_step_is_for_good(tiny: Tiny, monkeypatch: pytest.MonkeyP
         fails_now.clear()
         with pytest.raises(EngineError, match="rank has failed"):
             llm.generate([[5, 6]], params, use_tqdm=False)
-
-
-def test_recurrent_layers_are_refused(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match="cannot divide a model with recurrent layers yet; leave"):
-        LLM(tiny("qwen3.5"), device="cpu", tensor_parallel_size=2)
