@@ -175,7 +175,7 @@ class Shard:
 
     def take(self, name: str, tensor: Weight, model: ModelConfig) -> Weight:
         """This rank's rows of a whole tensor of the model, or columns of EMBEDDINGS_OF_LAYERS."""
-        if name == EMBEDDINGS_OF_LAYERS:
+        if name == EMBEDDINGS_OF_LAYERS and self.size > 1:
             return columns(tensor, self._input_columns(model))
         rows = self.rows(name, model)
         if rows is None:

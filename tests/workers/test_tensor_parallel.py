@@ -12,12 +12,15 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import TINY
 from driver import fail_copies
+from gguf import GGMLQuantizationType as QuantType
+from gguf_model import GGUFModel
 from marks import needs_compiler
 from plain_products import use_plain_products
 from rank_threads import RankThreads
@@ -47,6 +50,7 @@ SLOW = ("mixtral", "qwen2-moe")
 FIRST = ("qwen3", "gemma3", "glm4-moe")  # norms of heads, windows and experts
 # Recurrent layers; heads of two sizes, shared KV and inputs of each layer; norms over all heads.
 OTHERS = ("qwen3.5", "qwen3-next-moe", "gemma4", "gemma4-shared", "olmo3")
+HEADS_OF_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"num_gpu_blocks": 64},
     "streamed": STREAM,
@@ -163,6 +167,23 @@ def test_other_layers_go_through_the_same(
     assert run(tiny(name), size, dtype, **WAYS[way]) == alone(tiny(name), dtype, way)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["resident", "streamed", "guesses", "chunks and preemption"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3.5", HEADS_OF_THREE | {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+        ("gemma4", HEADS_OF_THREE),
+        ("gemma4-shared", {"num_attention_heads": 3}),
+        ("olmo2", HEADS_OF_THREE),
+    ],
+)
+def test_three_ranks(tmp_path: Path, name: str, settings: dict[str, Any], way: str) -> None:
+    """Sizes other than those of heads are no multiples of three."""
+    replace(TINY[name], settings=TINY[name].settings | settings)(tmp_path)
+    assert run(tmp_path, 3, **WAYS[way]) == run(tmp_path, 1, **WAYS[way])
+
+
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -175,6 +196,31 @@ def test_other_layers_go_through_the_same(
 )
 def test_in_bfloat16(tiny: Tiny, name: str, way: str) -> None:
     assert run(tiny(name), 2, "bfloat16", **WAYS[way]) == alone(tiny(name), "bfloat16", way)
+
+
+@pytest.mark.usefixtures("our_products", "fresh_cache")
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param("qwen3.5-moe", {}, marks=pytest.mark.breadth),
+        pytest.param("gemma4-shared", {"hidden_size": 64}, marks=pytest.mark.breadth),
+        ("gemma4-shared", {"hidden_size": 64, "hidden_size_per_layer_input": 32}),
+    ],
+)
+def test_codes_of_a_gguf(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """Rows of codes, and columns where ranks make inputs of layers: whole blocks, or numbers."""
+    made = replace(TINY[name], settings=TINY[name].settings | settings)
+    (tmp_path / "hf").mkdir()
+    made(tmp_path / "hf")
+    model = GGUFModel(tmp_path / "hf")
+    for each, values in model.tensors.items():
+        if values.ndim > 1 and values.shape[-1] % 32 == 0:
+            model.types[each] = QuantType.Q8_0
+    path = model.write(tmp_path / "m.gguf")
+    expected, found = (
+        run(path, size, "bfloat16", quantization="gguf", **WAYS["resident"]) for size in (1, 2)
+    )
+    assert found == expected
 
 
 @pytest.mark.usefixtures("our_products")
