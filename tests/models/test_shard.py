@@ -12,10 +12,12 @@ import torch
 from checkpoints import TINY
 
 from nanoengine.errors import ConfigError
+from nanoengine.loading import loader
+from nanoengine.loading.loader import DummyWeights
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.delta_net import flat_projections
-from nanoengine.models.shard import UNIT, Shard
+from nanoengine.models.shard import UNIT, WHOLE, Shard
 from nanoengine.models.weight_shapes import weight_shapes
 
 SPLIT = re.compile(
@@ -102,6 +104,26 @@ def test_value_heads_are_where_their_key_heads_are(
         assert torch.equal(conv, torch.cat(want[:3]))
         for name in ("A_log", "dt_bias"):
             assert shard.take(prefix + name, torch.arange(values), config).tolist() == [*heads]
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3-next", "gemma4-shared"])
+def test_random_weights_of_ranks_are_parts_of_the_whole(
+    tiny: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank draws its rows alone, also where they begin and end within a block of rows."""
+    monkeypatch.setattr(loader, "DUMMY_ROWS", 7)
+    config = read_model_config(tiny(name))
+    shards = [WHOLE, Shard(0, 2), Shard(1, 2)]
+    drawn = [
+        DummyWeights(config, shard, torch.device("cpu"), torch.float32, seed=3) for shard in shards
+    ]
+    wholes = {tensor: drawn[0].part(tensor) for tensor in weight_shapes(config)}
+    for tensor, whole in wholes.items():
+        for shard, weights in zip(shards[1:], drawn[1:], strict=True):
+            assert torch.equal(weights.part(tensor), shard.take(tensor, whole, config)), tensor
+    matrices = torch.cat([whole.flatten() for whole in wholes.values() if whole.dim() == 2])
+    assert matrices.std().item() == pytest.approx(0.02, rel=0.02)
+    assert len(matrices.unique()) > 0.99 * len(matrices)
 
 
 def test_ranks_share_a_kv_head_where_there_are_more_ranks(tiny: Callable[[str], Path]) -> None:
