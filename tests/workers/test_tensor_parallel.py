@@ -34,6 +34,7 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape, _Pass
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import RequestOutput, TokenLogprobs
+from nanoengine.startup import memory_plan
 from nanoengine.startup.parts import make_engine_device
 from nanoengine.workers import following_rank, leading_parts, leading_rank, rank_setup
 from nanoengine.workers.step_record import StepRecord
@@ -307,6 +308,18 @@ def test_advice_is_for_all_ranks_together(tiny: Tiny) -> None:
             assert llm.plan.room is not None
             advised.append(llm.plan.room.gib_for(10_000_000))
     assert advised[0] > 1 and advised[1] == pytest.approx(advised[0], rel=0.01)
+
+
+def test_ranks_have_as_many_snapshots_together(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds its part of each."""
+    monkeypatch.setattr(memory_plan, "SNAPSHOT_BYTES", 1 << 20)
+    specs = []
+    for size in (1, 2):
+        with LLM(tiny("qwen3.5"), tensor_parallel_size=size, num_gpu_blocks=4) as llm:
+            specs.append(llm.plan.kv)
+    one, of_two = specs
+    assert of_two.num_snapshots == one.num_snapshots > 10
+    assert 2 * of_two.bytes_of_a_state == one.bytes_of_a_state
 
 
 def test_who_cannot_be_divided_is_told_so(tiny: Tiny) -> None:
