@@ -20,7 +20,7 @@ import pytest
 from checkpoints import TINY
 from driver import fail_copies
 from gguf import GGMLQuantizationType as QuantType
-from gguf_model import GGUFModel
+from gguf_model import SCALINGS, GGUFModel, with_scaling
 from marks import needs_compiler
 from plain_products import use_plain_products
 from rank_threads import RankThreads
@@ -204,6 +204,7 @@ def test_in_bfloat16(tiny: Tiny, name: str, way: str) -> None:
     ("name", "settings"),
     [
         pytest.param("qwen3.5-moe", {}, marks=pytest.mark.breadth),
+        pytest.param("gpt-oss", {}, marks=pytest.mark.breadth),
         pytest.param("gemma4-shared", {"hidden_size": 64}, marks=pytest.mark.breadth),
         ("gemma4-shared", {"hidden_size": 64, "hidden_size_per_layer_input": 32}),
     ],
@@ -214,9 +215,12 @@ def test_codes_of_a_gguf(tmp_path: Path, name: str, settings: dict[str, Any]) ->
     (tmp_path / "hf").mkdir()
     made(tmp_path / "hf")
     model = GGUFModel(tmp_path / "hf")
+    if name in SCALINGS:
+        with_scaling(model, name)
     for each, values in model.tensors.items():
         if values.ndim > 1 and values.shape[-1] % 32 == 0:
-            model.types[each] = QuantType.Q8_0
+            is_mxfp4 = model.arch == "gpt-oss" and "_exps" in each
+            model.types[each] = QuantType.MXFP4 if is_mxfp4 else QuantType.Q8_0
     path = model.write(tmp_path / "m.gguf")
     expected, found = (
         run(path, size, "bfloat16", quantization="gguf", **WAYS["resident"]) for size in (1, 2)
