@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from inspect import Parameter, signature
 from typing import Any, TypedDict, TypeVar
 
@@ -206,6 +206,10 @@ class EngineConfig:
     def num_drafts(self) -> int:
         """Most tokens drafted with the KV on the device per step and request; 0: none."""
         return self._guessers.get("resident", 0)
+
+    def without_drafts(self) -> EngineConfig:
+        """These settings, with guesses by prompt lookup alone."""
+        return replace(self, speculative=f"ngram:{self.num_guesses}" if self.num_guesses else None)
 
     @property
     def _guessers(self) -> dict[str, int]:

@@ -4,7 +4,6 @@ unless tensor_parallel_size asks for more.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
@@ -53,8 +52,7 @@ class OneRank:
     def load(self, device: Device) -> Parts:
         parts = load_parts(self.config, device)
         if parts.model.config.recurrent_layers:  # each draft would change the states
-            num = self.config.num_guesses
-            self.config = replace(self.config, speculative=f"ngram:{num}" if num else None)
+            self.config = self.config.without_drafts()
         return parts
 
     def share_of(self, device: Device) -> Memory:

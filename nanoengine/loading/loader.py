@@ -7,9 +7,11 @@ Never runs code of a checkpoint and never opens pickles.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,12 +27,13 @@ from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.architectures import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
-from nanoengine.models.layer_builder import TensorSource
 from nanoengine.models.layer_ops import LayerOps
-from nanoengine.models.shard import WHOLE, Sharding
+from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, Weight
 from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.text.checked_json import read_json
+
+DUMMY_ROWS = 256  # that are drawn with one seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,8 @@ def load_model(
     held = shard.shapes(shapes, config)
     num_bytes = sum(map(math.prod, held.values())) * dtype.itemsize
     if load_format == "dummy":
-        dummy = _dummy_source(shapes, device, dtype, seed)
-        decoder = Decoder(part, lambda name: shard.take(name, dummy(name), config), device, ops)
+        dummy = DummyWeights(config, shard, device, dtype, seed)
+        decoder = Decoder(part, dummy.part, device, ops)
         return LoadedModel(config, part, decoder, "random weights", num_bytes)
     is_wrapped = bool(config.wrapper)
     sizes, codes = [], Counter[str]()
@@ -131,15 +134,38 @@ def holds_codes(folder: Path) -> bool:
         return False
 
 
-def _dummy_source(
-    shapes: Mapping[str, Sequence[int]], device: torch.device, dtype: torch.dtype, seed: int
-) -> TensorSource:
-    generator = torch.Generator(device).manual_seed(seed)
+class DummyWeights:
+    """Random weights. Each block of rows has a seed of its own, so a rank draws its rows alone."""
 
-    def source(name: str) -> torch.Tensor:
-        shape = tuple(shapes[name])
+    def __init__(
+        self, config: ModelConfig, shard: Shard, device: torch.device, dtype: torch.dtype, seed: int
+    ) -> None:
+        self._config, self._shard, self._seed = config, shard, seed
+        self._shapes = weight_shapes(config)
+        self._generator = torch.Generator(device)
+        self._empty = partial(torch.empty, dtype=dtype, device=device)
+
+    def part(self, name: str) -> Weight:
+        """This rank's part of a tensor."""
+        shape = self._shapes[name]
         if name.endswith(("norm.weight", "layer_scalar")):
-            return torch.ones(shape, dtype=dtype, device=device)
-        return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+            return self._shard.take(name, self._empty(shape).fill_(1.0), self._config)
+        rows = self._shard.rows(name, self._config)
+        if rows is None:
+            return self._shard.take(name, self._rows(name, range(shape[0])), self._config)
+        return torch.cat([self._rows(name, each) for each in rows])
 
-    return source
+    def _rows(self, name: str, rows: range) -> torch.Tensor:
+        num_rows, *inputs = self._shapes[name]
+        drawn = self._empty((len(rows), *inputs))
+        for first in range(rows.start // DUMMY_ROWS * DUMMY_ROWS, rows.stop, DUMMY_ROWS):
+            block = range(first, min(first + DUMMY_ROWS, num_rows))
+            self._generator.manual_seed(zlib.crc32(f"{self._seed} {name} {first}".encode()))
+            start, stop = max(first, rows.start), min(block.stop, rows.stop)
+            here = drawn[start - rows.start : stop - rows.start]
+            is_whole = len(here) == len(block)
+            target = here if is_whole else self._empty((len(block), *inputs))
+            target.normal_(0, 0.02, generator=self._generator)
+            if not is_whole:
+                here.copy_(target[start - first : stop - first])
+        return drawn

@@ -95,7 +95,7 @@ class LayerBuilder:
         embed = _scaled(ops.embedding(weight), size, weight.dtype)
         project = ops.linear(self._source("model.per_layer_model_projection.weight"))
         norm = self._norm("model.per_layer_projection_norm")
-        return LayerInputs(ops, embed, project, norm, self._config.num_layers)
+        return LayerInputs(ops, embed, project, norm)
 
     def layer(self, index: int) -> LayerParts:
         """The parts of one layer."""

@@ -109,6 +109,18 @@ class LayerOps(Protocol):
         """Normalise the last dimension of x, [tokens, dim] or [tokens, heads, dim]."""
         ...
 
+    def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
+        """Normalise all heads of a token at once; x is [tokens, heads, dim]. A rank has some of
+        the heads that the norm is of.
+        """
+        ...
+
+    def exchange(self, x: Tensor) -> Tensor:
+        """What ranks made for some layers each, [tokens, layers, dim] -> each rank's columns for
+        all layers. One process has all of both.
+        """
+        ...
+
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> Tensor:

@@ -58,9 +58,8 @@ class Attention:
         return self._ops.sigmoid_mul(attended, gates[0]) if gates else attended
 
     def _normed(self, heads: Tensor, norm: Norm) -> Tensor:
-        if len(norm.weight) == heads.shape[2]:
-            return self._ops.rms_norm(heads, norm)
-        return self._ops.rms_norm(heads.flatten(1), norm).view(heads.shape)
+        is_of_each = len(norm.weight) == heads.shape[2]
+        return (self._ops.rms_norm if is_of_each else self._ops.rms_norm_of_all)(heads, norm)
 
 
 class SharedKVAttention:
@@ -94,19 +93,19 @@ class LayerInputs:
     per-layer embeddings).
     """
 
-    def __init__(
-        self, ops: LayerOps, embed: Embed, project: Product, norm: Norm, num_layers: int
-    ) -> None:
+    def __init__(self, ops: LayerOps, embed: Embed, project: Product, norm: Norm) -> None:
         """embed, project: give [tokens, layers x size], of ids and of embeddings."""
         self._ops, self._embed, self._project, self._norm = ops, embed, project, norm
-        self._num_layers = num_layers
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
-        """int64 [tokens] and their embeddings [tokens, hidden] -> [tokens, layers, size]."""
-        shape = len(x), self._num_layers, -1
+        """int64 [tokens] and their embeddings [tokens, hidden] -> [tokens, layers, size]. A rank
+        has some layers' `embed` and `project`, and gets its columns of all layers' inputs.
+        """
+        shape = len(x), -1, len(self._norm.weight)
         projected = self._project(x).mul_(x.shape[1] ** -0.5).view(shape)
         of_ids = self._embed(token_ids).view(shape)
-        return self._ops.rms_norm(projected, self._norm).add_(of_ids).mul_(2**-0.5)
+        made = self._ops.rms_norm(projected, self._norm).add_(of_ids).mul_(2**-0.5)
+        return self._ops.exchange(made)
 
 
 class InputGate:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
-from nanoengine.config.model import ModelConfig
+from nanoengine.config.model import DeltaConfig, ModelConfig
 from nanoengine.errors import ConfigError
 from nanoengine.models.architectures import ARCHITECTURES
 from nanoengine.models.layer_ops import LayerOps
-from nanoengine.models.stored_codes import Weight, joined
+from nanoengine.models.stored_codes import Weight, columns, joined
 
+EMBEDDINGS_OF_LAYERS = "model.embed_tokens_per_layer.weight"
 UNIT = 16  # outputs: where a size does not divide, ranks get multiples of it
 
 
@@ -30,44 +31,54 @@ class Shard:
 
     def check(self, model: ModelConfig) -> None:
         """Raise ConfigError if the heads of the model cannot be divided among the ranks."""
-        if self.size > 1 and ARCHITECTURES[model.architecture].qk_norm == "all heads":
-            raise ConfigError(
-                f"tensor_parallel_size={self.size}: {model.architecture} norms q and k over all "
-                "heads at once, of which a rank has a part; leave it at 1"
+        kv_heads = sorted({model.shape(layer).num_kv_heads for layer in model.attention_layers})
+        divided, shared = [model.num_heads], kv_heads
+        of_what = f"{model.num_heads} heads and {' or '.join(map(str, kv_heads))} KV heads"
+        if (delta := model.delta) is not None:
+            divided, shared = [*divided, delta.num_value_heads], [*shared, delta.num_key_heads]
+            of_what += (
+                f", or the {delta.num_value_heads} heads and {delta.num_key_heads} key heads of "
+                "its recurrent layers"
             )
-        heads, kv_heads = model.num_heads, model.num_kv_heads
-        refused = {
-            "recurrent layers": model.recurrent_layers,
-            "layers of different shapes": model.shapes,
-        }
-        for what, layers in refused.items():
-            if self.size > 1 and layers:
-                raise ConfigError(
-                    f"tensor_parallel_size={self.size} cannot divide a model with {what} yet; "
-                    "leave it out"
-                )
         allowed = [
             size
-            for size in range(1, heads + 1)
-            if heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+            for size in range(1, model.num_heads + 1)
+            if all(num % size == 0 for num in divided)
+            and all(num % size == 0 or size % num == 0 for num in shared)
         ]
         if self.size not in allowed:
             raise ConfigError(
-                f"tensor_parallel_size={self.size} does not divide the model's {heads} heads and "
-                f"{kv_heads} KV heads; it can be {', '.join(map(str, allowed))}"
+                f"tensor_parallel_size={self.size} does not divide the model's {of_what}; it can "
+                f"be {', '.join(map(str, allowed))}"
             )
 
     def config(self, model: ModelConfig) -> ModelConfig:
         """The shape of this rank's part. Ranks share a KV head where there are more ranks."""
-        experts = model.experts
+        experts, delta = model.experts, model.delta
         if experts is not None:
-            experts = replace(experts, inner_size=self.widths(experts.inner_size)[self.rank])
+            experts = replace(experts, inner_size=self._width(experts.inner_size))
+        if delta is not None:
+            delta = replace(
+                delta,
+                num_key_heads=len(self.heads(delta.num_key_heads)),
+                num_value_heads=len(self.heads(delta.num_value_heads)),
+            )
+        shapes = tuple(
+            replace(
+                shape,
+                num_kv_heads=len(self.heads(shape.num_kv_heads)),
+                intermediate_size=self._width(shape.intermediate_size),
+            )
+            for shape in model.shapes
+        )
         return replace(
             model,
             experts=experts,
+            delta=delta,
+            shapes=shapes,
             num_heads=model.num_heads // self.size,
-            num_kv_heads=len(self._kv_heads(model)),
-            intermediate_size=self.widths(model.intermediate_size)[self.rank],
+            num_kv_heads=len(self.heads(model.num_kv_heads)),
+            intermediate_size=self._width(model.intermediate_size),
         )
 
     def widths(self, num: int) -> list[int]:
@@ -78,39 +89,94 @@ class Shard:
         ends = [min(num, UNIT * (units * rank // self.size)) for rank in range(self.size)] + [num]
         return [stop - start for start, stop in pairwise(ends)]
 
+    def part(self, num: int) -> range:
+        """Which of `num` outputs this rank computes."""
+        widths = self.widths(num)
+        start = sum(widths[: self.rank])
+        return range(start, start + widths[self.rank])
+
+    def heads(self, num: int) -> range:
+        """Which of `num` heads this rank has. Ranks share one where there are more ranks."""
+        if num % self.size == 0:
+            return self.part(num)
+        head = self.rank * num // self.size
+        return range(head, head + 1)
+
+    def layers(self, num: int) -> range:
+        """Of which of `num` layers this rank makes the inputs (models.layers.LayerInputs)."""
+        return range(num * self.rank // self.size, num * (self.rank + 1) // self.size)
+
     def rows(self, name: str, model: ModelConfig) -> tuple[range, ...] | None:
         """The rows of a tensor of the model (as weight_shapes names it) that this rank holds; None:
         all of them.
         """
+        layer, part = _layer_of(name)
+        kind = part.rpartition(".")[2]
         if self.size == 1:
             return None
-        if name.endswith(".sinks"):
-            return (self._range(model.num_heads),)
-        part, is_product, _ = name.rpartition("_proj.")
-        part = part.rpartition(".")[2] if is_product else name.split(".")[0]
-        if part in ("lm_head", "o", "down"):
-            return (self._range(model.vocab_size if part == "lm_head" else model.hidden_size),)
-        if part in ("gate", "up", "gate_up"):
-            num = model.intermediate_size
-            if model.experts is not None and ".mlp.shared_expert" in name:
-                num = model.experts.shared_size
-            elif model.experts is not None and ".mlp.experts." in name:
-                num = model.experts.inner_size
-            inner = self._range(num)
-            return (inner, _moved(inner, num)) if part == "gate_up" else (inner,)
-        if part not in ("q", "k", "v", "qkv"):
+        if ".linear_attn." in name and kind != "out_proj" and model.delta is not None:
+            return self._delta_rows(kind, model.delta)
+        match kind:
+            case "lm_head":
+                return (self.part(model.vocab_size),)
+            case "o_proj" | "down_proj" | "out_proj" | "per_layer_projection":
+                return (self.part(model.hidden_size),)
+            case "gate_proj" | "up_proj":
+                return (self.part(_inner_size(part, layer, model)),)
+            case "gate_up_proj":
+                num = _inner_size(part, layer, model)
+                return self.part(num), _moved(self.part(num), num)
+            case "q_proj" | "k_proj" | "v_proj" | "qkv_proj":
+                return self._head_rows(kind, layer, model)
+            case "sinks":
+                return (self.heads(model.num_heads),)
+            case "per_layer_input_gate":
+                return (self.part(model.layer_input_size),)
+            case "per_layer_model_projection":
+                return (self._input_columns(model),)
+        return None
+
+    def _head_rows(self, kind: str, layer: int, model: ModelConfig) -> tuple[range, ...]:
+        """Of q, k, v or all of them."""
+        num_kv, dim = model.shape(layer).kv_heads
+        kv = _times(self.heads(num_kv), dim)
+        if kind in ("k_proj", "v_proj"):
+            return (kv,)
+        has_gate = ARCHITECTURES[model.architecture].output_gate
+        q = _times(self.heads(model.num_heads), dim * (1 + has_gate))
+        num_q, num_kv = model.num_heads * dim, num_kv * dim
+        return (q,) if kind == "q_proj" else (q, _moved(kv, num_q), _moved(kv, num_q + num_kv))
+
+    def _delta_rows(self, kind: str, delta: DeltaConfig) -> tuple[range, ...] | None:
+        """Of what a recurrent layer has before its rule."""
+        num_keys, num_values = delta.num_key_heads, delta.num_value_heads
+        keys, values = self.heads(num_keys), self.heads(num_values)
+        if kind in ("in_proj_b", "in_proj_a", "A_log", "dt_bias"):
+            return (values,)
+        v = _times(values, delta.value_dim)
+        if kind == "in_proj_z":
+            return (v,)
+        if kind in ("in_proj_qkv", "conv1d"):
+            q, size = _times(keys, delta.key_dim), num_keys * delta.key_dim
+            return q, _moved(q, size), _moved(v, 2 * size)
+        group = num_values // num_keys  # value heads that a key head serves
+        mine = range(values.start % group, values.start % group + len(values) // len(keys))
+        if kind == "in_proj_ba":  # for each key head: b and a of its value heads
+            return tuple(_moved(mine, (2 * head + at) * group) for head in keys for at in range(2))
+        if kind != "in_proj_qkvz":
             return None
-        size = model.head_dim
-        q = self._range(model.num_heads * size)
-        kv_heads = self._kv_heads(model)
-        kv = range(kv_heads.start * size, kv_heads.stop * size)
-        if part != "qkv":
-            return (q,) if part == "q" else (kv,)
-        num_q, num_kv = model.num_heads * size, model.num_kv_heads * size
-        return q, _moved(kv, num_q), _moved(kv, num_q + num_kv)
+        v, size = _times(mine, delta.value_dim), group * delta.value_dim
+        ends = 2 * delta.key_dim  # of q and k; then v and z of its value heads
+        return tuple(
+            _moved(rows, head * (ends + 2 * size))
+            for head in keys
+            for rows in (range(ends), _moved(v, ends), _moved(v, ends + size))
+        )
 
     def take(self, name: str, tensor: Weight, model: ModelConfig) -> Weight:
-        """This rank's rows of a whole tensor of the model."""
+        """This rank's rows of a whole tensor of the model, or columns of EMBEDDINGS_OF_LAYERS."""
+        if name == EMBEDDINGS_OF_LAYERS and self.size > 1:
+            return columns(tensor, self._input_columns(model))
         rows = self.rows(name, model)
         if rows is None:
             return tensor
@@ -126,19 +192,16 @@ class Shard:
             rows = self.rows(name, model)
             if rows is not None:
                 shapes[name] = (sum(map(len, rows)), *shape[1:])
+        if EMBEDDINGS_OF_LAYERS in whole:
+            shapes[EMBEDDINGS_OF_LAYERS] = (model.vocab_size, len(self._input_columns(model)))
         return shapes
 
-    def _range(self, num: int) -> range:
-        widths = self.widths(num)
-        start = sum(widths[: self.rank])
-        return range(start, start + widths[self.rank])
+    def _input_columns(self, model: ModelConfig) -> range:
+        """Of the inputs of all layers, those that this rank makes."""
+        return _times(self.layers(model.num_layers), model.layer_input_size)
 
-    def _kv_heads(self, model: ModelConfig) -> range:
-        num = model.num_kv_heads
-        if num % self.size == 0:
-            return self._range(num)
-        head = self.rank * num // self.size
-        return range(head, head + 1)
+    def _width(self, num: int) -> int:
+        return self.widths(num)[self.rank]
 
 
 WHOLE = Shard(0, 1)  # one process
@@ -155,6 +218,29 @@ class Sharding(Protocol):
     def sharded(self, ops: LayerOps, model: ModelConfig) -> LayerOps:
         """The operations of a rank. model: the shape of the whole model."""
         ...
+
+
+def _layer_of(name: str) -> tuple[int, str]:
+    """The layer of a tensor (0: it is of none), and its name there, without its last part."""
+    part = name.removesuffix(".weight").removesuffix(".bias")
+    if not part.startswith("model.layers."):
+        return 0, part
+    _, _, layer, part = part.split(".", 3)
+    return int(layer), part
+
+
+def _inner_size(part: str, layer: int, model: ModelConfig) -> int:
+    """Outputs of a gate of a feed-forward or of an expert."""
+    if model.experts is not None and part.startswith("mlp.shared_expert"):
+        return model.experts.shared_size
+    if model.experts is not None and part.startswith("mlp.experts."):
+        return model.experts.inner_size
+    return model.shape(layer).intermediate_size
+
+
+def _times(items: range, size: int) -> range:
+    """The rows of these, each of which has `size`."""
+    return range(items.start * size, items.stop * size)
 
 
 def _moved(rows: range, by: int) -> range:

@@ -143,6 +143,23 @@ def joined(weights: list[Weight]) -> Weight:
     return CodedWeight(tuple(parts), weights[0].dtype)
 
 
+def columns(weight: Weight, cut: range) -> Weight:
+    """These inputs of all its rows. Codes stay codes where no block is cut."""
+    if isinstance(weight, Tensor):
+        return weight[:, cut.start : cut.stop]
+    parts: list[CodedRows | Tensor] = []
+    for part in weight.parts:
+        if isinstance(part, CodedRows):
+            size, num_bytes = FORMATS[part.format]
+            if cut.start % size or cut.stop % size:
+                return columns(weight.numbers(), cut)
+            cut_here = range(cut.start // size * num_bytes, cut.stop // size * num_bytes)
+        else:
+            cut_here = cut
+        parts.append(_like(part, _rows(part)[:, cut_here.start : cut_here.stop]))
+    return replace(weight, parts=tuple(parts))
+
+
 def halves(weight: Weight) -> list[Weight]:
     """The first half of its rows, and the second."""
     half = weight.shape[0] // 2

@@ -134,6 +134,12 @@ class TorchOps:
             return (norm.weight * (wide * scale)).to(x.dtype)
         return norm.weight * (wide * scale).to(x.dtype)
 
+    def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
+        return self.rms_norm(x.flatten(1), norm).view(x.shape)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        return x
+
     def rotate_and_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> Tensor:

@@ -216,7 +216,8 @@ def _num_snapshots(config: EngineConfig, spec: KVSpec, device: Memory) -> int:
     """Snapshots of recurrent states that SNAPSHOT_BYTES hold, or a sixteenth of the host memory."""
     if spec.delta is None or not config.enable_prefix_caching:
         return 0
-    return min(SNAPSHOT_BYTES, device.host_memory() // 16) // spec.bytes_of_a_state
+    most = SNAPSHOT_BYTES // config.tensor_parallel_size
+    return min(most, device.host_memory() // 16) // spec.bytes_of_a_state
 
 
 def _check_asked(config: EngineConfig, spec: KVSpec, device: Memory, activations: int) -> None:

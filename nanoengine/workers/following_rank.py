@@ -98,6 +98,12 @@ class FollowingRank:
                 self._decoder.logits(self._group.broadcast(x))
             case Order.COPY_BLOCK:
                 self._memory.copy_block(*json.loads(body))
+            case Order.SAVE_STATE:
+                self._memory.save_state(*json.loads(body))
+            case Order.LOAD_STATE:
+                self._memory.load_state(*json.loads(body))
+            case Order.COPY_STATE:
+                self._memory.copy_state(*json.loads(body))
             case Order.POISON:
                 self._memory.poison(*json.loads(body))
             case Order.POISON_ALL:

@@ -88,6 +88,18 @@ class LeadingMemory(KVMemory):
         said = source, target, num_tokens
         self._lead(Order.COPY_BLOCK, said, lambda: KVMemory.copy_block(self, *said))
 
+    def save_state(self, slot: int, place: int) -> None:
+        said = slot, place
+        self._lead(Order.SAVE_STATE, said, lambda: KVMemory.save_state(self, *said))
+
+    def load_state(self, place: int, slot: int) -> None:
+        said = place, slot
+        self._lead(Order.LOAD_STATE, said, lambda: KVMemory.load_state(self, *said))
+
+    def copy_state(self, source: int, target: int) -> None:
+        said = source, target
+        self._lead(Order.COPY_STATE, said, lambda: KVMemory.copy_state(self, *said))
+
     def poison(self, device_slot: int | None, host_slot: int | None) -> None:
         if self.is_debugged:
             said = device_slot, host_slot

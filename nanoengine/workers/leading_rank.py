@@ -82,6 +82,8 @@ class LeadingRank:
                     f"{parts.folder}: was it changed while it was loaded?"
                 )
         self._meeting.close()  # all have met
+        if parts.model.config.recurrent_layers:  # each draft would change the states
+            self.config = self.config.without_drafts()
         decoder = LeadingDecoder(parts.model.decoder, self)
         return replace(parts, model=replace(parts.model, decoder=decoder))
 

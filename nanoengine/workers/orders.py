@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from enum import IntEnum
 from typing import Any
 
 import torch
 
+from nanoengine.config.model import DeltaConfig
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.workers.channel import FIRST_KIND
@@ -27,6 +28,9 @@ class Order(IntEnum):
     POISON_ALL = FIRST_KIND + 7
     ALLOCATE = FIRST_KIND + 8  # the rest of the host pool
     LINK_SPEED = FIRST_KIND + 9  # replied to with GB/s
+    SAVE_STATE = FIRST_KIND + 10
+    LOAD_STATE = FIRST_KIND + 11
+    COPY_STATE = FIRST_KIND + 12
 
 
 def spec_to_json(spec: KVSpec) -> dict[str, Any]:
@@ -34,16 +38,21 @@ def spec_to_json(spec: KVSpec) -> dict[str, Any]:
     said = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return said | {
         "dtype": str(spec.dtype).removeprefix("torch."),
+        "delta": None if spec.delta is None else asdict(spec.delta),
         "host_codec": spec.host_codec is not None,
     }
 
 
 def spec_from_json(said: Mapping[str, Any]) -> KVSpec:
     """The KVSpec of `spec_to_json`."""
+    delta = said["delta"]
+    if delta is not None:
+        delta = DeltaConfig(**{**delta, "layers": tuple(delta["layers"])})
     return KVSpec(
         **{
             **said,
             "dtype": getattr(torch, said["dtype"]),
+            "delta": delta,
             "windows": tuple(said["windows"]),
             "heads": tuple(map(tuple, said["heads"])),
             "sources": tuple(said["sources"]),

@@ -30,6 +30,7 @@ class ShardedOps:
         """model: the shape of the whole model."""
         self._ops = ops
         self._shard = shard
+        self._all = [Shard(rank, shard.size) for rank in range(shard.size)]
         self._group = group
         self._model = model
 
@@ -99,6 +100,24 @@ class ShardedOps:
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         return self._ops.rms_norm(x, norm)
+
+    def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
+        """Of ranks that share a head, the first gives it to the others."""
+        heads = [shard.heads(len(norm.weight) // x.shape[2]) for shard in self._all]
+        widths = [
+            x.shape[2] * len(each) * (rank == heads.index(each)) for rank, each in enumerate(heads)
+        ]
+        whole = self._group.gather(x.flatten(1)[:, : widths[self._shard.rank]], widths)
+        mine = heads[self._shard.rank]
+        normed = self._ops.rms_norm(whole, norm).view(len(x), -1, x.shape[2])
+        return normed[:, mine.start : mine.stop]
+
+    def exchange(self, x: Tensor) -> Tensor:
+        num, size = self._model.num_layers, x.shape[2]
+        widths = [size * len(shard.layers(num)) for shard in self._all]
+        whole = self._group.gather(x.flatten(1), widths).view(len(x), num, size)
+        mine = self._shard.part(size)
+        return whole[:, :, mine.start : mine.stop]
 
     def gated(self, activation: str) -> Product:
         return self._ops.gated(activation)

@@ -25,7 +25,7 @@ from nanoengine.kv.step_plan import (
     Store,
 )
 
-MAGIC, VERSION = 0x4345524E, 1
+MAGIC, VERSION = 0x4345524E, 2
 NUM_BYTES = 4
 
 Item = TypeVar("Item")
@@ -59,6 +59,7 @@ def encode(record: StepRecord) -> bytes:
         for span in part.spans:
             numbers += span.slots
     numbers += _lists([sorted(hidden) for hidden in plan.unseen])
+    numbers += _list(plan.state_slots)
     numbers += _rows(moves.stores)
     numbers += _rows(moves.loads)
     numbers += _lists(moves.fills)
@@ -90,6 +91,7 @@ def decode(body: bytes) -> StepRecord:
         write_slots=reader.numbers(),
         reads=reader.items(reader.part),
         unseen=tuple(map(frozenset, reader.lists())),
+        state_slots=reader.numbers(),
         transfers=StepTransfers(
             stores=tuple(map(Store, *reader.columns(4))),
             loads=tuple(map(Load, *reader.columns(3))),

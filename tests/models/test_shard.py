@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,18 @@ import torch
 from checkpoints import TINY
 
 from nanoengine.errors import ConfigError
+from nanoengine.loading import loader
+from nanoengine.loading.loader import DummyWeights
 from nanoengine.loading.model_config import read_model_config
-from nanoengine.models.shard import UNIT, Shard
+from nanoengine.models.architectures import ARCHITECTURES
+from nanoengine.models.delta_net import flat_projections
+from nanoengine.models.shard import UNIT, WHOLE, Shard
 from nanoengine.models.weight_shapes import weight_shapes
 
-SPLIT = re.compile(r"(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.|^lm_head\.|\.sinks$")
+SPLIT = re.compile(
+    r"(q|k|v|qkv|o|gate|up|gate_up|down|out)_proj\.|^lm_head\.|\.sinks$|in_proj_|conv1d|A_log|dt_bias"
+    r"|per_layer_(model_projection|input_gate|projection)\.|embed_tokens_per_layer"
+)
 
 
 @pytest.mark.parametrize(
@@ -25,36 +33,97 @@ SPLIT = re.compile(r"(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.|^lm_head\.|\.sink
         for name, tiny in sorted(TINY.items())
         for size in (1, 2, 4)
         if tiny.settings.get("num_attention_heads", 4) % size == 0
-        if size == 1 or tiny.settings.keys().isdisjoint(("linear_num_key_heads", "global_head_dim"))
     ],
 )
-def test_the_rows_of_all_ranks_are_the_tensor(
+def test_the_parts_of_all_ranks_are_the_tensor(
     tiny: Callable[[str], Path], name: str, size: int
 ) -> None:
     config = read_model_config(tiny(name))
     shards = [Shard(rank, size) for rank in range(size)]
     for tensor, shape in weight_shapes(config).items():
-        whole = torch.arange(shape[0])
-        parts = [shard.take(tensor, whole, config) for shard in shards]
-        is_shared = config.num_kv_heads == 1 and re.search("[kv]_proj", tensor)
+        by_columns = "embed_tokens_per_layer" in tensor
+        axis = int(by_columns)
+        whole = torch.arange(shape[axis]).view((1, -1) if by_columns else (-1,))
+        parts = [shard.take(tensor, whole, config).flatten() for shard in shards]
+        layer = re.search(r"layers\.(\d+)", tensor)
+        kv_heads = config.shape(int(layer[1])).num_kv_heads if layer else 0
+        is_shared = kv_heads == 1 and re.search("[kv]_proj", tensor)
         is_split = size > 1 and SPLIT.search(tensor) is not None and not is_shared
-        assert is_split == (len(parts[0]) < shape[0]), tensor
+        assert is_split == (len(parts[0]) < shape[axis]), tensor
         if is_split:
-            assert torch.equal(torch.cat(parts).unique(), whole), tensor
+            assert torch.equal(torch.cat(parts).unique(), whole.flatten()), tensor
             shapes = [shard.shapes({tensor: shape}, config)[tensor] for shard in shards]
-            assert [shape[0] for shape in shapes] == [*map(len, parts)]
+            assert [shape[axis] for shape in shapes] == [*map(len, parts)]
         else:
-            assert all(torch.equal(part, whole) for part in parts), tensor
+            assert all(torch.equal(part, whole.flatten()) for part in parts), tensor
 
 
-@pytest.mark.parametrize(
-    ("name", "what"), [("qwen3.5", "recurrent layers"), ("gemma4", "layers of different shapes")]
-)
-def test_some_layers_are_not_divided(tiny: Callable[[str], Path], name: str, what: str) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next"])
+def test_value_heads_are_where_their_key_heads_are(
+    tiny: Callable[[str], Path], name: str, size: int
+) -> None:
+    """However a checkpoint lays them out, a rank's rows are q and k of the key heads that serve its
+    value heads, then v, z, b and a of these.
+    """
     config = read_model_config(tiny(name))
-    Shard(0, 1).check(config)
-    with pytest.raises(ConfigError, match=f"=2 cannot divide a model with {what} yet; leave it"):
-        Shard(0, 2).check(config)
+    whole = config.delta
+    assert whole is not None
+    prefix, names = "model.layers.1.linear_attn.", ARCHITECTURES[config.architecture].recurrent
+    # Each row is told by its place among all of them, in the order of DeltaNet.sizes.
+    key_dim, value_dim, keys = whole.key_dim, whole.value_dim, whole.num_key_heads
+    values, size_v = whole.num_value_heads, whole.value_size
+    rows = torch.arange(2 * keys * key_dim + 2 * size_v + 2 * values)[:, None]
+    q, k, v, z, b, a = rows.split([keys * key_dim] * 2 + [size_v] * 2 + [values] * 2)
+    if "qkvz" in names:
+
+        def by_key_head(*parts: torch.Tensor) -> torch.Tensor:
+            return torch.cat([part.view(keys, -1, 1) for part in parts], 1).view(-1, 1)
+
+        stored = {"qkvz": by_key_head(q, k, v, z), "ba": by_key_head(b, a)}
+    else:
+        stored = {"qkv": torch.cat((q, k, v)), "z": z, "b": b, "a": a}
+    for rank in range(size):
+        shard = Shard(rank, size)
+        part = shard.config(config).delta
+        assert part is not None and part.num_value_heads == values // size
+        mine = {
+            name: shard.take(f"{prefix}in_proj_{name}.weight", tensor, config)
+            for name, tensor in stored.items()
+        }
+        heads = range(rank * values // size, (rank + 1) * values // size)
+        of = sorted({head * keys // values for head in heads})
+        want = [
+            *(part.view(keys, key_dim)[of].flatten() for part in (q, k)),
+            *(part.view(values, value_dim)[heads].flatten() for part in (v, z)),
+            *(part[heads].flatten() for part in (b, a)),
+        ]
+        found = torch.cat(flat_projections(mine, part)).flatten()
+        assert torch.equal(found, torch.cat(want))
+        conv = shard.take(f"{prefix}conv1d.weight", torch.cat((q, k, v)), config).flatten()
+        assert torch.equal(conv, torch.cat(want[:3]))
+        for name in ("A_log", "dt_bias"):
+            assert shard.take(prefix + name, torch.arange(values), config).tolist() == [*heads]
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3-next", "gemma4-shared"])
+def test_random_weights_of_ranks_are_parts_of_the_whole(
+    tiny: Callable[[str], Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank draws its rows alone, also where they begin and end within a block of rows."""
+    monkeypatch.setattr(loader, "DUMMY_ROWS", 7)
+    config = read_model_config(tiny(name))
+    shards = [WHOLE, Shard(0, 2), Shard(1, 2)]
+    drawn = [
+        DummyWeights(config, shard, torch.device("cpu"), torch.float32, seed=3) for shard in shards
+    ]
+    wholes = {tensor: drawn[0].part(tensor) for tensor in weight_shapes(config)}
+    for tensor, whole in wholes.items():
+        for shard, weights in zip(shards[1:], drawn[1:], strict=True):
+            assert torch.equal(weights.part(tensor), shard.take(tensor, whole, config)), tensor
+    matrices = torch.cat([whole.flatten() for whole in wholes.values() if whole.dim() == 2])
+    assert matrices.std().item() == pytest.approx(0.02, rel=0.02)
+    assert len(matrices.unique()) > 0.99 * len(matrices)
 
 
 def test_ranks_share_a_kv_head_where_there_are_more_ranks(tiny: Callable[[str], Path]) -> None:
@@ -99,8 +168,21 @@ def test_heads_that_cannot_be_divided_are_refused_with_what_can(
     Shard(0, 4).check(config)
 
 
-def test_a_norm_over_all_heads_is_not_divided(tiny: Callable[[str], Path]) -> None:
-    config = read_model_config(tiny("olmoe"))
-    with pytest.raises(ConfigError, match=r"size=2: OlmoeForCausalLM norms.*leave it at 1$"):
-        Shard(0, 2).check(config)
-    Shard(0, 1).check(config)
+def test_key_heads_of_recurrent_layers_are_divided_too(tiny: Callable[[str], Path]) -> None:
+    config = read_model_config(tiny("qwen3.5"))
+    assert config.delta is not None
+    delta = replace(config.delta, num_key_heads=3, num_value_heads=6)
+    of_three = replace(config, num_heads=6, num_kv_heads=3, delta=delta)
+    Shard(0, 6).check(of_three)
+    with pytest.raises(ConfigError, match=r"or the 6 heads and 3 key heads of its rec.* be 1$"):
+        Shard(0, 2).check(replace(config, delta=delta))
+
+
+def test_kv_heads_of_every_layer_are_divided(tiny: Callable[[str], Path]) -> None:
+    config = read_model_config(tiny("gemma4"))
+    Shard(0, 4).check(config)
+    parts = [Shard(rank, 4).config(config) for rank in range(4)]
+    assert {shape.num_kv_heads for part in parts for shape in part.shapes} == {1}
+    shapes = tuple(replace(shape, num_kv_heads=shape.num_kv_heads + 1) for shape in config.shapes)
+    with pytest.raises(ConfigError, match=r"=4 .* 4 heads and 2 or 3 KV heads; it can be 1$"):
+        Shard(0, 4).check(replace(config, shapes=shapes))

@@ -32,9 +32,9 @@ def make(tiny: Callable[[str], Path]) -> Iterator[Make]:
     """Makes engines of two ranks, and closes them."""
     made: list[LLM] = []
 
-    def of_two(**settings: object) -> LLM:
+    def of_two(name: str = "llama", **settings: object) -> LLM:
         settings = {"num_gpu_blocks": 64, "kvcache_block_size": 8, "dtype": "bfloat16"} | settings
-        made.append(LLM(tiny("llama"), tensor_parallel_size=2, num_threads=2, **settings))
+        made.append(LLM(tiny(name), tensor_parallel_size=2, num_threads=2, **settings))
         return made[-1]
 
     yield of_two
@@ -68,13 +68,23 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(
+            pytest.param(name, marks=pytest.mark.breadth)
+            for name in ("gemma4-shared", "olmo3", "qwen3.5")
+        ),
+    ],
+)
 def test_two_processes_have_the_bits_of_one(
-    make: Make, pids: list[int], tiny: Callable[[str], Path]
+    make: Make, pids: list[int], tiny: Callable[[str], Path], name: str
 ) -> None:
     settings = {"num_gpu_blocks": 64, "kvcache_block_size": 8, "dtype": "bfloat16"}
-    with LLM(tiny("llama"), num_threads=1, **settings) as llm:
+    with LLM(tiny(name), num_threads=1, **settings) as llm:
         expected = scores(llm)
-    llm = make()
+    llm = make(name)
     assert scores(llm) == expected
     assert torch.distributed.is_initialized() is False
     llm.close()

@@ -51,6 +51,7 @@ plans = st.builds(
     write_slots=few,
     reads=several(parts),
     unseen=several(few.map(frozenset)),
+    state_slots=few,
     transfers=transfers,
 )
 
@@ -134,8 +135,8 @@ def test_every_flipped_bit_of_one_record() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "text"),
     [
-        (0, 7, r"it begins with \(7, 1\), and not with"),
-        (1, VERSION + 1, rf"it begins with \({MAGIC}, 2\), and not with"),
+        (0, 7, r"it begins with \(7, 2\), and not with"),
+        (1, VERSION + 1, rf"it begins with \({MAGIC}, 3\), and not with"),
         (2, -1, "a negative number"),
         (4, 2, "2 at 4, where 0 or 1 should be"),
         (5, -1, "-1 at 5, where 0 or 1 should be"),
@@ -178,6 +179,7 @@ def a_record() -> StepRecord:
             Part(HOST, (SequenceSpan(1, 0, (0, 1)),), fill=(8, 9)),
         ),
         unseen=(frozenset(), frozenset({0, 1})),
+        state_slots=(4, 9),
         transfers=StepTransfers(
             stores=(Store(1, 2, 0, 8),),
             loads=(Load(3, 4, 8),),

@@ -12,12 +12,15 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import TINY
 from driver import fail_copies
+from gguf import GGMLQuantizationType as QuantType
+from gguf_model import SCALINGS, GGUFModel, with_scaling
 from marks import needs_compiler
 from plain_products import use_plain_products
 from rank_threads import RankThreads
@@ -31,6 +34,7 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape, _Pass
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import RequestOutput, TokenLogprobs
+from nanoengine.startup import memory_plan
 from nanoengine.startup.parts import make_engine_device
 from nanoengine.workers import following_rank, leading_parts, leading_rank, rank_setup
 from nanoengine.workers.step_record import StepRecord
@@ -43,21 +47,11 @@ BLOCK = 8
 SMALL = {"num_gpu_blocks": 8, "kv_offload_gib": 0.01, "measure_speed": False}
 STREAM = SMALL | {"offload_mode": "stream", "ring_slots": 2, "slot_tokens": 16}
 # What the KV of the ranks goes through, by name: the settings.
-# Norms over all heads, recurrent layers, layers of two shapes; those that take long.
-REFUSED = (
-    "gemma4",
-    "gemma4-moe",
-    "gemma4-shared",
-    "olmo2",
-    "olmo3",
-    "olmoe",
-    "qwen3-next",
-    "qwen3-next-moe",
-    "qwen3.5",
-    "qwen3.5-moe",
-)
 SLOW = ("mixtral", "qwen2-moe")
 FIRST = ("qwen3", "gemma3", "glm4-moe")  # norms of heads, windows and experts
+# Recurrent layers; heads of two sizes, shared KV and inputs of each layer; norms over all heads.
+OTHERS = ("qwen3.5", "qwen3-next-moe", "gemma4", "gemma4-shared", "olmo3")
+HEADS_OF_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"num_gpu_blocks": 64},
     "streamed": STREAM,
@@ -153,7 +147,7 @@ def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> 
         *FIRST,
         *(
             pytest.param(name, marks=pytest.mark.breadth)
-            for name in sorted({*TINY} - {"llama", "llama-sharded", *FIRST, *REFUSED, *SLOW})
+            for name in sorted({*TINY} - {"llama", "llama-sharded", *FIRST, *SLOW})
         ),
         *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
     ],
@@ -162,10 +156,76 @@ def test_every_architecture(tiny: Tiny, name: str) -> None:
     assert run(tiny(name), 2, **WAYS["streamed"]) == alone(tiny(name), "float32", "streamed")
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "gemma3", "phi3", "qwen3-moe"])
-def test_in_bfloat16(tiny: Tiny, name: str) -> None:
-    found = run(tiny(name), 2, "bfloat16", **WAYS["resident"])
-    assert found == alone(tiny(name), "bfloat16", "resident")
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_layers_go_through_the_same(
+    tiny: Tiny, name: str, size: int, way: str, dtype: str
+) -> None:
+    """With 4 ranks, two share a key head of the recurrent layers and a KV head of the others."""
+    assert run(tiny(name), size, dtype, **WAYS[way]) == alone(tiny(name), dtype, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["resident", "streamed", "guesses", "chunks and preemption"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3.5", HEADS_OF_THREE | {"linear_num_key_heads": 3, "linear_num_value_heads": 6}),
+        ("gemma4", HEADS_OF_THREE),
+        ("gemma4-shared", {"num_attention_heads": 3}),
+        ("olmo2", HEADS_OF_THREE),
+    ],
+)
+def test_three_ranks(tmp_path: Path, name: str, settings: dict[str, Any], way: str) -> None:
+    """Sizes other than those of heads are no multiples of three."""
+    replace(TINY[name], settings=TINY[name].settings | settings)(tmp_path)
+    assert run(tmp_path, 3, **WAYS[way]) == run(tmp_path, 1, **WAYS[way])
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, "resident") for name in ("llama-tied", "gemma3", "phi3", "qwen3-moe", "olmo3")),
+        ("gemma4-shared", "resident"),
+        ("qwen3.5", "guesses"),
+        pytest.param("qwen3.5", "chunks and preemption", marks=pytest.mark.breadth),
+        pytest.param("gemma4", "streamed", marks=pytest.mark.breadth),
+    ],
+)
+def test_in_bfloat16(tiny: Tiny, name: str, way: str) -> None:
+    assert run(tiny(name), 2, "bfloat16", **WAYS[way]) == alone(tiny(name), "bfloat16", way)
+
+
+@pytest.mark.usefixtures("our_products", "fresh_cache")
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param("qwen3.5-moe", {}, marks=pytest.mark.breadth),
+        pytest.param("gpt-oss", {}, marks=pytest.mark.breadth),
+        pytest.param("gemma4-shared", {"hidden_size": 64}, marks=pytest.mark.breadth),
+        ("gemma4-shared", {"hidden_size": 64, "hidden_size_per_layer_input": 32}),
+    ],
+)
+def test_codes_of_a_gguf(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+    """Rows of codes, and columns where ranks make inputs of layers: whole blocks, or numbers."""
+    made = replace(TINY[name], settings=TINY[name].settings | settings)
+    (tmp_path / "hf").mkdir()
+    made(tmp_path / "hf")
+    model = GGUFModel(tmp_path / "hf")
+    if name in SCALINGS:
+        with_scaling(model, name)
+    for each, values in model.tensors.items():
+        if values.ndim > 1 and values.shape[-1] % 32 == 0:
+            is_mxfp4 = model.arch == "gpt-oss" and "_exps" in each
+            model.types[each] = QuantType.MXFP4 if is_mxfp4 else QuantType.Q8_0
+    path = model.write(tmp_path / "m.gguf")
+    expected, found = (
+        run(path, size, "bfloat16", quantization="gguf", **WAYS["resident"]) for size in (1, 2)
+    )
+    assert found == expected
 
 
 @pytest.mark.usefixtures("our_products")
@@ -254,6 +314,18 @@ def test_advice_is_for_all_ranks_together(tiny: Tiny) -> None:
     assert advised[0] > 1 and advised[1] == pytest.approx(advised[0], rel=0.01)
 
 
+def test_ranks_have_as_many_snapshots_together(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each holds its part of each."""
+    monkeypatch.setattr(memory_plan, "SNAPSHOT_BYTES", 1 << 20)
+    specs = []
+    for size in (1, 2):
+        with LLM(tiny("qwen3.5"), tensor_parallel_size=size, num_gpu_blocks=4) as llm:
+            specs.append(llm.plan.kv)
+    one, of_two = specs
+    assert of_two.num_snapshots == one.num_snapshots > 10
+    assert 2 * of_two.bytes_of_a_state == one.bytes_of_a_state
+
+
 def test_who_cannot_be_divided_is_told_so(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=3 does not divide.*1, 2, 4"):
         LLM(tiny("llama"), tensor_parallel_size=3, num_threads=1)
@@ -279,8 +351,3 @@ def test_a_failure_in_a_step_is_for_good(tiny: Tiny, monkeypatch: pytest.MonkeyP
         fails_now.clear()
         with pytest.raises(EngineError, match="rank has failed"):
             llm.generate([[5, 6]], params, use_tqdm=False)
-
-
-def test_recurrent_layers_are_refused(tiny: Tiny) -> None:
-    with pytest.raises(ConfigError, match="cannot divide a model with recurrent layers yet; leave"):
-        LLM(tiny("qwen3.5"), device="cpu", tensor_parallel_size=2)
