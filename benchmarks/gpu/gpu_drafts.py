@@ -29,7 +29,7 @@ NUM_ROUNDS = 10
 class FixedLength:
     """Drafts as many tokens in each step (sequence.DraftLength)."""
 
-    pays = True
+    pays = is_due = True
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
@@ -37,7 +37,9 @@ class FixedLength:
     def choose(self) -> int:
         return self._num_drafts
 
-    def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
+    def record(
+        self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool = False
+    ) -> None:
         """Nothing is learned."""
 
 

@@ -128,9 +128,9 @@ class EngineConfig:
     is predicted, and stream_mib_per_step is 32 where it is not given.
     speculative: guesses tokens and checks them in one forward pass; the output does not change
     (None: one token a step). "ngram:K": up to K tokens per step and request, by prompt lookup.
-    "resident:K": up to K for requests whose KV is streamed, by decode steps over the KV on the
-    device alone; fewer where they do not pay. "ngram:K+resident:K": lookup first. "auto": both
-    with K = 8.
+    "resident:K": up to K for requests whose KV is streamed, or has half the bytes of the weights,
+    by decode steps over a part of the KV on the device; fewer where they do not pay.
+    "ngram:K+resident:K": lookup first. "auto": both with K = 8.
     generation_config: default sampling parameters of requests. "auto": those of the model's
     generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses

@@ -14,6 +14,7 @@ import torch
 from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.kv.draft_plan import drafts_from
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.plan import MemoryPlan, OffloadRoom, describe_offload, how_to_hold
@@ -84,6 +85,8 @@ def plan_memory(
     if activations is None:
         activations = activation_bytes(model, tokens, config.max_num_seqs, facts.dtype.itemsize)
     spec = _kv_spec(config, model, device, facts.dtype, activations)
+    if config.num_drafts:
+        spec = replace(spec, drafts_from=drafts_from(facts.weight_bytes, spec.draft_bytes))
     room = _offload_room(config, model, device, facts.dtype, activations, spec)
     max_model_len, bound, longer = _max_model_len(config, model, spec, room)
     threads = f", {torch.get_num_threads()} threads" if device.name == "cpu" else ""

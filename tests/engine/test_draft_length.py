@@ -160,11 +160,34 @@ def test_a_step_with_other_work_says_nothing_of_the_time(clock: Clock) -> None:
     assert drafts.choose() == MOST
 
 
+@pytest.mark.parametrize(("right", "gains"), [(0.6, False), (0.95, True)])
+def test_drafts_must_gain_more_than_steps_that_are_begun_ahead(
+    clock: Clock, right: float, gains: bool
+) -> None:
+    """Such a step takes 1 s, and one that is not 1.4 s: three of five right drafts gain only on the
+    latter.
+    """
+    drafts, dice, seen, is_ahead = PayingDrafts(MOST, DraftCost()), random.Random(3), [], False
+    for _ in range(400):
+        num_drafts = 0 if is_ahead else drafts.choose()
+        is_next_ahead = not num_drafts and not drafts.is_due
+        clock.now += 1.0 if is_ahead else 1.4 + num_drafts * 0.3
+        num_right = 0
+        while num_right < num_drafts and dice.random() < right:
+            num_right += 1
+        drafts.record(num_drafts, num_right, True, is_ahead)
+        seen.append(num_drafts)
+        is_ahead = is_next_ahead
+    share = sum(num_drafts > 0 for num_drafts in seen[100:]) / 300
+    assert share > 0.8 if gains else share < 0.1
+
+
 def test_steps_that_asked_for_no_number_are_not_counted(clock: Clock) -> None:
     """Such as steps before the KV is streamed."""
     drafts = PayingDrafts(MOST, DraftCost())
     for _ in range(50):
         clock.now += 0.1
-        drafts.record(0, 0, is_decode=True)
+        drafts.record(0, 0, is_decode=True, is_ahead=True)
+    assert drafts.is_due, "the first that counts is not ahead of another"
     assert [step(clock, drafts, 1.0) for _ in range(NUM_PLAIN)] == [0] * NUM_PLAIN
     assert drafts.choose() == FIRST

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driver import STREAMED, Driver, small_engine
+from fixed_drafts import FixedDrafter, scored
 from marks import needs_compiler, use_our_products
 from torch import Tensor
 
@@ -43,23 +44,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class FixedDrafter:
-    """Makes the drafts of a function of (sequence id, position), without a model."""
-
-    def __init__(self, token: Callable[[int, int], int]) -> None:
-        self._token = token
-
-    def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
-        made: list[int] = []
-        places: dict[int, list[int]] = {}
-        for step in steps:
-            for item, position in zip(step.items, step.positions, strict=True):
-                places.setdefault(item, []).append(len(made))
-                made.append(self._token(batch.items[item].seq.seq_id, position + 1))
-        tokens = torch.tensor(made, dtype=torch.int64)
-        return Drafts(tokens, places)
-
-
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every streamed step drafts, whether it pays or not."""
@@ -68,18 +52,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(engine: LLMEngine) -> list[RequestOutput]:
     return Driver(engine).run(PROMPTS, PARAMS)
-
-
-def scored(outputs: list[RequestOutput]) -> list[tuple[list[int], Tensor]]:
-    """Ids and log probabilities."""
-    made = [output.outputs[0] for output in outputs]
-    return [
-        (
-            m.token_ids,
-            torch.tensor([e[t].logprob for e, t in zip(m.logprobs, m.token_ids, strict=True)]),
-        )
-        for m in made
-    ]
 
 
 def without_drafts(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]]:
@@ -234,7 +206,7 @@ def test_a_right_draft_saves_a_pass_over_the_link(tiny: Callable[[str], Path]) -
 
 
 @pytest.mark.usefixtures("always")
-def test_who_does_not_stream_does_not_draft(tiny: Callable[[str], Path]) -> None:
+def test_a_short_one_that_does_not_stream_does_not_draft(tiny: Callable[[str], Path]) -> None:
     engine = small_engine(tiny("llama"), speculative=f"resident:{MOST}")
     assert all(output.metrics.num_guessed == 0 for output in run(engine))
     engine.close()
