@@ -37,9 +37,7 @@ class FixedLength:
     def choose(self) -> int:
         return self._num_drafts
 
-    def record(
-        self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool = False
-    ) -> None:
+    def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None:
         """Nothing is learned."""
 
 

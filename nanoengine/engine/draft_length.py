@@ -75,9 +75,7 @@ class PayingDrafts:
         self._began = time.perf_counter()
         return self._number()
 
-    def record(
-        self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool = False
-    ) -> None:
+    def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None:
         """What became of a step with so many drafts. is_decode: if not, its time says nothing.
         is_ahead: it was begun before the one before it had ended.
         """

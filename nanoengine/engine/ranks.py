@@ -4,7 +4,6 @@ unless tensor_parallel_size asks for more.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
@@ -12,7 +11,7 @@ from nanoengine.devices.device import Device
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.memory_plan import Memory
-from nanoengine.startup.parts import Parts, load_parts
+from nanoengine.startup.parts import Parts, load_parts, usable_settings
 from nanoengine.startup.probe import measure_copy
 
 
@@ -52,9 +51,7 @@ class OneRank:
 
     def load(self, device: Device) -> Parts:
         parts = load_parts(self.config, device)
-        if parts.model.config.recurrent_layers:  # each draft would change the states
-            num = self.config.num_guesses
-            self.config = replace(self.config, speculative=f"ngram:{num}" if num else None)
+        self.config = usable_settings(self.config, parts, device)
         return parts
 
     def share_of(self, device: Device) -> Memory:

@@ -71,9 +71,9 @@ def is_draft_due(seqs: Iterable[Sequence]) -> bool:
 def most_guesses(config: EngineConfig, max_tokens: int) -> int:
     """Most guesses of a step and sequences that run in it. max_tokens: most tokens of a step.
 
-    Without speculation as many as there may be sequences: the memory for their logits is planned.
+    If nobody asked for any, as many as there may be sequences: memory for their logits is planned.
     """
-    if config.speculative is not None:
+    if config.asks_for_guesses:
         return max_tokens
     return min(max_tokens, max(config.max_num_seqs, 2 * MOST_FORCED))
 

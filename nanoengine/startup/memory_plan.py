@@ -17,7 +17,13 @@ from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kv.draft_plan import drafts_from
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.startup.plan import MemoryPlan, OffloadRoom, describe_offload, how_to_hold
+from nanoengine.startup.plan import (
+    MemoryPlan,
+    OffloadRoom,
+    describe_guesses,
+    describe_offload,
+    how_to_hold,
+)
 
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_HOST_KV_BYTES = 4 * GIB
@@ -57,7 +63,8 @@ class Memory(Protocol):
 class ModelFacts:
     """Facts about a loaded model for the plan, as text except dtype and bytes.
 
-    quantization: how weights were quantised; invariance: what the bits of a request depend on.
+    quantization: how weights were quantised; invariance: what the bits of a request depend on;
+    is_invariant: on nothing but the request.
     """
 
     source: str
@@ -67,6 +74,7 @@ class ModelFacts:
     attention: str
     quantization: str = ""
     invariance: str = ""
+    is_invariant: bool = False
 
 
 def plan_memory(
@@ -111,6 +119,7 @@ def plan_memory(
         max_num_batched_tokens=tokens,
         quantization=facts.quantization,
         invariance=facts.invariance,
+        guesses=describe_guesses(config, spec),
         longer=longer,
         room=room,
         device_bytes=total if has_gpu else free + facts.weight_bytes,

@@ -51,7 +51,7 @@ def run(
         num_right = 0
         while num_right < num_drafts and dice.random() < right:
             num_right += 1
-        drafts.record(num_drafts, num_right, is_decode=True)
+        drafts.record(num_drafts, num_right, is_decode=True, is_ahead=False)
         done += 1 + num_right
     return done / (clock.now - began)
 
@@ -98,7 +98,7 @@ def step(clock: Clock, drafts: PayingDrafts, seconds: float, is_decode: bool = T
     """A step in which all drafts are right; returns how many there were."""
     num_drafts = drafts.choose()
     clock.now += seconds
-    drafts.record(num_drafts, num_drafts, is_decode)
+    drafts.record(num_drafts, num_drafts, is_decode, is_ahead=False)
     return num_drafts
 
 
@@ -133,7 +133,7 @@ def test_the_time_without_drafts_is_measured_anew(clock: Clock) -> None:
         num_drafts = drafts.choose()
         counts.append(num_drafts)
         clock.now += 1 + num_drafts * 1.0
-        drafts.record(num_drafts, num_drafts // 2, is_decode=True)
+        drafts.record(num_drafts, num_drafts // 2, is_decode=True, is_ahead=False)
     assert max(counts[:10]) > 0 and sum(counts[20:]) <= 2
 
 
@@ -145,7 +145,7 @@ def test_they_pay_until_it_is_known_that_they_do_not(clock: Clock) -> None:
             num_drafts = drafts.choose()
             seen.append((drafts.pays, num_drafts > 0))
             clock.now += 1 + num_drafts * 0.3
-            drafts.record(num_drafts, right * num_drafts, is_decode=True)
+            drafts.record(num_drafts, right * num_drafts, is_decode=True, is_ahead=False)
     assert all(pays for pays, _ in seen[: NUM_PLAIN + NUM_TRIALS])
     assert not any(pays for pays, _ in seen[20:400]) and (False, True) in seen[20:400]
     assert all(pays for pays, _ in seen[-100:])

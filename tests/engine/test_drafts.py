@@ -135,6 +135,66 @@ def test_bits_depend_on_no_drafter(
     engine.close()
 
 
+@needs_compiler
+def test_who_streams_drafts_by_default_where_no_bit_depends_on_it(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same memory, and never with more guesses than its logits are planned for."""
+    use_our_products(monkeypatch)
+    found = {}
+    for speculative in (None, "off"):
+        settings = SETTINGS | {"speculative": speculative, "dtype": "bfloat16"}
+        engine = small_engine(tiny("llama"), max_num_seqs=16, **settings)
+        seen = watch_guesses(engine)
+        outputs = run(engine)
+        guessed = sum(output.metrics.num_guessed for output in outputs)
+        found[speculative] = scored(outputs), guessed, max(seen), engine.plan
+        engine.close()
+    (drafted, guessed, most, plan), (plain, nothing, none, as_before) = found.values()
+    for (ids, logprobs), (right, without) in zip(drafted, plain, strict=True):
+        assert ids == right and torch.equal(logprobs, without)
+    assert guessed > 0 and 0 < most <= 32 and nothing == none == 0
+    assert "up to 8 drafts" in str(plan) and 'speculative="off"' in str(plan)
+    assert "guesses" not in str(as_before)
+    assert replace(plan.kv, drafts_from=0) == as_before.kv
+    assert plan.activation_bytes == as_before.activation_bytes
+
+
+def watch_guesses(engine: LLMEngine) -> list[int]:
+    """How many guesses each step from now on checks."""
+    launch, seen = engine.runner.launch, []
+
+    def watched(batch: ScheduledBatch, *rest: Any) -> Any:
+        seen.append(sum(len(item.guesses) + item.num_drafts for item in batch.items))
+        return launch(batch, *rest)
+
+    engine.runner.launch = watched
+    return seen
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"kv_offload_dtype": "int8"},
+        {"offload_mode": "in_place", "stream_mib_per_step": None},
+        {"quantization": "int8"},
+    ],
+    ids=["float32", "int8 KV", "in place", "int8 weights"],
+)
+def test_nobody_drafts_by_default_elsewhere(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """In fp32 products are PyTorch's; other bits depend on guesses, too, or nothing streams."""
+    use_our_products(monkeypatch)
+    engine = small_engine(tiny("llama"), **SETTINGS | {"dtype": "bfloat16"} | settings)
+    assert not engine.plan.guesses and not engine.plan.kv.drafts_from
+    engine.add_request(PROMPTS[0], PARAMS[0])
+    assert engine.scheduler.waiting[0].draft_length is None
+    engine.close()
+
+
 @pytest.mark.usefixtures("always")
 def test_drafts_read_the_device_alone_and_leave_nothing(tiny: Callable[[str], Path]) -> None:
     """What no draft may read is NaN: freed KV, and what is left of wrong drafts after each step."""

@@ -39,9 +39,7 @@ class Adversary:
         self.pays = self._random.random() < SHARE_PAYING
         return self._random.randint(0, self.most)
 
-    def record(
-        self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool = False
-    ) -> None:
+    def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None:
         """What became of them."""
         assert 0 <= num_right <= num_drafts <= self.most
         self.counts.update(checked=num_drafts, accepted=num_right)
