@@ -6,8 +6,8 @@ ChatParsers holds what is known of a model; an AnswerParser reads one answer, as
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from nanoengine.errors import InvalidParamsError, shown
 from nanoengine.outputs import ChatMessage, MessageDelta, RequestOutput, ToolCall, ToolCallDelta
@@ -66,13 +66,13 @@ class AnswerParser:
 @dataclass(frozen=True, slots=True)
 class ChatParsers:
     """How a model writes calls and thoughts; None where it is not known. shows_tools: whether its
-    chat template does. special_tokens: their texts. thoughts: counts tokens.
+    chat template does. special_tokens: their ids by their texts. thoughts: counts tokens.
     """
 
     tools: ToolSyntax | None = None
     reasoning: ReasoningSyntax | None = None
     shows_tools: bool = False
-    special_tokens: frozenset[str] = frozenset()
+    special_tokens: Mapping[str, int] = field(default_factory=dict)
     thoughts: ThoughtTokens | None = None
 
     @classmethod
@@ -82,13 +82,15 @@ class ChatParsers:
         """Those of a model's chat template. tool_parser, reasoner: names of other ones."""
         plain, source = tokenizer.template_source(False), tokenizer.template_source(True)
         backend = tokenizer.backend
-        special = (backend.id_to_token(token_id) or "" for token_id in tokenizer.special_ids)
+        special = {
+            backend.id_to_token(token_id) or "": token_id for token_id in tokenizer.special_ids
+        }
         reasoning = REASONING_PARSERS[reasoner] if reasoner else reasoning_of(plain)
         return cls(
             TOOL_PARSERS[tool_parser] if tool_parser else syntax_of(source),
             reasoning,
             "tools" in source,
-            frozenset(special),
+            special,
             None if reasoning is None else ThoughtTokens.of(reasoning, tokenizer),
         )
 
@@ -108,7 +110,7 @@ class ChatParsers:
         marks = {self.reasoning.begin, self.reasoning.end} if self.reasoning else set()
         if use is not None:
             marks |= {*self._syntax(use).marks}
-        if self.special_tokens.isdisjoint(marks):
+        if marks.isdisjoint(self.special_tokens):
             return params
         return replace(params, skip_special_tokens=False)
 
@@ -120,7 +122,7 @@ class ChatParsers:
         kind, schema = ("", "") if form is None else form.source
         if use.must_call and frame is not None:
             if form is None:
-                return form_of_calls(use, frame)
+                return form_of_calls(use, frame, self.special_tokens)
             raise InvalidParamsError(
                 f"tool_choice={shown(use.choice)} and a form of the answer exclude each other; "
                 'give tool_choice="auto", or no form'
@@ -134,12 +136,12 @@ class ChatParsers:
                 "tools and a form of the answer exclude each other for this model: its calls are "
                 'not JSON; give tool_choice="none", or no form'
             )
-        return form_of_calls(use, frame, schema or '{"type": "object"}')
+        return form_of_calls(use, frame, self.special_tokens, schema or '{"type": "object"}')
 
     def _shows_heads(self, use: ToolUse) -> bool:
         """Whether calls are objects in plain text; a form's text has no special tokens."""
         syntax = self._syntax(use)
-        is_plain = syntax.is_bare or self.special_tokens.isdisjoint(syntax.marks)
+        is_plain = syntax.is_bare or not any(mark in self.special_tokens for mark in syntax.marks)
         return is_plain and any(isinstance(body, Objects) for body in syntax.bodies)
 
     def parser(self, prompt: str, use: ToolUse | None) -> AnswerParser:

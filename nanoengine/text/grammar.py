@@ -176,16 +176,16 @@ class GrammarState:
         """Which tokens may come next, and which after each guess, as far as guesses fit: bits of
         token ids, the lowest first. The state stays as it is.
         """
-        matcher, made, taken = self._matcher, [self._matcher.compute_bitmask()], 0
+        matcher, made = self._matcher, [self._matcher.compute_bitmask()]
+        if guesses:  # on a copy: `rollback` fails for special tokens (llguidance #364)
+            matcher = matcher.deep_copy()
         for token_id in guesses:
             if not made[-1][token_id >> 3] >> (token_id & 7) & 1 or matcher.is_error():
                 break
-            taken += matcher.consume_token(token_id)
+            matcher.consume_token(token_id)
             if matcher.is_stopped():
                 break
             made.append(matcher.compute_bitmask())
-        if taken and not matcher.is_error():
-            matcher.rollback(taken)
         return made
 
     def forced(self) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Splits the thoughts of a model from its answer: a row for each family, with vLLM's names.
 
-Sources: the chat templates of Qwen 3, DeepSeek-R1, GLM 4.5 and Magistral. gpt-oss has channels,
-which tool_parser.py reads.
+Sources: the chat templates of Qwen 3, DeepSeek-R1, GLM 4.5, Gemma 4 and Magistral. gpt-oss has
+channels, which tool_parser.py reads.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class ReasoningSyntax:
 
 REASONING_SYNTAXES = (
     ReasoningSyntax("openai_gptoss", "<|channel|>analysis<|message|>", "<|end|>", in_channels=True),
+    ReasoningSyntax("gemma4", "<|channel>thought", "<channel|>"),
     ReasoningSyntax("mistral", "[THINK]", "[/THINK]"),
     ReasoningSyntax("seed_oss", "<seed:think>", "</seed:think>"),
     ReasoningSyntax("deepseek_r1", "<think>", "</think>"),

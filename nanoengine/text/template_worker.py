@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -31,6 +32,8 @@ SPARE_SECONDS = 1.0  # beyond the time at which the parent should have ended a r
 RENDER, COMPILE, READY, TEXT = b"?", b"g", b"+", b"t"
 BROKEN, REFUSED, NO_MEMORY, TOO_LONG = b"b", b"r", b"m", b"l"
 
+# Tokens that a grammar names by their ids, and one that a vocabulary of bytes has, too.
+TOKEN_IDS, ANY_TOKEN = re.compile(r"<\[[0-9,-]+\]>"), "<[0]>"
 _FRAME = struct.Struct(">cQ")
 # The end of a worker must not kill a parent that has SIGPIPE's default action.
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
@@ -138,7 +141,8 @@ def _grammar(request: bytes) -> tuple[bytes, bytes]:
 
         grammar = _grammar_text(LLMatcher, kind, text, whitespace)
         limited = LLParserLimits(verbose_errors=False, **limits)
-        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limited)
+        tried = TOKEN_IDS.sub(ANY_TOKEN, grammar)
+        matcher = LLMatcher(LLTokenizer("byte"), tried, log_level=0, limits=limited)
         matcher.compute_bitmask()  # a grammar that has no text is found here
         error = matcher.get_error()
     except MemoryError:

@@ -75,6 +75,7 @@ class ThinkingState:
         self._budget = budget
         self._form = form
         self._place = Place(Phase.THINKING if is_open else Phase.BEFORE)
+        self._may_begin = not is_open and self._is_new(marks.begin[0])
 
     def accept(self, token_id: int) -> bool:
         """Go on by a token; True if the text is complete. Raises what the form raises."""
@@ -103,6 +104,8 @@ class ThinkingState:
         place = self._place
         if place.phase is Phase.AFTER:
             return () if self._form is None else self._form.forced()
+        if place.phase is Phase.BEFORE and place.num and self._form is not None:
+            return self._marks.begin[place.num :]
         return self._marks.end[place.matched :] if self._is_spent(place) else ()
 
     def _is_spent(self, place: Place) -> bool:
@@ -126,12 +129,12 @@ class ThinkingState:
             return Place(Phase.AFTER), False
         return Place(Phase.THINKING, place.num + 1, matched), False
 
-    @property
-    def _may_begin(self) -> bool:
-        """Whether the text may begin thoughts itself. With a form only by one token: the first of
-        several could be the form's.
-        """
-        return self._form is None or len(self._marks.begin) == 1
+    def _is_new(self, token_id: int) -> bool:
+        """Whether a token begins thoughts and no form: the first of several could be the form's."""
+        if self._form is None or len(self._marks.begin) == 1:
+            return True
+        (first,) = self._form.masks(())
+        return not first[token_id >> 3] >> (token_id & 7) & 1
 
     def _matched(self, matched: int, token_id: int) -> int:
         """How many tokens of the end the text ends with after one more."""
@@ -147,8 +150,10 @@ class ThinkingState:
             return marks.any_token if self._form is None else marks.no_end
         if self._form is None:
             return marks.any_token
+        if place.num:
+            return _with_bits(bytes(len(marks.any_token)), [marks.begin[place.num]], 1)
         (first,) = self._form.masks(())
-        return _with_bits(first, marks.begin, 1) if self._may_begin else first
+        return _with_bits(first, marks.begin[:1], 1) if self._may_begin else first
 
     def _form_masks(self, guesses: tuple[int, ...]) -> list[bytes]:
         if self._form is None:

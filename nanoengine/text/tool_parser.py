@@ -18,11 +18,13 @@ from nanoengine.text.answer_pieces import (
     first_of,
     num_held_back,
 )
+from nanoengine.text.bare_object import BareObject
 from nanoengine.text.checked_json import object_in, strict_json
 from nanoengine.text.tool_syntax import (
     MAX_NAME,
     NAME,
     SPACES,
+    Bare,
     Named,
     Objects,
     Tagged,
@@ -101,6 +103,8 @@ class ToolParser(PieceReader):
                     found = yield from self._named(at, body)
                 case Tagged():
                     found = yield from self._tagged(at, body)
+                case Bare():
+                    found = yield from self._bare(at, body)
             if found:
                 return True
         return False
@@ -158,6 +162,14 @@ class ToolParser(PieceReader):
         if (yield from self._head(at, body.head)) is None:
             return False
         yield from self._json(JsonEnd(), is_given_out=True)
+        self._num_calls += 1
+        return True
+
+    def _bare(self, at: int, body: Bare) -> Steps[bool]:
+        if (yield from self._head(at, body.head)) is None:
+            return False
+        yield from BareObject(self, body.quote, self._num_calls).read()
+        yield from self.skip(body.after)
         self._num_calls += 1
         return True
 

@@ -1,7 +1,7 @@
 """How families of models write calls of tools: a row for each, by vLLM's names of parsers.
 
 Sources: the chat templates and model cards of Hermes 2 Pro, Qwen 2.5 to 3.5, Qwen3-Coder, Llama 3.1
-to 3.3, Mistral, GLM 4.5 and gpt-oss. tool_parser.py reads them.
+to 3.3, Mistral, GLM 4.5, Gemma 4 and gpt-oss. tool_parser.py reads them.
 """
 
 from __future__ import annotations
@@ -58,16 +58,29 @@ class Tagged:
 
 
 @dataclass(frozen=True, slots=True)
+class Bare:
+    """A call as its name and an object whose keys have no quotes (bare_object.py).
+
+    head: as in Named. quote: what stands before and after a text. after: follows the object.
+    """
+
+    head: str
+    quote: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
 class Frame:
     """A text of calls as a model must write it if it has no choice: `before`, and for each call
-    `begin`, the name, `middle`, the arguments as JSON and `end`, with `between` in between.
+    `begin`, the name, `middle`, the arguments as JSON and `end`, with `between` in between; None:
+    there is one call only. Special tokens stand in it as their texts.
     """
 
     begin: str
     middle: str
     end: str
     before: str = ""
-    between: str = ""
+    between: str | None = None
     after: str = ""
 
 
@@ -83,7 +96,7 @@ class ToolSyntax:
     name: str
     signs: tuple[str, ...]
     marks: tuple[str, ...] = ()
-    bodies: tuple[Objects | Named | Tagged, ...] = ()
+    bodies: tuple[Objects | Named | Tagged | Bare, ...] = ()
     frame: Frame | None = None
     is_bare: bool = False
     in_channels: bool = False
@@ -91,6 +104,9 @@ class ToolSyntax:
 
 OBJECT = Frame('{"name": "', '", "arguments": ', "}")
 LIST = Objects("[", ",", "]")
+MISTRAL_CALL = Named(
+    rf"{SPACES}{NAME}(?:\[CALL_ID\][a-zA-Z0-9]{{0,16}})?(?:\[ARGS\])?{SPACES}(?={{)"
+)
 PLAIN = ToolSyntax(
     "list", (), bodies=(LIST,), frame=replace(OBJECT, before="[", between=", ", after="]"),
     is_bare=True,
@@ -137,13 +153,23 @@ TOOL_SYNTAXES = (
         frame=Frame('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"),
     ),
     ToolSyntax(
+        "gemma4",
+        ("<|tool_call>", "call:"),
+        marks=("<|tool_call>",),
+        bodies=(Bare(rf"{SPACES}call:{NAME}{SPACES}(?={{)", '<|"|>', "<tool_call|>"),),
+    ),
+    ToolSyntax(
+        "mistral",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        marks=("[TOOL_CALLS]",),
+        bodies=(LIST, MISTRAL_CALL),
+        frame=Frame("[TOOL_CALLS]", "[ARGS]", "", between=""),
+    ),
+    ToolSyntax(
         "mistral",
         ("[TOOL_CALLS]",),
         marks=("[TOOL_CALLS]",),
-        bodies=(
-            LIST,
-            Named(rf"{SPACES}{NAME}(?:\[CALL_ID\][a-zA-Z0-9]{{0,16}})?(?:\[ARGS\])?{SPACES}(?={{)"),
-        ),
+        bodies=(LIST, MISTRAL_CALL),
         frame=replace(OBJECT, before="[TOOL_CALLS][", between=", ", after="]"),
     ),
     ToolSyntax(

@@ -142,12 +142,14 @@ def _choice(choice: object, names: list[str]) -> str:
     return str(name)
 
 
-def form_of_calls(use: ToolUse, frame: Frame, answer: str | None = None) -> StructuredOutputsParams:
+def form_of_calls(
+    use: ToolUse, frame: Frame, special: Mapping[str, int], answer: str | None = None
+) -> StructuredOutputsParams:
     """The form of an answer that calls what `use` says, as `frame` writes it; or that is JSON of
-    the schema `answer`, where the model may choose. Raises InvalidParamsError if the schemas are
-    too large.
+    the schema `answer`, where the model may choose. special: the ids of special tokens by their
+    texts. Raises InvalidParamsError if the schemas are too large.
     """
-    return _form(use, _lines_of_calls(use, frame, answer))
+    return _form(use, _lines_of_calls(use, _FrameRules(frame, special), answer))
 
 
 def form_of_text(use: ToolUse) -> StructuredOutputsParams:
@@ -165,16 +167,48 @@ def _form(use: ToolUse, lines: Iterator[str]) -> StructuredOutputsParams:
         raise InvalidParamsError(f"tools with tool_choice={shown(use.choice)}: {error}") from error
 
 
-def _lines_of_calls(use: ToolUse, frame: Frame, answer: str | None) -> Iterator[str]:
+def _lines_of_calls(use: ToolUse, rules: _FrameRules, answer: str | None) -> Iterator[str]:
     chosen = {n: s for n, s in use.schemas.items() if use.choice in (AUTO, REQUIRED, n)}
     yield "start: calls" + ("" if answer is None else " | answer")
-    yield f"calls: {_joined(frame.before, _calls(use, frame), frame.after)}"
+    yield f"calls: {rules.calls(may_be_several=use.is_parallel and use.choice not in chosen)}"
     yield "call: " + " | ".join(f"call_{i}" for i in range(len(chosen)))
     if answer is not None:
         yield f"answer: %json {json.dumps(_guided(json.loads(answer)))}"
     for index, (name, schema) in enumerate(chosen.items()):
-        body = _joined(frame.begin + name + frame.middle, _arguments(schema), frame.end)
-        yield f"call_{index}: {body}"
+        yield f"call_{index}: {rules.call(name, _arguments(schema))}"
+
+
+@dataclass(frozen=True, slots=True)
+class _FrameRules:
+    """A frame as rules of Lark. special: the ids of special tokens by their texts; such a token is
+    no text to a grammar.
+    """
+
+    frame: Frame
+    special: Mapping[str, int]
+
+    def calls(self, may_be_several: bool) -> str:
+        """The rule of all calls, by the rule `call`."""
+        frame, calls = self.frame, "call"
+        if may_be_several and frame.between is not None:
+            calls = f"call ({self._text(frame.between)} call)*"
+        return " ".join((self._text(frame.before), calls, self._text(frame.after)))
+
+    def call(self, name: str, arguments: str) -> str:
+        """The rule of a call of one tool. arguments: their rule."""
+        frame = self.frame
+        return (
+            f"{self._text(frame.begin + name + frame.middle)} {arguments} {self._text(frame.end)}"
+        )
+
+    def _text(self, text: str) -> str:
+        """A text that may be empty."""
+        marks = "|".join(re.escape(mark) for mark in self.special if mark and mark in text)
+        parts = re.split(f"({marks})", text) if marks else [text]
+        return " ".join(self._part(part) for part in parts if part)
+
+    def _part(self, part: str) -> str:
+        return f"<[{self.special[part]}]>" if part in self.special else json.dumps(part)
 
 
 def _lines_of_text(use: ToolUse) -> Iterator[str]:
@@ -197,16 +231,3 @@ def _guided(schema: object) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise TypeError(f"a JSON schema must be an object here, got {shown(schema)}")
     return {**schema, "x-guidance": GUIDANCE}
-
-
-def _calls(use: ToolUse, frame: Frame) -> str:
-    """One call, or several if the model may choose."""
-    if use.choice in (AUTO, REQUIRED) and use.is_parallel and frame.between:
-        return f"call ({json.dumps(frame.between)} call)*"
-    return "call"
-
-
-def _joined(before: str, rule: str, after: str) -> str:
-    """A rule of Lark between two texts, each of which may be empty."""
-    first, last = (json.dumps(text) if text else "" for text in (before, after))
-    return " ".join(part for part in (first, rule, last) if part)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from tool_models import CALL, TOOLS, WEATHER, tool_model
+from tool_models import CALL, TEMPLATE, TOOLS, WEATHER, tool_model
 
 from nanoengine import (
     LLM,
@@ -151,6 +151,31 @@ def test_an_answer_that_must_call(llm: LLM, choice: Any) -> None:
             schema = WEATHER if call.name == "weather" else {"maxProperties": 0}
             jsonschema.validate(json.loads(call.arguments), schema)
     assert found == ({"weather", "now"} if choice == "required" else {"now"})
+
+
+@pytest.mark.parametrize(("sign", "mark_ids"), [("", [2]), ("[ARGS]", [0, 2])])
+def test_a_call_that_must_come_begins_with_its_special_tokens(
+    tiny: Callable[[str], Path], tmp_path: Path, sign: str, mark_ids: list[int]
+) -> None:
+    """Mistral's marks are tokens of their own, never their characters."""
+    template = TEMPLATE.replace("<tool_call>", "[TOOL_CALLS]").replace("<think>", sign)
+    folder = tool_model(tiny("llama"), tmp_path / "model", template)
+    for path in folder.glob("*token*.json"):
+        text = path.read_text().replace("<|im_start|>", "[TOOL_CALLS]")
+        path.write_text(text.replace("<s>", "[ARGS]"))
+    params = [SamplingParams(max_tokens=160, seed=seed) for seed in range(4)]
+    with LLM(folder, **SETTINGS) as llm:
+        outputs = llm.chat([TALK] * 4, params, use_tqdm=False, tools=TOOLS, tool_choice="required")
+    for output in outputs:
+        (made,) = output.outputs
+        assert made.token_ids[0] == 2 and {*made.token_ids} & {0, 2} == {*mark_ids}
+        assert made.message is not None
+        if made.finish_reason == "stop":
+            assert made.message.content is None
+            for call in made.message.tool_calls:
+                schema = WEATHER if call.name == "weather" else {"maxProperties": 0}
+                jsonschema.validate(json.loads(call.arguments), schema)
+    assert any(output.outputs[0].finish_reason == "stop" for output in outputs)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Letters:
         return made
 
 
-@pytest.mark.parametrize("begin", [(1,), (1, 2)])
+@pytest.mark.parametrize("begin", [(1,), (1, 2), (6, 2)])
 @pytest.mark.parametrize("end", [(3,), (3, 4, 3)])
 @pytest.mark.parametrize("has_form", [False, True])
 def test_thoughts_by_definition(
@@ -152,7 +152,9 @@ def check(
 ) -> None:
     begin, end = list(marks.begin), list(marks.end)
     rest = made
-    may_begin = not has_form or len(begin) == 1
+    may_begin = not has_form or len(begin) == 1 or begin[0] != 6  # the form's first token
+    if has_form and may_begin and not is_open and made[:1] == begin[:1]:
+        assert made[: len(begin)] == begin
     if is_open or (may_begin and made[: len(begin)] == begin):
         thoughts = made if is_open else made[len(begin) :]
         places = range(len(thoughts) - len(end) + 1)

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoengine.outputs import ChatMessage
@@ -33,6 +33,12 @@ CODER = (
 GLM = (
     "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)
+QUOTE = '<|"|>'
+GEMMA = f"<|tool_call>call:weather{{city:{QUOTE}Paris{QUOTE},days:3}}<tool_call|>"
+DEEP = (
+    f'{{city:{QUOTE}a "b"\n}}<|{QUOTE},days:-1.5,'
+    f"more:{{a:[1,null,None,true,{QUOTE}x{QUOTE}],b:{{}}}},word:two words}}"
 )
 CHANNELS = (
     "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
@@ -69,6 +75,14 @@ WHOLE: list[tuple[str, str, str | None, list[tuple[str, Any]]]] = [
     ("glm45", f"{GLM}\n{GLM}", None, [CALL, CALL]),
     ("glm45", GLM.replace("\n", ""), None, [CALL]),
     ("glm45", "<tool_call>now</tool_call>", None, [NOW]),
+    ("gemma4", f"I look.\n{GEMMA}{GEMMA}", "I look.", [CALL, CALL]),
+    ("gemma4", "<|tool_call>call:now{}<tool_call|> ok", " ok", [NOW]),
+    ("gemma4", f"<|tool_call>call:weather{DEEP}<tool_call|>", None,
+     [("weather", {"city": 'a "b"\n}<|', "days": -1.5, "word": "two words",
+                   "more": {"a": [1, None, None, True, "x"], "b": {}}})]),
+    ("gemma4", f"<|tool_call> call:weather {{ city: {QUOTE}Paris{QUOTE}, days: 3 }}", None, [CALL]),
+    ("gemma4", "<|tool_call>call:rm{}<tool_call|>", "<|tool_call>call:rm{}<tool_call|>", []),
+    ("gemma4", "<|tool_call>call weather", "<|tool_call>call weather", []),
     ("mistral", f"[TOOL_CALLS] [{OBJECT}, {OBJECT}]", None, [CALL, CALL]),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]now{}', None,
      [CALL, NOW]),
@@ -105,6 +119,7 @@ def test_calls_of_each_family(name: str, text: str, content: str | None, calls: 
     assert message.content == (text if content is None and not calls else content)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(WHOLE), st.lists(st.integers(0, 400), max_size=12))
 def test_how_an_answer_is_cut_changes_nothing(row: Any, cuts: list[int]) -> None:
     name, text, *_ = row
@@ -128,11 +143,25 @@ def test_arguments_come_before_the_call_has_ended() -> None:
     assert made.feed('"}}\n</tool_call>') == [Piece(Kind.ARGUMENTS, '"}')]
 
 
+def test_a_bare_text_comes_as_json_before_it_has_ended() -> None:
+    made = parser("gemma4")
+    assert made.feed("<|tool_call>call:weather{ci") == [
+        Piece(Kind.NAME, "weather"),
+        Piece(Kind.ARGUMENTS, "{"),
+    ]
+    assert made.feed(f'ty:{QUOTE}a"<') == [Piece(Kind.ARGUMENTS, '"city": "a\\"')]
+    assert made.feed('|"') == []
+    assert made.feed("b") == [Piece(Kind.ARGUMENTS, '<|\\"b')]
+    assert made.feed(f"{QUOTE}, days:1") == [Piece(Kind.ARGUMENTS, '", "days": ')]
+    assert made.feed("2}") == [Piece(Kind.ARGUMENTS, "12}")]
+
+
 def test_one_call_alone() -> None:
     made = AnswerParser(None, ToolParser(BY_NAME["hermes"], SCHEMAS), 1)
     assert calls_of(message_of(made.feed(HERMES * 3) + made.end())) == [CALL]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=12))
 def test_channels(cuts: list[int]) -> None:
     def read(text: str) -> ChatMessage:
@@ -203,9 +232,16 @@ def test_calls_after_thoughts() -> None:
     assert calls_of(message) == [CALL]
 
 
+BARE = "<|tool_call>call:now"
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        BARE + "{a:" * 60_000,
+        BARE + "{" + "a" * 200_000,
+        BARE + "{a:" + '<|"' * 60_000,
+        BARE + "{" + " ," * 100_000,
         "<tool_call>" * 20_000,
         '<tool_call>{"name":' * 10_000,
         '<tool_call>{"x":' + "[" * 100_000,
@@ -219,5 +255,6 @@ def test_calls_after_thoughts() -> None:
 def test_hostile_answers_take_little_time(text: str) -> None:
     """In parts of 50 characters; a text of the model's own making has one for each token."""
     start = time.process_time()
-    parted(parser("hermes"), text, list(range(0, len(text), 50)))
+    name = "gemma4" if text.startswith(BARE) else "hermes"
+    parted(parser(name), text, list(range(0, len(text), 50)))
     assert time.process_time() - start < 5

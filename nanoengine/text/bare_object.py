@@ -1,0 +1,121 @@
+"""Reads the arguments of a call as Gemma 4 writes them: {key:value,...}, keys without quotes, texts
+between quotes of their own. Gives them out as JSON, as they come.
+
+Source: the chat template of Gemma 4 (google/gemma-4-12B-it).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from nanoengine.text.answer_pieces import Kind, Piece, PieceReader, Steps, num_held_back
+from nanoengine.text.checked_json import strict_json
+
+CLOSERS = {"{": "}", "[": "]"}
+# What the template writes of Python's values that are no texts and no numbers.
+PYTHON_NAMES = {"None": None, "True": True, "False": False}
+KEY_ENDS, VALUE_ENDS = re.compile("[:,}]"), re.compile(r"[,}\]]")
+MAX_WORD = 4096  # characters of a key, or of a value without quotes
+
+
+class BareObject:
+    """Takes one object from the text of `reader`, which begins with it."""
+
+    def __init__(self, reader: PieceReader, quote: str, call: int) -> None:
+        """quote: the mark before and after a text. call: the pieces are arguments of this one."""
+        self._reader = reader
+        self._quote = quote
+        self._call = call
+        self._open: list[str] = []  # what closes each open bracket
+        self._is_key = False  # whether a key comes next
+
+    def read(self) -> Steps[None]:
+        """Give out the object. It ends where its brackets do, or with the text."""
+        reader = self._reader
+        while (yield from self._has_more()):
+            mark = yield from self._mark()
+            if mark == self._quote:
+                yield from self._text()
+            elif mark == "":
+                yield from self._word()
+            else:
+                reader.take(1)
+                yield self._piece(self._after(mark))
+                if not self._open:
+                    return
+
+    def _has_more(self) -> Steps[bool]:
+        """Wait for the next character that is no space; False if the text ends before."""
+        reader = self._reader
+        while not reader.left.lstrip():
+            if reader.has_ended:
+                return False
+            yield None
+        reader.left = reader.left.lstrip()
+        return True
+
+    def _mark(self) -> Steps[str]:
+        """What comes next: the quote, a bracket, a comma or a colon; "" before anything else."""
+        reader = self._reader
+        while self._quote.startswith(reader.left) and not reader.has_ended:
+            if reader.left == self._quote:
+                break
+            yield None
+        if reader.left.startswith(self._quote):
+            return self._quote
+        first = reader.left[:1]
+        return first if first and first in "{}[],:" else ""
+
+    def _after(self, mark: str) -> str:
+        """What a mark is in JSON. A bracket closes the one that was opened last, whatever it is."""
+        if mark in CLOSERS:
+            self._open.append(CLOSERS[mark])
+        elif mark in "}]":
+            mark = self._open.pop()
+        in_object = bool(self._open) and self._open[-1] == "}"
+        self._is_key = in_object and mark in "{,"
+        return f"{mark} " if mark in ",:" else mark
+
+    def _text(self) -> Steps[None]:
+        """Give out a text as it comes. Between quotes nothing is escaped."""
+        reader, quote = self._reader, self._quote
+        reader.take(len(quote))
+        yield self._piece('"')
+        while (at := reader.left.find(quote)) < 0 and not reader.has_ended:
+            certain = len(reader.left) - num_held_back(reader.left, (quote,))
+            yield self._piece(_inside(reader.take(certain)))
+            yield None
+        text = reader.take(len(reader.left) if at < 0 else at)
+        yield self._piece(_inside(text) + ('"' if at >= 0 else ""))
+        reader.take(len(quote))
+
+    def _word(self) -> Steps[None]:
+        """Give out a key, or a value that is no text."""
+        reader, ends = self._reader, KEY_ENDS if self._is_key else VALUE_ENDS
+        start = 0
+        while (found := ends.search(reader.left, start)) is None:
+            start = len(reader.left)
+            if reader.has_ended or start > MAX_WORD:
+                break
+            yield None
+        word = reader.take(start if found is None else found.start()).rstrip()
+        yield self._piece(json.dumps(word, ensure_ascii=False) if self._is_key else _value(word))
+
+    def _piece(self, text: str) -> Piece:
+        return Piece(Kind.ARGUMENTS, text, self._call)
+
+
+def _inside(text: str) -> str:
+    """A part of a text as JSON has it between quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _value(word: str) -> str:
+    """A value without quotes: what JSON reads, or else a text."""
+    if word in PYTHON_NAMES:
+        return json.dumps(PYTHON_NAMES[word])
+    try:
+        return json.dumps(strict_json(word), ensure_ascii=False)
+    except ValueError:
+        return json.dumps(word, ensure_ascii=False)
