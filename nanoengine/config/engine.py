@@ -131,8 +131,8 @@ class EngineConfig:
     "resident:K": up to K for requests whose KV is streamed, or has half the bytes of the weights,
     by decode steps over a part of the KV on the device; fewer where they do not pay.
     "ngram:K+resident:K": lookup first. "auto": both with K = 8. None: "resident:8" if KV is
-    streamed and the plan says "the same bits in any batch", as on a CPU in bfloat16, with at most
-    max_num_seqs guesses a step; else "off".
+    streamed and the plan says "the same bits in any batch", as on a CPU in bfloat16; all requests
+    of a step then have max_num_seqs guesses, or 32 if that is less; else "off".
     generation_config: default sampling parameters of requests. "auto": those of the model's
     generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
