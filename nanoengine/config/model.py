@@ -63,6 +63,7 @@ class ExpertsConfig:
     models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
     multiplies them. top_groups: of num_groups groups of experts, those open to a token.
     shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
+    codes: the format of their weights in a checkpoint, a key of stored_codes.FORMATS; "": numbers.
     """
 
     count: int
@@ -76,6 +77,7 @@ class ExpertsConfig:
     top_groups: int = 1
     shared_size: int = 0
     has_bias: bool = False
+    codes: str = ""
 
 
 @dataclass(frozen=True, slots=True)

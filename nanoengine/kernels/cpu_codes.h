@@ -3,7 +3,8 @@
  * A file stores an output as blocks of 32 or 256 weights, one after the other: float16 scales, and words
  * of 32 bits that hold codes, or scales of 6 or 8 bits. Here the blocks of PANEL outputs take turns, half
  * by half and word by word: [panel][block][half][PANEL], then [word][PANEL]. So a vector has the same word
- * of LANES outputs, and no byte more is held than the file has.
+ * of LANES outputs, and no byte more is held than the file has; but for MXFP4, whose scale of 8 bits, a
+ * power of two, is held as a bfloat16.
  *
  * A weight is d * code + m, where d and m belong to a group of 32 weights (Q6_K: of 16). d, m and d * code
  * are exact in fp32, but for Q6_K, whose m is a multiple of d; so a fused step gives the bits of the
@@ -16,7 +17,7 @@
 #include "cpu_vectors.h"
 
 enum { PANEL = 64, GROUP = 32 };
-enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS };
+enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, FORMATS };
 
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;
@@ -24,9 +25,10 @@ typedef struct { /* of a block: weights; halves and words, and the bytes where e
 static const format_t FORMAT[FORMATS] = {
     [Q4_0] = {32, 1, 4, 0, 2},  [Q4_1] = {32, 2, 4, 0, 4},    [Q5_0] = {32, 1, 5, 0, 2},
     [Q5_1] = {32, 2, 5, 0, 4},  [Q8_0] = {32, 1, 8, 0, 2},    [Q4_K] = {256, 2, 35, 0, 4},
-    [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0},
+    [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0}, [MXFP4] = {32, 1, 4, 0, 1},
 };
 INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
+INLINE int64_t file_bytes(int format) { return block_bytes(format) - (format == MXFP4); }
 
 /* ---- halves and words of LANES outputs -------------------------------------------------------- */
 
@@ -58,6 +60,13 @@ INLINE vf half(block_t b, int64_t i) {
 #endif
 }
 
+/* The bfloat16 scale of MXFP4. */
+INLINE vf power(block_t b) {
+    vh x;
+    memcpy(&x, b.halves, sizeof x);
+    return (vf)(__builtin_convertvector(x, vu) << 16);
+}
+
 /* Signed byte n of the lanes, as numbers. */
 INLINE vf signed_byte(vu x, int n) {
     return __builtin_convertvector((vi)(x << (24 - 8 * n)) >> 24, vf);
@@ -79,7 +88,7 @@ INLINE void scale_and_minimum(block_t b, int64_t g, vf *scale, vf *minimum) {
 
 INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
     scales_t s;
-    s.d[0] = half(b, 0);
+    s.d[0] = format == MXFP4 ? power(b) : half(b, 0);
     if (format == Q4_1 || format == Q5_1) {
         s.m[0] = half(b, 1);
     } else if (format == Q4_K || format == Q5_K) {
@@ -111,6 +120,7 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
     vu low, high;
     switch (format) {
     case Q4_0:
+    case MXFP4:
     case Q4_1: return word(b, i) >> (4 * h);
     case Q8_0: return word(b, at);
     case Q4_K: return word(b, 3 + g / 2 * 8 + at) >> (int)(4 * odd);
@@ -129,10 +139,23 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
     return (low & 0x0f0f0f0fu) | high << 4;
 }
 
+/* Numbers of 4 bits: a sign, 2 bits of exponent, and 1 of mantissa. */
+INLINE vf e2m1(vu x) {
+#if LANES == 16
+    const __m512 numbers = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+    return (vf)_mm512_permutexvar_ps((__m512i)x, numbers);
+#else
+    const vu size = x & 7, normal = (((size >> 1) + 126) << 23) | (size & 1) << 22;
+    const vu small = size * 0x3f000000u, is_small = (vu)(size < 2);
+    return (vf)((is_small & small) | (~is_small & normal) | (x & 8) << 28);
+#endif
+}
+
 /* Code n of the four as a number. */
 INLINE vf code(vu four, int n, const int format) {
     if (format == Q8_0) return signed_byte(four, n);
     const vu x = four >> (8 * n);
+    if (format == MXFP4) return e2m1(x);
     const int bits = format == Q6_K ? 6 : format == Q4_0 || format == Q4_1 || format == Q4_K ? 4 : 5;
 #if LANES == 16 /* a look-up reads as many bits as its table needs */
     const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -176,7 +199,8 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 }
 
 #if WITH_CODES
-#define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K)
+#define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
+    f(MXFP4)
 #else /* they take long to compile */
 #define EACH_FORMAT(f)
 #endif
@@ -253,13 +277,19 @@ EACH_FORMAT(MULTIPLIERS_OF)
 /* By format, rows - 1, and whether it is a whole panel. */
 static multiply_codes_t *const CODE_MULTIPLIERS[FORMATS][FEW_ROWS][2] = {EACH_FORMAT(LISTED)};
 
+/* 2^(code - 127) as a bfloat16; 255 is no number. */
+INLINE uint16_t power_of(uint8_t code) { return code == 0 ? 0x40 : code == 255 ? 0x7fc0 : code << 7; }
+
 /* Put one output's blocks, as the file has them, into its column of a panel. */
 INLINE void pack_column(const char *blocks, int64_t count, char *panel, int64_t column, int format) {
     const format_t f = FORMAT[format];
-    for (int64_t b = 0; b < count; b++, blocks += block_bytes(format)) {
+    for (int64_t b = 0; b < count; b++, blocks += file_bytes(format)) {
         char *to = panel + b * block_bytes(format) * PANEL;
-        for (int64_t i = 0; i < f.halves; i++)
-            memcpy(to + 2 * (i * PANEL + column), blocks + f.halves_at + 2 * i, 2);
+        for (int64_t i = 0; i < f.halves; i++) {
+            const uint16_t scale = power_of(*(const uint8_t *)blocks);
+            const void *from = format == MXFP4 ? (const void *)&scale : blocks + f.halves_at + 2 * i;
+            memcpy(to + 2 * (i * PANEL + column), from, 2);
+        }
         to += f.halves * 2 * PANEL;
         for (int64_t i = 0; i < f.words; i++)
             memcpy(to + 4 * (i * PANEL + column), blocks + f.words_at + 4 * i, 4);

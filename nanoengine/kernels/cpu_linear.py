@@ -33,6 +33,7 @@ STORE, ADD, FLOAT = 0, 1, 2
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS))}
+_SCALE_GROWTH = {"MXFP4": 1}  # bytes of a block more than the file has
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q5qd")
 _CALL = struct.Struct("=4Q5q")
@@ -426,7 +427,7 @@ class CpuLinear:
         row_bytes = -(-inputs * itemsize // 4) * 4
         if code_format:
             in_block, block_bytes = FORMATS[code_format]
-            row_bytes = inputs // in_block * block_bytes
+            row_bytes = inputs // in_block * (block_bytes + _SCALE_GROWTH.get(code_format, 0))
         panels = self._arena.allocate(num_panels * _PANEL * row_bytes)
         if inputs * itemsize % 4 or num_panels * _PANEL != outputs * len(weights):
             panels.zero_()  # products read the padding, too

@@ -21,11 +21,18 @@ from nanoengine.errors import (
     WeightMismatchError,
     shown,
 )
-from nanoengine.loading.mxfp4 import GROUP, unpack_mxfp4
+from nanoengine.loading.mxfp4 import GROUP, mxfp4_rows, unpack_mxfp4
 from nanoengine.loading.refused import about_folder
 from nanoengine.loading.wrappers import text_names
 from nanoengine.models.architectures import ARCHITECTURES
-from nanoengine.models.stored_codes import CODES_KEY, FORMATS, CodedRows, CodedWeight, Weight
+from nanoengine.models.stored_codes import (
+    CODES_KEY,
+    FORMATS,
+    CodedRows,
+    CodedWeight,
+    Weight,
+    numbers_of,
+)
 from nanoengine.text.checked_json import (
     MAX_REASON,
     has_file,
@@ -222,10 +229,22 @@ class CheckpointReader:
 
     def weight(self, name: str, dtype: torch.dtype) -> Weight:
         """As `tensor`, but codes are a CodedWeight of this dtype, which is in memory."""
+        part = self._parts[name]
+        if part.scales:
+            self.dtype(name)
+            self._remap()
+            rows = mxfp4_rows(self._read(part, part.stored), self._read(part, part.scales))
+            self._num_read += rows.nbytes
+            return CodedWeight((CodedRows("MXFP4", rows),), dtype)
         tensor = self.tensor(name)
         if not self.code_format(name):
             return tensor
         return CodedWeight((CodedRows(self.code_format(name), tensor.clone()),), dtype)
+
+    def numbers(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """As `tensor`, and codes as the numbers that they stand for, in this dtype."""
+        is_coded = bool(self.code_format(name))
+        return numbers_of(self.weight(name, dtype)) if is_coded else self.tensor(name)
 
     def growth(self, num_bytes: int) -> str:
         """For the plan, by how much weights grow as they are read; "" if they do not. num_bytes: of

@@ -22,6 +22,7 @@ from nanoengine.text.checked_json import CheckedJson
 
 MAX_EXPERTS = 10_000
 COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+PACKED_EXPERTS = ("experts.gate_up_proj_blocks", "experts.down_proj_blocks")  # ends of names
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -49,6 +50,7 @@ def read_experts(
         renormalises=content.flag("norm_topk_prob") if renormalises is None else renormalises,
         dense_layers=dense,
         has_bias=names.has_bias,
+        codes="MXFP4" if content.get("quantization_config") else "",
         scoring=names.scoring,
         scaling=content.real("routed_scaling_factor", 1.0) if names.scoring == "sigmoid" else 1.0,
         shared_size=shared,

@@ -17,7 +17,7 @@ import torch
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ModelLoadError
 from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorable_tensors
-from nanoengine.loading.experts_json import about_packed, expert_parts
+from nanoengine.loading.experts_json import PACKED_EXPERTS, about_packed, expert_parts
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.model_config import read_model_config
@@ -28,7 +28,7 @@ from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.layer_builder import TensorSource
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import WHOLE, Sharding
-from nanoengine.models.stored_codes import NEVER_CODES, Weight, numbers_of
+from nanoengine.models.stored_codes import NEVER_CODES, Weight
 from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.text.checked_json import read_json
 
@@ -85,20 +85,21 @@ def load_model(
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> Weight:
-            stored = reader.weight(name, dtype)
-            if not ops.takes_codes or name.endswith(NEVER_CODES):
-                stored = numbers_of(stored)
+            is_kept = ops.takes_codes and not name.endswith(NEVER_CODES)
+            stored = reader.weight(name, dtype) if is_kept else reader.numbers(name, dtype)
             weight = shard.take(name, stored, config)
             if isinstance(weight, torch.Tensor):
                 as_stored = torch.float32 if name.endswith(CHOICE_BIAS) else dtype
                 weight = weight.to(device, as_stored)
             else:
-                codes[reader.code_format(name)] += 1
+                codes.update(weight.formats)
             sizes.append(weight.nbytes)
             return weight
 
         decoder = Decoder(part, source, device, ops)
-        origin = describe_weights(folder) + about_packed(parts, reader, dtype)
+        origin = describe_weights(folder)
+        if not ops.takes_codes:
+            origin += about_packed(parts, reader, dtype)
         if growth := reader.growth(num_bytes):
             origin = f"{origin}; {growth}"
     if is_wrapped:
@@ -122,7 +123,9 @@ def holds_codes(folder: Path) -> bool:
     """Whether some tensors in `folder` are codes; False, too, if `load_model` will refuse it."""
     try:
         with CheckpointReader(folder) as reader:
-            return any(reader.code_format(name) for name in reader.names())
+            return any(
+                reader.code_format(name) or name.endswith(PACKED_EXPERTS) for name in reader.names()
+            )
     except ModelLoadError:
         return False
 

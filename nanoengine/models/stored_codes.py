@@ -20,6 +20,7 @@ FORMATS = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
 }
 # In the metadata of a safetensors file: JSON, the format of each tensor that is codes.
 CODES_KEY = "codes"
@@ -74,6 +75,11 @@ class CodedWeight:
         first = self.parts[0]
         inputs = first.num_inputs if isinstance(first, CodedRows) else first.shape[1]
         return sum(len(_rows(part)) for part in self.parts), inputs
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """The format of each part that is codes."""
+        return tuple(part.format for part in self.parts if isinstance(part, CodedRows))
 
     @property
     def nbytes(self) -> int:

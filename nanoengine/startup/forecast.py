@@ -150,7 +150,11 @@ class Forecaster:
         if hardware.gpu_bytes and model.experts is not None and not is_plain:
             raise ConfigError(ON_A_GPU)
         self._codes = codes
-        each = _bytes_of_weights(codes or {}, itemsize, hardware.name == "cpu")
+        on_cpu = hardware.name == "cpu"
+        each = _bytes_of_weights(codes or {}, itemsize, on_cpu)
+        if on_cpu and model.experts is not None and model.experts.codes:
+            weights, num_bytes = FORMATS[model.experts.codes]
+            each["experts"] = num_bytes / weights
         self._weight_bytes = weight_bytes(model, itemsize, method, each)
         self._active_bytes = weight_bytes(model, itemsize, method, each, of_a_token=True)
         self._memory = _Planned(hardware, self._weight_bytes)
@@ -348,8 +352,8 @@ def weight_bytes(
     """Bytes of all weights. Quantised ones are those of the layers' products, in the shapes that
     the operators take.
 
-    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends". of_a_token: of the
-    experts, only those that a token goes to.
+    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends", and of "experts"
+    that stay codes without it. of_a_token: of the experts, only those that a token goes to.
     """
     total, experts = 0.0, model.experts
     for name, shape in weight_shapes(model).items():
@@ -361,6 +365,8 @@ def weight_bytes(
         if quantization == "gguf":
             is_coded = is_matrix and not name.endswith(NEVER_CODES)
             total += size * (codes[place] if is_coded else itemsize)
+        elif quantization is None and is_matrix and ".experts." in name and "experts" in codes:
+            total += size * codes["experts"]
         elif quantization is None or not is_matrix or place == "ends":
             total += size * itemsize
         elif quantization == "int8":

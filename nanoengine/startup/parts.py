@@ -120,7 +120,8 @@ def load_compute_parts(
     """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
-    quantizer, ops = None, _code_ops(kernels, dtype) if holds_codes(folder) else None
+    quantizer, is_coded = None, config.quantization in (None, "gguf") and holds_codes(folder)
+    ops = _code_ops(kernels, dtype) if is_coded else None
     if ops is None:
         if config.quantization is not None:
             quantizer = Quantizer(config.quantization, device.torch_device, dtype)
@@ -164,7 +165,7 @@ def describe_codes(codes: Mapping[str, int], dtype: torch.dtype) -> str:
     if not codes:
         return ""
     counts = ", ".join(f"{count} of {name}" for name, count in sorted(codes.items()))
-    return f"gguf (codes as stored): {counts}; the rest in {str(dtype).removeprefix('torch.')}"
+    return f"codes as stored: {counts}; the rest in {str(dtype).removeprefix('torch.')}"
 
 
 def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:

@@ -9,7 +9,7 @@ from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight
 
 # Bytes of a block where its float16 numbers are.
 HALVES = {name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0") else (0, 2) for name in FORMATS}
-HALVES["Q6_K"] = (208,)
+HALVES |= {"Q6_K": (208,), "MXFP4": ()}
 
 
 def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRows:
@@ -21,6 +21,8 @@ def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRow
         values = (rng.normal(0, 0.01, len(blocks))).astype(np.float16)
         values[::7] *= np.float16(2.0**-9)
         blocks[:, at : at + 2] = values.view(np.uint8).reshape(-1, 2)
+    if name == "MXFP4":  # powers of two around 1, which keep sums within what is compared
+        blocks[:, 0] = rng.integers(119, 129, len(blocks))
     return CodedRows(name, torch.from_numpy(blocks.reshape(outputs, -1)))
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf.convert import convert_gguf
-from nanoengine.models.stored_codes import numbers_of
+from nanoengine.models.stored_codes import CodedWeight, numbers_of
 
 Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
@@ -121,13 +121,15 @@ def test_rows_and_columns_move_after_they_are_coded(
             assert torch.equal(numbers.bfloat16(), b.tensor(each).bfloat16()), each
 
 
-def test_experts_in_mxfp4_are_dequantised_exactly(tiny: Tiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_codes", [False, True])
+def test_experts_in_mxfp4_keep_their_numbers(tiny: Tiny, tmp_path: Path, keeps_codes: bool) -> None:
     model = model_of(tiny("gpt-oss"), "gpt-oss")
     names = [name for name in model.tensors if name.endswith("_exps.weight")]
     model.types = dict.fromkeys(names, QuantType.MXFP4)
     folder, path = tmp_path / "out", model.write(tmp_path / "m.gguf")
     folder.mkdir()
-    assert convert_gguf(path, folder, True) == "MXFP4 GGUF, dequantised to bfloat16"
+    stored = "codes as stored" if keeps_codes else "dequantised to bfloat16"
+    assert convert_gguf(path, folder, keeps_codes) == f"MXFP4 GGUF, {stored}"
     with CheckpointReader(folder) as reader:
         for name in names:
             _, layer, part, _ = name.split(".")
@@ -135,7 +137,9 @@ def test_experts_in_mxfp4_are_dequantised_exactly(tiny: Tiny, tmp_path: Path) ->
             part = part.removeprefix("ffn_").removesuffix("_exps")
             for expert, values in enumerate(numbers):
                 ours = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight"
-                assert torch.equal(reader.tensor(ours).float(), torch.from_numpy(values))
+                weight = reader.weight(ours, torch.float32)
+                assert isinstance(weight, CodedWeight) == keeps_codes
+                assert torch.equal(numbers_of(weight).float(), torch.from_numpy(values))
 
 
 @pytest.mark.parametrize(

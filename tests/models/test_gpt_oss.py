@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import reference
 from driver import Driver, assert_greedy, assert_logits_are_transformers
+from marks import needs_compiler
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -25,9 +26,12 @@ from nanoengine.errors import ModelLoadError, UnsupportedModelError, WeightMisma
 from nanoengine.loading.checkpoint import CheckpointReader, check_names
 from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.stored_codes import CodedWeight
 from nanoengine.models.weight_shapes import weight_shapes
+from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]
+MXFP4_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 PROMPTS = [[7, 9, 5] * 9, [i * 7 % 256 for i in range(60)], [3], [7, 9, 5] * 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -60,8 +64,15 @@ def both_kinds(tiny: Tiny, tmp_path: Path) -> tuple[Path, Path]:
     return packed, plain
 
 
-def test_experts_in_mxfp4(tiny: Tiny, tmp_path: Path) -> None:
-    """Every tensor has transformers' bits, and the plan says by how much they have grown."""
+@pytest.mark.parametrize("has_kernels", [pytest.param(True, marks=needs_compiler), False])
+def test_experts_in_mxfp4(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    """Every tensor has transformers' bits. On a CPU they stay codes; elsewhere the plan says by how
+    much they have grown.
+    """
+    if not has_kernels:
+        monkeypatch.setattr(parts, "_code_ops", lambda kernels, dtype: None)
     packed, plain = both_kinds(tiny, tmp_path)
     config = read_model_config(packed)
     with CheckpointReader(packed) as ours, CheckpointReader(plain) as theirs:
@@ -72,11 +83,18 @@ def test_experts_in_mxfp4(tiny: Tiny, tmp_path: Path) -> None:
             tensor = ours.tensor(name)
             assert tensor.shape == ours.shape(name) == shape
             assert torch.equal(tensor.float(), theirs.tensor(name)), name
+            weight = ours.weight(name, torch.float32)
+            if isinstance(weight, CodedWeight):
+                assert torch.equal(weight.numbers(), tensor.float())
+                assert weight.nbytes == tensor.numel() * 17 // 32
+            assert isinstance(weight, CodedWeight) == name.endswith(MXFP4_NAMES)
         assert ours.num_bytes() < theirs.num_bytes()
     driver = Driver(LLMEngine(packed, dtype="float32", num_gpu_blocks=64, kvcache_block_size=8))
     outputs = driver.run(PROMPTS, GREEDY)
     assert_greedy(plain, PROMPTS, outputs, GREEDY.max_tokens or 0)
-    assert "GiB of experts in MXFP4 became" in str(driver.engine.plan)
+    plan = str(driver.engine.plan)
+    assert ("GiB of experts in MXFP4 became" in plan) is not has_kernels
+    assert ("codes as stored: 45 of MXFP4; the rest in float32" in plan) is has_kernels
     driver.engine.close()
 
 

@@ -227,7 +227,7 @@ def test_the_plan_says_what_is_held(k_quants: Path, tmp_path: Path) -> None:
     vectors = sum(4 * int(t.n_elements) for t in reader.tensors if len(t.shape) == 1)
     assert engine.plan.weight_bytes == matrices + vectors
     line = next(line for line in str(engine.plan).splitlines() if "quantised" in line)
-    assert "codes as stored): 8 of Q4_K, 2 of Q5_K, 4 of Q6_K; the rest in float32" in line
+    assert "codes as stored: 8 of Q4_K, 2 of Q5_K, 4 of Q6_K; the rest in float32" in line
     assert "the same bits in any batch" in str(engine.plan)
     assert type(engine.runner.model._layers[0].after_attention) is PackedAfterAttention
     engine.close()
