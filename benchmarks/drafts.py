@@ -2,8 +2,9 @@
 
 `python -m benchmarks.drafts MODEL --context 8192 --output FILE` streams each work of
 draft_acceptance.py with a share of its context on the device: without guesses, by lookup, by
-drafts, by both. The modes take turns, each in an engine of its own, and the first turn, which also
-reads the prompt, is not timed.
+drafts, by both. With `--resident` all of it lies on the device. The modes take turns, each in an
+engine of its own, and the first turn, which also reads the prompt, is not timed. A chat ends where
+the model ends it; all else has as many tokens as are asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nanoengine.text.tokenizer import Tokenizer
 
 BLOCK = 32
 MODES = {
-    "off": None,
+    "off": "off",
     "ngram": "ngram:{K}",
     "resident": "resident:{K}",
     "both": "ngram:{K}+resident:{K}",
@@ -41,6 +42,7 @@ class Answer:
     logprobs: list[float]
     tokens_per_s: float
     tokens_a_round: float
+    guesses_a_round: float
     link_mb_a_token: float
 
     @classmethod
@@ -49,12 +51,14 @@ class Answer:
         made, metrics = output.outputs[0], output.metrics
         assert metrics is not None and metrics.tpot_s and made.logprobs is not None
         num_tokens = len(made.token_ids)
+        num_rounds = num_tokens - metrics.num_accepted
         scores = zip(made.logprobs, made.token_ids, strict=True)
         return cls(
             made.token_ids,
             [entry[token].logprob for entry, token in scores],
             1 / metrics.tpot_s,
-            num_tokens / (num_tokens - metrics.num_accepted),
+            num_tokens / num_rounds,
+            metrics.num_guessed / num_rounds,
             metrics.h2d_bytes / num_tokens / 1e6,
         )
 
@@ -62,7 +66,11 @@ class Answer:
 def measure(engines: dict[str, LLM], work: Work, num_tokens: int, num_turns: int) -> dict[str, Any]:
     """Medians of each mode's turns, and how its output differs from that without guesses."""
     params = SamplingParams(
-        temperature=work.temperature, seed=SEED, max_tokens=num_tokens, ignore_eos=True, logprobs=0
+        temperature=work.temperature,
+        seed=SEED,
+        max_tokens=num_tokens,
+        ignore_eos=not work.name.startswith("chat"),
+        logprobs=0,
     )
     found: dict[str, list[Answer]] = {name: [] for name in engines}
     for _ in range(1 + num_turns):
@@ -70,7 +78,7 @@ def measure(engines: dict[str, LLM], work: Work, num_tokens: int, num_turns: int
             (output,) = llm.generate([work.prompt], params, use_tqdm=False)
             found[name].append(Answer.of(output))
     plain = found["off"][0]
-    rows: dict[str, Any] = {"prompt_tokens": len(work.prompt), "tokens": num_tokens}
+    rows: dict[str, Any] = {"prompt_tokens": len(work.prompt), "tokens": len(plain.token_ids)}
     for name, answers in found.items():
         timed = answers[1:]
         speeds = [answer.tokens_per_s for answer in timed]
@@ -84,6 +92,7 @@ def measure(engines: dict[str, LLM], work: Work, num_tokens: int, num_turns: int
             "times_off": round(statistics.median(ratios), 2),
             "spread": [round(min(ratios), 2), round(max(ratios), 2)],
             "tokens_a_round": round(statistics.median(a.tokens_a_round for a in timed), 2),
+            "guesses_a_round": round(statistics.median(a.guesses_a_round for a in timed), 2),
             "link_mb_a_token": round(statistics.median(a.link_mb_a_token for a in timed), 2),
             "same_ids": f"{len(same)} of {len(answers)}",
             "largest_logprob_difference": max(
@@ -103,6 +112,9 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--share", type=float, default=0.12, help="of the context on the device")
+    parser.add_argument("--resident", action="store_true", help="the whole context on the device")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", help="of the weights, as in LLM")
     parser.add_argument("--drafts", type=int, default=8, help="most guesses of a step")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)
@@ -112,14 +124,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     tokenizer = Tokenizer.from_folder(resolve_model(args.model))
+    share = 1.0 if args.resident else args.share
     settings: dict[str, Any] = {
         "kvcache_block_size": BLOCK,
-        "num_gpu_blocks": int(args.context * args.share / BLOCK),
+        "num_gpu_blocks": int(args.context * share / BLOCK),
         "max_model_len": args.context,
         "max_num_seqs": 1,
-        "enable_cpu_offload": True,
-        "offload_mode": "stream",
+        "dtype": args.dtype,
+        "quantization": args.quantization,
     }
+    if not args.resident:
+        settings |= {"enable_cpu_offload": True, "offload_mode": "stream"}
     report: dict[str, Any] = {
         "model": args.model,
         "settings": {name: str(v) for name, v in vars(args).items()} | settings,
@@ -129,11 +144,9 @@ def main() -> None:
     with ExitStack() as opened:
         engines = {}
         for name in ("off", *args.modes):
-            spelled = MODES[name]
-            speculative = spelled and spelled.format(K=args.drafts)
-            llm = LLM(args.model, speculative=speculative, **settings)
+            llm = LLM(args.model, speculative=MODES[name].format(K=args.drafts), **settings)
             engines[name] = opened.enter_context(llm)
-        report["plan"] = str(engines["off"].plan).splitlines()
+        report["plan"] = {name: str(llm.plan).splitlines() for name, llm in engines.items()}
         for work in works(tokenizer, args.context, args.tokens, 1):
             if args.works and work.name not in args.works:
                 continue

@@ -6,6 +6,7 @@ All state of a request that outlives a step is here, or in the KV manager's tabl
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -83,12 +84,14 @@ class Guesser(Protocol):
 
 
 class DraftLength(Protocol):
-    """How many tokens are drafted for a sequence (draft_length.PayingDrafts). pays: see there."""
+    """How many tokens are drafted for a sequence (draft_length.PayingDrafts)."""
 
-    pays: bool
-
+    @property
+    def pays(self) -> bool: ...
+    @property
+    def is_due(self) -> bool: ...
     def choose(self) -> int: ...
-    def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None: ...
+    def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None: ...
 
 
 class TextStream(Protocol):
@@ -385,6 +388,13 @@ class ScheduledBatch:
     """The sequences of one step, in the order in which their tokens are laid end to end."""
 
     items: tuple[ScheduledSequence, ...]
+
+    def mark_scheduled(self) -> None:
+        """Note the time for sequences that run for the first time."""
+        now = time.perf_counter()
+        for item in self.items:
+            if item.seq.metrics.first_scheduled_time is None:
+                item.seq.metrics.first_scheduled_time = now
 
     @property
     def num_tokens(self) -> int:

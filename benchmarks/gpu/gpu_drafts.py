@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,11 +34,12 @@ class FixedLength:
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
+        self.is_due = num_drafts > 0
 
     def choose(self) -> int:
         return self._num_drafts
 
-    def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
+    def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None:
         """Nothing is learned."""
 
 
@@ -84,29 +86,46 @@ def running_rounds(made: LLMEngine, num_drafts: int, num_warmups: int, num_round
 
 
 def drafts(folder: Path, scale: Scale) -> Iterator[Row]:
-    """For each context: without drafts, checking passes of several rows, and rounds at three shares
-    of right drafts beside the arithmetic, (plain + K drafts) / plain.
-    """
+    """Rounds of a request that streams nearly all of its KV, for each context."""
     most = max(scale.decode_contexts)
     with running(folder, scale, num_gpu_blocks=64) as made:
         size = token_bytes(made)
     settings = offloaded(scale, most, size) | {"max_model_len": most + 4096}
     with running(folder, scale, speculative=f"resident:{MOST}", **settings) as made:
         for context in scale.decode_contexts:
-            plain = time_rounds(made, context, 0, 0.0)
-            plain_ms = plain["round_ms"]
-            row: Row = {"context": context, "plain": plain, "right": {}}
-            many = time_rounds(made, context, MOST, 0.0)
-            draft_ms = max(0.0, many["round_ms"] - plain_ms) / MOST
-            row["draft_ms"] = round(draft_ms, 3)
-            for share in RIGHT:
-                num_drafts = best_number(share, plain_ms, draft_ms)
-                found = time_rounds(made, context, num_drafts, share)
-                multiple = found["tokens_per_s"] / plain["tokens_per_s"]
-                gain = found["tokens_a_round"] * plain_ms / (plain_ms + num_drafts * draft_ms)
-                found |= {"multiple": round(multiple, 2), "arithmetic": round(gain, 2)}
-                row["right"][share] = found | {"share": round(multiple / gain, 3)}
-            yield row
+            yield rounds_at(made, context)
+
+
+def resident_drafts(folder: Path, scale: Scale) -> Iterator[Row]:
+    """The same of one that lies on the device, also where by its bytes it would not try. Its steps
+    without drafts are begun ahead of each other.
+    """
+    most = max(scale.decode_contexts)
+    settings = {"num_gpu_blocks": most // 256 + 8, "speculative": f"resident:{MOST}"}
+    with running(folder, scale, **settings) as made:
+        made.kv.spec = replace(made.kv.spec, drafts_from=1)
+        for context in scale.decode_contexts:
+            yield rounds_at(made, context)
+
+
+def rounds_at(made: LLMEngine, context: int) -> Row:
+    """Without drafts, and at three shares of right drafts beside the arithmetic, (plain + K drafts)
+    / plain.
+    """
+    plain = time_rounds(made, context, 0, 0.0)
+    plain_ms = plain["round_ms"]
+    row: Row = {"context": context, "plain": plain, "right": {}}
+    many = time_rounds(made, context, MOST, 0.0)
+    draft_ms = max(0.0, many["round_ms"] - plain_ms) / MOST
+    row["draft_ms"] = round(draft_ms, 3)
+    for share in RIGHT:
+        num_drafts = best_number(share, plain_ms, draft_ms)
+        found = time_rounds(made, context, num_drafts, share)
+        multiple = found["tokens_per_s"] / plain["tokens_per_s"]
+        gain = found["tokens_a_round"] * plain_ms / (plain_ms + num_drafts * draft_ms)
+        found |= {"multiple": round(multiple, 2), "arithmetic": round(gain, 2)}
+        row["right"][share] = found | {"share": round(multiple / gain, 3)}
+    return row
 
 
 def best_number(share: float, plain_ms: float, draft_ms: float) -> int:

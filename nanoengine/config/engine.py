@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from typing import Any, TypedDict, TypeVar
 
@@ -30,7 +30,7 @@ A_MODEL = 'a Hugging Face folder, a .gguf file, a hub id such as "Qwen/Qwen3-0.6
 _SPELLINGS = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half")}
 DTYPES = {"auto": "auto"} | {n: name for name, ns in _SPELLINGS.items() for n in (name, *ns)}
 MAX_GUESSES = 64
-AUTO_SPECULATIVE = "ngram:8+resident:8"
+AUTO_SPECULATIVE, DEFAULT_SPECULATIVE = "ngram:8+resident:8", "resident:8"
 MAX_THREADS = 1024
 MAX_RANKS = 64
 MAX_GIB = 1 << 20
@@ -128,11 +128,13 @@ class EngineConfig:
     decode from the device (None: the amount that takes 0.6 of a short step, measured at start-up).
     measure_speed: measure decode steps at start-up with KV offload, about a second; False: no speed
     is predicted, and stream_mib_per_step is 32 where it is not given.
-    speculative: guesses tokens and checks them in one forward pass; the output does not change
-    (None: one token a step). "ngram:K": up to K tokens per step and request, by prompt lookup.
-    "resident:K": up to K for requests whose KV is streamed, by decode steps over the KV on the
-    device alone; fewer where they do not pay. "ngram:K+resident:K": lookup first. "auto": both
-    with K = 8.
+    speculative: guesses tokens and checks them in one forward pass; the output does not change.
+    "off": one token a step. "ngram:K": up to K tokens per step and request, by prompt lookup.
+    "resident:K": up to K for requests whose KV is streamed, or has half the bytes of the weights,
+    by decode steps over a part of the KV on the device; fewer where they do not pay.
+    "ngram:K+resident:K": lookup first. "auto": both with K = 8. None: "resident:8" if KV is
+    streamed and the plan says "the same bits in any batch", as on a CPU in bfloat16; all requests
+    of a step then have max_num_seqs guesses, or 32 if that is less; else "off".
     generation_config: default sampling parameters of requests. "auto": those of the model's
     generation_config.json; None or "vllm": SamplingParams().
     debug_kv: fill freed and undelivered KV with NaN and check that events order all accesses
@@ -191,11 +193,17 @@ class EngineConfig:
         self._check_counts()
         self._check_memory()
         self._check_offload()
-        if self.speculative is not None and not self._guessers:
+        if not (self._guessers or is_one_of(self.speculative, ("off",))):
             raise ConfigError(
-                'speculative must be "auto", "ngram:K", "resident:K" or "ngram:K+resident:K" with '
-                f"K from 1 to {MAX_GUESSES}, got {shown(self.speculative)}"
+                'speculative must be "auto", "off", "ngram:K", "resident:K" or '
+                f'"ngram:K+resident:K" with K from 1 to {MAX_GUESSES}, got '
+                f"{shown(self.speculative)}"
             )
+
+    @property
+    def asks_for_guesses(self) -> bool:
+        """Whether `speculative` was set to guess."""
+        return self.speculative not in (None, "off")
 
     @property
     def num_guesses(self) -> int:
@@ -207,16 +215,12 @@ class EngineConfig:
         """Most tokens drafted with the KV on the device per step and request; 0: none."""
         return self._guessers.get("resident", 0)
 
-    def without_drafts(self) -> EngineConfig:
-        """These settings, with guesses by prompt lookup alone."""
-        return replace(self, speculative=f"ngram:{self.num_guesses}" if self.num_guesses else None)
-
     @property
     def _guessers(self) -> dict[str, int]:
-        """The K of each part of `speculative`; empty if it is misspelled."""
-        spelled = self.speculative if isinstance(self.speculative, str) else ""
-        if spelled == "auto":
-            spelled = AUTO_SPECULATIVE
+        """The K of each part of `speculative`; empty if there is none, or it is misspelled."""
+        named = {None: DEFAULT_SPECULATIVE, "auto": AUTO_SPECULATIVE}
+        asked = self.speculative if isinstance(self.speculative, str | None) else ""
+        spelled = named.get(asked, asked or "")
         found = re.fullmatch(
             r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident):(\d{1,3}))?", spelled
         )

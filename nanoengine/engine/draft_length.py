@@ -3,7 +3,8 @@ right.
 
 A step with k drafts takes plain_s + k * draft_s seconds and gives 1 + p1 + p1 p2 + ... tokens,
 where p_i is how often draft i is right if those before it are. The k with most tokens a second is
-taken, or none where that is hardly more than without.
+taken, or none where that is hardly more than without. Steps without drafts may be begun ahead, and
+are timed so: what drafts cost is also that theirs are not.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import time
 from itertools import accumulate
 from operator import mul
 
-HOPE = 0.8  # of each draft, before any was checked
+from nanoengine.kv.draft_plan import HOPE, LEAST_GAIN
+
 HOPE_WEIGHT = 1.5  # checked drafts that it counts for
 WEIGHT = 0.15  # of what is new in each average; at first more
 NUM_PLAIN = 3  # steps without drafts, at first: the time of the fastest counts
 FIRST = 2  # drafts of a step while their cost is unknown
 NUM_TRIALS = 3  # such steps
-LEAST_GAIN = 1.05
 # Drafts that do not pay are tried again, but may not cost more than that share of the time.
 TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
@@ -42,14 +43,10 @@ class DraftCost:
 
 
 class PayingDrafts:
-    """Chooses for each step of one request (sequence.DraftLength).
-
-    pays: whether drafts are made now, or nobody knows yet; not while one is tried now and then.
-    """
+    """Chooses for each step of one request (sequence.DraftLength)."""
 
     def __init__(self, most: int, cost: DraftCost) -> None:
         """most: drafts a step. cost: of the engine; this request adds to it what it measures."""
-        self.pays = True
         self._most = most
         self._cost = cost
         self._right: list[float] = []  # of each draft that was ever checked
@@ -58,35 +55,36 @@ class PayingDrafts:
         # Of steps with drafts: their seconds and how many drafts, each an average.
         self._drafted: tuple[float, float] | None = None
         self._num_plain = 0
-        self._wait = 0
-        self._until_plain = self._between_plain = FIRST_REFRESH
+        self._since_plain = self._since_trial = 0  # steps
+        self._between_plain = FIRST_REFRESH
         self._began: float | None = None  # when the step under way was planned
+        self._ended: float | None = None  # when the one before did, if it was timed
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafts are made now, or nobody knows yet; not while one is tried now and then."""
+        return not self._is_decided or self._best() > 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is not to be begun ahead: it drafts, or is the first one timed."""
+        return (self._began is None and self._ended is None) or self._number() > 0
 
     def choose(self) -> int:
         """How many tokens the step drafts that begins now."""
         self._began = time.perf_counter()
-        if self._num_plain < NUM_PLAIN:
-            return 0
-        if not self._cost.is_known:
-            return min(FIRST, self._most)
-        best = self._best()
-        self.pays = best > 0
-        if best and self._until_plain == 0:
-            self._between_plain = min(2 * self._between_plain, LAST_REFRESH)
-            self._until_plain = self._between_plain
-            return 0
-        if best or self._wait > 0:
-            self._until_plain = max(0, self._until_plain - 1)
-            return best
-        self._wait = max(LEAST_WAIT, int(self._draft_s / (self._plain_s * TRIAL_COST)))
-        return 1
+        return self._number()
 
-    def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
-        """What became of a step with so many drafts. is_decode: if not, its time says nothing."""
-        if self._began is None:
+    def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None:
+        """What became of a step with so many drafts. is_decode: if not, its time says nothing.
+        is_ahead: it was begun before the one before it had ended.
+        """
+        began, self._began = self._ended if is_ahead else self._began, None
+        self._ended = None if began is None else time.perf_counter()
+        if began is None or self._ended is None:
             return
-        seconds, self._began = time.perf_counter() - self._began, None
-        self._wait -= 1
+        seconds = self._ended - began
+        self._count(num_drafts)
         for depth in range(min(num_right + 1, num_drafts)):
             if depth == len(self._right):
                 self._right.append(self._right[-1] if self._right else HOPE)
@@ -101,6 +99,27 @@ class PayingDrafts:
             # What is slower may be a step that also moved blocks.
             is_slower = seconds > self._plain_s
             self._plain_s = _moved(self._plain_s, seconds) if is_slower else seconds
+
+    @property
+    def _is_decided(self) -> bool:
+        """Whether enough was measured to say whether drafts pay."""
+        return self._num_plain >= NUM_PLAIN and self._cost.is_known
+
+    def _number(self) -> int:
+        """How many tokens the next step drafts."""
+        if not self._is_decided:
+            return 0 if self._num_plain < NUM_PLAIN else min(FIRST, self._most)
+        if best := self._best():
+            return best if self._since_plain < self._between_plain else 0
+        wait = self._draft_s / (self._plain_s * TRIAL_COST)
+        return int(self._since_trial >= max(LEAST_WAIT, wait))
+
+    def _count(self, num_drafts: int) -> None:
+        """Count a step that has ended, by what was known when it began."""
+        self._since_trial = 0 if num_drafts and not self.pays else self._since_trial + 1
+        if not num_drafts and self._since_plain >= self._between_plain:
+            self._between_plain = min(2 * self._between_plain, LAST_REFRESH)
+        self._since_plain = self._since_plain + 1 if num_drafts else 0
 
     def _record_drafted(self, seconds: float, num_drafts: int) -> None:
         """The first steps of an engine count by the fastest, all others by their average."""

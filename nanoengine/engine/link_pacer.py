@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from nanoengine.sequence import (
-    Sequence,
-)
+from nanoengine.sequence import Sequence
 
 
 class LinkPacer:

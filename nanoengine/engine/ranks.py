@@ -11,7 +11,7 @@ from nanoengine.devices.device import Device
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.memory_plan import Memory
-from nanoengine.startup.parts import Parts, load_parts
+from nanoengine.startup.parts import Parts, load_parts, usable_settings
 from nanoengine.startup.probe import measure_copy
 
 
@@ -51,8 +51,7 @@ class OneRank:
 
     def load(self, device: Device) -> Parts:
         parts = load_parts(self.config, device)
-        if parts.model.config.recurrent_layers:  # each draft would change the states
-            self.config = self.config.without_drafts()
+        self.config = usable_settings(self.config, parts, device)
         return parts
 
     def share_of(self, device: Device) -> Memory:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.link_pacer import LinkPacer
-from nanoengine.engine.speculative import guesses_for, most_guesses, record_guesses
+from nanoengine.engine.speculative import guesses_for, is_draft_due, most_guesses, record_guesses
 from nanoengine.errors import LogitsError, RequestError, TransferError
 from nanoengine.sequence import (
     NO_TOKEN,
@@ -34,7 +34,7 @@ class KVAdmission(Protocol):
     def reset_budget(self) -> None: ...
     def admit(self, seq: Sequence) -> Admission: ...
     def stream_cost(self, seq: Sequence) -> int: ...
-    def is_streamed(self, seq: Sequence) -> bool: ...
+    def may_draft(self, seq: Sequence) -> bool: ...
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None: ...
     def free_tokens(self, seq: Sequence) -> int: ...
     def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None: ...
@@ -78,6 +78,7 @@ class Scheduler:
         self._long_tokens = config.long_prefill_token_threshold or max(1, self._max_tokens // 2)
         self._max_guesses = most_guesses(config, self._max_tokens)
         self._pacer = LinkPacer(stream_blocks_per_step)
+        self._may_draft = False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -123,10 +124,11 @@ class Scheduler:
             self._schedule_running(order, step)
         if len(self.running) == num_running:  # none was preempted
             self._admit_waiting(step)
-        self._stamp(step.items.values())
         # Decodes first, each kind in running order: `order` was for the choice alone.
-        batch = sorted(self.running, key=lambda s: s.is_prefill)
-        return ScheduledBatch(tuple(step.items[s.seq_id] for s in batch if s.seq_id in step.items))
+        seqs = sorted(self.running, key=lambda s: s.is_prefill)
+        batch = ScheduledBatch(tuple(step.items[s.seq_id] for s in seqs if s.seq_id in step.items))
+        batch.mark_scheduled()
+        return batch
 
     def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
         """The step after `batch`, which still runs: its sequences, one step further. None if the
@@ -143,8 +145,8 @@ class Scheduler:
             return None  # several prompts share a step by other rules
         if any(item.seq.request.needs_tokens for item in batch.items):
             return None
-        streamed = self._config.num_drafts and any(self._kv.is_streamed(i.seq) for i in batch.items)
-        if streamed or batch.num_drafts:  # these may have been brought to the device meanwhile
+        sampled = [item.seq for item in batch.items if item.samples]
+        if batch.num_drafts or (self._can_draft(sampled) and is_draft_due(sampled)):
             return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
@@ -216,7 +218,9 @@ class Scheduler:
         oldest first. Protected resident decodes come first, then those that stream, in turn.
         """
         costs = {s.seq_id: self._kv.stream_cost(s) for s in self.running}
-        protected = any(not s.is_prefill and not costs[s.seq_id] for s in self.running)
+        decodes = [s for s in self.running if not s.is_prefill]
+        self._may_draft = self._can_draft(decodes)
+        protected = any(not costs[s.seq_id] for s in decodes)
         self._pacer.start_step(protected, max(costs.values(), default=0))
         order = sorted(self.running, key=lambda s: s.is_prefill)
         if not self._pacer.is_limited:
@@ -225,6 +229,10 @@ class Scheduler:
         resident = [s for s in order if not costs[s.seq_id]]
         num_decodes = sum(not s.is_prefill for s in resident)
         return resident[:num_decodes] + streamed + resident[num_decodes:]
+
+    def _can_draft(self, decodes: list[Sequence]) -> bool:
+        """Whether drafts may pay for each of these: none waits for those of others."""
+        return self._config.num_drafts > 0 and all(map(self._kv.may_draft, decodes))
 
     def _fail(self, failed: Mapping[int, str]) -> list[Sequence]:
         ended = [s for s in [*self.running, *self.waiting] if s.seq_id in failed]
@@ -245,8 +253,7 @@ class Scheduler:
             return
         wanted = self._chunk(seq, step.tokens)
         most = min(step.tokens - wanted, step.guess_tokens, self._kv.free_tokens(seq) - 1)
-        may_draft = seq.draft_length is not None and not self._pacer.is_limited
-        drafts = may_draft and self._kv.is_streamed(seq)
+        drafts = self._may_draft and not self._pacer.is_limited and self._can_draft([seq])
         guesses = guesses_for(seq, most, self._config.num_guesses, drafts)
         wanted += len(guesses)
         while (granted := self._kv.reserve(seq, wanted)) is None:
@@ -311,12 +318,6 @@ class Scheduler:
 
     def _others_prefill(self, seq: Sequence) -> bool:
         return any(s is not seq and s.is_prefill for s in [*self.waiting, *self.running])
-
-    def _stamp(self, items: Iterable[ScheduledSequence]) -> None:
-        now = time.perf_counter()
-        for item in items:
-            if item.seq.metrics.first_scheduled_time is None:
-                item.seq.metrics.first_scheduled_time = now
 
     def preempt(self, seq: Sequence) -> None:
         """A running sequence waits at the front again; KV that others take meanwhile is computed

@@ -10,6 +10,7 @@ costs its rows in the forward pass. Where it finds nothing, or was wrong lately,
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -44,7 +45,7 @@ class Guesses:
 def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> Guesses:
     """Guesses at what follows a decoding sequence: what its grammar forces; else up to
     `num_looked_up` by lookup; if it finds none, drafts, where they are allowed: they would keep
-    resident decodes waiting. most: of any of them.
+    other decodes waiting. most: of any of them.
     """
     most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
     if most < 1 or seq.is_prefill or not seq.may_guess:
@@ -62,12 +63,17 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
     return Guesses(num_drafts=min(most, draft_length.choose()))
 
 
+def is_draft_due(seqs: Iterable[Sequence]) -> bool:
+    """Whether one of these decoding sequences drafts in its next step, or begins to time steps."""
+    return any(seq.draft_length is not None and seq.draft_length.is_due for seq in seqs)
+
+
 def most_guesses(config: EngineConfig, max_tokens: int) -> int:
     """Most guesses of a step and sequences that run in it. max_tokens: most tokens of a step.
 
-    Without speculation as many as there may be sequences: the memory for their logits is planned.
+    If nobody asked for any, as many as there may be sequences: memory for their logits is planned.
     """
-    if config.speculative is not None:
+    if config.asks_for_guesses:
         return max_tokens
     return min(max_tokens, max(config.max_num_seqs, 2 * MOST_FORCED))
 
@@ -80,7 +86,7 @@ def record_guesses(item: ScheduledSequence, num_right: int, is_decode: bool) -> 
     if seq.guesser is not None:
         seq.guesser.record(0 if item.has_drafted else num_guesses, num_right)
     if seq.draft_length is not None and (item.has_drafted or not num_guesses):
-        seq.draft_length.record(num_guesses, num_right, is_decode)
+        seq.draft_length.record(num_guesses, num_right, is_decode, item.num_ahead > 0)
 
 
 class PromptLookup:

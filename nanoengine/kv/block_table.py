@@ -57,6 +57,16 @@ class BlockTable:
     known: list[Block] = field(default_factory=list)
 
     @property
+    def streamed(self) -> set[Block]:
+        """Its blocks with KV that lies on the host only."""
+        return {block for block in self.blocks if block.num_tokens and block.device_slot is None}
+
+    def needs_load(self, index: int) -> bool:
+        """Whether block `index`, which a step writes, has KV that lies on the host only."""
+        written = self.blocks[index : index + 1]
+        return any(block.num_tokens and block.device_slot is None for block in written)
+
+    @property
     def held(self) -> list[Block]:
         """The blocks that the sequence has a reference to."""
         return self.blocks[self.num_released :]

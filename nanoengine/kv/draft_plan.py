@@ -1,16 +1,23 @@
 """Plans of draft steps: decode steps that read only the KV on the device. Integers, no torch.
 
-A streamed sequence drafts some tokens over a part of its context, and one step over all of it
-checks them (self-speculation as in TriForce, Sun et al. 2024). Drafts write their keys and values
+A sequence drafts some tokens over a part of its context, and one step over all of it checks them
+(self-speculation as in TriForce, Sun et al. 2024). Drafts write their keys and values
 where that step, layer by layer, writes its own before it reads them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoengine.kv.step_plan import DEVICE, Part, SequenceSpan, SlotWrite, StepPlan
+
+MAX_DRAFT_TOKENS = 16384  # where much lies on the device, drafts would take long to read it all
+# Where all lies there, drafts read one in so many blocks: 12 % of a context draft well.
+DRAFT_SHARE = 8
+HOPE = 0.8  # how often a draft is right, before any was checked
+LEAST_GAIN = 1.05  # tokens a second with drafts, times those without: less is not worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,26 @@ def plan_draft(
             Part(DEVICE, tuple(r.span(row, number, block_size) for row, r in enumerate(reads))),
         ),
     )
+
+
+def drafts_from(weight_bytes: int, block_bytes: int) -> int:
+    """From how many blocks on a sequence may draft of which no KV crosses the link; 0: never.
+
+    A step reads the weights and these blocks, a draft the weights and one in DRAFT_SHARE of them.
+    A first draft, if it is right as often as is hoped, must be worth its bytes: then the blocks
+    have about half as many as the weights. Shorter sequences never try.
+    """
+    most = (1 + HOPE) / LEAST_GAIN - 1  # bytes of a draft, times those of a step
+    far = block_bytes * (most - 1 / DRAFT_SHARE)
+    return math.ceil(weight_bytes * (1 - most) / far) if far else 0
+
+
+def most_kept(heat: Sequence[float | None], block_size: int, least: int) -> int:
+    """How many blocks before the tail drafts read. heat: as in kept_blocks. least: so many, where
+    all are on the device.
+    """
+    most = MAX_DRAFT_TOKENS // block_size
+    return most if None in heat else min(most, max(1, least, len(heat) // DRAFT_SHARE))
 
 
 def kept_blocks(heat: Sequence[float | None], most: int) -> list[int]:

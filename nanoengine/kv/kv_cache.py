@@ -112,12 +112,18 @@ class HybridKVCacheManager:
         """
         if not self.spec.slot_blocks:
             return 0
-        blocks = self._streamed(self.tables[seq.seq_id]) - self._budget.streamed
+        blocks = self.tables[seq.seq_id].streamed - self._budget.streamed
         return -(-len(blocks) * self._link_bytes[0] // self._link_bytes[1])
 
     def is_streamed(self, seq: Sequence) -> bool:
         """Whether KV of this sequence crosses the link in each of its steps."""
-        return self.spec.slot_blocks > 0 and bool(self._streamed(self.tables[seq.seq_id]))
+        return self.spec.slot_blocks > 0 and bool(self.tables[seq.seq_id].streamed)
+
+    def may_draft(self, seq: Sequence) -> bool:
+        """Whether drafts may pay for this sequence: it streams, or has much KV on the device."""
+        table, least = self.tables[seq.seq_id], self.spec.drafts_from
+        is_long = 0 < least <= len(table.blocks)
+        return self.is_streamed(seq) or (is_long and not table.streamed)
 
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
         """How many of the next `num_tokens` tokens can be computed in this step.
@@ -146,12 +152,12 @@ class HybridKVCacheManager:
         stop = computed + granted
         num_new = max(0, self._blocks_for(stop) - len(table.blocks))
         # A load holds two slots during the step: it needs one that new blocks leave free.
-        num_loads = budget.num_loads + _needs_load(table, first)
+        num_loads = budget.num_loads + table.needs_load(first)
         if granted <= 0 or num_loads > self.blocks.num_available - num_new + self.spec.spare_blocks:
             return 0
         budget.num_loads = num_loads
         if self.spec.slot_blocks:
-            budget.streamed |= self._streamed(table)
+            budget.streamed |= table.streamed
         if stop > first_write:
             budget.num_write_blocks -= max(0, self._blocks_for(stop) - first)
         self._grow(table, num_new)
@@ -221,7 +227,8 @@ class HybridKVCacheManager:
         self._states.keep(batch)
         planned = self._planner.plan(batch, self.tables)
         self.peak_streamed = max(self.peak_streamed, len(planned.streamed))
-        if planned.streamed and self.spec.slot_blocks:  # who reads host KV in place drafts nothing
+        # Who does not stream is asked where its drafts are checked: its other steps are replayed.
+        if planned.drafts or (planned.streamed and self.spec.slot_blocks):
             self._heat.begin(batch, self.tables)
         return OpenStep(planned, batch, self.memory, self._planner, self._heat)
 
@@ -295,10 +302,6 @@ class HybridKVCacheManager:
             return 0
         return sum(min(most, self._blocks_for(t.seq.request.max_total_tokens)) - 1 for t in running)
 
-    def _streamed(self, table: BlockTable) -> set[Block]:
-        """Blocks with KV that lies on the host only."""
-        return {block for block in table.blocks if block.num_tokens and block.device_slot is None}
-
     def _blocks_of(self, failure: FailedTransfer) -> set[Block]:
         """The blocks of a failed copy that can still be reached."""
         tables = (block for table in self.tables.values() for block in table.blocks)
@@ -342,9 +345,3 @@ class HybridKVCacheManager:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.spec.block_size)
-
-
-def _needs_load(table: BlockTable, index: int) -> bool:
-    """Whether block `index`, which a step writes, has KV that lies on the host only."""
-    block = table.blocks[index] if index < len(table.blocks) else None
-    return block is not None and block.device_slot is None and block.num_tokens > 0

@@ -30,7 +30,8 @@ class KVSpec:
     windows: of the layers with attention. delta: of recurrent layers; num_states: sequences that
     can have their state at once, which are those that run; keeps_states: each has a second one, of
     before the guesses of a step; num_snapshots: of such states that the host holds for prefix hits
-    and preempted sequences.
+    and preempted sequences. drafts_from: blocks of a sequence that drafts although all its KV is on
+    the device (draft_plan.drafts_from); 0: none does.
     """
 
     num_layers: int
@@ -54,6 +55,7 @@ class KVSpec:
     num_snapshots: int = 0
     heads: tuple[tuple[int, int], ...] = ()
     sources: tuple[int, ...] = ()
+    drafts_from: int = 0
 
     @property
     def layer_heads(self) -> tuple[tuple[int, int], ...]:
@@ -161,25 +163,36 @@ class KVSpec:
         streams, all blocks of the widest window, so that layers with a window never stream. If the
         device cannot hold that window, it streams like the rest.
         """
-        if not (self.slot_blocks and self._widest):
-            return 1
-        blocks = self._blocks_of(self._widest)
-        return blocks if blocks < self.num_blocks else 1
+        blocks = self.widest_blocks
+        return blocks if self.slot_blocks and 0 < blocks < self.num_blocks else 1
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes that a step copies of a host block: of the layers that read blocks before the kept
         ones, also where several read the same KV.
         """
-        if self.kept_blocks == 1:
-            return sum(self.read_bytes)
-        each = zip(self.windows, self.read_bytes, strict=True)
-        return sum(num_bytes for window, num_bytes in each if window is None)
+        return sum(self.read_bytes) if self.kept_blocks == 1 else self._far_bytes(self.read_bytes)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes that a step reads of a block on the device which no window reaches."""
+        each = [2 * self.block_size * h * dim * self.dtype.itemsize for h, dim in self.layer_heads]
+        return self._far_bytes([each[source] for source in self.layer_sources])
+
+    def _far_bytes(self, of_layers: list[int]) -> int:
+        """The sum over layers without a window."""
+        windows = self.windows or (None,) * len(of_layers)
+        return sum(n for window, n in zip(windows, of_layers, strict=True) if window is None)
 
     def first_kept(self, num_computed: int) -> int:
         """The first kept block of a sequence with `num_computed` computed tokens."""
         reach = self._widest if self.kept_blocks > 1 else 1
         return max(0, num_computed + 1 - reach) // self.block_size
+
+    @property
+    def widest_blocks(self) -> int:
+        """The most blocks that the widest window of a layer spans; 0 if no layer has one."""
+        return self._blocks_of(self._widest) if self._widest else 0
 
     @property
     def _widest(self) -> int:

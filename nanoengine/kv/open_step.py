@@ -61,12 +61,14 @@ class OpenStep:
     def draft_steps(self) -> Iterator[DraftStep]:
         """The steps that draft, one after the other; each is to run before the next is taken."""
         run, all_drafts = self.kv.run, self._planned.drafts
-        if run is None or not all_drafts:
+        if not all_drafts:
             return
-        run.share_cores(False)  # copies fill the ring, and then wait for the drafts
+        if run is not None:  # copies fill the ring, and then wait for the drafts
+            run.share_cores(False)
         for number in range(max(each.num_drafts for each in all_drafts)):
             yield self._draft_step([d for d in all_drafts if d.num_drafts > number], number)
-        run.share_cores(True)
+        if run is not None:
+            run.share_cores(True)
 
     def _draft_step(self, drafts: list[DraftReads], number: int) -> DraftStep:
         plan = self._planner.plan_draft(drafts, number)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable, Write
-from nanoengine.kv.draft_plan import DraftReads, kept_blocks, plan_draft
+from nanoengine.kv.draft_plan import DraftReads, kept_blocks, most_kept, plan_draft
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.placement import Placement, StepTables, device_slot
 from nanoengine.kv.state_slots import StateSlots
@@ -31,7 +31,6 @@ from nanoengine.kv.step_plan import (
 )
 from nanoengine.sequence import RequestMetrics, ScheduledBatch
 
-MAX_DRAFT_TOKENS = 16384  # where much lies on the device, drafts would take long to read it all
 PadDecode = Callable[[int], int]
 Locate = Callable[[int], tuple[int, int]]
 
@@ -132,7 +131,8 @@ class StepPlanner:
             before = table.blocks[:first]
             there = (b.device_slot is not None and b not in placement.loads for b in before)
             heat = [b.heat if is_there else None for b, is_there in zip(before, there, strict=True)]
-            kept = kept_blocks(heat, MAX_DRAFT_TOKENS // size)
+            # Of all that are kept half are recent: a window sees what it always does.
+            kept = kept_blocks(heat, most_kept(heat, size, 2 * self._spec.widest_blocks))
             slots = tuple(device_slot(before[i]) for i in kept)
             tail_slots = tuple(map(device_slot, tail))
             yield DraftReads(index, item.start, item.num_drafts, slots, tail_slots)

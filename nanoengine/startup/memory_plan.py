@@ -14,9 +14,16 @@ import torch
 from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.kv.draft_plan import drafts_from
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.startup.plan import MemoryPlan, OffloadRoom, describe_offload, how_to_hold
+from nanoengine.startup.plan import (
+    MemoryPlan,
+    OffloadRoom,
+    describe_guesses,
+    describe_offload,
+    how_to_hold,
+)
 
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 DEFAULT_HOST_KV_BYTES = 4 * GIB
@@ -56,7 +63,8 @@ class Memory(Protocol):
 class ModelFacts:
     """Facts about a loaded model for the plan, as text except dtype and bytes.
 
-    quantization: how weights were quantised; invariance: what the bits of a request depend on.
+    quantization: how weights were quantised; invariance: what the bits of a request depend on;
+    is_invariant: on nothing but the request.
     """
 
     source: str
@@ -66,6 +74,7 @@ class ModelFacts:
     attention: str
     quantization: str = ""
     invariance: str = ""
+    is_invariant: bool = False
 
 
 def plan_memory(
@@ -84,6 +93,8 @@ def plan_memory(
     if activations is None:
         activations = activation_bytes(model, tokens, config.max_num_seqs, facts.dtype.itemsize)
     spec = _kv_spec(config, model, device, facts.dtype, activations)
+    if config.num_drafts:
+        spec = replace(spec, drafts_from=drafts_from(facts.weight_bytes, spec.draft_bytes))
     room = _offload_room(config, model, device, facts.dtype, activations, spec)
     max_model_len, bound, longer = _max_model_len(config, model, spec, room)
     threads = f", {torch.get_num_threads()} threads" if device.name == "cpu" else ""
@@ -108,6 +119,7 @@ def plan_memory(
         max_num_batched_tokens=tokens,
         quantization=facts.quantization,
         invariance=facts.invariance,
+        guesses=describe_guesses(config, spec),
         longer=longer,
         room=room,
         device_bytes=total if has_gpu else free + facts.weight_bytes,

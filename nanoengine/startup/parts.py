@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -96,6 +96,18 @@ def load_parts(
     return Parts(**own, tokenizer=tokenizer.result(), default_params=params)
 
 
+def usable_settings(config: EngineConfig, parts: ComputeParts, device: Device) -> EngineConfig:
+    """The settings, with the guesses that this model and these kernels can do with."""
+    if parts.model.config.recurrent_layers:  # each draft would change the states
+        num = config.num_guesses
+        return replace(config, speculative=f"ngram:{num}" if num else "off")
+    # Nobody asked for drafts: they are made where they change no bit, and may be worth most.
+    drafts = parts.facts.is_invariant and streams(config, device.name)
+    if config.speculative is None and not drafts:
+        return replace(config, speculative="off")
+    return config
+
+
 def find_folder(config: EngineConfig, device: Device) -> Path:
     """The folder of the model, see `find_model`: on a CPU with its codes if these are asked for."""
     keeps_codes = config.quantization == "gguf" and device.name == "cpu"
@@ -133,6 +145,8 @@ def load_compute_parts(
         no_kernels,
     )
     attention, reasons = make_attention(config.attention_backend, setup)
+    is_lossy = config.kv_offload_dtype == "int8"
+    invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
     facts = ModelFacts(
         source=model.source,
         dtype=dtype,
@@ -140,11 +154,8 @@ def load_compute_parts(
         weight_bytes=model.weight_bytes - (quantizer.saved_bytes() if quantizer else 0),
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
         quantization=describe_codes(model.codes, dtype) or str(quantizer or ""),
-        invariance=describe_invariance(
-            ops.is_batch_invariant,
-            attention.is_batch_invariant,
-            config.kv_offload_dtype == "int8",
-        ),
+        invariance=describe_invariance(*invariant),
+        is_invariant=invariant == (True, True, False),
     )
     return ComputeParts(folder, model, ops, attention, facts)
 
@@ -191,7 +202,7 @@ def choose_ops(
         return _gpu_ops(config, device, quantizer)
     if kernels is None:
         return TorchOps(quantizer)
-    if dtype is not torch.bfloat16 and config.speculative is None:
+    if dtype is not torch.bfloat16 and not config.asks_for_guesses:
         return KernelOps(kernels, kernels.tape, quantizer)
     # In float32 a row of PyTorch's product depends on the number of rows, which guesses change.
     try:

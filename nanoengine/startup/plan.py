@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from nanoengine.config.engine import GIB
+from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.bars import Bar, Part, bars_html
 
@@ -62,6 +62,7 @@ class MemoryPlan:
     is_slowed: bool = False
     quantization: str = ""
     invariance: str = ""
+    guesses: str = ""
     longer: str = ""
     room: OffloadRoom | None = None
     device_bytes: int = 0
@@ -127,6 +128,7 @@ class MemoryPlan:
             f"{_gib(self.activation_bytes)} more",
             *([f"quantised    {self.quantization}"] if self.quantization else []),
             f"invariance   {self.invariance}",
+            *([f"guesses      {self.guesses}"] if self.guesses else []),
             f"{on_device:12} {_tier(kv.num_blocks, kv.block_size, kv.block_bytes)}",
         ]
         if kv.delta is not None:
@@ -180,6 +182,22 @@ def how_to_hold(spec: KVSpec, room: OffloadRoom | None, num_tokens: int) -> str:
         f"set enable_cpu_offload=True and kv_offload_gib={gib}: what does not fit then takes "
         f"{gib} GiB of RAM; or {more}"
     )
+
+
+def describe_guesses(config: EngineConfig, spec: KVSpec) -> str:
+    """Who guesses tokens and how many a step, as text; "" if nobody does."""
+    kinds = []
+    if config.num_guesses:
+        kinds.append(f"up to {config.num_guesses} by lookup")
+    if config.num_drafts:
+        who = ["whose KV is streamed"] * (spec.slot_blocks > 0)
+        if spec.drafts_from:
+            who.append(f"of at least {spec.drafts_from * spec.block_size} tokens on the device")
+        kinds.append(
+            f"up to {config.num_drafts} drafts, where they pay, of requests {' or '.join(who)}"
+        )
+    off = "" if config.asks_for_guesses or not kinds else ' (speculative="off" for none)'
+    return "; ".join(kinds) + off
 
 
 def describe_offload(spec: KVSpec) -> str:

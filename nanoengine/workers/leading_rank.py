@@ -15,7 +15,7 @@ from nanoengine.errors import ConfigError, EngineError, ModelLoadError
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.memory_plan import Memory
-from nanoengine.startup.parts import Parts, load_parts
+from nanoengine.startup.parts import Parts, load_parts, usable_settings
 from nanoengine.startup.probe import measure_copy
 from nanoengine.workers.group import Group
 from nanoengine.workers.leading_parts import LeadingDecoder, LeadingMemory
@@ -82,8 +82,7 @@ class LeadingRank:
                     f"{parts.folder}: was it changed while it was loaded?"
                 )
         self._meeting.close()  # all have met
-        if parts.model.config.recurrent_layers:  # each draft would change the states
-            self.config = self.config.without_drafts()
+        self.config = usable_settings(self.config, parts, device)
         decoder = LeadingDecoder(parts.model.decoder, self)
         return replace(parts, model=replace(parts.model, decoder=decoder))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -123,4 +124,55 @@ def test_drafts_are_replayed_and_a_round_is_the_link_and_the_drafts(
         wanted = copies_s + drafts_s - ahead_s
         assert copies_s > 4 * layers / 2 and drafts_s > 0.1
         assert abs(seconds / wanted - 1) < 0.05
+    made.close()
+
+
+@pytest.mark.breadth
+def test_a_request_on_the_device_drafts_by_replayed_steps_over_an_eighth_of_it(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing crosses the link, no draft is waited for, and steps without drafts are replayed as
+    without the setting. Virtual time where KV is all that a step reads.
+    """
+    prompt = [i * i % 256 for i in range(42 * BLOCK)]
+    settings: dict[str, Any] = {"num_gpu_blocks": 60, "enable_cpu_offload": None}
+    settings |= {"offload_mode": "auto", "kv_offload_gib": None, "stream_mib_per_step": None}
+    settings |= {"max_model_len": 400, "max_num_batched_tokens": 128}
+    numbers = cycle([0, MOST])
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: next(numbers))
+    plain = engine(tiny("llama"), **settings | {"device": "cpu"})
+    with gpu.left():
+        (wanted,) = Driver(plain).run([prompt], replace(PARAMS, max_tokens=12))
+    plain.close()
+    made = engine(tiny("llama"), speculative=f"resident:{MOST}", **settings)
+    layers = made.plan.kv.num_layers
+    compute = gpu.streams[0]
+    spent: list[float] = []
+    draft = made.runner.drafter.draft
+
+    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        before = compute.busy
+        drafts = draft(batch, steps)
+        spent.append(compute.busy - before)
+        return drafts
+
+    made.runner.drafter.draft = watched
+    made.add_request(prompt, replace(PARAMS, max_tokens=12))
+    outputs, rounds, others = [], [], []
+    gpu.costs = Costs(block_s=1.0)
+    while made.has_unfinished_requests:
+        num_rounds, busy = len(spent), compute.busy
+        replays = sum(graph.num_replays for graph in gpu.graphs)
+        outputs += made.step()
+        replays = sum(graph.num_replays for graph in gpu.graphs) - replays
+        drafts_s = sum(spent[num_rounds:])
+        (rounds if drafts_s else others).append((drafts_s, compute.busy - busy - drafts_s, replays))
+    assert outputs[0].outputs[0].token_ids == wanted.outputs[0].token_ids
+    # Each draft is one graph; the checking step has one more between two attentions.
+    assert [replays for _, _, replays in rounds[1:-1]] == [MOST + layers] * (len(rounds) - 2)
+    assert {replays for _, _, replays in others[-2:]} == {1}
+    for drafts_s, check_s, _ in rounds[:-1]:
+        # 5 of 42 blocks before the tail, which has one or two.
+        assert 6 / 44 <= drafts_s / MOST / check_s <= 7 / 43
+        assert abs(check_s / others[-1][1] - 1) < 0.03
     made.close()

@@ -51,7 +51,7 @@ def run(
         num_right = 0
         while num_right < num_drafts and dice.random() < right:
             num_right += 1
-        drafts.record(num_drafts, num_right, is_decode=True)
+        drafts.record(num_drafts, num_right, is_decode=True, is_ahead=False)
         done += 1 + num_right
     return done / (clock.now - began)
 
@@ -98,7 +98,7 @@ def step(clock: Clock, drafts: PayingDrafts, seconds: float, is_decode: bool = T
     """A step in which all drafts are right; returns how many there were."""
     num_drafts = drafts.choose()
     clock.now += seconds
-    drafts.record(num_drafts, num_drafts, is_decode)
+    drafts.record(num_drafts, num_drafts, is_decode, is_ahead=False)
     return num_drafts
 
 
@@ -133,7 +133,7 @@ def test_the_time_without_drafts_is_measured_anew(clock: Clock) -> None:
         num_drafts = drafts.choose()
         counts.append(num_drafts)
         clock.now += 1 + num_drafts * 1.0
-        drafts.record(num_drafts, num_drafts // 2, is_decode=True)
+        drafts.record(num_drafts, num_drafts // 2, is_decode=True, is_ahead=False)
     assert max(counts[:10]) > 0 and sum(counts[20:]) <= 2
 
 
@@ -145,7 +145,7 @@ def test_they_pay_until_it_is_known_that_they_do_not(clock: Clock) -> None:
             num_drafts = drafts.choose()
             seen.append((drafts.pays, num_drafts > 0))
             clock.now += 1 + num_drafts * 0.3
-            drafts.record(num_drafts, right * num_drafts, is_decode=True)
+            drafts.record(num_drafts, right * num_drafts, is_decode=True, is_ahead=False)
     assert all(pays for pays, _ in seen[: NUM_PLAIN + NUM_TRIALS])
     assert not any(pays for pays, _ in seen[20:400]) and (False, True) in seen[20:400]
     assert all(pays for pays, _ in seen[-100:])
@@ -160,11 +160,34 @@ def test_a_step_with_other_work_says_nothing_of_the_time(clock: Clock) -> None:
     assert drafts.choose() == MOST
 
 
+@pytest.mark.parametrize(("right", "gains"), [(0.6, False), (0.95, True)])
+def test_drafts_must_gain_more_than_steps_that_are_begun_ahead(
+    clock: Clock, right: float, gains: bool
+) -> None:
+    """Such a step takes 1 s, and one that is not 1.4 s: three of five right drafts gain only on the
+    latter.
+    """
+    drafts, dice, seen, is_ahead = PayingDrafts(MOST, DraftCost()), random.Random(3), [], False
+    for _ in range(400):
+        num_drafts = 0 if is_ahead else drafts.choose()
+        is_next_ahead = not num_drafts and not drafts.is_due
+        clock.now += 1.0 if is_ahead else 1.4 + num_drafts * 0.3
+        num_right = 0
+        while num_right < num_drafts and dice.random() < right:
+            num_right += 1
+        drafts.record(num_drafts, num_right, True, is_ahead)
+        seen.append(num_drafts)
+        is_ahead = is_next_ahead
+    share = sum(num_drafts > 0 for num_drafts in seen[100:]) / 300
+    assert share > 0.8 if gains else share < 0.1
+
+
 def test_steps_that_asked_for_no_number_are_not_counted(clock: Clock) -> None:
     """Such as steps before the KV is streamed."""
     drafts = PayingDrafts(MOST, DraftCost())
     for _ in range(50):
         clock.now += 0.1
-        drafts.record(0, 0, is_decode=True)
+        drafts.record(0, 0, is_decode=True, is_ahead=True)
+    assert drafts.is_due, "the first that counts is not ahead of another"
     assert [step(clock, drafts, 1.0) for _ in range(NUM_PLAIN)] == [0] * NUM_PLAIN
     assert drafts.choose() == FIRST

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driver import STREAMED, Driver, small_engine
+from fixed_drafts import FixedDrafter, scored
 from marks import needs_compiler, use_our_products
 from torch import Tensor
 
@@ -43,23 +44,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class FixedDrafter:
-    """Makes the drafts of a function of (sequence id, position), without a model."""
-
-    def __init__(self, token: Callable[[int, int], int]) -> None:
-        self._token = token
-
-    def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
-        made: list[int] = []
-        places: dict[int, list[int]] = {}
-        for step in steps:
-            for item, position in zip(step.items, step.positions, strict=True):
-                places.setdefault(item, []).append(len(made))
-                made.append(self._token(batch.items[item].seq.seq_id, position + 1))
-        tokens = torch.tensor(made, dtype=torch.int64)
-        return Drafts(tokens, places)
-
-
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every streamed step drafts, whether it pays or not."""
@@ -68,18 +52,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(engine: LLMEngine) -> list[RequestOutput]:
     return Driver(engine).run(PROMPTS, PARAMS)
-
-
-def scored(outputs: list[RequestOutput]) -> list[tuple[list[int], Tensor]]:
-    """Ids and log probabilities."""
-    made = [output.outputs[0] for output in outputs]
-    return [
-        (
-            m.token_ids,
-            torch.tensor([e[t].logprob for e, t in zip(m.logprobs, m.token_ids, strict=True)]),
-        )
-        for m in made
-    ]
 
 
 def without_drafts(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]]:
@@ -163,6 +135,66 @@ def test_bits_depend_on_no_drafter(
     engine.close()
 
 
+@needs_compiler
+def test_who_streams_drafts_by_default_where_no_bit_depends_on_it(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same memory, and never with more guesses than its logits are planned for."""
+    use_our_products(monkeypatch)
+    found = {}
+    for speculative in (None, "off"):
+        settings = SETTINGS | {"speculative": speculative, "dtype": "bfloat16"}
+        engine = small_engine(tiny("llama"), max_num_seqs=16, **settings)
+        seen = watch_guesses(engine)
+        outputs = run(engine)
+        guessed = sum(output.metrics.num_guessed for output in outputs)
+        found[speculative] = scored(outputs), guessed, max(seen), engine.plan
+        engine.close()
+    (drafted, guessed, most, plan), (plain, nothing, none, as_before) = found.values()
+    for (ids, logprobs), (right, without) in zip(drafted, plain, strict=True):
+        assert ids == right and torch.equal(logprobs, without)
+    assert guessed > 0 and 0 < most <= 32 and nothing == none == 0
+    assert "up to 8 drafts" in str(plan) and 'speculative="off"' in str(plan)
+    assert "guesses" not in str(as_before)
+    assert replace(plan.kv, drafts_from=0) == as_before.kv
+    assert plan.activation_bytes == as_before.activation_bytes
+
+
+def watch_guesses(engine: LLMEngine) -> list[int]:
+    """How many guesses each step from now on checks."""
+    launch, seen = engine.runner.launch, []
+
+    def watched(batch: ScheduledBatch, *rest: Any) -> Any:
+        seen.append(sum(len(item.guesses) + item.num_drafts for item in batch.items))
+        return launch(batch, *rest)
+
+    engine.runner.launch = watched
+    return seen
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dtype": "float32"},
+        {"kv_offload_dtype": "int8"},
+        {"offload_mode": "in_place", "stream_mib_per_step": None},
+        {"quantization": "int8"},
+    ],
+    ids=["float32", "int8 KV", "in place", "int8 weights"],
+)
+def test_nobody_drafts_by_default_elsewhere(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """In fp32 products are PyTorch's; other bits depend on guesses, too, or nothing streams."""
+    use_our_products(monkeypatch)
+    engine = small_engine(tiny("llama"), **SETTINGS | {"dtype": "bfloat16"} | settings)
+    assert not engine.plan.guesses and not engine.plan.kv.drafts_from
+    engine.add_request(PROMPTS[0], PARAMS[0])
+    assert engine.scheduler.waiting[0].draft_length is None
+    engine.close()
+
+
 @pytest.mark.usefixtures("always")
 def test_drafts_read_the_device_alone_and_leave_nothing(tiny: Callable[[str], Path]) -> None:
     """What no draft may read is NaN: freed KV, and what is left of wrong drafts after each step."""
@@ -234,7 +266,7 @@ def test_a_right_draft_saves_a_pass_over_the_link(tiny: Callable[[str], Path]) -
 
 
 @pytest.mark.usefixtures("always")
-def test_who_does_not_stream_does_not_draft(tiny: Callable[[str], Path]) -> None:
+def test_a_short_one_that_does_not_stream_does_not_draft(tiny: Callable[[str], Path]) -> None:
     engine = small_engine(tiny("llama"), speculative=f"resident:{MOST}")
     assert all(output.metrics.num_guessed == 0 for output in run(engine))
     engine.close()

@@ -44,3 +44,34 @@ def test_a_sequence_that_drafts_while_its_last_block_is_brought(
         engine.close()
     assert texts[0] == texts[1]
     assert {(True, False), (False, True)} <= {*steps} and (True, True) not in steps
+
+
+def test_who_streams_is_begun_ahead_until_one_drafts(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some steps without drafts comes one with drafts. Blocks are swapped meanwhile."""
+    monkeypatch.setattr(
+        PayingDrafts,
+        "_number",
+        lambda self: 5 * (self._num_plain % 5 > 2 and not self._since_plain),
+    )
+    texts = []
+    for speculative in ("off", "resident:5"):
+        settings = STREAMED | {"speculative": speculative, "measure_speed": False, "debug_kv": True}
+        engine = small_engine(tiny("llama"), True, **settings)
+        steps: list[tuple[bool, bool]] = []
+        real = engine.scheduler.schedule_ahead
+
+        def noted(batch: ScheduledBatch, real: Any = real, steps: Any = steps) -> Any:
+            ahead = real(batch)
+            steps.append((batch.num_drafts > 0, ahead is not None))
+            return ahead
+
+        engine.scheduler.schedule_ahead = noted
+        texts.append(
+            [output.outputs[0].token_ids for output in Driver(engine).run(PROMPTS, PARAMS)]
+        )
+        engine.close()
+    assert texts[0] == texts[1]
+    assert steps.count((True, False)) > 8 and (True, True) not in steps
+    assert steps.count((False, True)) > 8

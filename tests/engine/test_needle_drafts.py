@@ -16,7 +16,7 @@ from benchmarks.induction import write_checkpoint
 from nanoengine import SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kv import step_planner
+from nanoengine.kv import draft_plan
 from nanoengine.kv.block_heat import BlockHeat
 from nanoengine.outputs import RequestOutput
 
@@ -130,7 +130,7 @@ def test_what_attention_brought_is_read_where_drafts_read_a_part(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the 11 blocks before the tail that the device has room for, drafts read 6."""
-    monkeypatch.setattr(step_planner, "MAX_DRAFT_TOKENS", 6 * SIZE)
+    monkeypatch.setattr(draft_plan, "MAX_DRAFT_TOKENS", 6 * SIZE)
     told = run(engine, Haystack.with_needle_at(NUM_BLOCKS // 4), NUM_TOKENS)
     assert max(told.num_misses) <= 2
     assert told.share_right > 0.4

@@ -29,7 +29,7 @@ class CountingKV:
     def stream_cost(self, seq: Sequence) -> int:
         return self.costs.get(seq.seq_id, 0) if seq.num_computed else 0
 
-    def is_streamed(self, seq: Sequence) -> bool:
+    def may_draft(self, seq: Sequence) -> bool:
         return self.stream_cost(seq) > 0
 
     def reset_budget(self) -> None:

@@ -222,11 +222,13 @@ def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
 
 
 def test_what_is_no_speculation_is_refused(tiny: Callable[[str], Path]) -> None:
-    for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", 4):
+    for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", "", 4):
         with pytest.raises(ConfigError, match=r'"ngram:K\+resident:K" with K from 1 to 64'):
             small_engine(tiny("llama"), speculative=wrong)
 
 
-def test_auto_is_lookup_and_drafts() -> None:
+def test_auto_is_lookup_and_drafts_and_off_is_neither() -> None:
     auto = EngineConfig("m", speculative="auto")
     assert (auto.num_guesses, auto.num_drafts) == (8, 8)
+    off = EngineConfig("m", speculative="off")
+    assert (off.num_guesses, off.num_drafts) == (0, 0)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -211,12 +212,13 @@ class ShadowEngine:
     spare_blocks: int = 1
     prefix_caching: bool = True
     max_delay_s: float = 0.0
-    settings: dict[str, int] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     finished: dict[int, EngineSequence] = field(default_factory=dict)
     copies: str | None = None
     stream_blocks_per_step: int | None = None
     draft_length: DraftLength | None = None
     least_run_bytes: int = 0
+    drafts_from: int = 0
 
     def __post_init__(self) -> None:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "decode_reserve_blocks": 0}
@@ -233,6 +235,7 @@ class ShadowEngine:
             self.slot_blocks,
             self.spare_blocks,
             least_run_bytes=self.least_run_bytes,
+            drafts_from=self.drafts_from,
         )
         self.copies = self.copies or ("threads" if self.slot_blocks else "inline")
         held = self.copies == "held"

@@ -30,7 +30,7 @@ class Adversary:
     def __init__(self, seed: int, most: int) -> None:
         """most: drafts of a sequence and step."""
         self.most = most
-        self.pays = True
+        self.pays = self.is_due = True
         self.counts: Counter[str] = Counter()
         self._random = Random(seed)
 
@@ -39,7 +39,7 @@ class Adversary:
         self.pays = self._random.random() < SHARE_PAYING
         return self._random.randint(0, self.most)
 
-    def record(self, num_drafts: int, num_right: int, is_decode: bool) -> None:
+    def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None:
         """What became of them."""
         assert 0 <= num_right <= num_drafts <= self.most
         self.counts.update(checked=num_drafts, accepted=num_right)
@@ -57,14 +57,17 @@ class Adversary:
 
 @dataclass
 class DraftingEngine(ShadowEngine):
-    """A ShadowEngine whose streamed sequences draft. What each draft reads is checked by value: the
-    blocks of its own sequence that are on the device, whole and in order, then what drafts wrote.
+    """A ShadowEngine whose sequences draft: those that stream and, from `drafts_from` blocks on,
+    those on the device. What each draft reads is checked by value: the blocks of its own sequence
+    that are on the device, one in eight where all are, whole and in order, then what drafts wrote.
     """
 
     adversary: Adversary | None = None
     most_kept: int | None = None  # blocks before the tail that drafts may read
 
     def __post_init__(self) -> None:
+        if self.adversary is not None:
+            self.settings = {"speculative": f"resident:{self.adversary.most}", **self.settings}
         super().__post_init__()
         self.draft_length = self.adversary
 
@@ -164,8 +167,13 @@ class DraftingEngine(ShadowEngine):
         indices, stop = [place[slot] for slot in slots], -(-len(chain) // size)
         there = [i for slot, i in place.items() if slot is not None and slot not in self._loading]
         before = [index for index in there if index < item.start // size]
-        while self.most_kept is not None and len(before) > self.most_kept:
-            between = before[1 : len(before) - self.most_kept // 2]
+        num_before = item.start // size
+        most = self.most_kept or num_before
+        if len(before) == num_before:
+            most = min(most, max(1, num_before // 8))
+            self.adversary.counts["drafts of who does not stream"] += 1
+        while len(before) > most:
+            between = before[1 : len(before) - most // 2]
             before.remove(min(between, key=lambda index: blocks[index].heat))
         assert indices == [*before, *range(item.start // size, stop)], "not what is there, in order"
         hashes = [h for index in indices for h in chain[index * size : (index + 1) * size]]

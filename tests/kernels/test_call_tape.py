@@ -110,6 +110,7 @@ def test_steps_that_move_kv_are_not_replayed(
     """In place, most steps store and load nothing; streamed, those of few sequences that fit."""
     options = {"enable_cpu_offload": True, "offload_mode": mode, "num_gpu_blocks": 5}
     options["measure_speed"] = False  # its steps would be replayed, too
+    options["speculative"] = "off"  # logits are recorded row by row
     if mode == "stream":
         options["ring_slots"] = 2  # fewer than there are layers: the last fill waits for a reader
     taped = logits_of(tiny(name), **options)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shadow import VOCAB, HeldDevice
 from shadow_drafts import Adversary, DraftingEngine
 
-from nanoengine.kv import step_planner
+from nanoengine.kv import draft_plan
 from nanoengine.kv.draft_plan import DraftReads, kept_blocks, plan_draft
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
@@ -103,7 +103,7 @@ def test_the_first_the_newest_and_the_hottest_blocks_are_kept(
 
 def test_drafts_read_no_more_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that is on the device, what kept_blocks says."""
-    monkeypatch.setattr(step_planner, "MAX_DRAFT_TOKENS", 5 * 2)
+    monkeypatch.setattr(draft_plan, "MAX_DRAFT_TOKENS", 5 * 2)
     engine = DraftingEngine(11, 40, 2, 2, block_size=2, copies="inline", adversary=Adversary(0, 3))
     engine.most_kept = 5
     engine.add([1, 0, 2] * 10, 9)

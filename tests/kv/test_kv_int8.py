@@ -61,6 +61,7 @@ def make_driver(path: Path, host: int = 100, codec: str | None = "int8", **more:
         "stream_mib_per_step": 1e6,  # nobody sits a step out: batches are equal with and without
         "debug_kv": True,
         "debug_copy_delay_ms": 0.1,
+        "speculative": "off",  # with exact bf16 on the host it would draft
     } | more
     head_dim = 32 if "qwen3" in path.name else 16
     row = head_dim + 4 if codec else head_dim * (2 if settings["dtype"] == "bfloat16" else 4)

@@ -64,8 +64,8 @@ class Shape:
 
     stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
     blocks. digests: how many different ones there are (None: as many as xxh3 has). most_drafts: of
-    a sequence and step; draft_seed: of all that is drawn for them. least_run_bytes: see KVSpec.
-    other_copies: of a second rank, which there is not if it is "".
+    a sequence and step; draft_seed: of all that is drawn for them. least_run_bytes, drafts_from:
+    see KVSpec. other_copies: of a second rank, which there is not if it is "".
     """
 
     copies: str
@@ -88,6 +88,7 @@ class Shape:
     most_drafts: int
     draft_seed: int
     least_run_bytes: int
+    drafts_from: int
     other_copies: str
 
     def make(self) -> ShadowEngine:
@@ -117,6 +118,7 @@ class Shape:
             copies=self.copies,
             stream_blocks_per_step=self.stream_blocks_per_step,
             least_run_bytes=self.least_run_bytes,
+            drafts_from=self.drafts_from,
         )
 
 
@@ -147,9 +149,10 @@ def shapes(mode: str) -> st.SearchStrategy[Shape]:
         prefix_caching=one_of(True, True, True, False),
         digests=one_of(None, None, None, 1, 2, 7),
         closes_early=one_of(False, False, False, True),
-        most_drafts=one_of(0, 3, 6, 9) if streams else st.just(0),
+        most_drafts=one_of(0, 3, 6, 9),
         draft_seed=ANY,
         least_run_bytes=one_of(0, 100, 1 << 20) if streams else st.just(0),
+        drafts_from=one_of(0, 1, 2, 4),
         other_copies=one_of("", "", "", "inline" if resident else "held"),
     )
 
@@ -507,10 +510,11 @@ def machine_for(mode: str, tally: Counter[str]) -> type[Machine]:
 HAPPENS = {
     "resident": (
         "requests, refused, aborted, finished, failed steps, in flight, prefix hits, collisions, "
-        "preemptions, preempted by force, resumed, evicted: all, resets"
+        "preemptions, preempted by force, resumed, evicted: all, resets, drafts, accepted, "
+        "drafts of who does not stream, failed drafts"
     ),
     "in_place": "stores, released, resumed from the host, failed copies, failed requests",
-    "stream": "loads, fills, paced, drafts, accepted, failed drafts, swaps",
+    "stream": "loads, fills, paced, swaps",
 }
 
 

@@ -111,7 +111,8 @@ def make_engine(path: Path, **settings: Any) -> LLMEngine:
 
 def logits_of(path: Path, **settings: Any) -> list[Tensor]:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    driver = Driver(make_engine(path, max_num_batched_tokens=90, max_num_seqs=4, **settings))
+    settings = {"speculative": "off", "max_num_batched_tokens": 90, "max_num_seqs": 4} | settings
+    driver = Driver(make_engine(path, **settings))
     outputs = driver.run(PROMPTS, params)
     driver.engine.close()
     return [torch.stack(driver.logits[output.request_id]) for output in outputs]
