@@ -35,7 +35,8 @@ breadth: .venv/.test .venv/.model ## more cases of what the tests hold: models, 
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal -m breadth $(PYTEST_ARGS)
 
 clients: .venv/.clients ## the official clients of OpenAI and Anthropic, and schemathesis, against the server
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m '' tests/serving/test_clients.py tests/serving/test_official_types.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m '' tests/serving/test_clients.py tests/serving/test_official_types.py \
+		tests/serving/test_tool_items.py
 
 ray: .venv/.ray .venv/.model ## jobs of Ray on this machine: columns, and actors that are killed; some minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m ray tests/api/test_ray_data.py

@@ -204,14 +204,17 @@ class CheckpointReader:
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor, on the CPU and in its stored dtype, mapped from the file."""
+        tensor, *scales = self._stored(name)
+        return unpack_mxfp4(tensor, *scales) if scales else tensor
+
+    def _stored(self, name: str) -> list[torch.Tensor]:
+        """A tensor as it is in the file, and its scales in MXFP4."""
         self.dtype(name)
         self._remap()
         part = self._parts[name]
-        tensor = self._read(part, part.stored)
-        if part.scales:
-            tensor = unpack_mxfp4(tensor, self._read(part, part.scales))
-        self._num_read += tensor.nbytes
-        return tensor
+        found = [self._read(part, stored) for stored in (part.stored, part.scales) if stored]
+        self._num_read += sum(tensor.nbytes for tensor in found)
+        return found
 
     def _remap(self) -> None:
         """Map the files anew if much was read."""
@@ -229,12 +232,8 @@ class CheckpointReader:
 
     def weight(self, name: str, dtype: torch.dtype) -> Weight:
         """As `tensor`, but codes are a CodedWeight of this dtype, which is in memory."""
-        part = self._parts[name]
-        if part.scales:
-            self.dtype(name)
-            self._remap()
-            rows = mxfp4_rows(self._read(part, part.stored), self._read(part, part.scales))
-            self._num_read += rows.nbytes
+        if self._parts[name].scales:
+            rows = mxfp4_rows(*self._stored(name))
             return CodedWeight((CodedRows("MXFP4", rows),), dtype)
         tensor = self.tensor(name)
         if not self.code_format(name):

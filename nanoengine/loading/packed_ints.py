@@ -99,7 +99,7 @@ def _of_groups(config: Mapping[str, Any]) -> PackedFormat | None:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedWeight:
+class PackedIntegers:
     """A weight is scale * (integer - zero).
 
     integers: int32 [inputs, outputs], from 0. zeros: int32, scales: [groups, outputs]. groups: of
@@ -204,7 +204,7 @@ class PackedReader(CheckpointReader):
         rows = packed.rows(self._format.bits)
         return packed.numbers() if rows is None else CodedWeight((rows,), dtype)
 
-    def _packed(self, name: str) -> PackedWeight:
+    def _packed(self, name: str) -> PackedIntegers:
         """A packed weight. Raises WeightMismatchError."""
         part = self._parts[name]
         self.dtype(name)
@@ -230,7 +230,7 @@ class PackedReader(CheckpointReader):
                 f"{wanted[0]} groups of inputs"
             )
         integers = self._unpacked(words, 0 if self._format.method == "gptq" else 1)
-        return PackedWeight(integers.T if is_turned else integers, middle, scales, groups)
+        return PackedIntegers(integers.T if is_turned else integers, middle, scales, groups)
 
     def _companion(self, part: Part, place: int) -> Tensor | None:
         """A weight's tensor of this place in PackedFormat.names, if it is there."""

@@ -153,8 +153,8 @@ class Forecaster:
         on_cpu = hardware.name == "cpu"
         each = _bytes_of_weights(codes or {}, itemsize, on_cpu)
         if on_cpu and model.codes:
-            kept = "experts" if model.codes == "MXFP4" else "matrices"
-            each[kept] = HELD_BYTES[model.codes] / FORMATS[model.codes][0]
+            kept = ("experts",) if model.codes == "MXFP4" else ("experts", "others")
+            each |= dict.fromkeys(kept, HELD_BYTES[model.codes] / FORMATS[model.codes][0])
         self._weight_bytes = weight_bytes(model, itemsize, method, each)
         self._active_bytes = weight_bytes(model, itemsize, method, each, of_a_token=True)
         self._memory = _Planned(hardware, self._weight_bytes)
@@ -352,9 +352,9 @@ def weight_bytes(
     """Bytes of all weights. Quantised ones are those of the layers' products, in the shapes that
     the operators take.
 
-    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends"; without it, of the
-    layers' "matrices" or of "experts" that stay codes. of_a_token: of the experts, only those that
-    a token goes to.
+    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends"; without it, of
+    "experts" and of "others" in layers, if they stay codes. of_a_token: of the experts, only those
+    that a token goes to.
     """
     total, experts = 0.0, model.experts
     for name, shape in weight_shapes(model).items():
@@ -363,17 +363,11 @@ def weight_bytes(
             size *= experts.top_k / experts.count
         place = "layers" if ".layers." in name else "ends"
         is_matrix = len(shape) == 2 and not name.endswith(ROUTERS)
+        is_coded = is_matrix and not name.endswith(NEVER_CODES)
         if quantization == "gguf":
-            is_coded = is_matrix and not name.endswith(NEVER_CODES)
             total += size * (codes[place] if is_coded else itemsize)
-        elif (
-            quantization is None
-            and is_matrix
-            and place == "layers"
-            and not name.endswith(NEVER_CODES)
-        ):
-            kind = "experts" if ".experts." in name else "others"
-            total += size * codes.get("matrices", codes.get(kind, itemsize))
+        elif quantization is None and is_coded and place == "layers":
+            total += size * codes.get("experts" if ".experts." in name else "others", itemsize)
         elif quantization is None or not is_matrix or place == "ends":
             total += size * itemsize
         elif quantization == "int8":

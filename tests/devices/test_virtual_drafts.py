@@ -16,7 +16,7 @@ from marks import needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from virtual_gpu import Costs, VirtualGpu
+from virtual_gpu import Costs, VirtualGpu, VirtualStream
 
 from nanoengine import SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
@@ -53,6 +53,21 @@ def engine(folder: Path, **settings: Any) -> LLMEngine:
         "device": "cuda",
     }
     return small_engine(folder, True, **defaults | settings)
+
+
+def times_of_drafts(made: LLMEngine, compute: VirtualStream) -> list[float]:
+    """The virtual time that the drafts of each further step take."""
+    spent: list[float] = []
+    draft = made.runner.drafter.draft
+
+    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        before = compute.busy
+        drafts = draft(batch, steps)
+        spent.append(compute.busy - before)
+        return drafts
+
+    made.runner.drafter.draft = watched
+    return spent
 
 
 @pytest.mark.breadth
@@ -96,16 +111,7 @@ def test_drafts_are_replayed_and_a_round_is_the_link_and_the_drafts(
     layers = made.plan.kv.num_layers
     slot_bytes = 2 * made.plan.kv.block_bytes / layers
     compute, h2d = gpu.streams[:2]
-    spent: list[float] = []
-    draft = made.runner.drafter.draft
-
-    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
-        before = compute.busy
-        drafts = draft(batch, steps)
-        spent.append(compute.busy - before)
-        return drafts
-
-    made.runner.drafter.draft = watched
+    spent = times_of_drafts(made, compute)
     made.add_request([i % 256 for i in range(14 * BLOCK)], replace(PARAMS, max_tokens=60))
     while len(spent) < 6:
         made.step()
@@ -147,16 +153,7 @@ def test_a_request_on_the_device_drafts_by_replayed_steps_over_an_eighth_of_it(
     made = engine(tiny("llama"), speculative=f"resident:{MOST}", **settings)
     layers = made.plan.kv.num_layers
     compute = gpu.streams[0]
-    spent: list[float] = []
-    draft = made.runner.drafter.draft
-
-    def watched(batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
-        before = compute.busy
-        drafts = draft(batch, steps)
-        spent.append(compute.busy - before)
-        return drafts
-
-    made.runner.drafter.draft = watched
+    spent = times_of_drafts(made, compute)
     made.add_request(prompt, replace(PARAMS, max_tokens=12))
     outputs, rounds, others = [], [], []
     gpu.costs = Costs(block_s=1.0)
