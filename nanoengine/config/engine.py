@@ -101,9 +101,9 @@ class EngineConfig:
     context into chunks changes the bits of "flash-attn", "varlen", "ascend" and "sdpa" only.
     quantization: None, or lossy weights in all layers: "int8" (a scale for each output) or "int4"
     (a scale and a zero for each 128 inputs, or 64 or 32 where 128 does not divide them); "gguf"
-    keeps the codes of a GGUF: on a CPU all of Q4_0 to Q6_K as they are, embeddings and head, too;
-    else those of Q4_0 and Q4_1. With the others embeddings, output head and norms stay. Checkpoints
-    that are packed (AWQ, GPTQ, MXFP4) are read without it, and stay packed on a CPU.
+    keeps the codes of a GGUF as they are, Q4_0 to Q6_K, embeddings and head, too. With the others
+    embeddings, output head and norms stay. Checkpoints that are packed (AWQ, GPTQ, MXFP4) are read
+    without it, and stay packed.
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
     set, else all cores that the process and its container may use).
     tensor_parallel_size: processes that compute the model together, each with its heads and its

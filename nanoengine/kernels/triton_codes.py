@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from nanoengine.kernels.code_planes import CodePlanes, planes_of
 from nanoengine.kernels.triton_code_kernels import gather, merge, product
+from nanoengine.models.experts import CodedExpert, Map, Router, add_up
 from nanoengine.models.stored_codes import CodedRows, CodedWeight
 
 BLOCK_K = 64
@@ -131,6 +132,31 @@ class CodedExperts:
         return out
 
 
+class CodedMixture:
+    """GroupedExperts of codes: a product for gate and up of all experts, and one for down."""
+
+    def __init__(
+        self,
+        router: Router,
+        gate_up: CodedExperts,
+        down: CodedExperts,
+        count: int,
+        gated: Map,
+        before: Map | None,
+    ) -> None:
+        self._router, self._gate_up, self._down = router, gate_up, down
+        self._count, self._gated, self._before = count, gated, before
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        ids, weights = self._router(x)
+        x = x if self._before is None else self._before(x)
+        tokens, top_k = ids.shape
+        tiles = ChosenTiles.of(ids, self._count)
+        results = self._down(self._gated(self._gate_up(x, tiles, top_k)), tiles, 1)
+        return add_up(results.view(tokens, top_k, -1), weights)
+
+
 class TritonCodes:
     """Packs weights for the GPU that they lie on (fused_ops.GpuProducts)."""
 
@@ -141,9 +167,15 @@ class TritonCodes:
         )
         return CodedProduct(parts, bias, weight.dtype)
 
-    def pack_experts(self, weights: list[CodedRows], biases: list[Tensor]) -> CodedExperts:
-        """weights: of all experts, of one format and shape; biases: none, or of each."""
-        return CodedExperts(planes_of(weights), torch.stack(biases) if biases else None)
+    def experts(
+        self, router: Router, weights: list[CodedExpert], gated: Map, before: Map | None
+    ) -> CodedMixture:
+        """weights: all experts, in the same formats and shapes; the others as of GroupedExperts."""
+        biases = list(zip(*(each.biases for each in weights if each.biases), strict=True))
+        of_gate_up, of_down = (torch.stack(each) for each in biases) if biases else (None, None)
+        gate_up = CodedExperts(planes_of([each.gate_up for each in weights]), of_gate_up)
+        down = CodedExperts(planes_of([each.down for each in weights]), of_down)
+        return CodedMixture(router, gate_up, down, len(weights), gated, before)
 
 
 def multiply(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) -> None:

@@ -95,6 +95,7 @@ def load_model(
                 as_stored = torch.float32 if name.endswith(CHOICE_BIAS) else dtype
                 weight = weight.to(device, as_stored)
             else:
+                weight = weight.to(device)
                 codes.update(weight.formats)
             sizes.append(weight.nbytes)
             return weight

@@ -17,7 +17,6 @@ from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.models.experts import ON_A_GPU
-from nanoengine.models.quant import RECOVERED, STORED_GROUP
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
 from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.startup.memory_plan import ModelFacts, plan_memory
@@ -146,15 +145,15 @@ class Forecaster:
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
         itemsize, method = self._dtype.itemsize, config.quantization
-        is_plain = dtype is torch.bfloat16 and method is None
-        if hardware.gpu_bytes and model.experts is not None and not is_plain:
+        is_plain = method is None and (dtype is torch.bfloat16 or model.codes)
+        if hardware.gpu_bytes and model.experts is not None and not (is_plain or codes):
             raise ConfigError(ON_A_GPU)
         self._codes = codes
-        on_cpu = hardware.name == "cpu"
-        each = _bytes_of_weights(codes or {}, itemsize, on_cpu)
-        if on_cpu and model.codes:
+        each = _bytes_of_weights(codes or {}, itemsize)
+        if model.codes:
             kept = ("experts",) if model.codes == "MXFP4" else ("experts", "others")
             each |= dict.fromkeys(kept, HELD_BYTES[model.codes] / FORMATS[model.codes][0])
+        self._embedding_itemsize = each["ends"] if method == "gguf" else itemsize
         self._weight_bytes = weight_bytes(model, itemsize, method, each)
         self._active_bytes = weight_bytes(model, itemsize, method, each, of_a_token=True)
         self._memory = _Planned(hardware, self._weight_bytes)
@@ -297,7 +296,8 @@ class Forecaster:
         )
         seen_bytes *= 2 * itemsize
         hardware = self._hardware
-        read_s = (self._active_bytes - embedding * itemsize) / hardware.read_gb_per_s
+        read_bytes = self._active_bytes - embedding * self._embedding_itemsize
+        read_s = read_bytes / hardware.read_gb_per_s
         read_s += seen_bytes / (hardware.kv_gb_per_s or hardware.read_gb_per_s)
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
@@ -329,14 +329,12 @@ class Forecaster:
         return f"{str(self._dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
 
 
-def _bytes_of_weights(codes: CodeCounts, itemsize: int, on_cpu: bool) -> dict[str, float]:
+def _bytes_of_weights(codes: CodeCounts, itemsize: int) -> dict[str, float]:
     """Of a weight with quantization="gguf", on average, in "layers" and in "ends"."""
-    sizes = dict.fromkeys(RECOVERED, 0.5 + 2 * itemsize / STORED_GROUP)
-    if on_cpu:
-        sizes = {name: HELD_BYTES[name] / weights for name, (weights, _) in FORMATS.items()}
+    sizes = {name: HELD_BYTES[name] / weights for name, (weights, _) in FORMATS.items()}
     found = dict.fromkeys(("layers", "ends"), float(itemsize))
     for place, counts in codes.items():
-        if counts and (on_cpu or place == "layers"):
+        if counts:
             num_bytes = sum(n * sizes.get(name, itemsize) for name, n in counts.items())
             found[place] = num_bytes / sum(counts.values())
     return found

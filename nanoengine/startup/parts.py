@@ -86,7 +86,7 @@ def load_parts(
 
     sharding: None loads the whole model.
     """
-    folder = find_folder(config, device)
+    folder = find_folder(config)
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
     with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
@@ -108,10 +108,9 @@ def usable_settings(config: EngineConfig, parts: ComputeParts, device: Device) -
     return config
 
 
-def find_folder(config: EngineConfig, device: Device) -> Path:
-    """The folder of the model, see `find_model`: on a CPU with its codes if these are asked for."""
-    keeps_codes = config.quantization == "gguf" and device.name == "cpu"
-    return find_model(config.model, config.load_format, keeps_codes)
+def find_folder(config: EngineConfig) -> Path:
+    """The folder of the model, see `find_model`: with its codes if these are asked for."""
+    return find_model(config.model, config.load_format, config.quantization == "gguf")
 
 
 def load_compute_parts(
@@ -121,7 +120,7 @@ def load_compute_parts(
     dtype, dtype_reason = choose_dtype(config, device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
     quantizer, is_coded = None, config.quantization in (None, "gguf") and holds_codes(folder)
-    ops = _code_ops(kernels, dtype) if is_coded else None
+    ops = _code_ops(config, device, kernels, dtype) if is_coded else None
     if ops is None:
         if config.quantization is not None:
             quantizer = Quantizer(config.quantization, device.torch_device, dtype)
@@ -211,8 +210,13 @@ def choose_ops(
         return KernelOps(kernels, kernels.tape, quantizer)
 
 
-def _code_ops(kernels: CpuKernels | None, dtype: torch.dtype) -> LayerOps | None:
+def _code_ops(
+    config: EngineConfig, device: Device, kernels: CpuKernels | None, dtype: torch.dtype
+) -> LayerOps | None:
     """Operations that multiply with codes, None where none can."""
+    if device.name != "cpu":
+        ops = choose_ops(config, device, kernels, dtype, None)
+        return ops if ops.takes_codes else None
     if kernels is None:
         return None
     try:
@@ -223,12 +227,13 @@ def _code_ops(kernels: CpuKernels | None, dtype: torch.dtype) -> LayerOps | None
 
 def _gpu_ops(config: EngineConfig, device: Device, quantizer: Quantizer | None) -> LayerOps:
     try:
-        from nanoengine.kernels.triton_kernels import TritonKernels  # comes with a GPU's PyTorch
+        from nanoengine.kernels.triton_codes import TritonCodes  # comes with a GPU's PyTorch
+        from nanoengine.kernels.triton_kernels import TritonKernels
     except ImportError:
         return TorchOps(quantizer)
     vendor = None if config.enforce_eager else find_graphs(device.torch_device)
     graphs = None if vendor is None else CudaGraphs(vendor)
-    return GpuOps(TritonKernels(), graphs, quantizer)
+    return GpuOps(TritonKernels(), graphs, TritonCodes(), quantizer)
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:

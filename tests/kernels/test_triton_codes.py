@@ -23,7 +23,7 @@ from triton.runtime import interpreter
 
 from nanoengine.kernels import triton_codes
 from nanoengine.kernels.code_planes import planes_of
-from nanoengine.kernels.triton_codes import ChosenTiles, CodedProduct, TritonCodes
+from nanoengine.kernels.triton_codes import ChosenTiles, CodedExperts, CodedProduct, TritonCodes
 from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
 
 pytestmark = needs_no_gpu
@@ -148,8 +148,8 @@ def test_rows_go_through_the_experts_that_they_chose(tokens: int, top_k: int) ->
     ids = torch.stack([torch.randperm(count - 1)[:top_k] for _ in range(tokens)])
     tiles = ChosenTiles.of(ids, count)  # and nobody chose the last one
     x = normal(tokens, inputs)
-    made = TritonCodes().pack_experts(rows, biases)(x, tiles, top_k)
-    again = TritonCodes().pack_experts(rows, [])(x.repeat_interleave(top_k, 0), tiles, 1)
+    made = CodedExperts(planes_of(rows), torch.stack(biases))(x, tiles, top_k)
+    again = CodedExperts(planes_of(rows), None)(x.repeat_interleave(top_k, 0), tiles, 1)
     for choice, expert in enumerate(ids.flatten().tolist()):
         row, weight = x[choice // top_k, None], CodedWeight((rows[expert],), F32)
         assert torch.equal(made[choice, None], pack(weight, biases[expert])(row))
