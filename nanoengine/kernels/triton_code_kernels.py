@@ -128,13 +128,19 @@ def _chosen_rows(tile, tiles, ROWS: tl.constexpr, EACH: tl.constexpr):
     return place // EACH, place, is_row, tl.load(experts + tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_spans"])  # one code for steps of one size
 def product(
     x,
     out,
     bias,
-    planes,
-    tiles,
+    codes,
+    high,
+    halves,
+    scales,
+    experts,
+    starts,
+    ends,
+    places,
     tokens,
     outputs,
     inputs,
@@ -159,12 +165,14 @@ def product(
         first = tl.program_id(2)
         last = first + 1
     if EACH:
+        tiles = experts, starts, ends, places
         x_at, out_at, is_row, expert = _chosen_rows(tl.program_id(0), tiles, ROWS, EACH)
         if expert < 0:  # a tile beyond those that rows fill
             last = 0
     else:
         x_at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         out_at, is_row = x_at, x_at < tokens
+    planes = codes, high, halves, scales
     n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = n < outputs
     x += x_at[None, :] * x_row
@@ -194,7 +202,7 @@ def product(
     tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_spans"])
 def merge(parts, out, bias, tokens, outputs, out_row, num_spans, STEP: tl.constexpr):
     """The sum of the parts of one row, in order."""
     row = tl.program_id(0).to(tl.int64)
@@ -211,11 +219,14 @@ def merge(parts, out, bias, tokens, outputs, out_row, num_spans, STEP: tl.conste
 
 
 @triton.jit
-def gather(ids, out, planes, inputs, stride, FORMAT: tl.constexpr, K: tl.constexpr):
+def gather(
+    ids, out, codes, high, halves, scales, inputs, stride, FORMAT: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
     """K inputs of the row of one token."""
     token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * K
     n = tl.load(ids + token) + tl.arange(0, 1)
     k = first + tl.arange(0, K)
+    planes = codes, high, halves, scales
     weights = _numbers(
         planes, n, n >= 0, tl.cast(first, tl.int64), inputs - first, stride, FORMAT, K
     )

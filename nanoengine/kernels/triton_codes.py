@@ -100,7 +100,7 @@ class CodedProduct:
         out = planes.codes.new_empty(len(token_ids), planes.inputs, dtype=self._dtype)
         grid = (len(token_ids), triton.cdiv(planes.inputs, _GATHERED))
         gather[grid](
-            token_ids, out, planes.tensors, planes.inputs, planes.stride, planes.format, _GATHERED,
+            token_ids, out, *planes.tensors, planes.inputs, planes.stride, planes.format, _GATHERED,
             num_warps=1,
         )  # fmt: skip
         return out
@@ -211,7 +211,7 @@ def launch(
     width = 128 if rows == MOST_ROWS else 64
     grid = (num_tiles, triton.cdiv(outputs, width), num_spans if is_part else 1)
     product[grid](
-        x, out, bias, planes.tensors, _NO_TILES if tiles is None else tiles.tensors,
+        x, out, bias, *planes.tensors, *(_NO_TILES if tiles is None else tiles.tensors),
         tokens, outputs, inputs, planes.stride, x.stride(0), out.stride(-2), span, num_spans,
         planes.format, rows, width, BLOCK_K, each, inputs % BLOCK_K == 0, is_part,
         **options_of(width),

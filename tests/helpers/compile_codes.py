@@ -1,5 +1,5 @@
-"""Compiles products of codes for GPUs that need not be here, and says in JSON, a line for each,
-what became of them: `python compile_codes.py FORMATS CAPABILITIES`, both with commas.
+"""Compiles products of codes for GPUs that need not be here, and says in JSON, a line for each
+kernel, what became of it: `python compile_codes.py FORMATS CAPABILITIES`, both with commas.
 """
 
 from __future__ import annotations
@@ -7,59 +7,80 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from coded import random_rows
+from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, KernelInterface
 
-from nanoengine.kernels import triton_codes
 from nanoengine.kernels.code_planes import planes_of
+from nanoengine.kernels.triton_codes import ChosenTiles, CodedExperts, TritonCodes
+from nanoengine.models.stored_codes import CodedWeight
 
-KINDS = {torch.int32: "*i32", torch.int8: "*i8", torch.int64: "*i64"}
-# Few rows in parts, many rows, and rows of experts.
-CALLS = ((8, 64, 0, True), (128, 128, 0, False), (16, 64, 4, False))
+OUTPUTS, INPUTS = 48, 1024
 
 
-def compiled(name: str, capability: int, call: tuple[int, int, int, bool]) -> Any:
-    """The product of 16-bit floats by a format, as `triton_codes.launch` calls it."""
-    rows, width, each, is_part = call
-    function = triton_codes.product
-    names = [parameter.name for parameter in function.params]
-    constants: dict[tuple[int, ...], Any] = {}
-    types: dict[str, Any] = {"x": "*bf16", "out": "*fp32" if is_part else "*bf16", "bias": "*bf16"}
-    divisible = [(names.index(n),) for n in ("x", "out", "bias", "outputs", "inputs", "stride")]
-    divisible += [(names.index(n),) for n in ("x_row", "out_row", "span")]
-    tiles = [torch.int64] * 4 if each else [None] * 4
-    made = planes_of([random_rows(name, 16, 256)]).tensors
-    planes = [None if plane is None else plane.dtype for plane in made]
-    for tuple_name, dtypes in (("planes", planes), ("tiles", tiles)):
-        at = names.index(tuple_name)
-        types[tuple_name] = tuple(KINDS[t] if t else "constexpr" for t in dtypes)
-        constants |= {(at, i): None for i, t in enumerate(dtypes) if t is None}
-        divisible += [(at, i) for i, t in enumerate(dtypes) if t is not None]
-    given = {"FORMAT": name, "ROWS": rows, "OUTPUTS": width, "K": triton_codes.BLOCK_K}
-    given |= {"EACH": each, "IS_EVEN": True, "IS_PART": is_part}
-    constants |= {(names.index(n),): value for n, value in given.items()}
-    types = {n: "constexpr" if n in given else types.get(n, "i32") for n in names}
-    attributes = {place: [["tt.divisibility", 16]] for place in divisible}
-    source = ASTSource(function, types, constants, attributes)
-    options = triton_codes.options_of(width)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+class AbsentGpu:
+    """A driver of Triton: a GPU of some kind, for which code can be made."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiled(calls: Callable[[], object], capability: int) -> list[Any]:
+    """The kernels that these calls would launch."""
+    made: list[Any] = []
+
+    def compile_alone(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            made.append(kernel.run(*args, grid=grid, warmup=True, **options))
+
+        return launch
+
+    driver.set_active(AbsentGpu(capability))
+    KernelInterface.__getitem__ = compile_alone
+    calls()
+    return made
+
+
+def calls(name: str) -> None:
+    """Few rows and one, with a merge; many; rows of experts; a gather."""
+    rows = random_rows(name, OUTPUTS, INPUTS)
+    weight = CodedWeight((rows,), torch.bfloat16)
+    product = TritonCodes().pack(weight, torch.zeros(OUTPUTS, dtype=torch.bfloat16))
+    for tokens in (1, 8, 128):
+        product(values(tokens))
+    experts = CodedExperts(planes_of([rows, rows]), None)
+    experts(values(16), ChosenTiles.of(torch.zeros(16, 2).long(), 2), 2)
+    product.gather_rows(torch.arange(4))
+
+
+def values(tokens: int) -> Tensor:
+    return torch.zeros(tokens, INPUTS, dtype=torch.bfloat16)
 
 
 def main(formats: str, capabilities: str) -> None:
     for name in formats.split(","):
         for capability in map(int, capabilities.split(",")):
-            for call in CALLS:
-                made = compiled(name, capability, call)
+            for made in compiled(lambda name=name: calls(name), capability):
                 ptx = made.asm["ptx"]
                 found = {
                     "format": name,
                     "capability": capability,
-                    "rows": call[0],
+                    "kernel": made.metadata.name,
                     "shared": made.metadata.shared,
                     "tensor_cores": bool(re.search(r"mma\.sync|wgmma\.mma|tcgen05\.mma", ptx)),
                     "copied_ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),

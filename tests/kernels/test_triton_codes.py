@@ -194,9 +194,12 @@ def test_all_compile_for_a_gpu(formats: str, capabilities: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(made) == 3 * len(formats.split(",")) * len(capabilities.split(","))
+    kernels = [each["kernel"] for each in made]
+    one_each = ["product", "merge", "product", "merge", "product", "product", "gather"]
+    assert kernels == one_each * len(formats.split(",")) * len(capabilities.split(","))
     most = {80: 163, 89: 99, 90: 227, 120: 99}
     for each in made:
         assert each["shared"] <= most[each["capability"]] << 10, each
-        assert each["tensor_cores"] and each["copied_ahead"] >= 2, each
         assert each["rounded"] and not each["flushed"] and not each["spilled"], each
+        if each["kernel"] == "product":
+            assert each["tensor_cores"] and each["copied_ahead"] >= 2, each
