@@ -202,9 +202,6 @@ def choose_ops(
         return _gpu_ops(config, device, quantizer)
     if kernels is None:
         return TorchOps(quantizer)
-    if dtype is not torch.bfloat16 and not config.asks_for_guesses:
-        return KernelOps(kernels, kernels.tape, quantizer)
-    # In float32 a row of PyTorch's product depends on the number of rows, which guesses change.
     try:
         return PackedOps(kernels, CpuLinear.load(kernels.tape, dtype=dtype), quantizer)
     except KernelBuildError:
