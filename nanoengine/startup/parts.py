@@ -147,11 +147,12 @@ def load_compute_parts(
     attention, reasons = make_attention(config.attention_backend, setup)
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
+    saved = ops.saved_bytes + (quantizer.saved_bytes() if quantizer else 0)
     facts = ModelFacts(
-        source=model.source,
+        source=model.source + ("; held in 16 bits, as stored" if ops.saved_bytes else ""),
         dtype=dtype,
         dtype_reason=dtype_reason,
-        weight_bytes=model.weight_bytes - (quantizer.saved_bytes() if quantizer else 0),
+        weight_bytes=model.weight_bytes - saved,
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
         quantization=describe_codes(model.codes, dtype) or str(quantizer or ""),
         invariance=describe_invariance(*invariant),
