@@ -145,6 +145,11 @@ class PackedOps(KernelOps):
         self.is_batch_invariant = quantizer is None
         self.takes_codes = products.with_codes
 
+    @property
+    def saved_bytes(self) -> int:  # type: ignore[override]
+        """As LayerOps.saved_bytes: numbers that fit 16 bits are held in these."""
+        return self._products.saved_bytes
+
     def _linear(
         self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
     ) -> Product:

@@ -144,7 +144,8 @@ class Forecaster:
         is_asked = config.dtype != "auto"
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
-        itemsize, method = self._dtype.itemsize, config.quantization
+        self._held_dtype = held_dtype(model, dtype, hardware)
+        itemsize, method = self._held_dtype.itemsize, config.quantization
         is_plain = method is None and (dtype is torch.bfloat16 or model.codes)
         if hardware.gpu_bytes and model.experts is not None and not (is_plain or codes):
             raise ConfigError(ON_A_GPU)
@@ -326,7 +327,13 @@ class Forecaster:
 
     def _name_of_dtype(self) -> str:
         method = self._config.quantization
-        return f"{str(self._dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
+        return f"{str(self._held_dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
+
+
+def held_dtype(model: ModelConfig, dtype: torch.dtype, hardware: Hardware) -> torch.dtype:
+    """In which weights are held: products in float32 on a CPU take them as they are stored."""
+    is_narrow = dtype is torch.float32 and model.is_stored_in_16_bits
+    return getattr(torch, model.stored_dtype) if is_narrow and hardware.name == "cpu" else dtype
 
 
 def _bytes_of_weights(codes: CodeCounts, itemsize: int) -> dict[str, float]:

@@ -136,14 +136,15 @@ def test_bits_depend_on_no_drafter(
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_who_streams_drafts_by_default_where_no_bit_depends_on_it(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """With the same memory, and never with more guesses than its logits are planned for."""
     use_our_products(monkeypatch)
     found = {}
     for speculative in (None, "off"):
-        settings = SETTINGS | {"speculative": speculative, "dtype": "bfloat16"}
+        settings = SETTINGS | {"speculative": speculative, "dtype": dtype}
         engine = small_engine(tiny("llama"), max_num_seqs=16, **settings)
         seen = watch_guesses(engine)
         outputs = run(engine)
@@ -176,19 +177,19 @@ def watch_guesses(engine: LLMEngine) -> list[int]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dtype": "float32"},
         {"kv_offload_dtype": "int8"},
         {"offload_mode": "in_place", "stream_mib_per_step": None},
-        {"quantization": "int8"},
+        {"attention_backend": "torch"},
     ],
-    ids=["float32", "int8 KV", "in place", "int8 weights"],
+    ids=["int8 KV", "in place", "another attention"],
 )
 def test_nobody_drafts_by_default_elsewhere(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """In fp32 products are PyTorch's; other bits depend on guesses, too, or nothing streams."""
+    """Bits depend on guesses, or nothing streams."""
     use_our_products(monkeypatch)
-    engine = small_engine(tiny("llama"), **SETTINGS | {"dtype": "bfloat16"} | settings)
+    settings = SETTINGS | {"dtype": "bfloat16", "speculative": None} | settings
+    engine = small_engine(tiny("llama"), **settings)
     assert not engine.plan.guesses and not engine.plan.kv.drafts_from
     engine.add_request(PROMPTS[0], PARAMS[0])
     assert engine.scheduler.waiting[0].draft_length is None
