@@ -117,9 +117,7 @@ def _row(card: str, model: Model, context: int) -> str:
     return f"{start} {gib:.1f} GiB | {small_gib:.1f} GiB | {speeds} |"
 
 
-def forecast(
-    card: str, model: Model, context: int, kv_offload_dtype: str | None = None
-) -> Forecast:
+def forecast(card: str, model: Model, context: int, kv_dtype: str | None = None) -> Forecast:
     """What the plan says of a model on a card."""
     gib, read_gb_per_s = CARDS[card]
     hardware = Hardware(gib * GIB, RAM_GIB * GIB, read_gb_per_s, LINK_GB_PER_S)
