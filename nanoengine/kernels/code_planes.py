@@ -53,13 +53,13 @@ IN_BYTES = ("Q8_0", "INT8")  # whose codes are bytes with a sign
 
 @dataclass(frozen=True, slots=True)
 class CodePlanes:
-    """Rows of a weight, each plane [rows of the plane, outputs padded], experts one after another.
+    """Rows of a weight, each plane int32 [rows of the plane, outputs padded], experts one after
+    another. A word holds fields of neighbouring weights, the first one lowest.
 
-    codes: words of 8 weights, 4 bits each (int32), or int8; high: words of the fifth bits of 32
-    weights, or of the fifth and sixth of 16 (int32); halves: the float16 numbers of each block
-    (MXFP4: a bfloat16), two outputs a word; scales: the 3 words in which Q4_K and Q5_K keep scales
-    of 6 bits, or an int8 for each 16 weights (Q6_K), four outputs a word. Bit 0 is of the first
-    weight or output.
+    codes: words of 8 weights, 4 bits each, or of 4 bytes; high: words of the fifth bits of 32
+    weights, or of the fifth and sixth of 16; halves: words of the two numbers of 16 bits of a
+    block, or where it has one, of two blocks (of Q6_K, of two outputs); scales: 3 words for a block
+    of Q4_K or Q5_K, see `_six_bits`, or words of the scales of 64 weights of Q6_K, 8 bits each.
     """
 
     format: str
@@ -77,7 +77,7 @@ class CodePlanes:
 
     @property
     def stride(self) -> int:
-        """Numbers of a row of a plane (of halves and of int8 too)."""
+        """Words of a row of a plane."""
         return self.codes.shape[1]
 
     @property
@@ -101,7 +101,6 @@ def planes_of(experts: list[CodedRows]) -> CodePlanes:
             for plane, piece in zip(made, pieces, strict=True):
                 plane[index, :, start : start + width] = piece.T
     planes = dict(zip(_names(first.format), (plane.flatten(0, 1) for plane in made), strict=True))
-    scales = planes.get("scales")
     return CodePlanes(
         first.format,
         outputs,
@@ -109,7 +108,7 @@ def planes_of(experts: list[CodedRows]) -> CodePlanes:
         planes["codes"],
         planes.get("high"),
         planes["halves"].view(torch.int32),
-        None if scales is None else scales.view(torch.int32),
+        planes.get("scales"),
     )
 
 
@@ -123,17 +122,13 @@ def _pieces(name: str, rows: Tensor) -> list[Tensor]:
     """Each plane of some rows, [outputs, rows of the plane], in the order of `_names`."""
     fields, blocks = _FIELDS[name], rows.view(len(rows), -1, FORMATS[name][1])
     codes = blocks[..., fields.codes]
-    pieces = [
-        codes.flatten(1).view(torch.int8)
-        if name in IN_BYTES
-        else _words(_low(codes, fields.run), 4),
-        _halves(name, blocks[..., fields.halves]),
-    ]
+    words = _as_words(codes) if name in IN_BYTES else _packed(_low(codes, fields.run), 4)
+    pieces = [words, _halves(name, blocks[..., fields.halves])]
     if fields.high is not None:
-        pieces.append(_words(_high(name, blocks[..., fields.high]), 2 if name == "Q6_K" else 1))
+        pieces.append(_packed(_high(name, blocks[..., fields.high]), 2 if name == "Q6_K" else 1))
     if fields.scales is not None:
-        kind = torch.int8 if name == "Q6_K" else torch.int32
-        pieces.append(blocks[..., fields.scales].contiguous().view(kind).flatten(1))
+        scales = blocks[..., fields.scales]
+        pieces.append(_as_words(scales) if name == "Q6_K" else _six_bits(scales))
     return pieces
 
 
@@ -154,7 +149,23 @@ def _high(name: str, held: Tensor) -> Tensor:
     return torch.flatten(held.unsqueeze(3) >> shifts & 1, 1)
 
 
-def _words(values: Tensor, bits: int) -> Tensor:
+def _six_bits(held: Tensor) -> Tensor:
+    """The scales and minima of 6 bits of 8 groups as three words of 4 bits a group: their lowest 4
+    bits, and the 2 highest of the scale and of the minimum.
+    """
+    low, middle, high = torch.split(held, 4, dim=2)
+    scales = torch.cat((low & 63, (high & 15) | low >> 6 << 4), dim=2)
+    minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), dim=2)
+    words = torch.stack((scales & 15, minima & 15, scales >> 4 | minima >> 4 << 2), dim=2)
+    return _packed(words.flatten(1), 4)
+
+
+def _as_words(held: Tensor) -> Tensor:
+    """Bytes as int32 words, the first byte lowest."""
+    return held.contiguous().flatten(1).view(torch.int32)
+
+
+def _packed(values: Tensor, bits: int) -> Tensor:
     """Values of so many bits [outputs, inputs] -> int32 words, the first value lowest."""
     each = values.view(len(values), -1, 8 // bits)
     held = each[..., 0].clone()
@@ -164,8 +175,11 @@ def _words(values: Tensor, bits: int) -> Tensor:
 
 
 def _halves(name: str, held: Tensor) -> Tensor:
-    if name != "MXFP4":
-        return held.contiguous().view(torch.float16).flatten(1)
-    power = held.flatten(1).to(torch.int16) << 7
-    power.masked_fill_(power == 0, 0x40).masked_fill_(power == 255 << 7, 0x7FC0)
-    return power.view(torch.bfloat16)
+    if name == "MXFP4":
+        halves = held.flatten(1).to(torch.int16) << 7
+        halves.masked_fill_(halves == 0, 0x40).masked_fill_(halves == 255 << 7, 0x7FC0)
+    else:
+        halves = held.contiguous().flatten(1).view(torch.int16)
+    if name == "Q6_K":  # becomes words across outputs
+        return halves
+    return functional.pad(halves, (0, halves.shape[1] % 2)).view(torch.int32)

@@ -7,13 +7,9 @@ import triton.language as tl
 
 
 @triton.jit
-def _fields(words, first, n, is_output, stride, inputs_left, BITS: tl.constexpr, K: tl.constexpr):
-    """Fields of BITS bits of the K weights from word `first` on, [outputs, K / 32, 32]."""
-    w = tl.arange(0, K * BITS // 32)
-    mask = is_output[:, None] & (w * (32 // BITS) < inputs_left)[None, :]
-    held = tl.load(words + first * stride + w[None, :] * stride + n[:, None], mask=mask, other=0)
-    fields = held[:, :, None] >> (tl.arange(0, 32 // BITS) * BITS)[None, None, :]
-    return tl.reshape(fields & ((1 << BITS) - 1), [n.shape[0], K // 32, 32])
+def _half(word):
+    """The lower 16 bits, a float16, as float32."""
+    return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -25,94 +21,99 @@ def _e2m1(code):
 
 
 @triton.jit
-def _half(words, row, n, is_held, stride, IS_POWER: tl.constexpr):
-    """Numbers of 16 bits in a plane of them, as float32: float16, or bfloat16 that is a power of
-    two. Words are loaded, which can be copied ahead of a loop, and halves of them cannot.
+def _spread(word, STEP: tl.constexpr):
+    """The 8 fields of each word of [outputs, words] that lie STEP bits apart, the first one lowest,
+    and what is above them: [outputs, words, 8]. Each thread keeps the fields of its words.
     """
-    word = tl.load(words + row * (stride // 2) + n // 2, mask=is_held, other=0)
-    half = word >> (n % 2 * 16).to(tl.int32)
-    if IS_POWER:
-        return (half << 16).to(tl.float32, bitcast=True)
-    return (half & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    word = tl.join(word, word >> 4 * STEP)
+    word = tl.join(word, word >> 2 * STEP)
+    word = tl.join(word, word >> STEP)
+    return tl.reshape(word, [word.shape[0], word.shape[1], 8])
 
 
 @triton.jit
-def _six_bits(words, n, is_output, stride, g):
-    """The 6-bit scales and minima of groups g that Q4_K and Q5_K keep in 3 words, as float32."""
-    low = tl.load(words + n, mask=is_output, other=0)[:, None]
-    middle = tl.load(words + stride + n, mask=is_output, other=0)[:, None]
-    high = tl.load(words + 2 * stride + n, mask=is_output, other=0)[:, None]
-    shift = (g % 4 * 8).to(tl.int32)[None, :]
-    low, middle, high = low >> shift, middle >> shift, high >> shift
-    is_first = (g < 4)[None, :]
-    scale = tl.where(is_first, low & 63, (high & 15) | (low >> 6 & 3) << 4)
-    minimum = tl.where(is_first, middle & 63, (high >> 4 & 15) | (middle >> 6 & 3) << 4)
-    return scale.to(tl.float32), minimum.to(tl.float32)
+def _words(plane, n, is_output, at, stride, PER: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """The words of a plane that the words of C codes belong to, [outputs, K / C or 1]; `at`: the
+    expert, its inputs, the first of K and how many are left. A row of the plane is of PER weights.
+    """
+    expert, inputs, k, left = at
+    first = plane + (expert * tl.cdiv(inputs, PER) + k // PER).to(tl.int64) * stride
+    found = tl.load(first + n, mask=is_output, other=0)[:, None]
+    which = (tl.arange(0, K // C) * C // PER)[None, :]
+    for row in tl.static_range(1, K // PER):
+        is_left = (left - row * PER + n * 0) > 0  # a block: the interpreter takes no scalar here
+        other = tl.load(first + row * stride + n, mask=is_output & is_left, other=0)[:, None]
+        found = tl.where(which == row, other, found)
+    return found
 
 
 @triton.jit
-def _code(codes, high, n, is_output, k, left, stride, FORMAT: tl.constexpr, K: tl.constexpr):
-    """The codes of `_numbers`, int32 [outputs, K / 32, 32]."""
-    if FORMAT == "Q8_0" or FORMAT == "INT8":
-        d = tl.arange(0, K)
-        mask = is_output[:, None] & (d < left)[None, :]
-        held = tl.load(codes + k * stride + d[None, :] * stride + n[:, None], mask=mask, other=0)
-        return tl.reshape(held, [n.shape[0], K // 32, 32]).to(tl.int32)
-    code = _fields(codes, k // 8, n, is_output, stride, left, 4, K)
+def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.constexpr):
+    """The codes of `_numbers`, int32 [outputs, words, codes of a word]."""
+    expert, inputs, k, left = at
+    IS_BYTE: tl.constexpr = FORMAT == "Q8_0" or FORMAT == "INT8"
+    C: tl.constexpr = 4 if IS_BYTE else 8
+    w = tl.arange(0, K // C)
+    mask = is_output[:, None] & (w * C < left)[None, :]
+    first = codes + (expert * (inputs // C) + k // C).to(tl.int64) * stride
+    word = tl.load(first + w[None, :] * stride + n[:, None], mask=mask, other=0)
+    if IS_BYTE:
+        word = tl.join(word, word >> 16)
+        code = tl.reshape(tl.join(word, word >> 8), [word.shape[0], K // C, C]) << 24 >> 24
+    else:
+        code = _spread(word, 4) & 15
     if FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K":
-        code |= _fields(high, k // 32, n, is_output, stride, left, 1, K) << 4
+        above = _words(high, n, is_output, at, stride, 32, C, K) >> (w % 4 * 8)[None, :]
+        code |= (_spread(above, 1) & 1) << 4
     if FORMAT == "Q6_K":
-        code |= _fields(high, k // 16, n, is_output, stride, left, 2, K) << 4
+        above = _words(high, n, is_output, at, stride, 16, C, K) >> (w % 2 * 16)[None, :]
+        code |= (_spread(above, 2) & 3) << 4
     return code
 
 
 @triton.jit
-def _numbers(planes, n, is_output, k, left, stride, FORMAT: tl.constexpr, K: tl.constexpr):
-    """Weights [k, k + K) of outputs n, float32 [outputs, K]. k counts on from expert to expert, and
-    is int64; those from the input k + left on are anything finite.
+def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.constexpr):
+    """Weights of outputs n, float32 [outputs, K]; `at` as of `_words`. Those that are not left are
+    anything finite. What scales a word of codes is made once for the word.
     """
     codes, high, halves, scales = planes
-    code = _code(codes, high, n, is_output, k, left, stride, FORMAT, K)
+    code = _code(codes, high, n, is_output, at, stride, FORMAT, K)
     number = code.to(tl.float32)
-    group = tl.arange(0, K // 32)
+    expert, inputs, k, _ = at
+    C: tl.constexpr = 4 if FORMAT == "Q8_0" or FORMAT == "INT8" else 8
+    w = tl.arange(0, K // C)
     if FORMAT == "Q4_K" or FORMAT == "Q5_K":
-        block = k // 256
-        d = _half(halves, block * 2, n, is_output, stride, False)[:, None]
-        m = _half(halves, block * 2 + 1, n, is_output, stride, False)[:, None]
-        words = scales + block * 3 * stride
-        scale, minimum = _six_bits(words, n, is_output, stride, k % 256 // 32 + group)
-        weights = (d * scale)[:, :, None] * number - (m * minimum)[:, :, None]
+        both = _words(halves, n, is_output, at, stride, 256, C, K)
+        first = scales + (expert * (inputs // 256) + k // 256).to(tl.int64) * (3 * stride) + n
+        shift = (k % 256 // 8 + w) // 4 * 4
+        low = tl.load(first, mask=is_output, other=0)[:, None] >> shift[None, :]
+        middle = tl.load(first + stride, mask=is_output, other=0)[:, None] >> shift[None, :]
+        above = tl.load(first + 2 * stride, mask=is_output, other=0)[:, None] >> shift[None, :]
+        d = _half(both) * ((low & 15) | (above & 3) << 4).to(tl.float32)
+        m = _half(both >> 16) * ((middle & 15) | (above & 12) << 2).to(tl.float32)
+        weights = d[:, :, None] * number - m[:, :, None]
     elif FORMAT == "Q6_K":
-        d = _half(halves, k // 256, n, is_output, stride, False)[:, None]
-        half_group = tl.arange(0, K // 16)
-        held = is_output[:, None] & (half_group * 16 < left)[None, :]
-        at = (k // 16 + half_group)[None, :] * (stride // 4) + (n // 4)[:, None]
-        four = tl.load(scales + at, mask=held, other=0) >> (n % 4 * 8).to(tl.int32)[:, None]
-        scale = d * (four << 24 >> 24).to(tl.float32)
-        number = tl.reshape(number, [n.shape[0], K // 16, 16])
-        weights = scale[:, :, None] * (number - 32.0)
-    else:
-        IS_PAIR: tl.constexpr = (
-            FORMAT == "Q4_1" or FORMAT == "Q5_1" or FORMAT == "INT4" or FORMAT == "INT8"
-        )
-        NUM: tl.constexpr = 2 if IS_PAIR else 1
-        held = is_output[:, None] & (group * 32 < left)[None, :]
-        row = ((k // 32 + group) * NUM)[None, :]
-        scale = _half(halves, row, n[:, None], held, stride, FORMAT == "MXFP4")[:, :, None]
-        if IS_PAIR:
-            other = _half(halves, row + 1, n[:, None], held, stride, False)[:, :, None]
-            if FORMAT == "INT4" or FORMAT == "INT8":
-                weights = scale * (number - other)
-            else:
-                weights = scale * number + other
-        elif FORMAT == "MXFP4":
-            weights = scale * _e2m1(code)
-        elif FORMAT == "Q4_0":
-            weights = scale * (number - 8.0)
-        elif FORMAT == "Q5_0":
-            weights = scale * (number - 16.0)
+        both = _words(halves, n // 2, is_output, at, stride // 2, 256, C, K)
+        four = _words(scales, n, is_output, at, stride, 64, C, K) >> (w // 2 % 4 * 8)[None, :]
+        d = _half(both >> (n % 2 * 16).to(tl.int32)[:, None])
+        weights = (d * (four << 24 >> 24).to(tl.float32))[:, :, None] * (number - 32.0)
+    elif FORMAT == "Q4_1" or FORMAT == "Q5_1" or FORMAT == "INT4" or FORMAT == "INT8":
+        both = _words(halves, n, is_output, at, stride, 32, C, K)
+        d, other = _half(both)[:, :, None], _half(both >> 16)[:, :, None]
+        if FORMAT == "INT4" or FORMAT == "INT8":
+            weights = d * (number - other)
         else:
-            weights = scale * number
+            weights = d * number + other
+    else:
+        half = _words(halves, n, is_output, at, stride, 64, C, K) >> (w * C // 32 % 2 * 16)[None, :]
+        if FORMAT == "MXFP4":
+            weights = (half << 16).to(tl.float32, bitcast=True)[:, :, None] * _e2m1(code)
+        elif FORMAT == "Q4_0":
+            weights = _half(half)[:, :, None] * (number - 8.0)
+        elif FORMAT == "Q5_0":
+            weights = _half(half)[:, :, None] * (number - 16.0)
+        else:
+            weights = _half(half)[:, :, None] * number
     return tl.reshape(weights, [n.shape[0], K])
 
 
@@ -171,7 +172,7 @@ def product(
             last = 0
     else:
         x_at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        out_at, is_row = x_at, x_at < tokens
+        out_at, is_row, expert = x_at, x_at < tokens, 0
     planes = codes, high, halves, scales
     n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = n < outputs
@@ -184,10 +185,8 @@ def product(
             left = inputs - k
             if IS_EVEN:
                 left = K
-            at = tl.cast(k, tl.int64)
-            if EACH:
-                at += expert * inputs
-            weights = _numbers(planes, n, n < stride, at, left, stride, FORMAT, K)
+            at = expert, inputs, k, left
+            weights = _numbers(planes, n, n < stride, at, stride, FORMAT, K)
             mask = is_row[None, :] & (d < left)[:, None]
             values = tl.load(x + (k + d)[:, None], mask=mask, other=0.0)
             part = tl.dot(weights.to(values.dtype), values, part, input_precision="ieee")
@@ -227,8 +226,7 @@ def gather(
     n = tl.load(ids + token) + tl.arange(0, 1)
     k = first + tl.arange(0, K)
     planes = codes, high, halves, scales
-    weights = _numbers(
-        planes, n, n >= 0, tl.cast(first, tl.int64), inputs - first, stride, FORMAT, K
-    )
+    at = 0, inputs, first, inputs - first
+    weights = _numbers(planes, n, n >= 0, at, stride, FORMAT, K)
     to = out + token * inputs + k[None, :]
     tl.store(to, weights.to(out.dtype.element_ty), mask=(k < inputs)[None, :])
