@@ -340,7 +340,7 @@ class CpuLinear:
         Raises KernelBuildError with the reason: this CPU, or a compiler that is too old for it.
         """
         if dtype is torch.bfloat16 and not is_supported():
-            raise KernelBuildError("this CPU has no AVX512-BF16: oneDNN multiplies instead")
+            raise KernelBuildError('this CPU has no AVX512-BF16: set dtype="float32"')
         flags = f"-DMODE={_MODES[dtype]}", f"-DWITH_CODES={int(with_codes)}"
         library = load_library(SOURCE, folder, (*extra_cflags, *flags))
         if dtype is torch.bfloat16 and not library.has_pairs():

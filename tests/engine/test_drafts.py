@@ -136,14 +136,22 @@ def test_bits_depend_on_no_drafter(
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "float32", "quantization": "int8"}, marks=pytest.mark.breadth),
+    ],
+    ids=["bfloat16", "int8 weights"],
+)
 def test_who_streams_drafts_by_default_where_no_bit_depends_on_it(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str]
 ) -> None:
     """With the same memory, and never with more guesses than its logits are planned for."""
     use_our_products(monkeypatch)
     found = {}
     for speculative in (None, "off"):
-        settings = SETTINGS | {"speculative": speculative, "dtype": "bfloat16"}
+        settings = SETTINGS | {"speculative": speculative} | chosen
         engine = small_engine(tiny("llama"), max_num_seqs=16, **settings)
         seen = watch_guesses(engine)
         outputs = run(engine)
@@ -179,9 +187,8 @@ def watch_guesses(engine: LLMEngine) -> list[int]:
         {"dtype": "float32"},
         {"kv_offload_dtype": "int8"},
         {"offload_mode": "in_place", "stream_mib_per_step": None},
-        {"quantization": "int8"},
     ],
-    ids=["float32", "int8 KV", "in place", "int8 weights"],
+    ids=["float32", "int8 KV", "in place"],
 )
 def test_nobody_drafts_by_default_elsewhere(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]

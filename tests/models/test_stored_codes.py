@@ -36,7 +36,6 @@ from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.models.stored_codes import FORMATS, numbers_of
-from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_cache")]
@@ -231,16 +230,6 @@ def test_the_plan_says_what_is_held(k_quants: Path, tmp_path: Path) -> None:
     assert "the same bits in any batch" in str(engine.plan)
     assert type(engine.runner.model._layers[0].after_attention) is PackedAfterAttention
     engine.close()
-
-
-def test_without_a_compiler_numbers_are_quantised_again(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = written(tiny("llama"), tmp_path / "m.gguf", {}, "Q4_0")
-    ours = logits_of(path)
-    monkeypatch.setattr(parts, "_code_ops", lambda kernels, dtype: None)
-    for mine, theirs in zip(ours, logits_of(path), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=0.3, rtol=0.05)
 
 
 def test_a_format_that_nobody_knows_is_refused(tiny: Tiny, tmp_path: Path) -> None:
