@@ -137,7 +137,7 @@ def make(name: str, folder: Path) -> None:
 def measure(folder: str, kind: str) -> Row:
     """Speeds and weights in this process. "numbers": without the kernels of codes."""
     if kind == "numbers":
-        parts._code_ops = lambda kernels, dtype: None
+        parts._code_ops = lambda *_: None
     draw = random.Random(0)
     short, *long = ([draw.randrange(100, 30000) for _ in range(n)] for n in (SHORT, *[LONG] * 3))
     settings: Row = {"dtype": "float32", "kv_cache_gib": 0.5, "max_model_len": 2048}
