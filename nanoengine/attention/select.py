@@ -100,7 +100,7 @@ def _find(name: str, setup: AttentionSetup) -> Found:
     """The backend of this name, if the machine has what it needs."""
     if name == "c":
         if setup.kernels is None:
-            return None, setup.no_kernels
+            return None, f'{setup.no_kernels}, or set attention_backend="sdpa"'
         return CpuAttention(setup.config, setup.kernels), ""
     if name == "torch":
         return TorchAttention(setup.config), ""

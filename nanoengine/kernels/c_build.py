@@ -44,10 +44,7 @@ def find_compiler() -> str:
     for name in (os.environ.get("CC"), "gcc", "cc", "clang"):
         if name and (path := shutil.which(name)):
             return path
-    raise KernelBuildError(
-        "no C compiler found ($CC, gcc, cc, clang): install gcc for the faster CPU attention, or "
-        'set attention_backend="sdpa"'
-    )
+    raise KernelBuildError("no C compiler found ($CC, gcc, cc, clang): install gcc")
 
 
 def load_library(

@@ -344,7 +344,7 @@ class CpuLinear:
         Raises KernelBuildError with the reason: this CPU, or a compiler that is too old for it.
         """
         if dtype is torch.bfloat16 and not is_supported():
-            raise KernelBuildError("this CPU has no AVX512-BF16: oneDNN multiplies instead")
+            raise KernelBuildError('this CPU has no AVX512-BF16: set dtype="float32"')
         flags = (
             f"-DMODE={_MODES[dtype]}",
             f"-DWITH_CODES={int(with_codes)}",
@@ -425,7 +425,7 @@ class CpuLinear:
             self._check(bias, shape[:1])
         if norm is not None:
             self._check(norm[0], shape[1:])
-        narrow = self._narrowed(weights)
+        narrow = self.narrowed(weights)
         if narrow:
             code_format = _NARROW[narrow[0].dtype]
         if not narrow and code_format and not self.with_codes:
@@ -437,7 +437,6 @@ class CpuLinear:
         row_bytes = -(-inputs * itemsize // 4) * 4
         if narrow:
             row_bytes = inputs * narrow[0].itemsize
-            self.saved_bytes += sum(each.nbytes for each in narrow)
         elif code_format:
             row_bytes = inputs // FORMATS[code_format][0] * HELD_BYTES[code_format]
         panels = self._arena.allocate(num_panels * _PANEL * row_bytes)
@@ -462,8 +461,10 @@ class CpuLinear:
             self._library.pack(packed.address, rows.data_ptr(), stride, which, threads)
         return packed
 
-    def _narrowed(self, weights: tuple[CodedRows | Tensor, ...]) -> tuple[Tensor, ...]:
-        """The same numbers in 16 bits; () if they do not fit, or inputs are no whole groups."""
+    def narrowed(self, weights: tuple[CodedRows | Tensor, ...]) -> tuple[Tensor, ...]:
+        """The same numbers in 16 bits, counted as saved; () if they do not fit, or inputs are no
+        whole groups.
+        """
         numbers = [weight for weight in weights if isinstance(weight, Tensor)]
         if self.dtype is not torch.float32 or len(numbers) < len(weights):
             return ()
@@ -472,6 +473,7 @@ class CpuLinear:
         for dtype in _NARROW:
             narrow = tuple(weight.to(dtype) for weight in numbers)
             if all(map(torch.equal, map(Tensor.float, narrow), numbers)):
+                self.saved_bytes += sum(each.nbytes for each in narrow)
                 return narrow
         return ()
 

@@ -132,17 +132,14 @@ def _half_of(kernel: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tenso
 class PackedOps(KernelOps):
     """Products by our own kernel, with norm, silu and residual sum fused onto them: of bfloat16, or
     of codes with activations in float32 or bfloat16.
-
-    With a quantizer these are the head and the weights that it leaves.
     """
 
-    def __init__(
-        self, kernels: CpuKernels, products: CpuLinear, quantizer: Quantizer | None = None
-    ) -> None:
-        super().__init__(kernels, kernels.tape, quantizer)
+    is_batch_invariant = True
+
+    def __init__(self, kernels: CpuKernels, products: CpuLinear) -> None:
+        super().__init__(kernels, kernels.tape)
         self._cpu_kernels = kernels
         self._products = products
-        self.is_batch_invariant = quantizer is None
         self.takes_codes = products.with_codes
 
     @property
@@ -153,8 +150,6 @@ class PackedOps(KernelOps):
     def _linear(
         self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
     ) -> Product:
-        if quantized is not None:
-            return super()._linear(weight, bias, norm, quantized)
         packed, other_norm = self._pack(weight, bias, norm)
         return self._normed(other_norm, packed)
 
@@ -175,7 +170,7 @@ class PackedOps(KernelOps):
         activation: str,
     ) -> Product:
         is_fused = norm is not None and not norm.in_fp32 and activation == "silu"
-        if norm is None or not is_fused or self._quantizer is not None:
+        if norm is None or not is_fused:
             return super().gate_up(gate, up, biases, norm, activation)
         packed = self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
         return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
@@ -184,9 +179,11 @@ class PackedOps(KernelOps):
         return self.tied(weight, norm)[1]
 
     def embedding(self, weight: Weight) -> Embed:
-        if isinstance(weight, Tensor):
-            return super().embedding(weight)
-        return self._products.pack(weight).gather_rows
+        if not isinstance(weight, Tensor):
+            return self._products.pack(weight).gather_rows
+        (held,) = self._products.narrowed((weight,)) or (weight,)
+        embed, dtype = super().embedding(held), weight.dtype
+        return lambda token_ids: embed(token_ids).to(dtype)
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""
@@ -203,9 +200,8 @@ class PackedOps(KernelOps):
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
         """One call of C if all products are packed, of numbers."""
-        is_packed = self._quantizer is None and not self.takes_codes
         is_plain = config.has_bias is False and weights.before_router is None
-        if not is_packed or activation != "silu" or not is_plain:
+        if self.takes_codes or activation != "silu" or not is_plain:
             return super().experts(config, weights, norm, activation)
         each = (
             (numbers_of(expert.gate), numbers_of(expert.up), numbers_of(expert.down))

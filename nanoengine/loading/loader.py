@@ -28,8 +28,9 @@ from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.architectures import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.layer_ops import LayerOps
+from nanoengine.models.make_codes import coded, made_format
 from nanoengine.models.shard import WHOLE, Shard, Sharding
-from nanoengine.models.stored_codes import NEVER_CODES, Weight
+from nanoengine.models.stored_codes import NEVER_CODES, CodedWeight, Weight
 from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.text.checked_json import read_json
 
@@ -61,10 +62,12 @@ def load_model(
     ops: LayerOps,
     max_model_len: int | None = None,
     sharding: Sharding | None = None,
+    method: str | None = None,
 ) -> LoadedModel:
     """Check and load a model; with load_format "dummy" the weights are random.
 
     max_model_len: see `read_model_config`. sharding: of which a part is loaded; None: the whole.
+    method: of make_codes.METHODS, by which numbers become codes, and codes others; None: as stored.
 
     Raises ModelLoadError for anything wrong with the checkpoint, ConfigError if the model cannot be
     divided so.
@@ -76,40 +79,61 @@ def load_model(
     shapes, part = weight_shapes(config), shard.config(config)
     held = shard.shapes(shapes, config)
     num_bytes = sum(map(math.prod, held.values())) * dtype.itemsize
+    made = _FinalWeights(device, dtype, method)
     if load_format == "dummy":
         dummy = DummyWeights(config, shard, device, dtype, seed)
-        decoder = Decoder(part, dummy.part, device, ops)
-        return LoadedModel(config, part, decoder, "random weights", num_bytes)
+        decoder = Decoder(part, lambda name: made.weight(name, dummy.part(name)), device, ops)
+        return LoadedModel(config, part, decoder, "random weights", made.num_bytes, made.codes)
     is_wrapped = bool(config.wrapper)
-    sizes, codes = [], Counter[str]()
     with _open(folder, is_wrapped) as reader:
         parts = expert_parts(config, reader)
         reader.rename(parts)
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> Weight:
-            is_kept = ops.takes_codes and not name.endswith(NEVER_CODES)
+            is_kept = ops.takes_codes and method is None and not name.endswith(NEVER_CODES)
             stored = reader.weight(name, dtype) if is_kept else reader.numbers(name, dtype)
-            weight = shard.take(name, stored, config)
-            if isinstance(weight, torch.Tensor):
-                as_stored = torch.float32 if name.endswith(CHOICE_BIAS) else dtype
-                weight = weight.to(device, as_stored)
-            else:
-                weight = weight.to(device)
-                codes.update(weight.formats)
-            sizes.append(weight.nbytes)
-            return weight
+            return made.weight(name, shard.take(name, stored, config))
 
         decoder = Decoder(part, source, device, ops)
         origin = describe_weights(folder)
         if not ops.takes_codes:
             origin += about_packed(parts, reader, dtype)
-        growth = "" if codes else reader.growth(num_bytes)
+        growth = "" if made.codes else reader.growth(num_bytes)
         if growth:
             origin = f"{origin}; {growth}"
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
-    return LoadedModel(config, part, decoder, origin, sum(sizes), codes)
+    return LoadedModel(config, part, decoder, origin, made.num_bytes, made.codes)
+
+
+class _FinalWeights:
+    """Gives weights the form in which they are held, and counts them."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, method: str | None) -> None:
+        self._device, self._dtype, self._method = device, dtype, method
+        self.num_bytes = 0
+        self.codes = Counter[str]()
+
+    def weight(self, name: str, stored: Weight) -> Weight:
+        weight = (
+            self._made(name, stored)
+            if isinstance(stored, torch.Tensor)
+            else stored.to(self._device)
+        )
+        self.num_bytes += weight.nbytes
+        if isinstance(weight, CodedWeight):
+            self.codes.update(weight.formats)
+        return weight
+
+    def _made(self, name: str, stored: torch.Tensor) -> Weight:
+        shape = tuple(stored.shape)
+        code_format = made_format(self._method, name, shape) if self._method else ""
+        rows = coded(code_format, stored) if code_format else None
+        if rows is not None:
+            return CodedWeight((rows,), self._dtype)
+        dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype
+        return stored.to(self._device, dtype)
 
 
 def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:

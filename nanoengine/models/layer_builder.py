@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
 from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
@@ -174,9 +174,9 @@ class LayerBuilder:
         """
         config, dim = self._config, self._config.head_dim
         if self._architecture.output_gate:
-            stored = numbers_of(parts[0])
-            q, gate = stored.view(config.num_heads, 2 * dim, *stored.shape[1:]).chunk(2, dim=1)
-            parts = [q.flatten(0, 1), *parts[1:], gate.flatten(0, 1)]
+            rows = torch.arange(parts[0].shape[0]).view(config.num_heads, 2, dim)
+            q, gate = (in_order(parts[0], part.flatten()) for part in rows.unbind(1))
+            parts = [q, *parts[1:], gate]
         qkv = joined(parts)
         if self._head_order is None:
             return qkv
@@ -190,8 +190,6 @@ class LayerBuilder:
     ) -> tuple[Product, AnyAttention, Product]:
         shape, source = self._config.delta, self._numbers
         assert shape is not None
-        names = self._architecture.recurrent
-        stored = {name: source(f"{prefix}in_proj_{name}.weight") for name in names}
         net = DeltaNet(
             shape,
             conv=source(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
@@ -200,12 +198,19 @@ class LayerBuilder:
             norm=source(prefix + "norm.weight").float(),
             eps=self._config.rms_norm_eps,
         )
-        projections = torch.cat(flat_projections(stored, shape))
         return (
-            self._ops.linear(projections, None, norm),
+            self._ops.linear(self._projections(prefix, shape), None, norm),
             DeltaLayer(self._ops, shape.layers.index(index), net),
-            self._ops.summand(source(prefix + "out_proj.weight")),
+            self._ops.summand(self._source(prefix + "out_proj.weight")),
         )
+
+    def _projections(self, prefix: str, shape: DeltaConfig) -> Weight:
+        names = self._architecture.recurrent
+        stored = [self._source(f"{prefix}in_proj_{name}.weight") for name in names]
+        counts = [weight.shape[0] for weight in stored]
+        rows = torch.split(torch.arange(sum(counts)), counts)
+        order = torch.cat(flat_projections(dict(zip(names, rows, strict=True)), shape))
+        return in_order(joined(stored), order.flatten())
 
     def _head_norm(self, name: str) -> Norm:
         norm, order = self._norm(name), self._head_order

@@ -1,13 +1,13 @@
-"""Weight-only quantisation: fewer bits for a weight, products by PyTorch's packed operators.
+"""Weight-only quantisation on a GPU: fewer bits for a weight, products by PyTorch's operators.
 
 Lossy, except "gguf", which recovers the 4-bit codes that a GGUF file stored. Owns the two schemes
 and the packed weights. Knows no layer and no model: it gets one weight at a time while a model
-loads, and counts what it did.
+loads, and counts what it did. On a CPU weights become codes of our own kernels (make_codes.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from torch.nn import functional
 from nanoengine.errors import ConfigError
 
 GROUPS = (128, 64, 32)  # inputs that share a scale and a zero in int4, the largest that divides
-# Up to this many tokens the packed operators are faster; for more tokens it is faster to unpack the
-# weight for each product (measured: one core, SmolLM2-135M's shapes).
-FEW_TOKENS_INT8, FEW_TOKENS_INT4 = 16, 64
-# A CPU's kernels read past the end of rows that are no multiple of a vector.
+# For more tokens it is faster to unpack the weight for each product.
+FEW_TOKENS_INT8 = 16
 INT8_INPUTS = 32
 INT4_OUTPUTS = 16
 _CUDA_TILE = 16  # inputs of a tile of the packed int4 layout on CUDA, which takes 2, 4 or 8 at once
@@ -127,20 +125,14 @@ class Int8Weight:
 class Int4Weight:
     """x @ weight.T of an int4 weight with a scale and a zero for each group of inputs."""
 
-    def __init__(self, pieces: Iterable[tuple[Tensor, Tensor]], block: int) -> None:
-        """pieces: results of `quantise_int4`, some outputs of the weight at a time; scales are
-        float32 or bfloat16 on a CPU, bfloat16 on CUDA. block: outputs of a block of the packed
-        layout, 0 where it is unknown (see `packed_block`).
-        """
+    def __init__(self, pieces: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """pieces: results of `quantise_int4`, some outputs of the weight at a time, in bfloat16."""
         packed, both = [], []
         for codes, scales_zeros in pieces:
             packed.append(pack_int4(codes))
             both.append(scales_zeros)
-        self._inputs = codes.shape[1]
         self._packed, self._scales_zeros = torch.cat(packed), torch.cat(both, dim=1)
-        num_groups, outputs, _ = self._scales_zeros.shape
-        self.group = self._inputs // num_groups
-        self._block = block if block and outputs % block == 0 else 0
+        self.group = codes.shape[1] // len(self._scales_zeros)
         self.num_bytes = self._packed.nbytes + self._scales_zeros.nbytes
 
     @staticmethod
@@ -151,59 +143,16 @@ class Int4Weight:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, inputs] -> [tokens, outputs], in the weight's dtype."""
-        x = x.contiguous()
-        if self._block and len(x) > FEW_TOKENS_INT4:
-            return _joined([x @ part for part in self._unpacked()])
-        if x.device.type == "cpu":
-            return torch._weight_int4pack_mm_for_cpu(
-                x, self._packed, self.group, self._scales_zeros
-            )
-        return torch._weight_int4pack_mm(x, self._packed, self.group, self._scales_zeros)
-
-    def _unpacked(self) -> Iterator[Tensor]:
-        """The weight in pieces [inputs, some outputs], in its dtype."""
-        inputs, group, block = self._inputs, self.group, self._block
-        rows = max(1, _PIECE // inputs // block) * block
-        for packed, both in zip(
-            torch.split(self._packed, rows), torch.split(self._scales_zeros, rows, 1), strict=True
-        ):
-            codes = unpack_int4(packed, block).to(both.dtype)
-            grouped = codes.view(-1, inputs // group, group, block)
-            by_block = both.view(inputs // group, -1, 1, block, 2).permute(4, 1, 0, 2, 3)
-            scales, zeros = by_block.contiguous()
-            weight = torch.addcmul(zeros, grouped, scales)
-            yield weight.flatten(1, 2).transpose(0, 1).flatten(1)
+        return torch._weight_int4pack_mm(
+            x.contiguous(), self._packed, self.group, self._scales_zeros
+        )
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """uint8 codes [outputs, inputs] -> the layout of this device's operator."""
-    if codes.device.type == "cpu":
-        return torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    """uint8 codes [outputs, inputs] -> the operator's layout."""
     tiles = next(n for n in (8, 4, 2) if codes.shape[1] % (n * _CUDA_TILE) == 0)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
     return torch._convert_weight_to_int4pack(pairs.contiguous(), tiles)
-
-
-def unpack_int4(packed: Tensor, block: int) -> Tensor:
-    """A CPU's packed weight -> int8 codes minus 8, [outputs / block, inputs, block].
-
-    The weight is stored block by block of outputs. For each input, a byte holds one code of the
-    first half of the block and one of the second half.
-    """
-    halves = packed.view(-1, packed.shape[1] * 2, block // 2)
-    return torch.cat((halves & 15, halves >> 4), dim=2).view(torch.int8).sub_(8)
-
-
-def packed_block() -> int:
-    """Outputs of a block of the CPU's packed layout, found by trial: 64 with AVX-512, 32 with AVX2,
-    0 if `unpack_int4` does not know the layout.
-    """
-    codes = torch.randint(0, 16, _TRIAL_SHAPE, generator=torch.Generator().manual_seed(0))
-    packed = pack_int4(codes)
-    for block in (64, 32):
-        if torch.equal(unpack_int4(packed, block).transpose(1, 2).flatten(0, 1) + 8, codes):
-            return block
-    return 0
 
 
 class Quantizer:
@@ -213,12 +162,11 @@ class Quantizer:
         """method: see EngineConfig. Raises ConfigError if its operator does not work here."""
         self._method = method
         self._dtype = dtype
-        if method != "int8" and device.type != "cpu" and dtype is not torch.bfloat16:
+        if method != "int8" and dtype is not torch.bfloat16:
             raise ConfigError(
                 f'quantization="{method}" computes in bfloat16 on {device.type}, got {dtype}; '
                 'set dtype="bfloat16" or quantization="int8"'
             )
-        self._block = packed_block() if method != "int8" and device.type == "cpu" else 0
         self._groups: set[int] = set()
         self._num_quantised = self._num_left = 0
         self._saved_bytes = 0
@@ -270,9 +218,9 @@ class Quantizer:
         if self._method == "gguf":
             stored = [stored_int4(piece) for piece in _pieces(weight)]
             found = [piece for piece in stored if piece is not None]
-            return Int4Weight(found, self._block) if len(found) == len(stored) else None
+            return Int4Weight(found) if len(found) == len(stored) else None
         group = next(group for group in GROUPS if weight.shape[1] % group == 0)
-        return Int4Weight((quantise_int4(p, group) for p in _pieces(weight)), self._block)
+        return Int4Weight(quantise_int4(piece, group) for piece in _pieces(weight))
 
     def _try(self, device: torch.device) -> None:
         """Multiply by the identity, which must give the weight; its 16 values are exact codes."""

@@ -17,6 +17,8 @@ from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.models.experts import ON_A_GPU
+from nanoengine.models.make_codes import EMBEDDINGS, METHODS, made_format
+from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
 from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.startup.memory_plan import ModelFacts, plan_memory
@@ -151,12 +153,20 @@ class Forecaster:
             raise ConfigError(ON_A_GPU)
         self._codes = codes
         each = _bytes_of_weights(codes or {}, itemsize)
+        each["numbers"] = float(dtype.itemsize)  # those of codes fit no 16 bits
         if model.codes:
             kept = ("experts",) if model.codes == "MXFP4" else ("experts", "others")
             each |= dict.fromkeys(kept, HELD_BYTES[model.codes] / FORMATS[model.codes][0])
-        self._embedding_itemsize = each["ends"] if method == "gguf" else itemsize
-        self._weight_bytes = weight_bytes(model, itemsize, method, each)
-        self._active_bytes = weight_bytes(model, itemsize, method, each, of_a_token=True)
+        found = bytes_by_name(model, itemsize, method, each, hardware.name == "cpu")
+        shares = dict.fromkeys(found, 1.0)
+        if model.experts is not None:
+            share = model.experts.top_k / model.experts.count
+            shares |= {name: share for name in found if ".experts." in name}
+        self._weight_bytes = int(sum(found.values()))
+        self._active_bytes = int(sum(found[name] * share for name, share in shares.items()))
+        # Of embeddings a step takes a row, but of those that are the head, too.
+        tables = (EMBEDDINGS_OF_LAYERS, "" if model.tie_word_embeddings else EMBEDDINGS)
+        self._table_bytes = sum(found.get(name, 0.0) for name in tables)
         self._memory = _Planned(hardware, self._weight_bytes)
 
     def forecast(self, context: int | None) -> Forecast:
@@ -287,9 +297,6 @@ class Forecaster:
         """
         kv, model = plan.kv, self._model
         itemsize = self._dtype.itemsize
-        # Of embeddings a step takes a row, but of those that are the head, too.
-        embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-        embedding += model.vocab_size * model.num_layers * model.layer_input_size
         windows = model.windows or (None,) * model.num_layers
         seen_bytes = sum(
             min(context, windows[layer] or context) * math.prod(model.shape(layer).kv_heads)
@@ -297,8 +304,7 @@ class Forecaster:
         )
         seen_bytes *= 2 * itemsize
         hardware = self._hardware
-        read_bytes = self._active_bytes - embedding * self._embedding_itemsize
-        read_s = read_bytes / hardware.read_gb_per_s
+        read_s = (self._active_bytes - self._table_bytes) / hardware.read_gb_per_s
         read_s += seen_bytes / (hardware.kv_gb_per_s or hardware.read_gb_per_s)
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
@@ -347,39 +353,38 @@ def _bytes_of_weights(codes: CodeCounts, itemsize: int) -> dict[str, float]:
     return found
 
 
-def weight_bytes(
+def bytes_by_name(
     model: ModelConfig,
     itemsize: int,
     quantization: str | None,
     codes: Mapping[str, float],
-    of_a_token: bool = False,
-) -> int:
-    """Bytes of all weights. Quantised ones are those of the layers' products, in the shapes that
+    on_cpu: bool,
+) -> dict[str, float]:
+    """Bytes of each weight. On a GPU products of layers are quantised, in the shapes that
     the operators take.
 
-    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends"; without it, of
-    "experts" and of "others" in layers, if they stay codes. of_a_token: of the experts, only those
-    that a token goes to.
+    codes: bytes of a weight with quantization="gguf", in "layers", in "ends", and of "numbers" that
+    are never codes; without it, of "experts" and of "others" in layers, if they stay codes.
     """
-    total, experts = 0.0, model.experts
+    found = {}
     for name, shape in weight_shapes(model).items():
-        size: float = math.prod(shape)
-        if of_a_token and experts is not None and ".experts." in name:
-            size *= experts.top_k / experts.count
         place = "layers" if ".layers." in name else "ends"
         is_matrix = len(shape) == 2 and not name.endswith(ROUTERS)
         is_coded = is_matrix and not name.endswith(NEVER_CODES)
-        if quantization == "gguf":
-            total += size * (codes[place] if is_coded else itemsize)
+        each = float(itemsize)
+        if on_cpu and quantization in METHODS:
+            made = made_format(quantization, name, shape)
+            each = HELD_BYTES[made] / FORMATS[made][0] if made else each
+        elif quantization == "gguf":
+            each = codes[place if is_coded else "numbers"]
         elif quantization is None and is_coded and place == "layers":
-            total += size * codes.get("experts" if ".experts." in name else "others", itemsize)
-        elif quantization is None or not is_matrix or place == "ends":
-            total += size * itemsize
-        elif quantization == "int8":
-            total += size + size / shape[1] * itemsize
-        else:
-            total += size / 2 + 2 * itemsize * size / INT4_GROUP
-    return int(total)
+            each = codes.get("experts" if ".experts." in name else "others", itemsize)
+        elif quantization == "int8" and is_matrix and place == "layers":
+            each = 1 + itemsize / shape[1]
+        elif quantization == "int4" and is_matrix and place == "layers":
+            each = 0.5 + 2 * itemsize / INT4_GROUP
+        found[name] = math.prod(shape) * each
+    return found
 
 
 def _gib(num_bytes: int) -> str:

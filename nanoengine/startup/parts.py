@@ -31,6 +31,7 @@ from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
 from nanoengine.models.layer_ops import LayerOps
+from nanoengine.models.make_codes import METHODS
 from nanoengine.models.quant import Quantizer
 from nanoengine.models.shard import Sharding
 from nanoengine.models.torch_ops import TorchOps
@@ -119,11 +120,11 @@ def load_compute_parts(
     """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
-    quantizer, is_coded = None, config.quantization in (None, "gguf") and holds_codes(folder)
-    ops = _code_ops(config, device, kernels, dtype) if is_coded else None
+    method, quantizer = config.quantization, None
+    ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
     if ops is None:
-        if config.quantization is not None:
-            quantizer = Quantizer(config.quantization, device.torch_device, dtype)
+        if method is not None:
+            quantizer = Quantizer(method, device.torch_device, dtype)
         ops = choose_ops(config, device, kernels, dtype, quantizer)
     model = load_model(
         folder,
@@ -134,7 +135,13 @@ def load_compute_parts(
         ops,
         config.max_model_len,
         sharding,
+        method if method in METHODS and quantizer is None else None,
     )
+    if method is not None and quantizer is None and not model.codes:
+        lacks = (
+            "is codes of a GGUF" if method == "gguf" else "has rows of whole blocks of 32 inputs"
+        )
+        raise ConfigError(f"quantization={method!r}: no weight {lacks}; leave it out")
     setup = AttentionSetup(
         device.torch_device,
         dtype,
@@ -146,26 +153,28 @@ def load_compute_parts(
     attention, reasons = make_attention(config.attention_backend, setup)
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
+    is_narrow = ops.saved_bytes > 0 and not model.codes
     saved = ops.saved_bytes + (quantizer.saved_bytes() if quantizer else 0)
     facts = ModelFacts(
-        source=model.source + ("; held in 16 bits, as stored" if ops.saved_bytes else ""),
+        source=model.source + ("; held in 16 bits, as stored" if is_narrow else ""),
         dtype=dtype,
         dtype_reason=dtype_reason,
         weight_bytes=model.weight_bytes - saved,
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
-        quantization=describe_codes(model.codes, dtype) or str(quantizer or ""),
+        quantization=describe_codes(model.codes, dtype, method) or str(quantizer or ""),
         invariance=describe_invariance(*invariant),
         is_invariant=invariant == (True, True, False),
     )
     return ComputeParts(folder, model, ops, attention, facts)
 
 
-def describe_codes(codes: Mapping[str, int], dtype: torch.dtype) -> str:
+def describe_codes(codes: Mapping[str, int], dtype: torch.dtype, method: str | None) -> str:
     """A line for the plan, from how many weights are codes of each format; "" if none is."""
     if not codes:
         return ""
     counts = ", ".join(f"{count} of {name}" for name, count in sorted(codes.items()))
-    return f"codes as stored: {counts}; the rest in {str(dtype).removeprefix('torch.')}"
+    label = f"{method} (lossy)" if method in METHODS else "codes as stored"
+    return f"{label}: {counts}; the rest in {str(dtype).removeprefix('torch.')}"
 
 
 def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
@@ -201,26 +210,41 @@ def choose_ops(
     if device.name != "cpu":
         return _gpu_ops(config, device, quantizer)
     if kernels is None:
-        return TorchOps(quantizer)
+        return TorchOps()
     try:
-        return PackedOps(kernels, CpuLinear.load(kernels.tape, dtype=dtype), quantizer)
+        return PackedOps(kernels, CpuLinear.load(kernels.tape, dtype=dtype))
     except KernelBuildError:
-        return KernelOps(kernels, kernels.tape, quantizer)
+        return KernelOps(kernels, kernels.tape)
 
 
 def _code_ops(
-    config: EngineConfig, device: Device, kernels: CpuKernels | None, dtype: torch.dtype
+    config: EngineConfig,
+    device: Device,
+    folder: Path,
+    kernels: CpuKernels | str,
+    dtype: torch.dtype,
 ) -> LayerOps | None:
-    """Operations that multiply with codes, None where none can."""
+    """Operations that multiply with codes, where weights are; None where none can.
+
+    kernels: or the reason for having none. Raises ConfigError if `quantization` needs them.
+    """
+    method = config.quantization
     if device.name != "cpu":
-        ops = choose_ops(config, device, kernels, dtype, None)
+        if method not in (None, "gguf") or not holds_codes(folder):
+            return None
+        ops = choose_ops(config, device, None, dtype, None)
         return ops if ops.takes_codes else None
-    if kernels is None:
+    if method is None and not holds_codes(folder):
         return None
-    try:
-        return PackedOps(kernels, CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True))
-    except KernelBuildError:
+    if not isinstance(kernels, str):
+        try:
+            products = CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True)
+            return PackedOps(kernels, products)
+        except KernelBuildError as error:
+            kernels = str(error)
+    if method is None:
         return None
+    raise ConfigError(f"quantization={method!r} needs our C kernels on a CPU: {kernels}")
 
 
 def _gpu_ops(config: EngineConfig, device: Device, quantizer: Quantizer | None) -> LayerOps:

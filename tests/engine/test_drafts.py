@@ -136,15 +136,23 @@ def test_bits_depend_on_no_drafter(
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "float32"},
+        pytest.param({"dtype": "float32", "quantization": "int8"}, marks=pytest.mark.breadth),
+    ],
+    ids=["bfloat16", "float32", "int8 weights"],
+)
 def test_who_streams_drafts_by_default_where_no_bit_depends_on_it(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, dtype: str
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str]
 ) -> None:
     """With the same memory, and never with more guesses than its logits are planned for."""
     use_our_products(monkeypatch)
     found = {}
     for speculative in (None, "off"):
-        settings = SETTINGS | {"speculative": speculative, "dtype": dtype}
+        settings = SETTINGS | {"speculative": speculative} | chosen
         engine = small_engine(tiny("llama"), max_num_seqs=16, **settings)
         seen = watch_guesses(engine)
         outputs = run(engine)
