@@ -1,8 +1,8 @@
 """Weight-only quantisation on a GPU: fewer bits for a weight, products by PyTorch's operators.
 
-Lossy, except "gguf", which recovers the 4-bit codes that a GGUF file stored. Owns the two schemes
-and the packed weights. Knows no layer and no model: it gets one weight at a time while a model
-loads, and counts what it did. On a CPU weights become codes of our own kernels (make_codes.py).
+Lossy. Owns the two schemes and the packed weights. Knows no layer and no model: it gets one weight
+at a time while a model loads, and counts what it did. On a CPU weights become codes of our own
+kernels (make_codes.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ FEW_TOKENS_INT8 = 16
 INT8_INPUTS = 32
 INT4_OUTPUTS = 16
 _CUDA_TILE = 16  # inputs of a tile of the packed int4 layout on CUDA, which takes 2, 4 or 8 at once
-RECOVERED = ("Q4_0", "Q4_1")  # the formats whose codes are found again in their numbers
-STORED_GROUP = 32  # weights of a block in these
-# How far, in steps, a weight may lie from its code. Rounding (of weights to the model's dtype, of
-# scales and zeros) moved weights by 0.1 steps at most.
-STORED_SLACK = 0.25
 # Elements unpacked at a time, and quantised at a time (in float32).
 _PIECE = 1 << 22
 _TRIAL_SHAPE = (128, 128)
@@ -51,44 +46,12 @@ def quantise_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     half a scale at most, plus the rounding of the zero, which may be hundreds of scales.
     """
     wide = weight.float().reshape(len(weight), -1, group)
-    scales, zeros = _spanning(wide, weight.dtype)
-    codes, _ = _coded(wide, scales, zeros)
-    return codes, torch.stack((scales.T, zeros.T), dim=2).contiguous()
-
-
-def stored_int4(weight: Tensor) -> tuple[Tensor, Tensor] | None:
-    """As quantise_int4, with the codes of the Q4_1 or Q4_0 blocks in which a GGUF held the weight.
-
-    None if it held it otherwise. The scale of a block follows from its weights: a Q4_1 block, min +
-    scale * code, uses the first and the last code. In a Q4_0 block, scale * (code - 8) with a
-    signed scale, the weight farthest from 0 has code 0.
-    """
-    wide = weight.float().reshape(len(weight), -1, STORED_GROUP)
-    scales, zeros = _spanning(wide, weight.dtype)
     low, high = wide.amin(2), wide.amax(2)
-    symmetric = _positive(torch.maximum(-low, high) / 8, weight.dtype)
-    shifts = torch.where(high > -low, symmetric, torch.zeros_like(symmetric))
-    fits = _coded(wide, symmetric, shifts)[1] < _coded(wide, scales, zeros)[1]
-    scales, zeros = torch.where(fits, symmetric, scales), torch.where(fits, shifts, zeros)
-    codes, off = _coded(wide, scales, zeros)
-    if off.max() > STORED_SLACK:
-        return None
-    return codes, torch.stack((scales.T, zeros.T), dim=2).contiguous()
-
-
-def _spanning(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scales and zeros that span each group of [outputs, groups, n] from minimum to maximum."""
-    low, high = wide.amin(2), wide.amax(2)
-    scales = _positive((high - low) / 15, dtype)
-    return scales, (low + 8 * scales.float()).to(dtype)
-
-
-def _coded(wide: Tensor, scales: Tensor, zeros: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes, uint8 [outputs, inputs], and the largest error of each group, in steps."""
+    scales = _positive((high - low) / 15, weight.dtype)
+    zeros = (low + 8 * scales.float()).to(weight.dtype)
     steps = (wide - zeros.float().unsqueeze(2)) / scales.float().unsqueeze(2)
-    codes = steps.round().clamp_(-8, 7)
-    off = (steps - codes).abs_().amax(2)
-    return codes.add_(8).to(torch.uint8).flatten(1), off
+    codes = steps.round_().clamp_(-8, 7).add_(8).to(torch.uint8).flatten(1)
+    return codes, torch.stack((scales.T, zeros.T), dim=2).contiguous()
 
 
 def _positive(scales: Tensor, dtype: torch.dtype) -> Tensor:
@@ -187,26 +150,22 @@ class Quantizer:
     def saved_bytes(self) -> int:
         """Bytes saved by all weights so far. Raises ConfigError if none was quantised."""
         if not self._num_quantised:
-            why = (
-                "came from Q4_0 or Q4_1 blocks" if self._method == "gguf" else "has a shape for it"
-            )
             raise ConfigError(
-                f"quantization={self._method!r}: no weight of the layers {why}; leave it out"
+                f"quantization={self._method!r}: no weight of the layers has a shape for it; leave "
+                "it out"
             )
         return self._saved_bytes
 
     def __str__(self) -> str:
         """A line for the plan."""
         dtype = str(self._dtype).removeprefix("torch.")
-        label, scheme, others = "lossy", "a scale for each output", "of other shapes"
+        scheme = "a scale for each output"
         if self._method != "int8":
             groups = " or ".join(map(str, sorted(self._groups)))
             scheme = f"a scale and a zero for {groups} inputs"
-        if self._method == "gguf":
-            label, others = f"4-bit codes as stored, scales in {dtype}", "stored otherwise"
-        left = f"; {self._num_left} {others} left in {dtype}" if self._num_left else ""
+        left = f"; {self._num_left} of other shapes left in {dtype}" if self._num_left else ""
         return (
-            f"{self._method} ({label}): {self._num_quantised} weights, {scheme}{left}; embeddings, "
+            f"{self._method} (lossy): {self._num_quantised} weights, {scheme}{left}; embeddings, "
             f"output head and norms in {dtype}"
         )
 
@@ -215,10 +174,6 @@ class Quantizer:
             return Int8Weight(weight) if Int8Weight.takes(weight) else None
         if not Int4Weight.takes(weight):
             return None
-        if self._method == "gguf":
-            stored = [stored_int4(piece) for piece in _pieces(weight)]
-            found = [piece for piece in stored if piece is not None]
-            return Int4Weight(found) if len(found) == len(stored) else None
         group = next(group for group in GROUPS if weight.shape[1] % group == 0)
         return Int4Weight(quantise_int4(piece, group) for piece in _pieces(weight))
 

@@ -230,10 +230,14 @@ def _code_ops(
     """
     method = config.quantization
     if device.name != "cpu":
-        if method not in (None, "gguf") or not holds_codes(folder):
+        if method in METHODS or (method is None and not holds_codes(folder)):
             return None
         ops = choose_ops(config, device, None, dtype, None)
-        return ops if ops.takes_codes else None
+        if ops.takes_codes or method is None:
+            return ops
+        raise ConfigError(
+            f"quantization={method!r} needs Triton on {device.name}, which has none; leave it out"
+        )
     if method is None and not holds_codes(folder):
         return None
     if not isinstance(kernels, str):

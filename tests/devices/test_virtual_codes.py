@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from virtual_gpu import VirtualGpu
 
 from nanoengine import SamplingParams
+from nanoengine.errors import ConfigError
 
 pytestmark = needs_no_gpu
 Tiny = Callable[[str], Path]
@@ -95,3 +96,8 @@ def test_codes_on_a_gpu(
         made.close()
     assert_greedy(theirs, PROMPTS, outputs, 4)
     assert_logits_are_transformers(driver, theirs, outputs)
+
+
+def test_a_model_without_codes_is_refused(tiny: Tiny) -> None:
+    with VirtualGpu(), pytest.raises(ConfigError, match="no weight is codes of a GGUF; leave it"):
+        small_engine(tiny("llama"), device="cuda", quantization="gguf")

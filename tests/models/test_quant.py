@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from nanoengine.errors import ConfigError
 from nanoengine.models import quant
-from nanoengine.models.quant import Quantizer, quantise_int4, quantise_int8, stored_int4
+from nanoengine.models.quant import Quantizer, quantise_int4, quantise_int8
 
 Tiny = Callable[[str], Path]
 CPU = torch.device("cpu")
@@ -180,39 +179,3 @@ def test_an_operator_that_fails_or_errs_is_a_config_error(monkeypatch: pytest.Mo
     monkeypatch.delattr(torch, operator)
     with pytest.raises(ConfigError, match=r"int8.*no attribute"):
         Quantizer("int8", CPU, torch.float32)
-
-
-# -- what a GGUF stored
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
-def test_the_codes_of_a_gguf_are_found_again(kind: str, dtype: torch.dtype) -> None:
-    """Blocks by the package gguf, rounded to bfloat16 as the converter does."""
-    rows = (np.random.default_rng(0).standard_normal((48, 96)) * 0.05).astype(np.float32)
-    rows[0] = 0
-    rows[1, :32] += 0.3
-    blocks = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[kind])
-    exact = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]))
-    header = 2 if kind == "Q4_0" else 4
-    raw = torch.from_numpy(blocks.reshape(48, 3, -1).copy())
-    codes = torch.cat((raw[:, :, header:] & 15, raw[:, :, header:] >> 4), dim=2)
-    if kind == "Q4_0":  # a negative scale turns them round
-        codes = codes.where(raw[:, :, :2].contiguous().view(torch.float16) > 0, 15 - codes)
-    found = stored_int4(exact.bfloat16().to(dtype))
-    assert found is not None
-    ours = found[0].view(48, 3, 32)
-    scales, zeros = (each.T.double().unsqueeze(2) for each in found[1].unbind(2))
-    back = (ours.double() - 8) * scales + zeros
-    assert ((back - exact.double().view(48, 3, 32)).abs() <= 0.15 * scales)[1:].all()
-    assert not back[0].any() and torch.equal(ours[1:], codes[1:])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", None])
-def test_what_was_stored_otherwise_is_left(kind: str | None, dtype: torch.dtype) -> None:
-    rows = (np.random.default_rng(0).standard_normal((64, 96)) * 0.05).astype(np.float32)
-    if kind is not None:
-        known = gguf.GGMLQuantizationType[kind]
-        rows = gguf.quants.dequantize(gguf.quants.quantize(rows, known), known)
-    assert stored_int4(torch.from_numpy(rows).to(dtype)) is None

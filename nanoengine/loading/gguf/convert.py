@@ -30,7 +30,6 @@ from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, mode
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tensors import GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
-from nanoengine.models.quant import RECOVERED
 from nanoengine.models.stored_codes import CODES_KEY, FORMATS, NEVER_CODES
 
 logger = logging.getLogger(__name__)
@@ -162,9 +161,7 @@ def _tell_growth(
     before = sum(int(tensor.n_bytes) for tensor in stored.values())
     after = sum(tensor.written[2] for tensor in tensors)
     kind = _main_type(stored)
-    keeps = '"int4" or "int8"'
-    if kind in FORMATS:
-        keeps = '"gguf"' if kind in RECOVERED else '"gguf" on a CPU, "int4" or "int8" on a GPU,'
+    keeps = '"gguf"' if kind in FORMATS else '"int4" or "int8"'
     logger.log(
         logging.WARNING if after - before >= LARGE_GROWTH else logging.INFO,
         "%s: the %.2f GiB of %s weights become %.2f GiB in bfloat16, on disk (once, in %s) and in "
