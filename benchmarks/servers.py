@@ -1,8 +1,8 @@
 """Servers in turn under the same clients, and `bench.py offline`: `python -m benchmarks.servers`.
 
 Starts each server on a port of its own, waits for /health, runs `bench serve` against it in another
-process, and ends it. Peers are named by the interpreter in which they are installed:
-`--peer vllm=PYTHON` and `--peer llama.cpp=PYTHON,GGUF`.
+process, and ends it. Peers: `--peer vllm=PYTHON`, the interpreter in which it is installed, and
+`--peer llama.cpp=PROGRAM,GGUF`, the program llama-server.
 """
 
 from __future__ import annotations
@@ -75,16 +75,18 @@ def peer_server(peer: Peer, args: argparse.Namespace) -> Server:
         return Server(peer.name, vllm, variables | {"OMP_NUM_THREADS": threads})
 
     def llama(port: int) -> list[str]:
-        flags = ["--port", str(port), "--n_ctx", "8192", "--n_threads", threads]
-        flags += ["--n_threads_batch", threads]
-        return [peer.python, "-m", "llama_cpp.server", "--model", peer.model, *flags]
+        slots = args.concurrency  # which divide the context
+        flags = ["--host", "127.0.0.1", "--port", str(port), "--threads", threads]
+        flags += ["--threads-batch", threads, "--parallel", str(slots)]
+        flags += ["--ctx-size", str(slots * (args.max_input + args.max_output + 8))]
+        return [peer.python, "--model", peer.model, *flags]
 
     return Server(peer.name, llama, {})
 
 
 @contextmanager
 def running(server: Server, log: Path) -> Iterator[tuple[str, int, float]]:
-    """Its address, its process and the seconds to the first answer of /health or /v1/models."""
+    """Its address, its process and the seconds to the first answer of /health."""
     port = _free_port()
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | server.variables
     start = time.perf_counter()
@@ -117,14 +119,11 @@ def _free_port() -> int:
 
 
 def _answers(url: str) -> bool:
-    for path in ("/health", "/v1/models"):  # llama.cpp's Python server has no /health
-        try:
-            with urllib.request.urlopen(url + path, timeout=5) as answer:
-                if answer.status == 200:
-                    return True
-        except (urllib.error.URLError, OSError):
-            pass
-    return False
+    try:
+        with urllib.request.urlopen(url + "/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:

@@ -100,6 +100,7 @@ def fairness(args: argparse.Namespace, make_llm: MakeLLM) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     budgets: dict[str, dict[str, Any]] = {"budget": {}, "no budget": {"stream_mib_per_step": 1e6}}
     for name, budget in budgets.items():
+        budget["speculative"] = "off"  # drafts would cross the link less often
         with make_llm(args, **offload_settings(args, "stream", **budget)) as llm:
             rows[name] = _beside_a_streamed_one(args, llm)
     with make_llm(args, **offload_settings(args, "stream")) as llm:

@@ -101,10 +101,13 @@ def _lines(
     assumed: list[str],
     speed: MachineSpeed | None,
 ) -> list[str]:
+    from nanoengine.startup.forecast import held_dtype  # imports torch
+
     model, memory = made.model, made.plan
     is_sparse = made.active_bytes < memory.weight_bytes
     active = f" ({_gib(made.active_bytes)} for a token)" if is_sparse else ""
-    dtype, method = memory.dtype.partition(" ")[0], made.settings.get("quantization")
+    method = made.settings.get("quantization")
+    dtype = str(held_dtype(model, memory.kv.dtype, hardware)).removeprefix("torch.")
     bits = f"{dtype} and {method}" if method else dtype
     lines = [
         f"model     {args.model}: {model.architecture}, {model.num_layers} layers, "

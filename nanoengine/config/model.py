@@ -109,7 +109,8 @@ class ModelConfig:
     images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
     have no KV. shapes: of each layer where they differ, else (); see `shape`. layer_input_size: of
     the vector that each layer gets of a token id; 0: none. codes: a key of stored_codes.FORMATS, if
-    the checkpoint has matrices of layers (MXFP4: of experts) in it; else "".
+    the checkpoint has matrices of layers (MXFP4: of experts) in it; else "". stored_dtype: of the
+    checkpoint's numbers, as config.json says; "" if it does not.
     """
 
     architecture: str
@@ -139,12 +140,18 @@ class ModelConfig:
     shapes: tuple[LayerShape, ...] = ()
     layer_input_size: int = 0
     codes: str = ""
+    stored_dtype: str = ""
 
     def shape(self, layer: int) -> LayerShape:
         """The shape of a layer."""
         if self.shapes:
             return self.shapes[layer]
         return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, layer)
+
+    @property
+    def is_stored_in_16_bits(self) -> bool:
+        """Whether the checkpoint's numbers are bfloat16 or float16."""
+        return self.stored_dtype in ("bfloat16", "float16")
 
     @property
     def attention(self) -> AttentionConfig:

@@ -1,4 +1,5 @@
-/* Weights as the codes of a GGUF file, or of packed integers: where they lie, what they stand for.
+/* Weights as the codes of a GGUF file, of packed integers, or float32 numbers that fit 16 bits: where they
+ * lie, what they stand for.
  *
  * A file stores an output as blocks of 32 or 256 weights, one after the other: float16 scales, and words
  * of 32 bits that hold codes, or scales of 6 or 8 bits. Here the blocks of PANEL outputs take turns, half
@@ -10,6 +11,8 @@
  * are exact in fp32, but for Q6_K, whose m is a multiple of d, as is that of INT4 and INT8; so a fused step gives the bits of the
  * file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is).
  *
+ * BF16 and F16 are numbers without a scale, two in a word; of MODE F32 alone.
+ *
  * MODE is what numbers are: F32, or BF16_PAIRS.
  */
 #ifndef NANOENGINE_CPU_CODES_H
@@ -17,7 +20,7 @@
 #include "cpu_vectors.h"
 
 enum { PANEL = 64, GROUP = 32 };
-enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FORMATS };
+enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, BF16, F16, FORMATS };
 
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;
@@ -26,7 +29,8 @@ static const format_t FORMAT[FORMATS] = {
     [Q4_0] = {32, 1, 4, 0, 2},  [Q4_1] = {32, 2, 4, 0, 4},    [Q5_0] = {32, 1, 5, 0, 2},
     [Q5_1] = {32, 2, 5, 0, 4},  [Q8_0] = {32, 1, 8, 0, 2},    [Q4_K] = {256, 2, 35, 0, 4},
     [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0}, [MXFP4] = {32, 1, 4, 0, 1},
-    [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},
+    [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},    [BF16] = {32, 0, 16, 0, 0},
+    [F16] = {32, 0, 16, 0, 0},
 };
 INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
 INLINE int64_t file_bytes(int format) { return block_bytes(format) - (format == MXFP4); }
@@ -47,9 +51,7 @@ INLINE vu word(block_t b, int64_t i) {
 }
 
 /* float16 to float32. */
-INLINE vf half(block_t b, int64_t i) {
-    vh x;
-    memcpy(&x, b.halves + i * 2 * PANEL, sizeof x);
+INLINE vf from_float16(vh x) {
 #if LANES == 16
     return (vf)_mm512_cvtph_ps((__m256i)x);
 #elif LANES == 8 && defined(__F16C__)
@@ -59,6 +61,12 @@ INLINE vf half(block_t b, int64_t i) {
     const vf size = (vf)((u & 0x7fff) << 13) * 0x1p112f; /* also of denormals */
     return (vf)((vu)size | (u & 0x8000) << 16);
 #endif
+}
+
+INLINE vf half(block_t b, int64_t i) {
+    vh x;
+    memcpy(&x, b.halves + i * 2 * PANEL, sizeof x);
+    return from_float16(x);
 }
 
 /* The bfloat16 scale of MXFP4. */
@@ -75,6 +83,9 @@ INLINE vf signed_byte(vu x, int n) {
 
 /* ---- scales ----------------------------------------------------------------------------------- */
 
+/* Whether a format holds numbers, two in a word. */
+INLINE int has_numbers(const int format) { return format == BF16 || format == F16; }
+
 typedef struct { vf d[2], m[2]; } scales_t; /* of the first and the last 16 weights of a group */
 
 /* The 6-bit scale and minimum of group g that Q4_K and Q5_K keep in 3 words. */
@@ -88,7 +99,8 @@ INLINE void scale_and_minimum(block_t b, int64_t g, vf *scale, vf *minimum) {
 }
 
 INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
-    scales_t s;
+    scales_t s = {{{0}}};
+    if (has_numbers(format)) return s;
     s.d[0] = format == MXFP4 ? power(b) : half(b, 0);
     if (format == Q4_1 || format == Q5_1) {
         s.m[0] = half(b, 1);
@@ -116,6 +128,9 @@ INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
 
 typedef int32_t __attribute__((aligned(2), may_alias)) word_t; /* in a cast GCC ignores it */
 
+/* What holds four weights: their codes in `x`, or two numbers in each. */
+typedef struct { vu x, y; } four_t;
+
 /* The codes of four weights of group g, 4 i and those after it in half h: a byte each, whose upper half
  * may be anything where a code has 4 bits. */
 INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format) {
@@ -142,6 +157,12 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
         high = (word(b, 0) >> (int)(4 * at) & 15) * 0x204081u & 0x01010101u;
     }
     return (low & 0x0f0f0f0fu) | high << 4;
+}
+
+INLINE four_t four_weights(block_t b, int64_t g, const int h, int i, const int format) {
+    const int64_t at = 2 * (4 * h + i);
+    if (has_numbers(format)) return (four_t){word(b, at), word(b, at + 1)};
+    return (four_t){four_codes(b, g, h, i, format), (vu){0}};
 }
 
 /* Numbers of 4 bits: a sign, 2 bits of exponent, and 1 of mantissa. */
@@ -173,10 +194,17 @@ INLINE vf code(vu four, int n, const int format) {
 
 /* ---- a group of weights ----------------------------------------------------------------------- */
 
+/* The lower or the upper of two numbers of 16 bits. */
+INLINE vf number(vu two, const int is_upper, const int format) {
+    if (format == BF16) return (vf)(is_upper ? two & 0xffff0000u : two << 16);
+    return from_float16(__builtin_convertvector(is_upper ? two >> 16 : two & 0xffff, vh));
+}
+
 /* Weight n of the four as a number, or n and n + 1 as a pair of bfloat16. */
-INLINE vf weights(vu four, int n, vf d, vf m, const int format) {
-    const vf w = fused(d, code(four, n, format), m);
-    return MODE == F32 ? w : round_pairs(w, fused(d, code(four, n + 1, format), m));
+INLINE vf weights(four_t four, int n, vf d, vf m, const int format) {
+    if (has_numbers(format)) return number(n < 2 ? four.x : four.y, n % 2, format);
+    const vf w = fused(d, code(four.x, n, format), m);
+    return MODE == F32 ? w : round_pairs(w, fused(d, code(four.x, n + 1, format), m));
 }
 
 typedef struct { /* where numbers go; bytes from word to word of k, from 16 outputs to the next, from one
@@ -196,18 +224,23 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
         char *at = to.at + c / 16 * to.vector + c % 16 * 4;
         UNROLL for (int h = 0; h < 2; h++)
             for (int i = 0; i < 4; i++) {
-                const vu four = four_codes(b, g, h, i, format);
+                const four_t four = four_weights(b, g, h, i, format);
                 for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, at += to.word)
                     store(at, weights(four, n, s.d[h], s.m[h], format));
             }
     }
 }
 
+#if WITH_NUMBERS /* where MODE is F32 */
+#define EACH_NUMBERS(f) f(BF16) f(F16)
+#else
+#define EACH_NUMBERS(f)
+#endif
 #if WITH_CODES
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
-    f(MXFP4) f(INT4) f(INT8)
+    f(MXFP4) f(INT4) f(INT8) EACH_NUMBERS(f)
 #else /* they take long to compile */
-#define EACH_FORMAT(f)
+#define EACH_FORMAT(f) EACH_NUMBERS(f)
 #endif
 #define UNPACK(format)                                                                              \
     static void unpack_##format(const char *panel, int64_t group, int64_t column, int64_t columns,  \
@@ -237,14 +270,14 @@ INLINE void multiply_codes(const char *panel, int64_t groups, int64_t column, co
         const int64_t g = group % per_block;
         block_t b[PANEL / LANES];
         scales_t scales[PANEL / LANES];
-        vu four[PANEL / LANES];
+        four_t four[PANEL / LANES];
         UNROLL for (int v = 0; v < vecs; v++) {
             b[v] = block_at(panel, group / per_block, column + v * LANES, format);
             scales[v] = scales_of(b[v], g, format);
         }
         UNROLL for (int h = 0; h < 2; h++)
             for (int i = 0; i < 4; i++) {
-                UNROLL for (int v = 0; v < vecs; v++) four[v] = four_codes(b[v], g, h, i, format);
+                UNROLL for (int v = 0; v < vecs; v++) four[v] = four_weights(b[v], g, h, i, format);
                 UNROLL for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, x += 4) {
                     UNROLL for (int v = 0; v < vecs; v++)
                         w[v] = weights(four[v], n, scales[v].d[h], scales[v].m[h], format);

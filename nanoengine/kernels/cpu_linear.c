@@ -163,6 +163,14 @@ static void finish_rows(const call_t *c, int64_t row, int rows, int64_t column, 
     }
 }
 
+/* The lines of `out` that `finish` will write: they come while the rows are multiplied. */
+INLINE void prefetch_out(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns) {
+    const int64_t bytes = ITEM * (c->w->is_gated ? columns / 2 : columns);
+    const char *out = c->out + row * c->out_stride + ITEM * (c->w->is_gated ? column / 2 : column);
+    for (; rows > 0; rows--, out += c->out_stride)
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(out + at, 1);
+}
+
 /* ---- one product ------------------------------------------------------------------------------ */
 
 /* Every line from `p` on, in `passes` passes of steps over `bytes` bytes. */
@@ -237,6 +245,7 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
                 if (g == 1 && !is_warm) ahead = every_line(next, STRIP_BYTES, groups - 1);
                 if (g > 0 && ahead.from >= next + bytes) ahead.lines = 0;
             }
+            if (is_last) prefetch_out(c, row + r, n, column, columns);
             MULTIPLIERS[n - 1][columns / PANEL](
                 chunk, c->x + (row + r) * c->x_stride + 4 * at, c->x_stride, words,
                 is_last && w->k * ITEM % 4, at == 0, ahead, acc + r * PANEL);

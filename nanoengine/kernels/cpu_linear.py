@@ -31,8 +31,11 @@ _TILE_K = 32
 _PRIVATE_BYTES = 64 << 10
 STORE, ADD, FLOAT = 0, 1, 2
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
+# The dtypes of numbers that are held in 16 bits and multiplied in float32.
+_NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 # The formats of cpu_codes.h, in its order.
-_FORMATS = {name: number for number, name in enumerate(("", *FORMATS))}
+_FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values()))}
+_GROUP = 32
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q5qd")
 _CALL = struct.Struct("=4Q5q")
@@ -323,6 +326,7 @@ class CpuLinear:
         self._tape = tape
         self.dtype = dtype
         self.with_codes = with_codes
+        self.saved_bytes = 0  # by holding numbers in 16 bits
         self._has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
 
     @classmethod
@@ -341,7 +345,11 @@ class CpuLinear:
         """
         if dtype is torch.bfloat16 and not is_supported():
             raise KernelBuildError('this CPU has no AVX512-BF16: set dtype="float32"')
-        flags = f"-DMODE={_MODES[dtype]}", f"-DWITH_CODES={int(with_codes)}"
+        flags = (
+            f"-DMODE={_MODES[dtype]}",
+            f"-DWITH_CODES={int(with_codes)}",
+            f"-DWITH_NUMBERS={int(dtype is torch.float32)}",
+        )
         library = load_library(SOURCE, folder, (*extra_cflags, *flags))
         if dtype is torch.bfloat16 and not library.has_pairs():
             raise KernelBuildError("the C compiler knows no AVX512-BF16: install gcc 10 or newer")
@@ -417,14 +425,19 @@ class CpuLinear:
             self._check(bias, shape[:1])
         if norm is not None:
             self._check(norm[0], shape[1:])
-        if code_format and not self.with_codes:
+        narrow = self.narrowed(weights)
+        if narrow:
+            code_format = _NARROW[narrow[0].dtype]
+        if not narrow and code_format and not self.with_codes:
             raise EngineError("codes are packed by kernels that were loaded with_codes")
         outputs, inputs = shape
         columns = -(-outputs // _TURN) * _TURN * len(weights)
         num_panels = -(-columns // _PANEL)
         itemsize = self.dtype.itemsize
         row_bytes = -(-inputs * itemsize // 4) * 4
-        if code_format:
+        if narrow:
+            row_bytes = inputs * narrow[0].itemsize
+        elif code_format:
             row_bytes = inputs // FORMATS[code_format][0] * HELD_BYTES[code_format]
         panels = self._arena.allocate(num_panels * _PANEL * row_bytes)
         if inputs * itemsize % 4 or num_panels * _PANEL != outputs * len(weights):
@@ -441,12 +454,28 @@ class CpuLinear:
             self.dtype,
             code_format,
         )
-        for which, weight in enumerate(weights):
+        for which, weight in enumerate(narrow or weights):
             rows = (weight.rows if isinstance(weight, CodedRows) else weight).contiguous()
             stride = rows.stride(0) * rows.itemsize
             threads = torch.get_num_threads()
             self._library.pack(packed.address, rows.data_ptr(), stride, which, threads)
         return packed
+
+    def narrowed(self, weights: tuple[CodedRows | Tensor, ...]) -> tuple[Tensor, ...]:
+        """The same numbers in 16 bits, counted as saved; () if they do not fit, or inputs are no
+        whole groups.
+        """
+        numbers = [weight for weight in weights if isinstance(weight, Tensor)]
+        if self.dtype is not torch.float32 or len(numbers) < len(weights):
+            return ()
+        if numbers[0].shape[1] % _GROUP:
+            return ()
+        for dtype in _NARROW:
+            narrow = tuple(weight.to(dtype) for weight in numbers)
+            if all(map(torch.equal, map(Tensor.float, narrow), numbers)):
+                self.saved_bytes += sum(each.nbytes for each in narrow)
+                return narrow
+        return ()
 
     def _check(self, weight: CodedRows | Tensor, shape: tuple[int, ...]) -> None:
         rows = weight.rows if isinstance(weight, CodedRows) else weight

@@ -132,6 +132,11 @@ class PackedOps(KernelOps):
         self._products = products
         self.takes_codes = products.with_codes
 
+    @property
+    def saved_bytes(self) -> int:  # type: ignore[override]
+        """As LayerOps.saved_bytes: numbers that fit 16 bits are held in these."""
+        return self._products.saved_bytes
+
     def _linear(
         self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
     ) -> Product:
@@ -164,9 +169,11 @@ class PackedOps(KernelOps):
         return self.tied(weight, norm)[1]
 
     def embedding(self, weight: Weight) -> Embed:
-        if isinstance(weight, Tensor):
-            return super().embedding(weight)
-        return self._products.pack(weight).gather_rows
+        if not isinstance(weight, Tensor):
+            return self._products.pack(weight).gather_rows
+        (held,) = self._products.narrowed((weight,)) or (weight,)
+        embed, dtype = super().embedding(held), weight.dtype
+        return lambda token_ids: embed(token_ids).to(dtype)
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""

@@ -154,7 +154,9 @@ def holds_codes(folder: Path) -> bool:
 
 
 class DummyWeights:
-    """Random weights. Each block of rows has a seed of its own, so a rank draws its rows alone."""
+    """Random weights, rounded to the dtype that config.json names. Each block of rows has a seed of
+    its own, so a rank draws its rows alone.
+    """
 
     def __init__(
         self, config: ModelConfig, shard: Shard, device: torch.device, dtype: torch.dtype, seed: int
@@ -163,6 +165,7 @@ class DummyWeights:
         self._shapes = weight_shapes(config)
         self._generator = torch.Generator(device)
         self._empty = partial(torch.empty, dtype=dtype, device=device)
+        self._rounds = dtype is torch.float32 and config.is_stored_in_16_bits
 
     def part(self, name: str) -> Weight:
         """This rank's part of a tensor."""
@@ -187,4 +190,6 @@ class DummyWeights:
             target.normal_(0, 0.02, generator=self._generator)
             if not is_whole:
                 here.copy_(target[start - first : stop - first])
+        if self._rounds:
+            drawn.copy_(drawn.to(getattr(torch, self._config.stored_dtype)))
         return drawn

@@ -96,6 +96,7 @@ def read_model_config(
         shapes=shapes,
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
         codes=_codes(content.get("quantization_config")),
+        stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
     )
     _check_heads(config, content.path)
     return config

@@ -49,6 +49,11 @@ class LayerOps(Protocol):
         """Whether weights may be codes."""
         ...
 
+    @property
+    def saved_bytes(self) -> int:
+        """How many bytes less the weights so far take than their numbers in the dtype."""
+        ...
+
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:

@@ -55,6 +55,7 @@ class TorchOps:
 
     is_batch_invariant = False
     takes_codes = False
+    saved_bytes = 0
 
     def __init__(self, quantizer: Quantizer | None = None) -> None:
         """quantizer: packs the weights of the layers; None leaves them as they are."""

@@ -147,13 +147,15 @@ class Forecaster:
         is_asked = config.dtype != "auto"
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
-        itemsize, method = self._dtype.itemsize, config.quantization
+        self._held_dtype = held_dtype(model, dtype, hardware)
+        itemsize, method = self._held_dtype.itemsize, config.quantization
+        on_cpu = hardware.name == "cpu"
         is_plain = dtype is torch.bfloat16 and method is None
         if hardware.gpu_bytes and model.experts is not None and not is_plain:
             raise ConfigError(ON_A_GPU)
         self._codes = codes
-        on_cpu = hardware.name == "cpu"
         each = _bytes_of_weights(codes or {}, itemsize, on_cpu)
+        each["numbers"] = float(dtype.itemsize)  # those of codes fit no 16 bits
         if on_cpu and model.codes:
             kept = ("experts",) if model.codes == "MXFP4" else ("experts", "others")
             each |= dict.fromkeys(kept, HELD_BYTES[model.codes] / FORMATS[model.codes][0])
@@ -333,7 +335,13 @@ class Forecaster:
 
     def _name_of_dtype(self) -> str:
         method = self._config.quantization
-        return f"{str(self._dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
+        return f"{str(self._held_dtype).removeprefix('torch.')}{f' and {method}' if method else ''}"
+
+
+def held_dtype(model: ModelConfig, dtype: torch.dtype, hardware: Hardware) -> torch.dtype:
+    """In which weights are held: products in float32 on a CPU take them as they are stored."""
+    is_narrow = dtype is torch.float32 and model.is_stored_in_16_bits
+    return getattr(torch, model.stored_dtype) if is_narrow and hardware.name == "cpu" else dtype
 
 
 def _bytes_of_weights(codes: CodeCounts, itemsize: int, on_cpu: bool) -> dict[str, float]:
@@ -359,8 +367,8 @@ def bytes_by_name(
     """Bytes of each weight. On a GPU products of layers are quantised, in the shapes that
     the operators take.
 
-    codes: bytes of a weight with quantization="gguf", in "layers" and in "ends"; without it, of
-    "experts" and of "others" in layers, if they stay codes.
+    codes: bytes of a weight with quantization="gguf", in "layers", in "ends", and of "numbers" that
+    are never codes; without it, of "experts" and of "others" in layers, if they stay codes.
     """
     found = {}
     for name, shape in weight_shapes(model).items():
@@ -372,7 +380,7 @@ def bytes_by_name(
             made = made_format(quantization, name, shape)
             each = HELD_BYTES[made] / FORMATS[made][0] if made else each
         elif quantization == "gguf":
-            each = codes[place] if is_coded else each
+            each = codes[place if is_coded else "numbers"]
         elif quantization is None and is_coded and place == "layers":
             each = codes.get("experts" if ".experts." in name else "others", itemsize)
         elif quantization == "int8" and is_matrix and place == "layers":

@@ -155,11 +155,13 @@ def load_compute_parts(
     attention, reasons = make_attention(config.attention_backend, setup)
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
+    is_narrow = ops.saved_bytes > 0 and not model.codes
+    saved = ops.saved_bytes + (quantizer.saved_bytes() if quantizer else 0)
     facts = ModelFacts(
-        source=model.source,
+        source=model.source + ("; held in 16 bits, as stored" if is_narrow else ""),
         dtype=dtype,
         dtype_reason=dtype_reason,
-        weight_bytes=model.weight_bytes - (quantizer.saved_bytes() if quantizer else 0),
+        weight_bytes=model.weight_bytes - saved,
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
         quantization=describe_codes(model.codes, dtype, method) or str(quantizer or ""),
         invariance=describe_invariance(*invariant),
@@ -211,9 +213,6 @@ def choose_ops(
         return _gpu_ops(config, device, quantizer)
     if kernels is None:
         return TorchOps()
-    if dtype is not torch.bfloat16 and not config.asks_for_guesses:
-        return KernelOps(kernels, kernels.tape)
-    # In float32 a row of PyTorch's product depends on the number of rows, which guesses change.
     try:
         return PackedOps(kernels, CpuLinear.load(kernels.tape, dtype=dtype))
     except KernelBuildError:

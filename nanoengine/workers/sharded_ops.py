@@ -42,6 +42,10 @@ class ShardedOps:
     def takes_codes(self) -> bool:
         return self._ops.takes_codes
 
+    @property
+    def saved_bytes(self) -> int:
+        return self._ops.saved_bytes
+
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:

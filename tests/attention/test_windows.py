@@ -234,6 +234,7 @@ def make_driver(path: Path, **settings: Any) -> Driver:
         "max_num_batched_tokens": 16,
         "max_num_seqs": 6,
         "decode_reserve_blocks": 0,
+        "speculative": "off",
     }
     if settings.get("enable_cpu_offload"):
         defaults["kv_offload_gib"] = host_gib(path, 4, 8)

@@ -140,9 +140,10 @@ def test_bits_depend_on_no_drafter(
     "chosen",
     [
         {"dtype": "bfloat16"},
+        {"dtype": "float32"},
         pytest.param({"dtype": "float32", "quantization": "int8"}, marks=pytest.mark.breadth),
     ],
-    ids=["bfloat16", "int8 weights"],
+    ids=["bfloat16", "float32", "int8 weights"],
 )
 def test_who_streams_drafts_by_default_where_no_bit_depends_on_it(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, chosen: dict[str, str]
@@ -184,18 +185,19 @@ def watch_guesses(engine: LLMEngine) -> list[int]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"dtype": "float32"},
         {"kv_offload_dtype": "int8"},
         {"offload_mode": "in_place", "stream_mib_per_step": None},
+        {"attention_backend": "torch"},
     ],
-    ids=["float32", "int8 KV", "in place"],
+    ids=["int8 KV", "in place", "another attention"],
 )
 def test_nobody_drafts_by_default_elsewhere(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    """In fp32 products are PyTorch's; other bits depend on guesses, too, or nothing streams."""
+    """Bits depend on guesses, or nothing streams."""
     use_our_products(monkeypatch)
-    engine = small_engine(tiny("llama"), **SETTINGS | {"dtype": "bfloat16"} | settings)
+    settings = SETTINGS | {"dtype": "bfloat16", "speculative": None} | settings
+    engine = small_engine(tiny("llama"), **settings)
     assert not engine.plan.guesses and not engine.plan.kv.drafts_from
     engine.add_request(PROMPTS[0], PARAMS[0])
     assert engine.scheduler.waiting[0].draft_length is None

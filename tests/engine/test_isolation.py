@@ -57,6 +57,7 @@ def make_driver(path: Path, mode: str, device_blocks: int, host_blocks: int, **m
         "slot_tokens": BLOCK,
         "debug_kv": True,
         "debug_copy_delay_ms": 0.1,
+        "speculative": "off",
     }
     return Driver(LLMEngine(path, **(settings | more)))
 

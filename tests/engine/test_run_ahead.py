@@ -36,6 +36,7 @@ def engine(folder: Path, **settings: Any) -> LLMEngine:
         "kvcache_block_size": BLOCK,
         "max_num_batched_tokens": 32,
         "max_num_seqs": 4,
+        "speculative": "off",
     }
     made = LLMEngine(folder, **(defaults | settings))
     made.runs_ahead = True

@@ -104,8 +104,16 @@ STREAMED: dict[str, Any] = {
 
 
 def small_engine(path: Path, runs_ahead: bool = False, **settings: Any) -> LLMEngine:
-    """fp32 on the CPU in blocks of 8 tokens; 64 of them unless `settings` say otherwise."""
-    defaults = {"kvcache_block_size": 8, "dtype": "float32", "device": "cpu", "num_gpu_blocks": 64}
+    """fp32 on the CPU in blocks of 8 tokens, 64 of them, and no guesses; unless `settings` say
+    otherwise.
+    """
+    defaults = {
+        "kvcache_block_size": 8,
+        "dtype": "float32",
+        "device": "cpu",
+        "num_gpu_blocks": 64,
+        "speculative": "off",
+    }
     made = LLMEngine(path, **(defaults | settings))
     made.runs_ahead = runs_ahead
     return made

@@ -20,7 +20,9 @@ from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import EngineError
+from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.offload import OffloadEngine
@@ -86,8 +88,12 @@ def test_replayed_decoding_moves_no_bit(
 
 
 def test_nothing_is_replayed_with_pytorch_s_products(
-    tiny: Callable[[str], Path], replays: list[int]
+    tiny: Callable[[str], Path], replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def no_products(*_: Any, **__: Any) -> None:
+        raise KernelBuildError("no compiler")
+
+    monkeypatch.setattr(CpuLinear, "load", no_products)
     driver = Driver(LLMEngine(tiny("llama"), kv_cache_gib=0.01, dtype="float32"))
     driver.run(PROMPTS[:2])
     driver.engine.close()

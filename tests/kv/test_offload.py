@@ -62,8 +62,11 @@ def some_ids(seed: int, length: int) -> list[int]:
 
 
 def make_driver(path: Path, host_blocks: int = 0, **settings: Any) -> Driver:
-    """An engine in fp32 with blocks of 8 unless told otherwise; host_blocks turn offload on."""
+    """An engine in fp32 with blocks of 8 and no guesses unless told otherwise; host_blocks turn
+    offload on.
+    """
     defaults: dict[str, Any] = {"kvcache_block_size": BLOCK, "dtype": "float32", "device": "cpu"}
+    defaults |= {"speculative": "off"}
     settings = defaults | settings
     if settings.get("enable_cpu_offload"):
         blocks = host_blocks or 200

@@ -47,6 +47,7 @@ def make_driver(
         "slot_tokens": BLOCK,
         "debug_kv": True,
         "debug_copy_delay_ms": 0.05,
+        "speculative": "off",
     }
     return Driver(LLMEngine(path, **(settings | more)))
 

@@ -228,6 +228,7 @@ Answer = tuple[list[int], list[torch.Tensor]]  # tokens and the logits that each
 
 def answers(path: Path, length: int, prompts: list[list[int]], **settings: Any) -> list[Answer]:
     defaults = {"num_gpu_blocks": 96, "kvcache_block_size": 8, "dtype": "float32", "device": "cpu"}
+    defaults |= {"speculative": "off"}
     driver = Driver(LLMEngine(path, max_model_len=length, **(defaults | settings)))
     found = [(o.outputs[0].token_ids, driver.logits[o.request_id]) for o in driver.run(prompts)]
     driver.engine.close()

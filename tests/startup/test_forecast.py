@@ -132,6 +132,18 @@ def test_a_cpu_takes_its_own_dtype() -> None:
     assert forecaster(hardware, dtype="bfloat16").forecast(1000).plan.kv.dtype is torch.bfloat16
 
 
+def test_a_cpu_holds_weights_of_16_bits_in_these() -> None:
+    """Also where it computes in float32; a GPU in float32 does not."""
+    stored = replace(LLAMA_8B, stored_dtype="bfloat16")
+    for gpu_bytes, ratio in ((0, 0.5), (80 * GIB, 1)):
+        hardware = Hardware(gpu_bytes, 64 * GIB, 300.0, 25.0)
+        wide, narrow = (
+            forecaster(hardware, model, dtype="float32").forecast(1000).plan.weight_bytes
+            for model in (LLAMA_8B, stored)
+        )
+        assert narrow == ratio * wide
+
+
 def test_no_memory_is_an_error() -> None:
     with pytest.raises(OutOfMemoryError, match="take a smaller model, or a larger RAM"):
         forecaster(Hardware(0, GIB, 20.0, 25.0)).forecast(None)
