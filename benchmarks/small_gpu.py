@@ -6,11 +6,11 @@ Measures nothing: speeds follow from the bandwidths in CARDS, and the page says 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nanoengine.config.engine import GIB, make_config
-from nanoengine.config.model import ModelConfig, RopeConfig
-from nanoengine.startup.forecast import Forecast, Forecaster, Hardware
+from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.startup.forecast import CodeCounts, Forecast, Forecaster, Hardware
 from nanoengine.startup.plan import gib_up
 
 # Name -> GiB of memory, GB/s at which it is read.
@@ -40,11 +40,58 @@ LLAMA_3B = replace(
     num_heads=24,
     tie_word_embeddings=True,
 )
-# Name, shape, quantization of the weights, cards.
+QWEN3_30B_A3B = ModelConfig(
+    architecture="Qwen3MoeForCausalLM",
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_layers=48,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    max_position=262144,
+    tie_word_embeddings=False,
+    rope=RopeConfig(10000000.0),
+    experts=ExpertsConfig(128, 8, 768, renormalises=True),
+)
+GPT_OSS_20B = ModelConfig(
+    architecture="GptOssForCausalLM",
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_layers=24,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    rms_norm_eps=1e-5,
+    max_position=131072,
+    tie_word_embeddings=False,
+    rope=RopeConfig(150000.0),
+    windows=tuple(128 if layer % 2 == 0 else None for layer in range(24)),
+    experts=ExpertsConfig(32, 4, 2880, renormalises=True, has_bias=True),
+    codes="MXFP4",
+)
+# llama.cpp's Q4_K_M: v and down of every other layer are Q6_K, and so is the head.
+Q4_K_M: CodeCounts = {"layers": {"Q4_K": 85, "Q6_K": 15}, "ends": {"Q4_K": 1, "Q6_K": 1}}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its weights are held, and the cards that it is shown for."""
+
+    name: str
+    shape: ModelConfig
+    cards: tuple[str, ...]
+    codes: CodeCounts | None = None
+
+
 ROWS = (
-    ("Llama 3.2 3B, bfloat16", LLAMA_3B, None, ("16 GB",)),
-    ("Llama 3.1 8B, int8", LLAMA_8B, "int8", ("16 GB", "24 GB")),
-    ("Llama 3.1 8B, bfloat16", LLAMA_8B, None, ("24 GB",)),
+    Model("Llama 3.2 3B, bfloat16", LLAMA_3B, ("16 GB",)),
+    Model("Llama 3.1 8B, Q4_K_M", LLAMA_8B, ("16 GB", "24 GB"), Q4_K_M),
+    Model("gpt-oss 20B, MXFP4", GPT_OSS_20B, ("16 GB", "24 GB")),
+    Model("Llama 3.1 8B, bfloat16", LLAMA_8B, ("24 GB",)),
+    Model("Qwen3 30B-A3B, Q4_K_M", QWEN3_30B_A3B, ("24 GB",), Q4_K_M),
 )
 
 
@@ -52,36 +99,32 @@ def table() -> Iterator[str]:
     """The lines of the table in Markdown."""
     yield "| GPU | model | tokens | on the GPU | RAM | int8 RAM | tok/s | tok/s with int8 RAM |"
     yield "|---|---|---|---|---|---|---|---|"
-    for name, model, quantization, cards in ROWS:
-        for card in cards:
+    for model in ROWS:
+        for card in model.cards:
             for context in CONTEXTS:
-                yield _row(card, name, model, quantization, context)
+                yield _row(card, model, context)
 
 
-def _row(card: str, name: str, model: ModelConfig, quantization: str | None, context: int) -> str:
-    plain = forecast(card, model, quantization, context)
+def _row(card: str, model: Model, context: int) -> str:
+    plain = forecast(card, model, context)
     kv = plain.plan.kv
-    start = f"| {card} | {name} | {context:,} | {kv.num_blocks * kv.block_size:,} |"
+    start = f"| {card} | {model.name} | {context:,} | {kv.num_blocks * kv.block_size:,} |"
     if not kv.num_host_blocks:
         return f"{start} 0 | | {plain.tokens_per_s:.1f} | |"
-    small = forecast(card, model, quantization, context, "int8")
+    small = forecast(card, model, context, "int8")
     gib, small_gib = (gib_up(made.plan.kv.host_bytes_for(context)) for made in (plain, small))
     speeds = f"{plain.tokens_per_s:.1f} | {small.tokens_per_s:.1f}"
     return f"{start} {gib:.1f} GiB | {small_gib:.1f} GiB | {speeds} |"
 
 
-def forecast(
-    card: str,
-    model: ModelConfig,
-    quantization: str | None,
-    context: int,
-    kv_offload_dtype: str | None = None,
-) -> Forecast:
+def forecast(card: str, model: Model, context: int, kv_dtype: str | None = None) -> Forecast:
     """What the plan says of a model on a card."""
     gib, read_gb_per_s = CARDS[card]
     hardware = Hardware(gib * GIB, RAM_GIB * GIB, read_gb_per_s, LINK_GB_PER_S)
-    settings = {"quantization": quantization, "kv_offload_dtype": kv_offload_dtype}
-    made = Forecaster(make_config("shapes", settings), model, hardware).forecast(context)
+    quantization = "gguf" if model.codes else None
+    settings = {"quantization": quantization, "kv_offload_dtype": kv_dtype}
+    config = make_config("shapes", settings)
+    made = Forecaster(config, model.shape, hardware, model.codes).forecast(context)
     assert not made.refusal, made.refusal
     return made
 

@@ -5,13 +5,15 @@
 Parity and isolation on the device, what the stream checker saw, the link, and the measurements of
 the other files here. Rows name the attention that ran and, where a faster one was not taken, why.
 `--device cpu` rehearses all of it in small shapes.
-Needs torch, transformers, safetensors, xxhash, tqdm and numpy, and no network.
+Needs torch, transformers, safetensors, xxhash, tqdm and numpy, gguf for rows of codes, and no
+network.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -24,6 +26,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+if any(argument.endswith("cpu") for argument in sys.argv[1:]):
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, by transformers
+
 import torch
 import transformers
 
@@ -32,9 +37,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from checkpoints import TINY, reference, reference_greedy
+from coded import coded_checkpoint
 from driver import Driver
 
 import nanoengine
+from benchmarks.gpu.gpu_codes import coded_products
 from benchmarks.gpu.gpu_drafts import drafts, resident_drafts, sharing
 from benchmarks.gpu.gpu_host import host_attention
 from benchmarks.gpu.gpu_kernels import kernels, prefill_share, verify_rows
@@ -70,7 +77,10 @@ LIMITS = {
     "drafts": 300.0,
     "resident_drafts": 240.0,
     "long_context": 300.0,
+    "coded_products": 400.0,  # most of it to compile
 }
+# The formats of the layers of a checkpoint, and of its ends.
+MIXED = {"embed": "Q8_0", "lm_head": "Q5_0", "v_proj": "INT4", "down": "MXFP4", "_proj": "Q4_1"}
 # A fixed share of the link: measured, it would cut up the work differently from run to run.
 STREAM: dict[str, Any] = {
     "stream_mib_per_step": 1024.0,
@@ -117,10 +127,15 @@ def are_greedy(folder: Path, answers: list[list[int]], num_out: int) -> bool:
 
 
 def parity(
-    folder: Path, scale: Scale, rings: Sequence[int] = (2, 3, 4), **others: Any
+    folder: Path,
+    scale: Scale,
+    rings: Sequence[int] = (2, 3, 4),
+    numbers: Path | None = None,
+    **others: Any,
 ) -> dict[str, Any]:
     """fp32 greedy ids against transformers on the CPU: resident, and streamed with these rings,
-    delays before copies. others: settings.
+    delays before copies. numbers: the model that transformers reads, if not the same. others:
+    settings.
     """
     result: dict[str, Any] = {}
     for ring in (0, *rings):
@@ -129,10 +144,12 @@ def parity(
         made = engine(folder, scale.device, dtype="float32", **(settings | others))
         driver = Driver(made)
         outputs = driver.run(prompts(), scale.greedy)
-        equal = are_greedy(folder, [o.outputs[0].token_ids for o in outputs], scale.num_out)
+        ids = [o.outputs[0].token_ids for o in outputs]
+        equal = are_greedy(numbers or folder, ids, scale.num_out)
         result[f"ring_{ring}" if ring else "resident"] = {
             "ids_equal": equal,
             "attention": made.plan.attention,
+            "weights": made.plan.quantization,
             "guessed": sum(o.metrics.num_guessed for o in outputs if o.metrics is not None),
             "h2d_bytes": made.kv.counters.h2d_bytes,
             "checked_accesses": getattr(made.device, "num_checked", 0),
@@ -141,6 +158,12 @@ def parity(
         }
         made.close()
     return result
+
+
+def parity_codes(folder: Path, target: Path, scale: Scale) -> dict[str, Any]:
+    """The same with weights that stay codes, whose numbers transformers reads."""
+    codes, numbers = coded_checkpoint(folder, target, MIXED)
+    return parity(codes, scale, (2,), numbers)
 
 
 def parity_with_drafts(folder: Path, scale: Scale) -> dict[str, Any]:
@@ -404,6 +427,7 @@ def make_rows(
         "checks": {
             "parity_llama": lambda: parity(llama, scale),
             "parity_llama_sdpa": lambda: parity(llama, scale, (2,), attention_backend="sdpa"),
+            "parity_codes": lambda: parity_codes(llama, folder, scale),
             "parity_with_drafts": lambda: parity_with_drafts(llama, scale),
             "parity_qwen3": lambda: parity(qwen, scale),
             "parity_smollm3": lambda: parity(smollm3, scale),
@@ -426,6 +450,7 @@ def make_rows(
             "verify_rows": lambda: verify_rows(large, scale),
             "host_attention": lambda: host_attention(scale),
             "kernels": lambda: kernels(scale),
+            "coded_products": lambda: coded_products(scale, read_speed()),
         },
         "speeds": {
             "resident_decode": lambda: resident_decode(large, scale, read_speed()),

@@ -103,6 +103,8 @@ def save(result: Result, file: Path | None) -> None:
 
 def is_ok(result: Result, names: list[str]) -> bool:
     """Whether no row failed, and no row or part of one says that it is not ok."""
-    dicts = [result[name] for name in names if isinstance(result.get(name), dict)]
+    found = [result[name] for name in names if name in result]
+    each = [row for rows in found for row in (rows if isinstance(rows, list) else [rows])]
+    dicts = [row for row in each if isinstance(row, dict)]
     parts = [part for each in dicts for part in (each, *each.values()) if isinstance(part, dict)]
     return not result["failed"] and all(part.get("ok", True) for part in parts)

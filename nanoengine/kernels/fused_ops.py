@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Protocol, TypeGuard
 
 import torch
@@ -16,10 +17,19 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import ACTIVATIONS, CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
-from nanoengine.models.experts import ON_A_GPU, GroupedExperts, MixtureWeights, RouterWeights
+from nanoengine.models.experts import (
+    ON_A_GPU,
+    CodedExpert,
+    ExpertWeights,
+    GroupedExperts,
+    Map,
+    MixtureWeights,
+    Router,
+    RouterWeights,
+)
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, NormedProduct, Product
 from nanoengine.models.quant import Quantizer
-from nanoengine.models.stored_codes import Weight, numbers_of
+from nanoengine.models.stored_codes import CodedWeight, Weight, numbers_of
 from nanoengine.models.torch_ops import TorchOps
 
 
@@ -232,28 +242,84 @@ class GpuKernels(Kernels, Protocol):
         ...
 
 
+class GpuProduct(Protocol):
+    """A product with a weight of codes, documented in CodedProduct of triton_codes.py."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def in_float(self, x: Tensor) -> Tensor: ...
+    def gather_rows(self, token_ids: Tensor) -> Tensor: ...
+
+
+class GpuProducts(Protocol):
+    """Makes products with weights of codes, documented in TritonCodes."""
+
+    def pack(self, weight: CodedWeight, bias: Tensor | None = None) -> GpuProduct: ...
+    def experts(
+        self, router: Router, weights: list[CodedExpert], gated: Map, before: Map | None
+    ) -> Map: ...
+
+
 class GpuOps(KernelOps):
-    """PyTorch's products with fused kernels between them: a sum and the norm after it are one."""
+    """PyTorch's products, and our own of codes, with fused kernels between them: a sum and the norm
+    after it are one.
+    """
 
     _kernels: GpuKernels
 
     def __init__(
-        self, kernels: GpuKernels, graphs: Graphs | None, quantizer: Quantizer | None = None
+        self,
+        kernels: GpuKernels,
+        graphs: Graphs | None,
+        products: GpuProducts,
+        quantizer: Quantizer | None = None,
     ) -> None:
         """graphs: None: no step is replayed."""
         super().__init__(kernels, graphs, quantizer)
         self._graphs = graphs
+        self._products = products
+        self.takes_codes = quantizer is None
+
+    def _linear(
+        self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
+    ) -> Product:
+        if isinstance(weight, Tensor):
+            return super()._linear(weight, bias, norm, quantized)
+        return self._normed(norm, self._products.pack(weight, bias))
+
+    def head(self, weight: Weight, norm: Norm | None) -> Product:
+        return self.tied(weight, norm)[1]
+
+    def embedding(self, weight: Weight) -> Embed:
+        if isinstance(weight, Tensor):
+            return super().embedding(weight)
+        return self._products.pack(weight).gather_rows
+
+    def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
+        """The head of codes gives the fp32 sums."""
+        if isinstance(weight, Tensor):
+            return self.embedding(weight), super().head(weight, norm)
+        packed = self._products.pack(weight)
+        return packed.gather_rows, self._normed(norm, packed.in_float)
 
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
-        if self._quantizer is not None or weights.router.weight.dtype is not torch.bfloat16:
-            raise ConfigError(ON_A_GPU)
         router, gated = make_router(self, config, weights), self.gated(activation)
         before = norm_of_experts(self, weights, norm)
-        experts = GroupedExperts(router, weights.experts, config.count, gated, before)
-        return finish_experts(self, experts, weights, norm, activation)
+        others = iter(weights.experts)
+        first = next(others)
+        stored: Iterable[ExpertWeights] = chain((first,), others)
+        if CodedExpert.of(first) is not None:
+            stored = list(stored)  # a layer of them, as codes
+            coded = [found for each in stored if (found := CodedExpert.of(each)) is not None]
+            if len(coded) == config.count and len({each.formats for each in coded}) == 1:
+                experts = self._products.experts(router, coded, gated, before)
+                return finish_experts(self, experts, weights, norm, activation)
+        if self._quantizer is not None or weights.router.weight.dtype is not torch.bfloat16:
+            raise ConfigError(ON_A_GPU)
+        grouped = GroupedExperts(router, stored, config.count, gated, before)
+        return finish_experts(self, grouped, weights, norm, activation)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

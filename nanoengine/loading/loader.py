@@ -116,7 +116,11 @@ class _FinalWeights:
         self.codes = Counter[str]()
 
     def weight(self, name: str, stored: Weight) -> Weight:
-        weight = self._made(name, stored) if isinstance(stored, torch.Tensor) else stored
+        weight = (
+            self._made(name, stored)
+            if isinstance(stored, torch.Tensor)
+            else stored.to(self._device)
+        )
         self.num_bytes += weight.nbytes
         if isinstance(weight, CodedWeight):
             self.codes.update(weight.formats)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nanoengine.config.model import ExpertsConfig
-from nanoengine.models.stored_codes import Weight, numbers_of
+from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, joined, numbers_of
 
 Map = Callable[[Tensor], Tensor]  # [rows, a] -> [rows, b]
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [rows, hidden] -> as `route`
@@ -31,6 +31,30 @@ class ExpertWeights:
     up: Weight
     down: Weight
     biases: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CodedExpert:
+    """An expert of codes: gate_up is [2 x inner, hidden], down is [hidden, inner]."""
+
+    gate_up: CodedRows
+    down: CodedRows
+    biases: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, weights: ExpertWeights) -> CodedExpert | None:
+        """None if its weights are no codes, or gate and up of two formats."""
+        both, down = _only_rows(joined([weights.gate, weights.up])), _only_rows(weights.down)
+        if both is None or down is None:
+            return None
+        if weights.biases is None:
+            return cls(both, down, None)
+        return cls(both, down, (torch.cat(weights.biases[:2]), weights.biases[2]))
+
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Of both weights."""
+        return self.gate_up.format, self.down.format
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +217,11 @@ def _sigmoid(logits: Tensor) -> Tensor:
 # By ExpertsConfig.scoring. The softmax is over all experts; divided by the sum of the chosen, it is
 # the softmax over these.
 SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": _sigmoid}
+
+
+def _only_rows(weight: Weight) -> CodedRows | None:
+    parts = weight.parts if isinstance(weight, CodedWeight) else (weight,)
+    return parts[0] if len(parts) == 1 and isinstance(parts[0], CodedRows) else None
 
 
 def add_up(parts: Tensor, weights: Tensor) -> Tensor:

@@ -110,8 +110,15 @@ class CodedWeight:
         for part in self.parts:
             rows = _rows(part)
             first = sum(len(_rows(before)) for before in taken)
-            taken.append(_like(part, rows[order[first : first + len(rows)] - first]))
+            here = order[first : first + len(rows)] - first
+            taken.append(_like(part, rows[here.to(rows.device)]))
         return replace(self, parts=tuple(taken))
+
+    def to(self, device: torch.device) -> CodedWeight:
+        """The same on a device."""
+        return replace(
+            self, parts=tuple(_like(part, _rows(part).to(device)) for part in self.parts)
+        )
 
     def __getitem__(self, rows: slice) -> CodedWeight:
         """These rows."""
@@ -205,7 +212,7 @@ def _of_gguf(name: str, rows: Tensor) -> Tensor:
     import gguf  # 0.3 s to import, and needed only where no kernel reads codes
 
     kind = gguf.GGMLQuantizationType[name]
-    return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind))
+    return torch.from_numpy(gguf.quants.dequantize(rows.cpu().numpy(), kind)).to(rows.device)
 
 
 def _rows(part: CodedRows | Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.make_codes import EMBEDDINGS, METHODS, made_format
-from nanoengine.models.quant import RECOVERED, STORED_GROUP
 from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
 from nanoengine.models.weight_shapes import weight_shapes
@@ -149,17 +148,16 @@ class Forecaster:
         self._dtype = dtype
         self._held_dtype = held_dtype(model, dtype, hardware)
         itemsize, method = self._held_dtype.itemsize, config.quantization
-        on_cpu = hardware.name == "cpu"
-        is_plain = dtype is torch.bfloat16 and method is None
-        if hardware.gpu_bytes and model.experts is not None and not is_plain:
+        is_plain = method is None and (dtype is torch.bfloat16 or model.codes)
+        if hardware.gpu_bytes and model.experts is not None and not (is_plain or codes):
             raise ConfigError(ON_A_GPU)
         self._codes = codes
-        each = _bytes_of_weights(codes or {}, itemsize, on_cpu)
+        each = _bytes_of_weights(codes or {}, itemsize)
         each["numbers"] = float(dtype.itemsize)  # those of codes fit no 16 bits
-        if on_cpu and model.codes:
+        if model.codes:
             kept = ("experts",) if model.codes == "MXFP4" else ("experts", "others")
             each |= dict.fromkeys(kept, HELD_BYTES[model.codes] / FORMATS[model.codes][0])
-        found = bytes_by_name(model, itemsize, method, each, on_cpu)
+        found = bytes_by_name(model, itemsize, method, each, hardware.name == "cpu")
         shares = dict.fromkeys(found, 1.0)
         if model.experts is not None:
             share = model.experts.top_k / model.experts.count
@@ -344,14 +342,12 @@ def held_dtype(model: ModelConfig, dtype: torch.dtype, hardware: Hardware) -> to
     return getattr(torch, model.stored_dtype) if is_narrow and hardware.name == "cpu" else dtype
 
 
-def _bytes_of_weights(codes: CodeCounts, itemsize: int, on_cpu: bool) -> dict[str, float]:
+def _bytes_of_weights(codes: CodeCounts, itemsize: int) -> dict[str, float]:
     """Of a weight with quantization="gguf", on average, in "layers" and in "ends"."""
-    sizes = dict.fromkeys(RECOVERED, 0.5 + 2 * itemsize / STORED_GROUP)
-    if on_cpu:
-        sizes = {name: HELD_BYTES[name] / weights for name, (weights, _) in FORMATS.items()}
+    sizes = {name: HELD_BYTES[name] / weights for name, (weights, _) in FORMATS.items()}
     found = dict.fromkeys(("layers", "ends"), float(itemsize))
     for place, counts in codes.items():
-        if counts and (on_cpu or place == "layers"):
+        if counts:
             num_bytes = sum(n * sizes.get(name, itemsize) for name, n in counts.items())
             found[place] = num_bytes / sum(counts.values())
     return found

@@ -88,7 +88,7 @@ def load_parts(
 
     sharding: None loads the whole model.
     """
-    folder = find_folder(config, device)
+    folder = find_folder(config)
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
     with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
@@ -110,10 +110,9 @@ def usable_settings(config: EngineConfig, parts: ComputeParts, device: Device) -
     return config
 
 
-def find_folder(config: EngineConfig, device: Device) -> Path:
-    """The folder of the model, see `find_model`: on a CPU with its codes if these are asked for."""
-    keeps_codes = config.quantization == "gguf" and device.name == "cpu"
-    return find_model(config.model, config.load_format, keeps_codes)
+def find_folder(config: EngineConfig) -> Path:
+    """The folder of the model, see `find_model`: with its codes if these are asked for."""
+    return find_model(config.model, config.load_format, config.quantization == "gguf")
 
 
 def load_compute_parts(
@@ -123,10 +122,10 @@ def load_compute_parts(
     dtype, dtype_reason = choose_dtype(config, device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
     method, quantizer = config.quantization, None
-    if method is not None and device.name != "cpu":
-        quantizer = Quantizer(method, device.torch_device, dtype)
     ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
     if ops is None:
+        if method is not None and device.name != "cpu":
+            quantizer = Quantizer(method, device.torch_device, dtype)
         ops = choose_ops(config, device, kernels, dtype, quantizer)
     model = load_model(
         folder,
@@ -226,13 +225,16 @@ def _code_ops(
     kernels: CpuKernels | str,
     dtype: torch.dtype,
 ) -> LayerOps | None:
-    """Operations that multiply with codes, on a CPU where weights are; None where none can.
+    """Operations that multiply with codes, where weights are; None where none can.
 
     kernels: or the reason for having none. Raises ConfigError if `quantization` needs them.
     """
     method = config.quantization
-    if device.name != "cpu" or (method is None and not holds_codes(folder)):
+    if (method is None or (method == "gguf" and device.name != "cpu")) and not holds_codes(folder):
         return None
+    if device.name != "cpu":
+        ops = None if method in METHODS else choose_ops(config, device, None, dtype, None)
+        return ops if ops is not None and ops.takes_codes else None
     if not isinstance(kernels, str):
         try:
             products = CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True)
@@ -261,12 +263,13 @@ def _lacks_kernels(method: str, reason: str) -> str:
 
 def _gpu_ops(config: EngineConfig, device: Device, quantizer: Quantizer | None) -> LayerOps:
     try:
-        from nanoengine.kernels.triton_kernels import TritonKernels  # comes with a GPU's PyTorch
+        from nanoengine.kernels.triton_codes import TritonCodes  # comes with a GPU's PyTorch
+        from nanoengine.kernels.triton_kernels import TritonKernels
     except ImportError:
         return TorchOps(quantizer)
     vendor = None if config.enforce_eager else find_graphs(device.torch_device)
     graphs = None if vendor is None else CudaGraphs(vendor)
-    return GpuOps(TritonKernels(), graphs, quantizer)
+    return GpuOps(TritonKernels(), graphs, TritonCodes(), quantizer)
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:

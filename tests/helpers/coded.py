@@ -1,14 +1,22 @@
-"""Weights as codes, made of random bytes."""
+"""Weights as codes, made of random bytes, and checkpoints of them."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
-from nanoengine.models.stored_codes import FORMATS, INTEGERS, CodedRows, CodedWeight
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS, INTEGERS, CodedRows, CodedWeight
 
 # Bytes of a block where its float16 numbers are.
-HALVES = {name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0") else (0, 2) for name in FORMATS}
+HALVES: dict[str, tuple[int, ...]] = {
+    name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0") else (0, 2) for name in FORMATS
+}
 HALVES |= {"Q6_K": (208,), "MXFP4": (), "INT4": (0,), "INT8": (0,)}
 
 
@@ -31,3 +39,38 @@ def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRow
 
 def random_weight(name: str, outputs: int, inputs: int, dtype: torch.dtype) -> CodedWeight:
     return CodedWeight((random_rows(name, outputs, inputs),), dtype)
+
+
+def coded_checkpoint(source: Path, target: Path, formats: Mapping[str, str]) -> tuple[Path, Path]:
+    """A checkpoint with random codes for the matrices whose names have these parts (the first of
+    them counts) and that have whole blocks, and the same with the numbers that they stand for.
+    """
+    ours, theirs = target / "codes", target / "numbers"
+    for folder in (ours, theirs):
+        shutil.copytree(source, folder)
+    stored = load_file(source / "model.safetensors")
+    plain, held = dict(stored), {}
+    for seed, (name, tensor) in enumerate(stored.items()):
+        for part, kind in formats.items():
+            is_matrix = name.endswith(".weight") and tensor.dim() == 2 and name not in held
+            if part in name and is_matrix and tensor.shape[1] % FORMATS[kind][0] == 0:
+                coded = _of_size(random_rows(kind, len(tensor), tensor.shape[1], seed), 0.1)
+                held[name], stored[name] = kind, coded.rows
+                plain[name] = coded.numbers(torch.float32)
+    assert held
+    about = {"format": "pt", CODES_KEY: json.dumps(held)}
+    save_file(stored, ours / "model.safetensors", about)
+    save_file(plain, theirs / "model.safetensors", {"format": "pt"})
+    return ours, theirs
+
+
+def _of_size(coded: CodedRows, size: float) -> CodedRows:
+    """With other scales, so that the root mean square of its numbers is about `size`."""
+    blocks = coded.rows.view(-1, FORMATS[coded.format][1])
+    times = size / coded.numbers(torch.float32).square().mean().sqrt()
+    if coded.format == "MXFP4":
+        blocks[:, 0] += int(times.log2().round().item()) % 256
+    for at in HALVES[coded.format]:
+        halves = blocks[:, at : at + 2].contiguous().view(torch.float16)
+        blocks[:, at : at + 2] = (halves * times).half().view(torch.uint8)
+    return coded

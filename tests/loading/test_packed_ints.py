@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, assert_logits_are_transformers, small_engine
-from marks import named, needs_compiler
+from marks import named, needs_compiler, needs_no_gpu
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanoengine import SamplingParams
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packed_ints import PackedReader, packed_format
@@ -144,6 +145,22 @@ def test_answers_are_those_of_the_numbers(
         line = f"codes as stored: 7 of INT{bits}; the rest in float32"
     assert line in str(driver.engine.plan)
     driver.engine.close()
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("kind", named({kind: kind for kind in KINDS}, "awq"))
+def test_they_stay_packed_on_a_gpu(tiny: Tiny, tmp_path: Path, kind: str) -> None:
+    virtual_gpu = pytest.importorskip("virtual_gpu", reason="Triton is not installed")
+    ours, theirs = both_kinds(tiny, "llama-bias", KINDS[kind], tmp_path)
+    with virtual_gpu.VirtualGpu():
+        settings = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
+        greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        driver = Driver(small_engine(ours, device="cuda", **settings))
+        outputs = driver.run([[7 * i % 256 for i in range(20)]], greedy)
+        has_codes = not KINDS[kind].get("desc_act")
+        assert ("codes as stored: 7 of INT" in str(driver.engine.plan)) is has_codes
+        driver.engine.close()
+    assert_logits_are_transformers(driver, theirs, outputs)
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq"])

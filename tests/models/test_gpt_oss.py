@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import reference
-from driver import Driver, assert_greedy, assert_logits_are_transformers
-from marks import needs_compiler
+from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
+from marks import needs_compiler, needs_no_gpu
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -35,6 +36,7 @@ Tiny = Callable[[str], Path]
 MXFP4_NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 PROMPTS = [[7, 9, 5] * 9, [i * 7 % 256 for i in range(60)], [3], [7, 9, 5] * 9]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SMALL = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -106,6 +108,21 @@ def test_experts_in_mxfp4(
         planned = json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"]
         assert planned == pytest.approx(driver.engine.plan.weight_bytes, rel=0.01)
     driver.engine.close()
+
+
+@needs_no_gpu
+def test_experts_in_mxfp4_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
+    """They stay codes there, too, and answers are those of the numbers."""
+    virtual_gpu = pytest.importorskip("virtual_gpu", reason="Triton is not installed")
+    packed, plain = both_kinds(tiny, tmp_path)
+    with virtual_gpu.VirtualGpu():
+        engine = small_engine(packed, device="cuda", **SMALL)
+        assert "codes as stored: 45 of MXFP4; the rest in float32" in str(engine.plan)
+        driver = Driver(engine)
+        outputs = driver.run(PROMPTS[:1], replace(GREEDY, max_tokens=3))
+        engine.close()
+    assert_greedy(plain, PROMPTS[:1], outputs, 3)
+    assert_logits_are_transformers(driver, plain, outputs)
 
 
 def drop_scales(tensors: dict[str, torch.Tensor], name: str) -> None:

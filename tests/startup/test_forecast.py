@@ -12,9 +12,9 @@ import torch
 
 from benchmarks import small_gpu
 from nanoengine.config.engine import GIB, EngineConfig, make_config
-from nanoengine.config.model import DeltaConfig, ModelConfig
-from nanoengine.errors import OutOfMemoryError
-from nanoengine.startup.forecast import Forecaster, Hardware
+from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig
+from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.startup.forecast import READ_EFFICIENCY, Forecaster, Hardware
 
 ROOT = Path(__file__).parents[2]
 LLAMA_8B = replace(small_gpu.LLAMA_8B, max_position=1 << 20)
@@ -111,18 +111,39 @@ def test_fewer_bits_are_less_weight() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.7 * sizes[1] > 2.5 * sizes[3]
 
 
-def test_what_a_checkpoint_has_packed_stays_so_on_a_cpu() -> None:
-    """All matrices of layers, 5 bits a weight; on a GPU they are numbers."""
+def test_what_a_checkpoint_has_packed_stays_so() -> None:
+    """All matrices of layers, 5 bits a weight."""
     packed, matrices = (
         replace(LLAMA_8B, codes="INT4"),
         32 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096,
     )
-    for gpu_bytes, saved in ((0, matrices * (2 - 20 / 32)), (80 * GIB, 0)):
+    for gpu_bytes in (0, 80 * GIB):
         sizes = [
             forecaster(Hardware(gpu_bytes, 64 * GIB, 300.0, 25.0), model).forecast(1000)
             for model in (LLAMA_8B, packed)
         ]
-        assert sizes[0].plan.weight_bytes - sizes[1].plan.weight_bytes == saved
+        assert sizes[0].plan.weight_bytes - sizes[1].plan.weight_bytes == matrices * (2 - 20 / 32)
+
+
+def test_an_embedding_in_codes_is_no_longer_than_it_is() -> None:
+    """A step reads the head and all layers, and a row of the embedding."""
+    hardware, codes = Hardware(80 * GIB, GIB, 300.0, 25.0), {"ends": {"Q8_0": 1}}
+    settings = EngineConfig("m", quantization="gguf")
+    plain = forecaster(hardware).forecast(1000)
+    coded = Forecaster(settings, LLAMA_8B, hardware, codes).forecast(1000)
+    less = (1 / plain.tokens_per_s - 1 / coded.tokens_per_s) * 300e9 * READ_EFFICIENCY
+    assert less == pytest.approx(128256 * 4096 * (2 - 34 / 32), rel=0.01)
+
+
+def test_experts_in_codes_have_any_dtype_on_a_gpu() -> None:
+    hardware = Hardware(80 * GIB, GIB, 300.0, 25.0)
+    experts = ExpertsConfig(8, 2, 512, renormalises=True)
+    model = replace(LLAMA_8B, architecture="MixtralForCausalLM", experts=experts)
+    with pytest.raises(ConfigError, match="in bfloat16 only"):
+        forecaster(hardware, model, dtype="float16")
+    forecaster(hardware, replace(model, codes="MXFP4"), dtype="float16")
+    config = EngineConfig("m", dtype="float16", quantization="gguf")
+    Forecaster(config, model, hardware, {"layers": {"Q4_0": 1}})
 
 
 def test_a_cpu_takes_its_own_dtype() -> None:

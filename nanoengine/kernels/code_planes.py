@@ -1,0 +1,185 @@
+"""Codes of a weight in the layout that a GPU reads: planes of words, outputs side by side.
+
+A file stores an output as blocks, one after the other. Here the same field of all outputs lies side
+by side, so that neighbouring threads read neighbouring words: [k / (weights of a word), outputs].
+Nothing is rounded, and no byte more is held than in CodedRows.held_bytes, but for the outputs that
+fill the last PAD. What the fields of a block are: gguf-py's quants.py and llama.cpp's
+ggml-quants.c.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanoengine.models.stored_codes import FORMATS, CodedRows
+
+PAD = 16  # outputs: every row of a plane begins at a multiple of 16 bytes
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """The bytes of a block where each field begins and ends. halves: numbers of 16 bits (MXFP4: a
+    power of two, of 8); codes: the lowest 4 bits of each weight, or all 8, and `run` the weights
+    whose halves of a byte lie side by side; high: the others.
+    """
+
+    halves: slice
+    codes: slice
+    run: int = 16
+    high: slice | None = None
+    scales: slice | None = None
+
+
+_FIELDS = {
+    "Q4_0": _Fields(slice(0, 2), slice(2, 18)),
+    "Q4_1": _Fields(slice(0, 4), slice(4, 20)),
+    "Q5_0": _Fields(slice(0, 2), slice(6, 22), high=slice(2, 6)),
+    "Q5_1": _Fields(slice(0, 4), slice(8, 24), high=slice(4, 8)),
+    "Q8_0": _Fields(slice(0, 2), slice(2, 34)),
+    "Q4_K": _Fields(slice(0, 4), slice(16, 144), 32, scales=slice(4, 16)),
+    "Q5_K": _Fields(slice(0, 4), slice(48, 176), 32, slice(16, 48), slice(4, 16)),
+    "Q6_K": _Fields(slice(208, 210), slice(0, 128), 64, slice(128, 192), slice(192, 208)),
+    "MXFP4": _Fields(slice(0, 1), slice(1, 17)),
+    "INT4": _Fields(slice(0, 4), slice(4, 20)),
+    "INT8": _Fields(slice(0, 4), slice(4, 36)),
+}
+IN_BYTES = ("Q8_0", "INT8")  # whose codes are bytes with a sign
+
+
+@dataclass(frozen=True, slots=True)
+class CodePlanes:
+    """Rows of a weight, each plane int32 [rows of the plane, outputs padded], experts one after
+    another. A word holds fields of neighbouring weights, the first one lowest.
+
+    codes: words of 8 weights, 4 bits each, or of 4 bytes; high: words of the fifth bits of 32
+    weights, or of the fifth and sixth of 16; halves: words of the two numbers of 16 bits of a
+    block, or where it has one, of two blocks (of Q6_K, of two outputs); scales: 3 words for a block
+    of Q4_K or Q5_K, see `_six_bits`, or words of the scales of 64 weights of Q6_K, 8 bits each.
+    """
+
+    format: str
+    outputs: int
+    inputs: int
+    codes: Tensor
+    high: Tensor | None
+    halves: Tensor
+    scales: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The planes."""
+        return self.codes, self.high, self.halves, self.scales
+
+    @property
+    def stride(self) -> int:
+        """Words of a row of a plane."""
+        return self.codes.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in memory."""
+        return sum(plane.nbytes for plane in self.tensors if plane is not None)
+
+
+def planes_of(experts: list[CodedRows]) -> CodePlanes:
+    """The planes of weights of one format and shape, on the device of their rows."""
+    first = experts[0]
+    outputs, held = len(first.rows), -(-len(first.rows) // PAD) * PAD
+    made: list[Tensor] = []
+    for index, expert in enumerate(experts):
+        for start in range(0, held, _ROWS_AT_ONCE):
+            rows = expert.rows[start : start + _ROWS_AT_ONCE]
+            width = min(held - start, _ROWS_AT_ONCE)
+            pieces = _pieces(first.format, functional.pad(rows, (0, 0, 0, width - len(rows))))
+            if not made:
+                made = [piece.new_empty(len(experts), piece.shape[1], held) for piece in pieces]
+            for plane, piece in zip(made, pieces, strict=True):
+                plane[index, :, start : start + width] = piece.T
+    planes = dict(zip(_names(first.format), (plane.flatten(0, 1) for plane in made), strict=True))
+    return CodePlanes(
+        first.format,
+        outputs,
+        first.num_inputs,
+        planes["codes"],
+        planes.get("high"),
+        planes["halves"].view(torch.int32),
+        planes.get("scales"),
+    )
+
+
+def _names(name: str) -> list[str]:
+    fields = _FIELDS[name]
+    optional = {"high": fields.high, "scales": fields.scales}
+    return ["codes", "halves", *(each for each, where in optional.items() if where is not None)]
+
+
+def _pieces(name: str, rows: Tensor) -> list[Tensor]:
+    """Each plane of some rows, [outputs, rows of the plane], in the order of `_names`."""
+    fields, blocks = _FIELDS[name], rows.view(len(rows), -1, FORMATS[name][1])
+    codes = blocks[..., fields.codes]
+    words = _as_words(codes) if name in IN_BYTES else _packed(_low(codes, fields.run), 4)
+    pieces = [words, _halves(name, blocks[..., fields.halves])]
+    if fields.high is not None:
+        pieces.append(_packed(_high(name, blocks[..., fields.high]), 2 if name == "Q6_K" else 1))
+    if fields.scales is not None:
+        scales = blocks[..., fields.scales]
+        pieces.append(_as_words(scales) if name == "Q6_K" else _six_bits(scales))
+    return pieces
+
+
+def _low(codes: Tensor, run: int) -> Tensor:
+    """The lowest 4 bits of each weight, [outputs, inputs]."""
+    runs = codes.reshape(*codes.shape[:2], -1, run)
+    return torch.cat((runs & 15, runs >> 4), dim=3).flatten(1)
+
+
+def _high(name: str, held: Tensor) -> Tensor:
+    """The bits above these."""
+    if name == "Q6_K":
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=held.device)[:, None]
+        return torch.flatten(held.reshape(*held.shape[:2], 2, 1, 32) >> shifts & 3, 1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=held.device)
+    if name == "Q5_K":
+        return torch.flatten(held.unsqueeze(2) >> shifts[:, None] & 1, 1)
+    return torch.flatten(held.unsqueeze(3) >> shifts & 1, 1)
+
+
+def _six_bits(held: Tensor) -> Tensor:
+    """The scales and minima of 6 bits of 8 groups as three words of 4 bits a group: their lowest 4
+    bits, and the 2 highest of the scale and of the minimum.
+    """
+    low, middle, high = torch.split(held, 4, dim=2)
+    scales = torch.cat((low & 63, (high & 15) | low >> 6 << 4), dim=2)
+    minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), dim=2)
+    words = torch.stack((scales & 15, minima & 15, scales >> 4 | minima >> 4 << 2), dim=2)
+    return _packed(words.flatten(1), 4)
+
+
+def _as_words(held: Tensor) -> Tensor:
+    """Bytes as int32 words, the first byte lowest."""
+    return held.contiguous().flatten(1).view(torch.int32)
+
+
+def _packed(values: Tensor, bits: int) -> Tensor:
+    """Values of so many bits [outputs, inputs] -> int32 words, the first value lowest."""
+    each = values.view(len(values), -1, 8 // bits)
+    held = each[..., 0].clone()
+    for index in range(1, 8 // bits):
+        held |= each[..., index] << bits * index
+    return held.view(torch.int32)
+
+
+def _halves(name: str, held: Tensor) -> Tensor:
+    if name == "MXFP4":
+        halves = held.flatten(1).to(torch.int16) << 7
+        halves.masked_fill_(halves == 0, 0x40).masked_fill_(halves == 255 << 7, 0x7FC0)
+    else:
+        halves = held.contiguous().flatten(1).view(torch.int16)
+    if name == "Q6_K":  # becomes words across outputs
+        return halves
+    return functional.pad(halves, (0, halves.shape[1] % 2)).view(torch.int32)

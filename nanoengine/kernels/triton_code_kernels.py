@@ -1,0 +1,232 @@
+"""The kernels of triton_codes.py: codes become numbers in the tile that is multiplied."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _half(word):
+    """The lower 16 bits, a float16, as float32."""
+    return (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _e2m1(code):
+    """Numbers of 4 bits: a sign, 2 bits of exponent, 1 of mantissa."""
+    size = code & 7
+    bits = tl.where(size < 2, size * 0x3F000000, (size << 22) + 0x3F000000)
+    return (bits | (code & 8) << 28).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _spread(word, STEP: tl.constexpr):
+    """The 8 fields of each word of [outputs, words] that lie STEP bits apart, the first one lowest,
+    and what is above them: [outputs, words, 8]. Each thread keeps the fields of its words.
+    """
+    word = tl.join(word, word >> 4 * STEP)
+    word = tl.join(word, word >> 2 * STEP)
+    word = tl.join(word, word >> STEP)
+    return tl.reshape(word, [word.shape[0], word.shape[1], 8])
+
+
+@triton.jit
+def _words(plane, n, is_output, at, stride, PER: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
+    """The words of a plane that the words of C codes belong to, [outputs, K / C or 1]; `at`: the
+    expert, its inputs, the first of K and how many are left. A row of the plane is of PER weights.
+    """
+    expert, inputs, k, left = at
+    first = plane + (expert * tl.cdiv(inputs, PER) + k // PER).to(tl.int64) * stride
+    found = tl.load(first + n, mask=is_output, other=0)[:, None]
+    which = (tl.arange(0, K // C) * C // PER)[None, :]
+    for row in tl.static_range(1, K // PER):
+        is_left = (left - row * PER + n * 0) > 0  # a block: the interpreter takes no scalar here
+        other = tl.load(first + row * stride + n, mask=is_output & is_left, other=0)[:, None]
+        found = tl.where(which == row, other, found)
+    return found
+
+
+@triton.jit
+def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.constexpr):
+    """The codes of `_numbers`, int32 [outputs, words, codes of a word]."""
+    expert, inputs, k, left = at
+    IS_BYTE: tl.constexpr = FORMAT == "Q8_0" or FORMAT == "INT8"
+    C: tl.constexpr = 4 if IS_BYTE else 8
+    w = tl.arange(0, K // C)
+    mask = is_output[:, None] & (w * C < left)[None, :]
+    first = codes + (expert * (inputs // C) + k // C).to(tl.int64) * stride
+    word = tl.load(first + w[None, :] * stride + n[:, None], mask=mask, other=0)
+    if IS_BYTE:
+        word = tl.join(word, word >> 16)
+        code = tl.reshape(tl.join(word, word >> 8), [word.shape[0], K // C, C]) << 24 >> 24
+    else:
+        code = _spread(word, 4) & 15
+    if FORMAT == "Q5_0" or FORMAT == "Q5_1" or FORMAT == "Q5_K":
+        above = _words(high, n, is_output, at, stride, 32, C, K) >> (w % 4 * 8)[None, :]
+        code |= (_spread(above, 1) & 1) << 4
+    if FORMAT == "Q6_K":
+        above = _words(high, n, is_output, at, stride, 16, C, K) >> (w % 2 * 16)[None, :]
+        code |= (_spread(above, 2) & 3) << 4
+    return code
+
+
+@triton.jit
+def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.constexpr):
+    """Weights of outputs n, float32 [outputs, K]; `at` as of `_words`. Those that are not left are
+    anything finite. What scales a word of codes is made once for the word.
+    """
+    codes, high, halves, scales = planes
+    code = _code(codes, high, n, is_output, at, stride, FORMAT, K)
+    number = code.to(tl.float32)
+    expert, inputs, k, _ = at
+    C: tl.constexpr = 4 if FORMAT == "Q8_0" or FORMAT == "INT8" else 8
+    w = tl.arange(0, K // C)
+    if FORMAT == "Q4_K" or FORMAT == "Q5_K":
+        both = _words(halves, n, is_output, at, stride, 256, C, K)
+        first = scales + (expert * (inputs // 256) + k // 256).to(tl.int64) * (3 * stride) + n
+        shift = (k % 256 // 8 + w) // 4 * 4
+        low = tl.load(first, mask=is_output, other=0)[:, None] >> shift[None, :]
+        middle = tl.load(first + stride, mask=is_output, other=0)[:, None] >> shift[None, :]
+        above = tl.load(first + 2 * stride, mask=is_output, other=0)[:, None] >> shift[None, :]
+        d = _half(both) * ((low & 15) | (above & 3) << 4).to(tl.float32)
+        m = _half(both >> 16) * ((middle & 15) | (above & 12) << 2).to(tl.float32)
+        weights = d[:, :, None] * number - m[:, :, None]
+    elif FORMAT == "Q6_K":
+        both = _words(halves, n // 2, is_output, at, stride // 2, 256, C, K)
+        four = _words(scales, n, is_output, at, stride, 64, C, K) >> (w // 2 % 4 * 8)[None, :]
+        d = _half(both >> (n % 2 * 16).to(tl.int32)[:, None])
+        weights = (d * (four << 24 >> 24).to(tl.float32))[:, :, None] * (number - 32.0)
+    elif FORMAT == "Q4_1" or FORMAT == "Q5_1" or FORMAT == "INT4" or FORMAT == "INT8":
+        both = _words(halves, n, is_output, at, stride, 32, C, K)
+        d, other = _half(both)[:, :, None], _half(both >> 16)[:, :, None]
+        if FORMAT == "INT4" or FORMAT == "INT8":
+            weights = d * (number - other)
+        else:
+            weights = d * number + other
+    else:
+        half = _words(halves, n, is_output, at, stride, 64, C, K) >> (w * C // 32 % 2 * 16)[None, :]
+        if FORMAT == "MXFP4":
+            weights = (half << 16).to(tl.float32, bitcast=True)[:, :, None] * _e2m1(code)
+        elif FORMAT == "Q4_0":
+            weights = _half(half)[:, :, None] * (number - 8.0)
+        elif FORMAT == "Q5_0":
+            weights = _half(half)[:, :, None] * (number - 16.0)
+        else:
+            weights = _half(half)[:, :, None] * number
+    return tl.reshape(weights, [n.shape[0], K])
+
+
+@triton.jit
+def _chosen_rows(tile, tiles, ROWS: tl.constexpr, EACH: tl.constexpr):
+    """The rows of a tile: of x, of out, which are there, and their expert. A row of out is a
+    choice, of which each row of x makes EACH; tiles: of ChosenTiles.
+    """
+    experts, starts, ends, places = tiles
+    index = tl.load(starts + tile) + tl.arange(0, ROWS)
+    is_row = index < tl.load(ends + tile)
+    place = tl.load(places + index, mask=is_row, other=0)
+    return place // EACH, place, is_row, tl.load(experts + tile)
+
+
+@triton.jit(do_not_specialize=["tokens", "num_spans"])  # one code for steps of one size
+def product(
+    x,
+    out,
+    bias,
+    codes,
+    high,
+    halves,
+    scales,
+    experts,
+    starts,
+    ends,
+    places,
+    tokens,
+    outputs,
+    inputs,
+    stride,
+    x_row,
+    out_row,
+    span,
+    num_spans,
+    FORMAT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    K: tl.constexpr,
+    EACH: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    IS_PART: tl.constexpr,
+):
+    """ROWS rows of x times OUTPUTS outputs. IS_PART: one span, float32 [spans, tokens, outputs].
+    EACH: the choices of each row of x; 0: there are no experts.
+    """
+    first, last = 0, num_spans
+    if IS_PART:
+        first = tl.program_id(2)
+        last = first + 1
+    if EACH:
+        tiles = experts, starts, ends, places
+        x_at, out_at, is_row, expert = _chosen_rows(tl.program_id(0), tiles, ROWS, EACH)
+        if expert < 0:  # a tile beyond those that rows fill
+            last = 0
+    else:
+        x_at = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        out_at, is_row, expert = x_at, x_at < tokens, 0
+    planes = codes, high, halves, scales
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_output = n < outputs
+    x += x_at[None, :] * x_row
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    d = tl.arange(0, K)
+    for number in range(first, last):
+        part = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        for k in range(number * span, tl.minimum(number * span + span, inputs), K):
+            left = inputs - k
+            if IS_EVEN:
+                left = K
+            at = expert, inputs, k, left
+            weights = _numbers(planes, n, n < stride, at, stride, FORMAT, K)
+            mask = is_row[None, :] & (d < left)[:, None]
+            values = tl.load(x + (k + d)[:, None], mask=mask, other=0.0)
+            part = tl.dot(weights.to(values.dtype), values, part, input_precision="ieee")
+        total += part
+    if IS_PART:
+        out += tl.program_id(2).to(tl.int64) * tokens * outputs
+    elif bias is not None:
+        if EACH:
+            bias += expert * outputs
+        total += tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    to = out + out_at[None, :] * out_row + n[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens", "num_spans"])
+def merge(parts, out, bias, tokens, outputs, out_row, num_spans, STEP: tl.constexpr):
+    """The sum of the parts of one row, in order."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    mask = n < outputs
+    parts += row * outputs + n
+    total = tl.zeros([STEP], tl.float32)
+    for _ in range(num_spans):
+        total += tl.load(parts, mask=mask, other=0.0)
+        parts += tl.cast(tokens, tl.int64) * outputs
+    if bias is not None:
+        total += tl.load(bias + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_row + n, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gather(
+    ids, out, codes, high, halves, scales, inputs, stride, FORMAT: tl.constexpr, K: tl.constexpr
+):  # fmt: skip
+    """K inputs of the row of one token."""
+    token, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * K
+    n = tl.load(ids + token) + tl.arange(0, 1)
+    k = first + tl.arange(0, K)
+    planes = codes, high, halves, scales
+    at = 0, inputs, first, inputs - first
+    weights = _numbers(planes, n, n >= 0, at, stride, FORMAT, K)
+    to = out + token * inputs + k[None, :]
+    tl.store(to, weights.to(out.dtype.element_ty), mask=(k < inputs)[None, :])

@@ -1,0 +1,234 @@
+"""Products with weights that stay codes on a GPU (triton_code_kernels.py).
+
+A number is that of CodedRows.numbers, rounded to the dtype of the activations. An output is a sum
+over the inputs in spans that the weight's shape alone decides: within a span in order, BLOCK_K
+inputs at a time, then the spans in order. So the steps do not depend on how many rows there are;
+what the hardware does within one dot of BLOCK_K inputs, NVIDIA does not say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from nanoengine.kernels.code_planes import CodePlanes, planes_of
+from nanoengine.kernels.triton_code_kernels import gather, merge, product
+from nanoengine.models.experts import CodedExpert, Map, Router, add_up
+from nanoengine.models.stored_codes import CodedRows, CodedWeight
+
+BLOCK_K = 64
+_GATHERED = 256  # inputs of an embedding's row that a program makes
+LEAST_ROWS, MOST_ROWS = 8, 128  # of a tile
+MOST_TOKENS_IN_PARTS = 64  # up to which the spans are programs of their own
+# Spans are made until there are so many programs for few rows, but not shorter than LEAST_SPAN.
+_PROGRAMS, _LEAST_SPAN = 512, 512
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTiles:
+    """Which rows go to which experts, in tiles of `rows` rows of one expert each.
+
+    experts: of each tile, -1 where there is none; starts, ends: its first of places, and the end of
+    its expert's; places: choices by expert, int64. All on the GPU, and as long for any choice.
+    """
+
+    rows: int
+    experts: Tensor
+    starts: Tensor
+    ends: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, ids: Tensor, count: int) -> ChosenTiles:
+        """ids: int64 [tokens, top_k], of `count` experts."""
+        chosen, places = ids.flatten().sort(stable=True)
+        rows = _tile_rows(-(-len(chosen) // count))
+        ends = torch.searchsorted(chosen, torch.arange(count, device=ids.device), right=True)
+        starts = functional.pad(ends[:-1], (1, 0))
+        num_tiles = (ends - starts + rows - 1) // rows
+        tile_ends = num_tiles.cumsum(0)
+        tiles = torch.arange(min(count, len(chosen)) + len(chosen) // rows, device=ids.device)
+        experts = torch.searchsorted(tile_ends, tiles, right=True)
+        is_there = experts < count
+        found = experts.clamp(max=count - 1)
+        before = (tile_ends - num_tiles)[found]
+        first = starts[found] + (tiles - before) * rows
+        last = ends[found]
+        return cls(
+            rows, torch.where(is_there, found, -1), first, torch.where(is_there, last, 0), places
+        )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """As the kernel takes them."""
+        return self.experts, self.starts, self.ends, self.places
+
+
+_NO_TILES = (None, None, None, None)
+
+
+class CodedProduct:
+    """x @ weight.T + bias of a weight whose rows are codes, or some of them: float32 sums, rounded
+    once. Made by `TritonCodes.pack`.
+    """
+
+    def __init__(
+        self, parts: tuple[CodePlanes | Tensor, ...], bias: Tensor | None, dtype: torch.dtype
+    ) -> None:
+        sizes = [part.outputs if isinstance(part, CodePlanes) else len(part) for part in parts]
+        biases = [None] * len(parts) if bias is None else torch.split(bias, sizes)
+        self._parts = list(zip(parts, sizes, biases, strict=True))
+        self._outputs, self._dtype = sum(sizes), dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, inputs] -> [tokens, outputs], in the dtype of x."""
+        return self._multiply(x, x.dtype)
+
+    def in_float(self, x: Tensor) -> Tensor:
+        """The same, and the float32 sums themselves."""
+        return self._multiply(x, torch.float32)
+
+    def gather_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows of the weight itself, [n, inputs], in its dtype; int64 [n]. For embeddings."""
+        ((planes, _, _),) = self._parts
+        if isinstance(planes, Tensor):
+            return torch.embedding(planes, token_ids)
+        out = planes.codes.new_empty(len(token_ids), planes.inputs, dtype=self._dtype)
+        grid = (len(token_ids), triton.cdiv(planes.inputs, _GATHERED))
+        gather[grid](
+            token_ids, out, *planes.tensors, planes.inputs, planes.stride, planes.format, _GATHERED,
+            num_warps=1,
+        )  # fmt: skip
+        return out
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        out = x.new_empty(len(x), self._outputs, dtype=dtype)
+        column = 0
+        for part, size, bias in self._parts:
+            to = out[:, column : column + size]
+            if isinstance(part, CodePlanes):
+                multiply(x, part, bias, to)
+            else:
+                to.copy_(functional.linear(x, part, bias))
+            column += size
+        return out
+
+
+class CodedExperts:
+    """The products of a layer's experts: rows go through those that they chose."""
+
+    def __init__(self, planes: CodePlanes, biases: Tensor | None) -> None:
+        """biases: [experts, outputs]."""
+        self._planes, self._biases = planes, biases
+
+    def __call__(self, x: Tensor, tiles: ChosenTiles, each: int) -> Tensor:
+        """[rows, inputs] -> [choices, outputs]; a row of x makes `each` choices in a row."""
+        out = x.new_empty(len(x) * each, self._planes.outputs)
+        launch(x, self._planes, self._biases, out, tiles, each)
+        return out
+
+
+class CodedMixture:
+    """GroupedExperts of codes: a product for gate and up of all experts, and one for down."""
+
+    def __init__(
+        self,
+        router: Router,
+        gate_up: CodedExperts,
+        down: CodedExperts,
+        count: int,
+        gated: Map,
+        before: Map | None,
+    ) -> None:
+        self._router, self._gate_up, self._down = router, gate_up, down
+        self._count, self._gated, self._before = count, gated, before
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]."""
+        ids, weights = self._router(x)
+        x = x if self._before is None else self._before(x)
+        tokens, top_k = ids.shape
+        tiles = ChosenTiles.of(ids, self._count)
+        results = self._down(self._gated(self._gate_up(x, tiles, top_k)), tiles, 1)
+        return add_up(results.view(tokens, top_k, -1), weights)
+
+
+class TritonCodes:
+    """Packs weights for the GPU that they lie on (fused_ops.GpuProducts)."""
+
+    def pack(self, weight: CodedWeight, bias: Tensor | None = None) -> CodedProduct:
+        """weight: [outputs, inputs], on the GPU; bias: [outputs]."""
+        parts = tuple(
+            planes_of([part]) if isinstance(part, CodedRows) else part for part in weight.parts
+        )
+        return CodedProduct(parts, bias, weight.dtype)
+
+    def experts(
+        self, router: Router, weights: list[CodedExpert], gated: Map, before: Map | None
+    ) -> CodedMixture:
+        """weights: all experts, in the same formats and shapes; the others as of GroupedExperts."""
+        biases = list(zip(*(each.biases for each in weights if each.biases), strict=True))
+        of_gate_up, of_down = (torch.stack(each) for each in biases) if biases else (None, None)
+        gate_up = CodedExperts(planes_of([each.gate_up for each in weights]), of_gate_up)
+        down = CodedExperts(planes_of([each.down for each in weights]), of_down)
+        return CodedMixture(router, gate_up, down, len(weights), gated, before)
+
+
+def multiply(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) -> None:
+    """out = x @ weight.T + bias; x and out may have strides between rows."""
+    if not len(x):
+        return
+    _, num_spans = spans_of(planes.outputs, planes.inputs)
+    if num_spans == 1 or len(x) > MOST_TOKENS_IN_PARTS:
+        launch(x, planes, bias, out)
+        return
+    parts = x.new_empty(num_spans, len(x), planes.outputs, dtype=torch.float32)
+    launch(x, planes, None, parts)
+    step = min(1024, triton.next_power_of_2(planes.outputs))
+    merge[(len(x), triton.cdiv(planes.outputs, step))](
+        parts, out, bias, len(x), planes.outputs, out.stride(0), num_spans, step, num_warps=4
+    )
+
+
+def launch(
+    x: Tensor,
+    planes: CodePlanes,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: ChosenTiles | None = None,
+    each: int = 0,
+) -> None:
+    """out as of `multiply`, or float32 [spans, tokens, outputs], the parts of it."""
+    is_part = out.dim() == 3
+    tokens, outputs, inputs = len(x), planes.outputs, planes.inputs
+    span, num_spans = spans_of(outputs, inputs) if tiles is None else (inputs, 1)
+    rows = _tile_rows(tokens) if tiles is None else tiles.rows
+    num_tiles = triton.cdiv(tokens, rows) if tiles is None else len(tiles.experts)
+    width = 128 if rows == MOST_ROWS else 64
+    grid = (num_tiles, triton.cdiv(outputs, width), num_spans if is_part else 1)
+    product[grid](
+        x, out, bias, *planes.tensors, *(_NO_TILES if tiles is None else tiles.tensors),
+        tokens, outputs, inputs, planes.stride, x.stride(0), out.stride(-2), span, num_spans,
+        planes.format, rows, width, BLOCK_K, each, inputs % BLOCK_K == 0, is_part,
+        **options_of(width),
+    )  # fmt: skip
+
+
+def options_of(width: int) -> dict[str, int]:
+    """How a product of so many outputs a program is compiled."""
+    return {"num_warps": width // 16, "num_stages": 3}
+
+
+def spans_of(outputs: int, inputs: int) -> tuple[int, int]:
+    """The inputs of a span, and how many spans there are: the same for every number of rows."""
+    wanted = min(_PROGRAMS // triton.cdiv(outputs, 64), inputs // _LEAST_SPAN)
+    span = triton.cdiv(triton.cdiv(inputs, max(1, wanted)), 256) * 256
+    return span, triton.cdiv(inputs, span)
+
+
+def _tile_rows(tokens: int) -> int:
+    return int(min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(tokens))))

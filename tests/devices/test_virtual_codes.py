@@ -1,0 +1,97 @@
+"""Engines on a GPU made of the CPU whose weights stay codes: answers of the dequantised model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import TINY, TinyModel
+from coded import coded_checkpoint
+from driver import Driver, assert_greedy, assert_logits_are_transformers, host_gib, small_engine
+from marks import named, needs_no_gpu
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from virtual_gpu import VirtualGpu
+
+from nanoengine import SamplingParams
+
+pytestmark = needs_no_gpu
+Tiny = Callable[[str], Path]
+BLOCK = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+PROMPTS = [[i * 31 % 256 for i in range(n)] for n in (1, 40)]
+RESIDENT: dict[str, Any] = {"num_gpu_blocks": 32}
+STREAMED: dict[str, Any] = {"num_gpu_blocks": 4, "slot_tokens": 2 * BLOCK, "ring_slots": 2}
+# Layers of several formats, also of one among q, k and v; embedding and head.
+MIXED = {"embed": "Q8_0", "lm_head": "Q5_0", "v_proj": "INT8", "_proj": "Q4_0"}
+K_QUANTS = {"embed": "Q6_K", "lm_head": "Q6_K", "v_proj": "Q6_K", "down": "Q5_K", "_proj": "Q4_K"}
+# By names of TINY, or of what is here: wide enough for K-quants; experts that have whole blocks, in
+# tensors of their own.
+MODELS = {
+    "wide": TinyModel(
+        settings={"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    ),
+    "mixtral": replace(
+        TINY["mixtral"],
+        settings=TINY["mixtral"].settings | {"intermediate_size": 64, "num_hidden_layers": 2},
+        saved_as={},
+    ),
+}
+CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
+    "k-quants, streamed": ("wide", K_QUANTS, STREAMED),
+    "experts": ("mixtral", {"experts": "MXFP4", "embed": "Q8_0", "_proj": "Q4_0"}, RESIDENT),
+    "experts, streamed": ("mixtral", {"experts": "Q4_0"}, STREAMED),
+    "mixed": ("llama", MIXED, RESIDENT),
+    "integers with biases": ("llama-bias", {"_proj": "INT4"}, RESIDENT),
+    "tied": ("qwen3", {"embed": "Q4_1", "_proj": "Q5_1"}, RESIDENT),
+    "heads in another order": ("smollm3", {"_proj": "Q4_0"}, RESIDENT),
+    "gates of heads": ("qwen3.5", {"_proj": "Q4_0"}, RESIDENT),
+}
+
+
+@pytest.fixture
+def folder_of(tiny: Tiny, tmp_path: Path) -> Callable[[str], Path]:
+    def find(name: str) -> Path:
+        if name not in MODELS:
+            return tiny(name)
+        MODELS[name](tmp_path / name)
+        return tmp_path / name
+
+    return find
+
+
+@pytest.mark.parametrize(("model", "formats", "settings"), named(CASES, "experts"))
+def test_codes_on_a_gpu(
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    model: str,
+    formats: dict[str, str],
+    settings: dict[str, Any],
+) -> None:
+    """Ids and logits are transformers' of the numbers, steps are replayed and wait for tokens
+    alone, and the plan counts the bytes that a CPU's does.
+    """
+    source = folder_of(model)
+    ours, theirs = coded_checkpoint(source, tmp_path, formats)
+    if settings is STREAMED:
+        settings = STREAMED | {"kv_offload_gib": host_gib(source, 24, BLOCK)}
+    common = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 128}
+    gib = small_engine(ours, **common).plan.weight_bytes
+    with VirtualGpu() as gpu:
+        made = small_engine(ours, device="cuda", **common, **settings)
+        plan = made.plan
+        assert plan.quantization.startswith("codes as stored: ") and plan.weight_bytes == gib
+        gpu.strict = True
+        driver = Driver(made)
+        outputs = driver.run(PROMPTS, GREEDY)
+        gpu.strict = False
+        assert any(graph.num_replays for graph in gpu.graphs)
+        if "kv_offload_gib" in settings:
+            assert made.kv.counters.h2d_bytes > 3 * plan.kv.block_bytes
+        made.close()
+    assert_greedy(theirs, PROMPTS, outputs, 4)
+    assert_logits_are_transformers(driver, theirs, outputs)

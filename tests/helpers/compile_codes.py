@@ -1,0 +1,95 @@
+"""Compiles products of codes for GPUs that need not be here, and says in JSON, a line for each
+kernel, what became of it: `python compile_codes.py FORMATS CAPABILITIES`, both with commas.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from coded import random_rows
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction, KernelInterface
+
+from nanoengine.kernels.code_planes import planes_of
+from nanoengine.kernels.triton_codes import ChosenTiles, CodedExperts, TritonCodes
+from nanoengine.models.stored_codes import CodedWeight
+
+OUTPUTS, INPUTS = 48, 1024
+
+
+class AbsentGpu:
+    """A driver of Triton: a GPU of some kind, for which code can be made."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compiled(calls: Callable[[], object], capability: int) -> list[Any]:
+    """The kernels that these calls would launch."""
+    made: list[Any] = []
+
+    def compile_alone(kernel: JITFunction, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            made.append(kernel.run(*args, grid=grid, warmup=True, **options))
+
+        return launch
+
+    driver.set_active(AbsentGpu(capability))
+    KernelInterface.__getitem__ = compile_alone
+    calls()
+    return made
+
+
+def calls(name: str) -> None:
+    """Few rows and one, with a merge; many; rows of experts; a gather."""
+    rows = random_rows(name, OUTPUTS, INPUTS)
+    weight = CodedWeight((rows,), torch.bfloat16)
+    product = TritonCodes().pack(weight, torch.zeros(OUTPUTS, dtype=torch.bfloat16))
+    for tokens in (1, 8, 128):
+        product(values(tokens))
+    experts = CodedExperts(planes_of([rows, rows]), None)
+    experts(values(16), ChosenTiles.of(torch.zeros(16, 2).long(), 2), 2)
+    product.gather_rows(torch.arange(4))
+
+
+def values(tokens: int) -> Tensor:
+    return torch.zeros(tokens, INPUTS, dtype=torch.bfloat16)
+
+
+def main(formats: str, capabilities: str) -> None:
+    for name in formats.split(","):
+        for capability in map(int, capabilities.split(",")):
+            for made in compiled(lambda name=name: calls(name), capability):
+                ptx = made.asm["ptx"]
+                found = {
+                    "format": name,
+                    "capability": capability,
+                    "kernel": made.metadata.name,
+                    "shared": made.metadata.shared,
+                    "tensor_cores": bool(re.search(r"mma\.sync|wgmma\.mma|tcgen05\.mma", ptx)),
+                    "copied_ahead": len(re.findall(r"cp\.async\.c[ag]", ptx)),
+                    "rounded": bool(re.search(r"cvt\.rn\.bf16", ptx)),
+                    "flushed": ".ftz" in ptx,
+                    "spilled": ".local " in ptx,
+                }
+                print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,205 @@
+"""Codes on a GPU, interpreted: weights have the bits of CodedRows.numbers (those of a GGUF file by
+the package gguf), and products are theirs. The compiler makes code for GPUs that are not here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from coded import random_rows, random_weight
+from marks import needs_no_gpu
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.runtime import interpreter
+
+from nanoengine.kernels import triton_codes
+from nanoengine.kernels.code_planes import planes_of
+from nanoengine.kernels.triton_codes import ChosenTiles, CodedExperts, CodedProduct, TritonCodes
+from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
+
+pytestmark = needs_no_gpu
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+HELPER = Path(__file__).parents[1] / "helpers" / "compile_codes.py"
+
+
+def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def pack(weight: Weight, bias: Tensor | None = None) -> CodedProduct:
+    assert isinstance(weight, CodedWeight)
+    return TritonCodes().pack(weight, bias)
+
+
+def assert_product(got: Tensor, x: Tensor, numbers: Tensor, bias: Tensor | None = None) -> None:
+    """Within the roundings of float32 sums, and of the result."""
+    exact = x.double() @ numbers.double().T
+    size = x.double().abs() @ numbers.double().abs().T
+    if bias is not None:
+        exact, size = exact + bias.double(), size + bias.double().abs()
+    allowed = size * 2**-21 + exact.abs() * torch.finfo(got.dtype).eps * 0.51
+    assert ((got.double() - exact).abs() <= allowed).all()
+
+
+@pytest.fixture
+def plain_dot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each number of a dot is a sum of its own, in order: NumPy's differ with the shape."""
+
+    def dot(_: Any, a: Any, b: Any, total: Any, *others: Any) -> Any:
+        sums = (a.data[:, :, None] * b.data[None]).cumsum(1)[:, -1]
+        return interpreter.TensorHandle(sums + total.data, total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(F16, marks=pytest.mark.breadth)], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_the_numbers_of_the_codes(name: str, dtype: torch.dtype) -> None:
+    """Also rounded; two programs for a row, of which one is not full."""
+    order = torch.tensor([18, 0, 7])
+    for each in (F32, dtype):
+        weight = random_weight(name, 19, max(288, 2 * FORMATS[name][0]), each)
+        assert torch.equal(pack(weight).gather_rows(order), weight.numbers()[order])
+
+
+def test_scales_at_both_ends() -> None:
+    """MXFP4's smallest power of two, which is denormal, and one that is no number."""
+    rows = random_rows("MXFP4", 2, 32)
+    rows.rows[:, 0] = torch.tensor([0, 255])
+    made = pack(CodedWeight((rows,), F32)).gather_rows(torch.arange(2))
+    assert torch.equal(made[:1], CodedWeight((rows,), F32)[:1].numbers()) and made[0].any()
+    assert made[1].isnan().all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_planes_take_the_bytes_that_are_counted(name: str) -> None:
+    rows = random_rows(name, 48, 512)
+    assert planes_of([rows]).num_bytes == rows.held_bytes
+    assert rows.held_bytes == rows.rows.nbytes + (48 * 16 if name == "MXFP4" else 0)
+
+
+@pytest.fixture
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small weights are split, too, and more than 8 rows go through the spans one by one."""
+    monkeypatch.setattr(triton_codes, "_LEAST_SPAN", 256)
+    monkeypatch.setattr(triton_codes, "MOST_TOKENS_IN_PARTS", 8)
+
+
+@pytest.mark.usefixtures("short_spans")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.breadth] * (name not in ("Q5_1", "Q6_K", "INT8")))
+        for name in FORMATS
+    ],
+)
+def test_a_product_is_that_of_the_numbers(name: str) -> None:
+    """Spans of inputs in parallel and one after the other, a tile that is not full, a bias."""
+    outputs, inputs = 40, 768 if FORMATS[name][0] > 32 else 544
+    assert triton_codes.spans_of(outputs, inputs)[1] > 1
+    for dtype in (F32, BF16):
+        weight, bias = random_weight(name, outputs, inputs, dtype), normal(outputs, dtype=dtype)
+        product = pack(weight, bias)
+        for rows in (3, 9):
+            x = normal(rows, inputs, dtype=dtype, seed=rows)
+            got = product(x)
+            assert got.dtype is dtype
+            assert_product(got, x, weight.numbers(), bias)
+            assert_product(product.in_float(x), x, weight.numbers(), bias)
+
+
+@pytest.mark.usefixtures("plain_dot", "short_spans")
+def test_a_row_has_the_same_bits_among_any_rows() -> None:
+    product = pack(random_weight("Q4_0", 70, 544, F32))
+    x = normal(70, 544)
+    want = product(x)
+    for first, last in ((0, 1), (7, 9), (60, 70)):
+        assert torch.equal(product(x[first:last]), want[first:last])
+    strided = torch.cat((x, x), 1)[:9, :544]
+    assert strided.stride(0) == 1088 and torch.equal(product(strided), want[:9])
+    assert not len(product(x[:0]))
+
+
+def test_parts_of_several_formats_are_one_product() -> None:
+    """q, k and v of a Q4_K_M file, and one that is not coded."""
+    coded = [random_weight(name, 32, 256, F32) for name in ("Q4_K", "Q4_K", "Q6_K")]
+    together = joined([*coded, normal(8, 256)])
+    assert isinstance(together, CodedWeight) and len(together.parts) == 3
+    bias, x = normal(104, seed=1), normal(4, 256, seed=2)
+    assert_product(pack(together, bias)(x), x, together.numbers(), bias)
+
+
+@pytest.mark.usefixtures("plain_dot")
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 2), (9, 3)])
+def test_rows_go_through_the_experts_that_they_chose(tokens: int, top_k: int) -> None:
+    """Each choice has the bits of that expert's product alone."""
+    count, inputs = 5, 96
+    rows = [random_rows("MXFP4", 16, inputs, seed) for seed in range(count)]
+    biases = [normal(16, seed=seed) for seed in range(count)]
+    ids = torch.stack([torch.randperm(count - 1)[:top_k] for _ in range(tokens)])
+    tiles = ChosenTiles.of(ids, count)  # and nobody chose the last one
+    x = normal(tokens, inputs)
+    made = CodedExperts(planes_of(rows), torch.stack(biases))(x, tiles, top_k)
+    again = CodedExperts(planes_of(rows), None)(x.repeat_interleave(top_k, 0), tiles, 1)
+    for choice, expert in enumerate(ids.flatten().tolist()):
+        row, weight = x[choice // top_k, None], CodedWeight((rows[expert],), F32)
+        assert torch.equal(made[choice, None], pack(weight, biases[expert])(row))
+        assert torch.equal(again[choice, None], pack(weight)(row))
+
+
+def test_tiles_hold_rows_of_one_expert_each() -> None:
+    """Whatever is chosen, there are as many tiles: a graph holds them."""
+    for ids in (torch.zeros(40, 1).long(), torch.arange(40)[:, None] % 4):
+        tiles = ChosenTiles.of(ids, 4)
+        assert tiles.rows == 16 and len(tiles.experts) == 6
+        seen = []
+        for expert, start, end in zip(tiles.experts, tiles.starts, tiles.ends, strict=True):
+            held = tiles.places[start : min(int(end), int(start) + 16)]
+            assert (ids[held] == expert).all()
+            seen += held.tolist()
+        assert sorted(seen) == list(range(40))
+
+
+# -- compiled, without a GPU -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("formats", "capabilities"),
+    [
+        ("Q4_0", "89"),
+        pytest.param(",".join(FORMATS), "80,89,90,120", marks=pytest.mark.slow),
+    ],
+)
+def test_all_compile_for_a_gpu(formats: str, capabilities: str) -> None:
+    """The interpreter takes what the compiler refuses. Codes and rows are copied ahead of the loop
+    (else a step waits for memory), tensor cores multiply, numbers are rounded to the nearest, and
+    it fits the shared memory of a card of that kind.
+    """
+    done = subprocess.run(
+        [sys.executable, HELPER, formats, capabilities],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = [each["kernel"] for each in made]
+    one_each = ["product", "merge", "product", "merge", "product", "product", "gather"]
+    assert kernels == one_each * len(formats.split(",")) * len(capabilities.split(","))
+    most = {80: 163, 89: 99, 90: 227, 120: 99}
+    for each in made:
+        assert each["shared"] <= most[each["capability"]] << 10, each
+        assert each["rounded"] and not each["flushed"] and not each["spilled"], each
+        if each["kernel"] == "product":
+            assert each["tensor_cores"] and each["copied_ahead"] >= 2, each
