@@ -44,7 +44,10 @@ class CodeMaker:
     def __call__(self, name: str, weight: Tensor) -> CodedRows | None:
         """As make_codes.Coder. None, too, where scales would not be finite."""
         code_format = made_format(self._method, name, tuple(weight.shape))
-        if not code_format or not weight.abs().max() <= LARGEST:
+        if not code_format:
+            return None
+        least, most = torch.aminmax(weight)
+        if not (least >= -LARGEST and most <= LARGEST):  # nor NaN
             return None
         return self.rows(code_format, weight)
 
