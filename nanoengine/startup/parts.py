@@ -124,7 +124,7 @@ def load_compute_parts(
     method, quantizer = config.quantization, None
     ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
     if ops is None:
-        if method is not None and device.name != "cpu":
+        if method is not None:
             quantizer = Quantizer(method, device.torch_device, dtype)
         ops = choose_ops(config, device, kernels, dtype, quantizer)
     model = load_model(
@@ -230,11 +230,13 @@ def _code_ops(
     kernels: or the reason for having none. Raises ConfigError if `quantization` needs them.
     """
     method = config.quantization
-    if (method is None or (method == "gguf" and device.name != "cpu")) and not holds_codes(folder):
-        return None
     if device.name != "cpu":
-        ops = None if method in METHODS else choose_ops(config, device, None, dtype, None)
-        return ops if ops is not None and ops.takes_codes else None
+        if method not in (None, "gguf") or not holds_codes(folder):
+            return None
+        ops = choose_ops(config, device, None, dtype, None)
+        return ops if ops.takes_codes else None
+    if method is None and not holds_codes(folder):
+        return None
     if not isinstance(kernels, str):
         try:
             products = CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True)
