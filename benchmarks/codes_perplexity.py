@@ -1,16 +1,21 @@
-"""Perplexity of GGUF files with their codes as stored beside that of the same files dequantised.
+"""Perplexity with weights as codes beside that of numbers, in fp32.
 
-    python -m benchmarks.codes_perplexity [--models MODEL ...] [--json FILE]
+    python -m benchmarks.codes_perplexity [--of stored made] [--models MODEL ...] [--json FILE]
 
-The demo model's weights are quantised again by the package gguf into each format; --models adds
-names or files as they are. In fp32, so that nothing but the weights differs: codes are exact, and
-what is dequantised is rounded to bfloat16.
+"stored": GGUF files with their codes as stored beside the same files dequantised. The demo model's
+weights are quantised again by the package gguf into each format; --models adds names or files as
+they are. Codes are exact, and what is dequantised is rounded to bfloat16.
+
+"made": int8 and int4, of the demo model and of --models, beside the model as it is. A file in four
+bits has a grid in each block of 32 inputs, which int4 finds again. So there is a second row, for
+which blocks begin 16 inputs later than the file's, and no grid fits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,17 +23,62 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+
 from benchmarks.compare import write_as
 from benchmarks.quantization import TEXT, perplexity
 from nanoengine.api.llm import LLM
 from nanoengine.bench.report import versions
+from nanoengine.kernels.code_maker import CodeMaker
+from nanoengine.loading.checkpoint import CheckpointReader
+from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.packaged import DEMO_MODEL, packaged_gguf
+from nanoengine.models.make_codes import METHODS
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 MOST_TOKENS = 2000
+OFF = 16  # inputs
 
 
-def rows(models: list[str]) -> Iterator[dict[str, Any]]:
+def made(models: list[str]) -> Iterator[dict[str, Any]]:
+    """Two rows for each model and method."""
+    for model in (DEMO_MODEL, *models):
+        plain, _, num_tokens = _perplexity(model, None)
+        for method in METHODS:
+            with tempfile.TemporaryDirectory() as folder:
+                _write_off_the_grid(resolve_model(model), Path(folder), method)
+                runs = {"of the file": (model, method), f"{OFF} inputs later": (folder, None)}
+                for blocks, run in runs.items():
+                    found, held, _ = _perplexity(*run)
+                    yield {
+                        "model": Path(model).stem,
+                        "method": method,
+                        "blocks": blocks,
+                        "tokens": num_tokens,
+                        "perplexity": round(found, 4),
+                        "unquantised": round(plain, 4),
+                        "difference_percent": round(100 * (found / plain - 1), 3),
+                        "held": held,
+                    }
+
+
+def _write_off_the_grid(source: Path, target: Path, method: str) -> None:
+    """The checkpoint with the numbers of codes whose blocks begin OFF inputs later."""
+    for path in source.glob("*.json"):
+        shutil.copy(path, target)
+    tensors, coder = {}, CodeMaker.load(method)
+    with CheckpointReader(source) as reader:
+        for name in reader.names():
+            tensor = reader.tensor(name).float()
+            rows = coder(name, tensor.roll(-OFF, -1))
+            if rows is not None:
+                tensor = rows.numbers(torch.float32).roll(OFF, 1)
+            tensors[name] = tensor.contiguous()
+    save_file(tensors, target / "model.safetensors")
+
+
+def stored(models: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each format of the demo model, then for each of `models`."""
     with tempfile.TemporaryDirectory() as folder:
         for kind in FORMATS:
@@ -40,12 +90,12 @@ def rows(models: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _compared(model: str) -> dict[str, Any]:
-    stored, held, num_tokens = _perplexity(model, "gguf")
+    as_stored, held, num_tokens = _perplexity(model, "gguf")
     dequantised, _, _ = _perplexity(model, None)
-    difference = 100 * (stored / dequantised - 1)
+    difference = 100 * (as_stored / dequantised - 1)
     return {
         "tokens": num_tokens,
-        "stored": round(stored, 4),
+        "stored": round(as_stored, 4),
         "dequantised": round(dequantised, 4),
         "difference_percent": round(difference, 3),
         "held": held,
@@ -67,13 +117,16 @@ def _perplexity(model: str, quantization: str | None) -> tuple[float, str, int]:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    kinds = ("stored", "made")
+    parser.add_argument("--of", nargs="+", choices=kinds, default=kinds, help="which rows")
     parser.add_argument("--models", nargs="*", default=[], help="names or GGUF files")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     found = []
-    for row in rows(arguments.models):
-        found.append(row)
-        print(json.dumps(row), flush=True)
+    for each in arguments.of:
+        for row in {"stored": stored, "made": made}[each](arguments.models):
+            found.append(row)
+            print(json.dumps(row), flush=True)
     report = {
         "text": "alice.txt",
         "date": date.today().isoformat(),

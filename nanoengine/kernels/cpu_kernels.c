@@ -1377,16 +1377,24 @@ void rope_store(const rope_args *a) {
 #undef ROW
 }
 
-/* silu(gate) * up with silu rounded first, as torch does in two steps. */
-INLINE void silu_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
-                     int mode) {
+/* activation(gate) * up with the first rounded first, as torch does in two steps. */
+INLINE void gate_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
+                     const int activation, int mode) {
     const char *gate = AT(gate_up, row * stride, mode), *up = AT(gate, dim, mode);
-    for (int64_t d = 0; d < dim; d += LANES)
-        STORE(out, row * dim + d, rounded(silu(LOAD(gate, d, mode)), mode) * LOAD(up, d, mode), mode);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf y = rounded(activated(LOAD(gate, d, mode), activation), mode);
+        STORE(out, row * dim + d, y * LOAD(up, d, mode), mode);
+    }
 }
 void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
               int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) silu_row(gate_up, out, i, dim, stride, mode)
+#define ROW(i, mode) gate_row(gate_up, out, i, dim, stride, SILU, mode)
+    FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
+#undef ROW
+}
+void gelu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
+              int64_t is_bf16, int64_t threads) {
+#define ROW(i, mode) gate_row(gate_up, out, i, dim, stride, GELU, mode)
     FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
 #undef ROW
 }

@@ -87,8 +87,9 @@ class CpuKernels:
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4, None
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
-        self._silu_mul, self._clamped_swiglu = library.silu_mul, library.clamped_swiglu
-        for function in (self._silu_mul, self._clamped_swiglu):
+        self._silu_mul, self._gelu_mul = library.silu_mul, library.gelu_mul
+        self._clamped_swiglu = library.clamped_swiglu
+        for function in (self._silu_mul, self._gelu_mul, self._clamped_swiglu):
             function.argtypes, function.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5, None
         self._sigmoid_mul = library.sigmoid_mul
         self._sigmoid_mul.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 5
@@ -251,6 +252,10 @@ class CpuKernels:
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
         self._gate(self._silu_mul, gate_up, out)
+
+    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """The same for torch_ops.gelu_mul."""
+        self._gate(self._gelu_mul, gate_up, out)
 
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         """The same for torch_ops.clamped_swiglu, in fp32 until out is rounded."""

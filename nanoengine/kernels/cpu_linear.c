@@ -35,13 +35,13 @@ enum { MANY_GROUPS = 16, FEW_GROUPS = 1 };
 /* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by. */
 enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS };
 enum { STEP_BYTES = HALF * TILE_K * 2, CHUNK_STEPS = 18 };
-enum { STORE, ADD, FLOAT, SILU_MUL };
+enum { STORE, ADD, FLOAT, SILU_MUL, GELU_MUL };
 
 typedef struct { /* one packed weight: filled by cpu_linear.py */
     const char *panels;
     const float *bias;       /* [panels * PANEL] in the order of the panels, or NULL */
     const char *norm_weight; /* [k], or NULL: norm the activations first */
-    int64_t outputs, k, is_gated, is_tiled; /* is_tiled: in matrix tiles */
+    int64_t outputs, k, is_gated, is_tiled; /* is_gated: 0, SILU or GELU; is_tiled: in matrix tiles */
     int64_t format; /* DENSE, or of codes */
     double eps;
 } weight_t;
@@ -118,9 +118,9 @@ static multiply_t *const MULTIPLIERS[ROWS][2] = {EACH_ROWS(BOTH)};
 
 /* ---- epilogues -------------------------------------------------------------------------------- */
 
-/* silu(gate) * up, each rounded on its way as the steps one by one would. */
-INLINE vf gated(vf gate, vf up) {
-    return rounded(silu(rounded(gate, MODE)), MODE) * rounded(up, MODE);
+/* activation(gate) * up, each rounded on its way as the steps one by one would. */
+INLINE vf gated(vf gate, vf up, const int activation) {
+    return rounded(activated(rounded(gate, MODE), activation), MODE) * rounded(up, MODE);
 }
 
 INLINE vf with_bias(const float *acc, const float *bias) {
@@ -140,15 +140,16 @@ INLINE void put(char *out, int64_t first, int64_t left, vf y, int64_t epilogue) 
 INLINE void finish(const call_t *c, int64_t row, int rows, int64_t column, int columns, const float *acc,
                    int64_t width, int64_t epilogue) {
     const float *bias = c->w->bias ? c->w->bias + column : NULL;
-    const int turns = epilogue == SILU_MUL ? 2 : 1;
+    const int activation = epilogue == SILU_MUL ? SILU : epilogue == GELU_MUL ? GELU : 0;
+    const int turns = activation ? 2 : 1;
     for (int r = 0; r < rows; r++, acc += width) {
         char *out = c->out + (row + r) * c->out_stride;
         for (int at = 0; at < columns; at += turns * TURN)
             UNROLL for (int i = at; i < at + TURN; i += LANES) {
                 const int64_t first = (column + at) / turns + i - at;
                 vf y = with_bias(acc + i, bias ? bias + i : NULL);
-                if (epilogue == SILU_MUL)
-                    y = gated(y, with_bias(acc + i + TURN, bias ? bias + i + TURN : NULL));
+                if (activation)
+                    y = gated(y, with_bias(acc + i + TURN, bias ? bias + i + TURN : NULL), activation);
                 put(out, first, c->w->outputs - first, y, epilogue);
             }
     }
@@ -159,6 +160,7 @@ static void finish_rows(const call_t *c, int64_t row, int rows, int64_t column, 
     case ADD: finish(c, row, rows, column, columns, acc, width, ADD); break;
     case FLOAT: finish(c, row, rows, column, columns, acc, width, FLOAT); break;
     case SILU_MUL: finish(c, row, rows, column, columns, acc, width, SILU_MUL); break;
+    case GELU_MUL: finish(c, row, rows, column, columns, acc, width, GELU_MUL); break;
     default: finish(c, row, rows, column, columns, acc, width, STORE);
     }
 }
@@ -356,7 +358,7 @@ static void linear_in_team(const call_t *call, int64_t threads) {
     const int64_t step = units < 8 * threads ? 1 : 2, steps = ceil_div(halves, step);
     call_t c = *call;
     char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
-    if (w->is_gated) c.epilogue = SILU_MUL;
+    if (w->is_gated) c.epilogue = w->is_gated == GELU ? GELU_MUL : SILU_MUL;
     if (w->norm_weight) {
         const int64_t stride = w->k * ITEM;
         const int is_private = rows * stride <= PRIVATE_BYTES;

@@ -33,6 +33,8 @@ STORE, ADD, FLOAT = 0, 1, 2
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # The dtypes of numbers that are held in 16 bits and multiplied in float32.
 _NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
+# What gates of a packed weight go through, by transformers' names, as in cpu_vectors.h.
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values()))}
 _GROUP = 32
@@ -91,7 +93,7 @@ class PackedWeight:
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
         shape: tuple[int, int],
-        is_gated: bool,
+        activation: str,
         is_tiled: bool,
         dtype: torch.dtype,
         code_format: str,
@@ -100,9 +102,8 @@ class PackedWeight:
         self.dtype = dtype
         self.library, self.panels, self.bias, self.norm_weight = library, panels, bias, norm_weight
         self.outputs, self.inputs = shape
-        self.is_gated = is_gated
         pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
-        kinds = is_gated, is_tiled, _FORMATS[code_format]
+        kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format]
         record = _WEIGHT.pack(*pointers, *shape, *kinds, eps)
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
@@ -221,9 +222,9 @@ class PackedLinear(PackedProduct):
 
 
 class PackedGateUp(PackedProduct):
-    """silu(gate(x)) * up(x) of two fused products. Made by `CpuLinear.pack_gate_up`.
+    """activation(gate(x)) * up(x) of two fused products. Made by `CpuLinear.pack_gate_up`.
 
-    Rounds where the unfused steps do: both products, the silu, and the result.
+    Rounds where the unfused steps do: both products, the activation, and the result.
     """
 
 
@@ -380,24 +381,25 @@ class CpuLinear:
         up: Weight,
         biases: tuple[Tensor, Tensor] | None = None,
         norm: tuple[Tensor, float] | None = None,
+        activation: str = "silu",
     ) -> PackedGateUp | None:
         """Pack gate and up, each [outputs, inputs], into one weight; else as `pack`.
 
-        None: they are not codes of one format each.
+        activation: a key of ACTIVATIONS. None: they are not codes of one format each.
         """
         (gate_part, *more_gate), (up_part, *more_up) = (
             each.parts if isinstance(each, CodedWeight) else (each,) for each in (gate, up)
         )
         if more_gate or more_up or _format(gate_part) != _format(up_part):
             return None
-        return PackedGateUp((self._pack((gate_part, up_part), biases or (), norm),))
+        return PackedGateUp((self._pack((gate_part, up_part), biases or (), norm, activation),))
 
     def experts(
         self, router: Router, weights: Iterable[tuple[Tensor, Tensor, Tensor]]
     ) -> PackedExperts:
         """weights: gate, up and down of each expert, as `pack_gate_up` and `pack` take them."""
         packed = [
-            (PackedGateUp((self._pack((gate, up), (), None),)), self.pack(down))
+            (PackedGateUp((self._pack((gate, up), (), None, "silu"),)), self.pack(down))
             for gate, up, down in weights
         ]
         return PackedExperts(self._workspace, router, packed)
@@ -417,6 +419,7 @@ class CpuLinear:
         weights: tuple[CodedRows | Tensor, ...],
         biases: tuple[Tensor, ...],
         norm: tuple[Tensor, float] | None,
+        activation: str = "",
     ) -> PackedWeight:
         shape, code_format = _shape(weights[0]), _format(weights[0])
         for weight in weights:
@@ -449,7 +452,7 @@ class CpuLinear:
             _pack_biases(biases, num_panels * _PANEL) if biases else None,
             norm and (norm[0].contiguous(), norm[1]),
             (outputs, inputs),
-            len(weights) == 2,
+            activation,
             self._has_tiles and inputs % _TILE_K == 0,
             self.dtype,
             code_format,

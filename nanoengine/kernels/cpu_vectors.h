@@ -299,9 +299,20 @@ INLINE void norm(const void *x, const void *weight, void *out, int64_t dim, floa
         STORE(out, d, rounded(LOAD(x, d, mode) * scale, mode) * LOAD(weight, d, mode), mode);
 }
 
-/* x / (1 + e^-x); exp of -|x| cannot overflow. */
-INLINE vf silu(vf x) {
-    const vf e = exp2v(pick(x > 0.0f, -x, x) * LOG2E);
-    return x * pick(x > 0.0f, splat(1.0f), e) / (e + 1.0f);
+/* x / (1 + e^-u); exp of -|u| cannot overflow. */
+INLINE vf times_sigmoid(vf x, vf u) {
+    const vf e = exp2v(pick(u > 0.0f, -u, u) * LOG2E);
+    return x * pick(u > 0.0f, splat(1.0f), e) / (e + 1.0f);
 }
+INLINE vf silu(vf x) { return times_sigmoid(x, x); }
+
+/* GELU by its formula with tanh (arXiv 1606.08415): x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)). */
+INLINE vf gelu(vf x) {
+    const vf cube = 0.044715f * x * x;
+    return times_sigmoid(x, 1.5957691216057308f * fused(cube, x, x));
+}
+
+/* What a gate goes through. */
+enum { SILU = 1, GELU };
+INLINE vf activated(vf gate, const int activation) { return activation == GELU ? gelu(gate) : silu(gate); }
 #endif

@@ -14,7 +14,7 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
+from nanoengine.kernels.cpu_linear import ACTIVATIONS, CpuLinear, PackedGateUp, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import (
@@ -58,6 +58,7 @@ class Kernels(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None: ...
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
+    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None: ...
     def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None: ...
     def gated_delta(
@@ -81,7 +82,7 @@ class KernelOps(TorchOps):
         self._recorder = recorder
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if norm.in_fp32:
+        if norm.in_fp32 and x.dtype is not torch.float32:
             return self._rms_norm(x.float(), norm).to(x.dtype)
         return self._rms_norm(x, norm)
 
@@ -99,6 +100,7 @@ class KernelOps(TorchOps):
     def gated(self, activation: str) -> Product:
         ours = {
             "silu": self._kernels.silu_mul,
+            "gelu_pytorch_tanh": self._kernels.gelu_mul,
             "clamped_swiglu": self._kernels.clamped_swiglu,
         }
         kernel = ours.get(activation)
@@ -157,9 +159,13 @@ class PackedOps(KernelOps):
         self, weight: Weight, bias: Tensor | None, norm: Norm | None
     ) -> tuple[PackedLinear, Norm | None]:
         """The product with the norm fused onto it, or the product alone and the norm."""
-        if norm is None or norm.in_fp32:
+        if norm is None or not self._fuses(norm):
             return self._products.pack(weight, bias), norm
         return self._products.pack(weight, bias, (norm.weight, norm.eps)), None
+
+    def _fuses(self, norm: Norm) -> bool:
+        """Whether a product can do this norm, which rounds twice."""
+        return not norm.in_fp32 or self._products.dtype is torch.float32
 
     def gate_up(
         self,
@@ -169,10 +175,11 @@ class PackedOps(KernelOps):
         norm: Norm | None,
         activation: str,
     ) -> Product:
-        is_fused = norm is not None and not norm.in_fp32 and activation == "silu"
+        is_fused = norm is not None and self._fuses(norm) and activation in ACTIVATIONS
         if norm is None or not is_fused:
             return super().gate_up(gate, up, biases, norm, activation)
-        packed = self._products.pack_gate_up(gate, up, biases, (norm.weight, norm.eps))
+        fused = norm.weight, norm.eps
+        packed = self._products.pack_gate_up(gate, up, biases, fused, activation)
         return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:

@@ -118,6 +118,18 @@ def _silu_mul(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
+def _gelu_mul(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    mask = d < SIZE
+    gate = tl.load(gate_up + row * row_size + d, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_size + SIZE + d, mask=mask, other=0.0)
+    u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    gated = (gate / (1.0 + tl.exp(-u))).to(out.dtype.element_ty)
+    tl.store(out + row * SIZE + d, gated * up, mask=mask)
+
+
+@triton.jit
 def _clamped_swiglu(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * STEP + tl.arange(0, STEP)
@@ -171,6 +183,10 @@ class TritonKernels:
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
         _gate(_silu_mul, gate_up, out)
+
+    def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """The same for torch_ops.gelu_mul."""
+        _gate(_gelu_mul, gate_up, out)
 
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         """The same for torch_ops.clamped_swiglu, in fp32 until out is rounded."""

@@ -191,18 +191,11 @@ def integer_rows(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Cod
     """
     middle = 128 if bits == 8 else 0
     kept = (codes - middle).to(torch.int8).view(torch.uint8)
-    halves = torch.stack((scales, (zeros - middle).half()), dim=2)
-    return CodedRows(f"INT{bits}", blocks_of(halves, kept, bits).flatten(1))
-
-
-def blocks_of(halves: Tensor, codes: Tensor, bits: int) -> Tensor:
-    """Blocks as uint8 [..., bytes of a block]. halves: float16 [..., n]. codes: uint8 [..., 32], of
-    4 or 8 bits.
-    """
     if bits == 4:
-        first, last = codes.chunk(2, dim=-1)
-        codes = first | last << 4
-    return torch.cat((halves.contiguous().view(torch.uint8), codes), dim=-1)
+        first, last = kept.chunk(2, dim=2)
+        kept = first | last << 4
+    halves = torch.stack((scales, (zeros - middle).half()), dim=2).view(torch.uint8)
+    return CodedRows(f"INT{bits}", torch.cat((halves, kept), dim=2).flatten(1))
 
 
 def _of_integers(name: str, rows: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.errors import ConfigError, ModelNotFoundError
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.code_maker import CodeMaker
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cuda_graph import CudaGraphs
@@ -31,7 +32,7 @@ from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
 from nanoengine.models.layer_ops import LayerOps
-from nanoengine.models.make_codes import METHODS
+from nanoengine.models.make_codes import METHODS, Coder
 from nanoengine.models.quant import Quantizer
 from nanoengine.models.shard import Sharding
 from nanoengine.models.torch_ops import TorchOps
@@ -135,7 +136,7 @@ def load_compute_parts(
         ops,
         config.max_model_len,
         sharding,
-        method if method in METHODS and quantizer is None else None,
+        _make_coder(config, device),
     )
     if method is not None and quantizer is None and not model.codes:
         lacks = (
@@ -248,7 +249,22 @@ def _code_ops(
             kernels = str(error)
     if method is None:
         return None
-    raise ConfigError(f"quantization={method!r} needs our C kernels on a CPU: {kernels}")
+    raise ConfigError(_lacks_kernels(method, kernels))
+
+
+def _make_coder(config: EngineConfig, device: Device) -> Coder | None:
+    """What makes codes of weights, if the settings say so on a CPU. Raises ConfigError."""
+    method = config.quantization
+    if device.name != "cpu" or method not in METHODS:
+        return None
+    try:
+        return CodeMaker.load(method)
+    except KernelBuildError as error:
+        raise ConfigError(_lacks_kernels(method, str(error))) from error
+
+
+def _lacks_kernels(method: str, reason: str) -> str:
+    return f"quantization={method!r} needs our C kernels on a CPU: {reason}"
 
 
 def _gpu_ops(config: EngineConfig, device: Device, quantizer: Quantizer | None) -> LayerOps:

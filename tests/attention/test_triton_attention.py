@@ -32,7 +32,7 @@ from torch import Tensor
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget
 from nanoengine.models.layer_ops import Norm
-from nanoengine.models.torch_ops import TorchOps, clamped_swiglu, silu_mul
+from nanoengine.models.torch_ops import TorchOps, clamped_swiglu, gelu_mul, silu_mul
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -217,6 +217,8 @@ def test_gating(dtype: torch.dtype) -> None:
     out = torch.empty(5, 300, dtype=dtype, device=DEVICE)
     TritonKernels().silu_mul(both, out)
     torch.testing.assert_close(out, silu_mul(both))
+    TritonKernels().gelu_mul(both, out)
+    torch.testing.assert_close(out, gelu_mul(both))
     TritonKernels().clamped_swiglu(both, out)
     torch.testing.assert_close(out, clamped_swiglu(both.float()).to(dtype))
 
@@ -310,6 +312,7 @@ for function, constants, options in (
         {},
     ),
     (triton_kernels._silu_mul, dict(SIZE=14336, STEP=2048), {}),
+    (triton_kernels._gelu_mul, dict(SIZE=2048, STEP=2048), {}),
     (triton_kernels._clamped_swiglu, dict(SIZE=2880, STEP=2048), {}),
 ):
     names = [parameter.name for parameter in function.params]
@@ -335,5 +338,5 @@ def test_all_compile_for_a_gpu() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 13
+    assert len(found) == 14
     assert all(shared <= 227 << 10 and has_code for _, shared, has_code in found), found

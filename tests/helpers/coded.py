@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from nanoengine.models.stored_codes import CODES_KEY, FORMATS, INTEGERS, CodedRows, CodedWeight
 
 # Bytes of a block where its float16 numbers are.
-HALVES = {name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0") else (0, 2) for name in FORMATS}
+HALVES: dict[str, tuple[int, ...]] = {
+    name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0") else (0, 2) for name in FORMATS
+}
 HALVES |= {"Q6_K": (208,), "MXFP4": (), "INT4": (0,), "INT8": (0,)}
 
 
@@ -52,7 +54,7 @@ def coded_checkpoint(source: Path, target: Path, formats: Mapping[str, str]) -> 
         for part, kind in formats.items():
             is_matrix = name.endswith(".weight") and tensor.dim() == 2 and name not in held
             if part in name and is_matrix and tensor.shape[1] % FORMATS[kind][0] == 0:
-                coded = _of_size(random_rows(kind, *tensor.shape, seed), 0.1)
+                coded = _of_size(random_rows(kind, len(tensor), tensor.shape[1], seed), 0.1)
                 held[name], stored[name] = kind, coded.rows
                 plain[name] = coded.numbers(torch.float32)
     assert held

@@ -47,9 +47,9 @@ PARAMS = [
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
 
-def logits_of(folder: Path, **options: object) -> list[Tensor]:
+def logits_of(folder: Path, dtype: str = "bfloat16", **options: object) -> list[Tensor]:
     """Of each prompt, queued at once with others that end before it and after it."""
-    settings = {"dtype": "bfloat16", "kv_cache_gib": 0.01, "kvcache_block_size": 16}
+    settings = {"dtype": dtype, "kv_cache_gib": 0.01, "kvcache_block_size": 16}
     if options:
         settings |= {"kv_cache_gib": None, "kv_offload_gib": 0.01, "stream_mib_per_step": 1e6}
     driver = Driver(LLMEngine(folder, **settings | options))
@@ -74,15 +74,26 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @needs_compiler
 @pytest.mark.usefixtures("our_products")
-@pytest.mark.parametrize("name", ["llama", "qwen3", "smollm3", "mistral-window", "qwen3-window"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in ("llama", "qwen3", "smollm3", "mistral-window")),
+        ("qwen3-window", "bfloat16"),
+        ("gemma3", "float32"),
+    ],
+)
 def test_replayed_decoding_moves_no_bit(
-    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, replays: list[int], name: str
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    replays: list[int],
+    name: str,
+    dtype: str,
 ) -> None:
-    taped = logits_of(tiny(name))
+    taped = logits_of(tiny(name), dtype)
     assert len(replays) > 30 and set(replays) >= {1, 2, 3, 4}
     monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
     count = len(replays)
-    for mine, plain in zip(taped, logits_of(tiny(name)), strict=True):
+    for mine, plain in zip(taped, logits_of(tiny(name), dtype), strict=True):
         assert torch.equal(mine, plain)
     assert len(replays) == count
 

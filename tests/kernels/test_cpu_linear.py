@@ -195,16 +195,22 @@ def test_adding_is_a_product_and_a_sum(packer, k, outputs, tokens):
     assert same_bits(residual, want)
 
 
-@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("with_bias", "activation"),
+    [(False, "silu"), (True, "silu"), (True, "gelu_pytorch_tanh")],
+)
 @pytest.mark.parametrize("outputs, tokens", [(32, 1), (16, 7), (37, 7), (100, 300)])
-def test_gate_up_is_two_products_and_silu_mul(packer, k, kernels, outputs, tokens, with_bias):
+def test_gate_up_is_two_products_and_their_gating(
+    packer, k, kernels, outputs, tokens, with_bias, activation
+):
     gate, up, x = normal(outputs, k), normal(outputs, k, seed=1), normal(tokens, k, seed=2)
     biases = (normal(outputs, seed=3), normal(outputs, seed=4)) if with_bias else None
     gate_bias, up_bias = biases or (None, None)
     products = packer.pack(gate, gate_bias)(x), packer.pack(up, up_bias)(x)
     want = torch.empty(tokens, outputs, dtype=torch.bfloat16)
-    kernels.silu_mul(torch.cat(products, dim=1), want)
-    assert same_bits(packer.pack_gate_up(gate, up, biases)(x), want)
+    gating = kernels.silu_mul if activation == "silu" else kernels.gelu_mul
+    gating(torch.cat(products, dim=1), want)
+    assert same_bits(packer.pack_gate_up(gate, up, biases, None, activation)(x), want)
 
 
 def test_silu_of_extreme_gates(packer, kernels):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import platform
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,13 +28,13 @@ from nanoengine import SamplingParams
 from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError
-from nanoengine.kernels import c_build, cpu_linear
+from nanoengine.kernels import c_build, code_maker, cpu_linear
 from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kernels.code_maker import CodeMaker
 from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.loader import _FinalWeights
-from nanoengine.models import make_codes
-from nanoengine.models.make_codes import coded, made_format
+from nanoengine.models.make_codes import made_format
 from nanoengine.models.stored_codes import CodedWeight, Weight, numbers_of
 
 Tiny = Callable[[str], Path]
@@ -53,8 +54,8 @@ def some_weight(outputs: int, inputs: int) -> Tensor:
 
 def numbers(name: str, weight: Tensor) -> Tensor:
     """What its codes stand for, by the package gguf."""
-    rows = coded(name, weight)
-    assert rows is not None and rows.format == name
+    rows = CodeMaker.load("int4").rows(name, weight)
+    assert rows.format == name
     return torch.from_numpy(gguf.quants.dequantize(rows.rows.numpy(), QuantType[name]))
 
 
@@ -76,6 +77,7 @@ def plain_grid(weight: Tensor) -> Tensor:
 # -- the codes
 
 
+@needs_compiler
 def test_int8_takes_the_nearest_codes() -> None:
     """At least as near as those of the package, whose scale is rounded after codes are chosen."""
     weight = some_weight(40, 96)
@@ -89,6 +91,7 @@ def test_int8_takes_the_nearest_codes() -> None:
     assert error.max() > 0.4 * largest.max() / 127, "and not by much less"
 
 
+@needs_compiler
 def test_int4_is_never_worse_than_the_plain_grid() -> None:
     weight = some_weight(400, 160)
     found = squares(numbers("Q4_1", weight), weight)
@@ -101,6 +104,7 @@ def test_int4_is_never_worse_than_the_plain_grid() -> None:
     assert found[6:].sum() < 0.86 * plain[6:].sum(), "the search finds a good deal"
 
 
+@needs_compiler
 def test_int4_is_near_the_best_of_many_grids() -> None:
     weight = torch.randn(30, 32, generator=torch.Generator().manual_seed(1))
     x = weight.double().numpy()
@@ -116,6 +120,7 @@ def test_int4_is_near_the_best_of_many_grids() -> None:
     assert found.sum() < 1.1 * best.sum()
 
 
+@needs_compiler
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 def test_the_grid_of_a_four_bit_file_is_found_again(kind: str) -> None:
     stored = gguf.quants.quantize(some_weight(60, 96)[6:].numpy(), QuantType[kind])
@@ -124,21 +129,46 @@ def test_the_grid_of_a_four_bit_file_is_found_again(kind: str) -> None:
     assert error.sqrt() < 0.003
 
 
+@needs_compiler
 def test_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = some_weight(37, 64)
-    whole = [coded(name, weight) for name in ("Q8_0", "Q4_1")]
-    monkeypatch.setattr(make_codes, "_PIECE", 5 * 64)
-    for each in whole:
-        assert each is not None
-        again = coded(each.format, weight)
-        assert again is not None and torch.equal(again.rows, each.rows)
+    make = CodeMaker.load("int4").rows
+    whole = [make(name, weight) for name in ("Q8_0", "Q4_1")]
+    monkeypatch.setattr(code_maker, "_PIECE", 5 * 64)
+    assert all(torch.equal(make(each.format, weight).rows, each.rows) for each in whole)
 
 
+@needs_compiler
+@pytest.mark.parametrize(
+    ("flags", "has_same"),
+    [
+        (("-mno-avx512f",), True),
+        pytest.param(("-mno-avx512f", "-mno-avx2", "-mno-fma"), False, marks=pytest.mark.breadth),
+    ],
+    ids=["8 lanes", "4 lanes"],
+)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other CPUs have one build")
+def test_other_cpus_make_as_good_codes(
+    build_folder: Path, flags: tuple[str, ...], has_same: bool
+) -> None:
+    """The same codes with fused steps; without these about the same."""
+    weight, here = some_weight(37, 96), CodeMaker.load("int4")
+    there = CodeMaker.load("int4", build_folder, flags)
+    for name in ("Q8_0", "Q4_1"):
+        ours, theirs = (make.rows(name, weight) for make in (here, there))
+        off, there_off = (squares(each.numbers(torch.float32), weight) for each in (ours, theirs))
+        assert torch.equal(ours.rows, theirs.rows) or not has_same
+        assert there_off.sum() < 1.001 * off.sum()
+
+
+@needs_compiler
 @pytest.mark.parametrize("nasty", [torch.inf, torch.nan, 70000.0])
 def test_what_no_scale_can_hold_stays_numbers(nasty: float) -> None:
-    weight = some_weight(8, 32)
+    weight, make = some_weight(8, 32), CodeMaker.load("int4")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert make(name, weight) is not None
     weight[7, 7] = nasty
-    assert coded("Q8_0", weight) is None and coded("Q4_1", weight) is None
+    assert make(name, weight) is None
 
 
 # -- which weights

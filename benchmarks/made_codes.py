@@ -1,0 +1,127 @@
+"""Decode, prefill, weights and seconds to load with int8 and int4, in several trees in turns:
+
+    python -m benchmarks.made_codes [--trees OLD NEW] [--rounds 3] [--layers 4] [--output FILE]
+
+A tree is a checkout of the engine; without --trees it is this one. Models are SmolLM2-135M and
+Llama 3.2 1B's shape with random weights, which say nothing but speeds. Each row is a process of its
+own. Perplexities: benchmarks/codes_perplexity.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.packed_checkpoints import LLAMA
+from nanoengine import LLM, SamplingParams
+from nanoengine.bench.report import versions
+from nanoengine.config.engine import GIB
+
+Row = dict[str, Any]
+METHODS = ("none", "int8", "int4")
+SHORT, LONG, NEW = 32, 512, 32  # tokens of prompts, and of an answer
+
+
+def write_shape(folder: str, layers: int) -> None:
+    """Write the configuration of Llama 3.2 1B's shape."""
+    shape = {name: value for name, value in LLAMA.items() if name != "quantization_config"}
+    config = json.dumps(shape | {"num_hidden_layers": layers, "vocab_size": 128256})
+    Path(folder, "config.json").write_text(config)
+
+
+def measure(model: str, method: str, dtype: str) -> Row:
+    """Speeds and weights in this process. A folder is a shape, whose weights are random."""
+    draw = random.Random(0)
+    short, *long = ([draw.randrange(100, 30000) for _ in range(n)] for n in (SHORT, *[LONG] * 3))
+    settings: Row = {"dtype": dtype, "kv_cache_gib": 0.5, "max_model_len": 2048}
+    settings["load_format"] = "dummy" if Path(model).is_dir() else "auto"
+    begun = time.perf_counter()
+    quantization = None if method == "none" else method
+    with LLM(model, quantization=quantization, speculative="off", **settings) as llm:
+        loaded = time.perf_counter() - begun
+
+        def seconds(prompt: list[int], tokens: int) -> float:
+            params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+            start = time.perf_counter()
+            llm.generate([prompt], params, use_tqdm=False)
+            return time.perf_counter() - start
+
+        def median(run: Callable[[], float]) -> float:
+            return statistics.median(run() for _ in range(3))
+
+        seconds(short, NEW)
+        whole, first = median(lambda: seconds(short, 1 + NEW)), median(lambda: seconds(short, 1))
+        return {
+            "decode_tokens_per_s": NEW / (whole - first),
+            "prefill_tokens_per_s": LONG / statistics.median(seconds(each, 1) for each in long),
+            "weights_gib": llm.plan.weight_bytes / GIB,
+            "load_s": loaded,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def compared(model: str, method: str, trees: list[str], rounds: int, dtype: str) -> Row:
+    """Medians of each tree, in turns, and [median, least, most] of the last one's ratio to the
+    first.
+    """
+    runs: list[list[Row]] = [[] for _ in trees]
+    for _ in range(rounds):
+        for tree, found in zip(trees, runs, strict=True):
+            command = [sys.executable, str(Path(__file__).resolve()), "--run", model, method, dtype]
+            environment = os.environ | {"PYTHONPATH": tree}
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    row: Row = {}
+    for figure in runs[0][0]:
+        of = [[run[figure] for run in found] for found in runs]
+        row[figure] = {"medians": [round(statistics.median(each), 3) for each in of]}
+        if len(trees) > 1:
+            ratios = [last / first for first, last in zip(of[0], of[-1], strict=True)]
+            row[figure]["ratio"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
+    return row
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    here = str(Path(__file__).resolve().parents[1])
+    parser.add_argument("--trees", nargs="+", default=[here], help="checkouts, the old one first")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=4, help="of Llama 3.2 1B's 16")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        print(json.dumps(measure(*args.run)))
+        return
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_shape(folder, args.layers)
+        names = {"SmolLM2-135M": "smollm2-135m"}
+        names[f"Llama 3.2 1B's shape, {args.layers} layers"] = folder
+        for name, model in names.items():
+            for method in args.methods:
+                row = compared(model, method, args.trees, args.rounds, args.dtype)
+                rows[f"{name}, {method}"] = row
+                print(name, method, json.dumps(row), flush=True)
+    report = {"rows": rows, "rounds": args.rounds, "dtype": args.dtype, "versions": versions()}
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
