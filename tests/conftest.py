@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.startup import probe
 
 speed_up()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests interrupt themselves
 pytest.register_assert_rewrite("driver")  # its assertions show both sides, too
 
 
