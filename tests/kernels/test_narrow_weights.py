@@ -20,7 +20,12 @@ SHAPES = [(64, 32), (33, 96), (200, 576), (70, 2048)]
 WIDE = torch.tensor(1 / 3)  # fits no 16 bits
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.breadth] * (name != "native")) for name in BUILDS
+    ],
+)
 def packer(build_folder: Path, request: pytest.FixtureRequest) -> CpuLinear:
     return CpuLinear.load(CallTape(), build_folder, BUILDS[request.param], torch.float32)
 

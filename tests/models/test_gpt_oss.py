@@ -110,6 +110,7 @@ def test_experts_in_mxfp4(
     driver.engine.close()
 
 
+@pytest.mark.breadth
 @needs_no_gpu
 def test_experts_in_mxfp4_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
     """They stay codes there, too, and answers are those of the numbers."""

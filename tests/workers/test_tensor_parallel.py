@@ -134,7 +134,13 @@ def alone(folder: Path, dtype: str, way: str) -> list[list[Scores]]:
     return run(folder, 1, dtype, **WAYS[way])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.breadth] * (way in ("drafts", "int8 weights")))
+        for way in WAYS
+    ],
+)
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.breadth)])
 def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> None:
     """4 heads and 2 KV heads: with 4 ranks, two share each KV head."""
