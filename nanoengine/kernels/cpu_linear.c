@@ -41,7 +41,7 @@ typedef struct { /* one packed weight: filled by cpu_linear.py */
     const char *panels;
     const float *bias;       /* [panels * PANEL] in the order of the panels, or NULL */
     const char *norm_weight; /* [k], or NULL: norm the activations first */
-    int64_t outputs, k, is_gated, is_tiled; /* is_gated: 0, SILU or GELU; is_tiled: in matrix tiles */
+    int64_t outputs, k, activation, is_tiled; /* activation: of gates, 0, SILU or GELU; is_tiled: in matrix tiles */
     int64_t format; /* DENSE, or of codes */
     double eps;
 } weight_t;
@@ -167,8 +167,8 @@ static void finish_rows(const call_t *c, int64_t row, int rows, int64_t column, 
 
 /* The lines of `out` that `finish` will write: they come while the rows are multiplied. */
 INLINE void prefetch_out(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns) {
-    const int64_t bytes = ITEM * (c->w->is_gated ? columns / 2 : columns);
-    const char *out = c->out + row * c->out_stride + ITEM * (c->w->is_gated ? column / 2 : column);
+    const int64_t bytes = ITEM * (c->w->activation ? columns / 2 : columns);
+    const char *out = c->out + row * c->out_stride + ITEM * (c->w->activation ? column / 2 : column);
     for (; rows > 0; rows--, out += c->out_stride)
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(out + at, 1);
 }
@@ -351,14 +351,14 @@ static void norm_rows(const call_t *c, int is_private, char *out) {
 /* One thread's part of a call. */
 static void linear_in_team(const call_t *call, int64_t threads) {
     const weight_t *w = call->w;
-    const int64_t halves = ceil_div(w->outputs, w->is_gated ? TURN : HALF), rows = call->rows;
+    const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), rows = call->rows;
     const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
     const int64_t block_rows = choose_block_rows(rows, words_of(w), halves, threads, group);
     const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
     const int64_t step = units < 8 * threads ? 1 : 2, steps = ceil_div(halves, step);
     call_t c = *call;
     char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
-    if (w->is_gated) c.epilogue = w->is_gated == GELU ? GELU_MUL : SILU_MUL;
+    if (w->activation) c.epilogue = w->activation == GELU ? GELU_MUL : SILU_MUL;
     if (w->norm_weight) {
         const int64_t stride = w->k * ITEM;
         const int is_private = rows * stride <= PRIVATE_BYTES;
@@ -439,7 +439,7 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
     int64_t steps = 0, at = 0, before = 0;
     for (int64_t i = 0; i < count; i++) {
         const weight_t *w = calls[i].w;
-        const int64_t halves = ceil_div(w->outputs, w->is_gated ? TURN : HALF);
+        const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF);
         const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
         const int64_t rows = choose_block_rows(calls[i].rows, words_of(w), halves, threads, group);
         steps += ceil_div(calls[i].rows, rows) * ceil_div(halves, 2);
@@ -448,7 +448,7 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
     for (int64_t step = 0; step < steps; step++) {
         for (;; at++) { /* a thread's steps come in order */
             const weight_t *w = calls[at].w;
-            const int64_t halves = ceil_div(w->outputs, w->is_gated ? TURN : HALF), panels = ceil_div(halves, 2);
+            const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), panels = ceil_div(halves, 2);
             const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
             const int64_t rows = choose_block_rows(calls[at].rows, words_of(w), halves, threads, group);
             const int64_t own = ceil_div(calls[at].rows, rows) * panels;
@@ -541,7 +541,7 @@ static void pack_numbers(const weight_t *w, const char *rows, int64_t stride, in
     const int64_t words = words_of(w);
     for (int64_t i0 = 0; i0 < words; i0 += STRIP)
         for (int64_t n = n0; n < min64(n0 + TURN, w->outputs); n++) {
-            const int64_t column = column_of(n, w->is_gated, which);
+            const int64_t column = column_of(n, w->activation, which);
             for (int64_t i = i0; i < min64(i0 + STRIP, words); i++)
                 memcpy((char *)w->panels + 4 * word_at(w, column, i), rows + n * stride + 4 * i,
                        bytes_at(w, i));
@@ -558,7 +558,7 @@ void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, in
             continue;
         }
         for (int64_t n = n0; n < min64(n0 + TURN, w->outputs); n++) {
-            const int64_t column = column_of(n, w->is_gated, which);
+            const int64_t column = column_of(n, w->activation, which);
             pack_column(rows + n * stride, w->k / FORMAT[w->format].weights,
                         (char *)panel_of(w, column), column % PANEL, (int)w->format);
         }

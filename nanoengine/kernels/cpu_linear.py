@@ -1,7 +1,7 @@
 """Products with packed weights, of numbers or of codes, and fused operators, in `cpu_linear.c`.
 
-Owns the packed copy of a weight and the C calling convention. Knows no layer and no model. The
-layout, and the rule that makes a row's bits independent of its batch, are in `cpu_linear.c`.
+Owns the C calling convention. Knows no layer and no model. The rule that makes a row's bits
+independent of its batch is in `cpu_linear.c`.
 """
 
 from __future__ import annotations
@@ -13,137 +13,34 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
+from nanoengine.kernels.packed_weight import (
+    ADD,
+    CALL,
+    FLOAT,
+    STORE,
+    PackedWeight,
+    WeightPacker,
+    format_of,
+    shape_of,
+)
 from nanoengine.models.experts import Router
-from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, CodedRows, CodedWeight, Weight
+from nanoengine.models.stored_codes import CodedWeight, Weight
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
-# As in cpu_linear.c: outputs of a panel, outputs of gate and up that take turns, k of a matrix
-# tile, bytes of normed rows that fit a thread, the epilogues, and the modes of the dtypes.
-_PANEL = 64
-_TURN = 16
-_TILE_K = 32
-_PRIVATE_BYTES = 64 << 10
-STORE, ADD, FLOAT = 0, 1, 2
+# Of activations, as in cpu_linear.c.
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
-# The dtypes of numbers that are held in 16 bits and multiplied in float32.
-_NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
-# What gates of a packed weight go through, by transformers' names, as in cpu_vectors.h.
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
-# The formats of cpu_codes.h, in its order.
-_FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values()))}
-_GROUP = 32
-# One field per member of weight_t and call_t in cpu_linear.c, in that order.
-_WEIGHT = struct.Struct("=3Q5qd")
-_CALL = struct.Struct("=4Q5q")
-# The same of experts_t.
+# One field per member of experts_t in cpu_linear.c, in that order.
 _EXPERTS = struct.Struct("=11Q4q")
-_ARENA_BYTES = 64 << 20
-_PAGE_BYTES = 2 << 20
 
 
 def is_supported() -> bool:
     """Whether this CPU multiplies pairs of bfloat16 (AVX512-BF16); float32 runs on all."""
     return b"avx512_bf16" in cpu_flags().split()
-
-
-class WeightArena:
-    """Allocates memory for packed weights, side by side in large pieces backed by huge pages.
-
-    A product at batch 1 reads every weight once; pages of 2 MiB make that a tenth faster than pages
-    of 4 KiB.
-    """
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._advise = library.advise_huge_pages
-        self._advise.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-        self._piece = torch.empty(0, dtype=torch.uint8)
-        self._used = 0
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] of undefined content, at a multiple of 64 bytes."""
-        if self._used + num_bytes > len(self._piece):
-            self._new_piece(max(num_bytes, _ARENA_BYTES))
-        begin = self._used
-        self._used += -(-num_bytes // 64) * 64
-        return self._piece[begin : begin + num_bytes]
-
-    def _new_piece(self, num_bytes: int) -> None:
-        """Allocate whole pages: a page that is never touched costs nothing."""
-        memory = torch.empty(num_bytes + 2 * _PAGE_BYTES, dtype=torch.uint8)
-        skip = -memory.data_ptr() % _PAGE_BYTES
-        self._piece = memory[skip : skip + -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES]
-        self._used = 0
-        self._advise(self._piece.data_ptr(), len(self._piece))
-
-
-class PackedWeight:
-    """A packed weight as C sees it. It keeps the tensors alive that it points to."""
-
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        tape: CallTape,
-        panels: Tensor,
-        bias: Tensor | None,
-        norm: tuple[Tensor, float] | None,
-        shape: tuple[int, int],
-        activation: str,
-        is_tiled: bool,
-        dtype: torch.dtype,
-        code_format: str,
-    ) -> None:
-        norm_weight, eps = norm or (None, 0.0)
-        self.dtype = dtype
-        self.library, self.panels, self.bias, self.norm_weight = library, panels, bias, norm_weight
-        self.outputs, self.inputs = shape
-        pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
-        kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format]
-        record = _WEIGHT.pack(*pointers, *shape, *kinds, eps)
-        self._record = ctypes.create_string_buffer(record)
-        self.address = ctypes.addressof(self._record)
-        self.tape = tape
-
-    def call(self, x: Tensor, out: Tensor, epilogue: int) -> tuple[bytes, Tensor | None]:
-        """out (epilogue) norm(x) W^T as C takes it, and the scratch memory that points to.
-
-        x [tokens, inputs] and out [tokens, outputs] may have strides between rows.
-        """
-        tokens, width = x.shape
-        x_stride, step = x.stride()
-        name = str(self.dtype).removeprefix("torch.")
-        if width != self.inputs or x.dtype is not self.dtype or step != 1:
-            raise EngineError(
-                f"a packed product takes {name} rows of {self.inputs} values side by side: got "
-                f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
-            )
-        if epilogue == ADD and (
-            out.shape != (tokens, self.outputs) or out.dtype is not self.dtype or out.stride(1) != 1
-        ):
-            raise EngineError(
-                f"a product of {tokens} rows is added to {name} rows of {self.outputs} values "
-                f"side by side: got {out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
-            )
-        normed = None
-        if self.norm_weight is not None and tokens * width * x.itemsize > _PRIVATE_BYTES:
-            normed = x.new_empty(tokens, width)
-        packed = _CALL.pack(
-            self.address,
-            x.data_ptr(),
-            out.data_ptr(),
-            0 if normed is None else normed.data_ptr(),
-            x_stride * x.itemsize,
-            out.stride(0) * out.itemsize,
-            tokens,
-            epilogue,
-            torch.get_num_threads(),
-        )
-        return packed, normed
 
 
 class PackedProduct:
@@ -299,7 +196,7 @@ class PackedExperts:
             buffer("by expert", (choices, down.inputs), dtype),
             buffer("places", (choices,), torch.int64),
             buffer("starts", (count + 1,), torch.int64),
-            buffer("calls", (2 * min(count, choices), _CALL.size), torch.uint8),
+            buffer("calls", (2 * min(count, choices), CALL.size), torch.uint8),
         )
         numbers = count, top_k, tokens, torch.get_num_threads()
         packed = _EXPERTS.pack(*(tensor.data_ptr() for tensor in held), *numbers)
@@ -314,21 +211,21 @@ class CpuLinear:
         self, library: ctypes.CDLL, tape: CallTape, dtype: torch.dtype, with_codes: bool
     ) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        self._library = library
         library.linear.argtypes = [ctypes.c_char_p, integer]
         library.linear.restype = None
         library.experts.argtypes = [ctypes.c_char_p]
         library.experts.restype = None
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
-        library.pack.argtypes = [pointer, pointer, integer, integer, integer]
-        library.pack.restype = None
-        self._arena = WeightArena(library)
+        has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
+        self._packer = WeightPacker(library, tape, dtype, with_codes, has_tiles)
         self._workspace = Workspace()
-        self._tape = tape
         self.dtype = dtype
         self.with_codes = with_codes
-        self.saved_bytes = 0  # by holding numbers in 16 bits
-        self._has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """Saved by holding numbers in 16 bits."""
+        return self._packer.saved_bytes
 
     @classmethod
     def load(
@@ -369,10 +266,11 @@ class CpuLinear:
         """
         parts = weight.parts if isinstance(weight, CodedWeight) else (weight,)
         if bias is not None:
-            self._check(bias, weight.shape[:1])
-        biases = () if bias is None else torch.split(bias, [_shape(part)[0] for part in parts])
+            self._packer.check(bias, weight.shape[:1])
+        biases = () if bias is None else torch.split(bias, [shape_of(part)[0] for part in parts])
+        pack = self._packer.pack
         return PackedLinear(
-            tuple(self._pack((part,), biases[i : i + 1], norm) for i, part in enumerate(parts))
+            tuple(pack((part,), biases[i : i + 1], norm) for i, part in enumerate(parts))
         )
 
     def pack_gate_up(
@@ -390,16 +288,22 @@ class CpuLinear:
         (gate_part, *more_gate), (up_part, *more_up) = (
             each.parts if isinstance(each, CodedWeight) else (each,) for each in (gate, up)
         )
-        if more_gate or more_up or _format(gate_part) != _format(up_part):
+        if more_gate or more_up or format_of(gate_part) != format_of(up_part):
             return None
-        return PackedGateUp((self._pack((gate_part, up_part), biases or (), norm, activation),))
+        packed = self._packer.pack((gate_part, up_part), biases or (), norm, activation)
+        return PackedGateUp((packed,))
+
+    def narrowed(self, weight: Tensor) -> Tensor:
+        """The same numbers, in 16 bits where a packed weight would hold them so."""
+        (held,) = self._packer.narrowed([weight])
+        return held
 
     def experts(
         self, router: Router, weights: Iterable[tuple[Tensor, Tensor, Tensor]]
     ) -> PackedExperts:
         """weights: gate, up and down of each expert, as `pack_gate_up` and `pack` take them."""
         packed = [
-            (PackedGateUp((self._pack((gate, up), (), None, "silu"),)), self.pack(down))
+            (PackedGateUp((self._packer.pack((gate, up), (), None, "silu"),)), self.pack(down))
             for gate, up, down in weights
         ]
         return PackedExperts(self._workspace, router, packed)
@@ -413,102 +317,3 @@ class CpuLinear:
     ) -> PackedAfterAttention:
         """As LayerOps.after_attention."""
         return PackedAfterAttention(self._workspace, (out, gate_up, down), next_qkv)
-
-    def _pack(
-        self,
-        weights: tuple[CodedRows | Tensor, ...],
-        biases: tuple[Tensor, ...],
-        norm: tuple[Tensor, float] | None,
-        activation: str = "",
-    ) -> PackedWeight:
-        shape, code_format = _shape(weights[0]), _format(weights[0])
-        for weight in weights:
-            self._check(weight, shape)
-        for bias in biases:
-            self._check(bias, shape[:1])
-        if norm is not None:
-            self._check(norm[0], shape[1:])
-        narrow = self.narrowed(weights)
-        if narrow:
-            code_format = _NARROW[narrow[0].dtype]
-        if not narrow and code_format and not self.with_codes:
-            raise EngineError("codes are packed by kernels that were loaded with_codes")
-        outputs, inputs = shape
-        columns = -(-outputs // _TURN) * _TURN * len(weights)
-        num_panels = -(-columns // _PANEL)
-        itemsize = self.dtype.itemsize
-        row_bytes = -(-inputs * itemsize // 4) * 4
-        if narrow:
-            row_bytes = inputs * narrow[0].itemsize
-        elif code_format:
-            row_bytes = inputs // FORMATS[code_format][0] * HELD_BYTES[code_format]
-        panels = self._arena.allocate(num_panels * _PANEL * row_bytes)
-        if inputs * itemsize % 4 or num_panels * _PANEL != outputs * len(weights):
-            panels.zero_()  # products read the padding, too
-        packed = PackedWeight(
-            self._library,
-            self._tape,
-            panels,
-            _pack_biases(biases, num_panels * _PANEL) if biases else None,
-            norm and (norm[0].contiguous(), norm[1]),
-            (outputs, inputs),
-            activation,
-            self._has_tiles and inputs % _TILE_K == 0,
-            self.dtype,
-            code_format,
-        )
-        for which, weight in enumerate(narrow or weights):
-            rows = (weight.rows if isinstance(weight, CodedRows) else weight).contiguous()
-            stride = rows.stride(0) * rows.itemsize
-            threads = torch.get_num_threads()
-            self._library.pack(packed.address, rows.data_ptr(), stride, which, threads)
-        return packed
-
-    def narrowed(self, weights: tuple[CodedRows | Tensor, ...]) -> tuple[Tensor, ...]:
-        """The same numbers in 16 bits, counted as saved; () if they do not fit, or inputs are no
-        whole groups.
-        """
-        numbers = [weight for weight in weights if isinstance(weight, Tensor)]
-        if self.dtype is not torch.float32 or len(numbers) < len(weights):
-            return ()
-        if numbers[0].shape[1] % _GROUP:
-            return ()
-        for dtype in _NARROW:
-            narrow = tuple(weight.to(dtype) for weight in numbers)
-            if all(map(torch.equal, map(Tensor.float, narrow), numbers)):
-                self.saved_bytes += sum(each.nbytes for each in narrow)
-                return narrow
-        return ()
-
-    def _check(self, weight: CodedRows | Tensor, shape: tuple[int, ...]) -> None:
-        rows = weight.rows if isinstance(weight, CodedRows) else weight
-        dtype = torch.uint8 if isinstance(weight, CodedRows) else self.dtype
-        if (
-            rows.dtype is not dtype
-            or rows.device.type != "cpu"
-            or _shape(weight) != tuple(shape)
-            or 0 in shape
-        ):
-            name = str(dtype).removeprefix("torch.")
-            raise EngineError(
-                f"weights to pack are {name} on the CPU, here of shape {tuple(shape)}: got "
-                f"{rows.dtype} on {rows.device}, shape {_shape(weight)}"
-            )
-
-
-def _shape(weight: CodedRows | Tensor) -> tuple[int, ...]:
-    if isinstance(weight, CodedRows):
-        return len(weight.rows), weight.num_inputs
-    return tuple(weight.shape)
-
-
-def _format(weight: CodedRows | Tensor) -> str:
-    return weight.format if isinstance(weight, CodedRows) else ""
-
-
-def _pack_biases(biases: tuple[Tensor, ...], columns: int) -> Tensor:
-    """float32 [columns], in the order of the panels: those of gate and up take turns."""
-    pad = -len(biases[0]) % _TURN
-    parts = [functional.pad(bias.float(), (0, pad)).view(-1, _TURN) for bias in biases]
-    packed = torch.stack(parts, dim=1).flatten()
-    return functional.pad(packed, (0, columns - len(packed)))

@@ -14,7 +14,8 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import ACTIVATIONS, CpuLinear, PackedGateUp, PackedLinear
+from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
+from nanoengine.kernels.packed_weight import ACTIVATIONS
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import (
@@ -132,8 +133,8 @@ def _half_of(kernel: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tenso
 
 
 class PackedOps(KernelOps):
-    """Products by our own kernel, with norm, silu and residual sum fused onto them: of bfloat16, or
-    of codes with activations in float32 or bfloat16.
+    """Products by our own kernel, with norm, gating and residual sum fused onto them: of numbers or
+    codes, with activations in float32 or bfloat16.
     """
 
     is_batch_invariant = True
@@ -145,7 +146,7 @@ class PackedOps(KernelOps):
         self.takes_codes = products.with_codes
 
     @property
-    def saved_bytes(self) -> int:  # type: ignore[override]
+    def saved_bytes(self) -> int:
         """As LayerOps.saved_bytes: numbers that fit 16 bits are held in these."""
         return self._products.saved_bytes
 
@@ -188,8 +189,7 @@ class PackedOps(KernelOps):
     def embedding(self, weight: Weight) -> Embed:
         if not isinstance(weight, Tensor):
             return self._products.pack(weight).gather_rows
-        (held,) = self._products.narrowed((weight,)) or (weight,)
-        embed, dtype = super().embedding(held), weight.dtype
+        embed, dtype = super().embedding(self._products.narrowed(weight)), weight.dtype
         return lambda token_ids: embed(token_ids).to(dtype)
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:

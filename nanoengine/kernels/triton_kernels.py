@@ -107,24 +107,15 @@ def _rope_store(
 
 
 @triton.jit
-def _silu_mul(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr):
+def _gate_mul(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * STEP + tl.arange(0, STEP)
     mask = d < SIZE
     gate = tl.load(gate_up + row * row_size + d, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_size + SIZE + d, mask=mask, other=0.0)
-    gated = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty)
-    tl.store(out + row * SIZE + d, gated * up, mask=mask)
-
-
-@triton.jit
-def _gelu_mul(gate_up, out, row_size, SIZE: tl.constexpr, STEP: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * STEP + tl.arange(0, STEP)
-    mask = d < SIZE
-    gate = tl.load(gate_up + row * row_size + d, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_size + SIZE + d, mask=mask, other=0.0)
-    u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    u = gate
+    if GELU:  # its form with tanh
+        u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     gated = (gate / (1.0 + tl.exp(-u))).to(out.dtype.element_ty)
     tl.store(out + row * SIZE + d, gated * up, mask=mask)
 
@@ -182,11 +173,11 @@ class TritonKernels:
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""
-        _gate(_silu_mul, gate_up, out)
+        _gate(_gate_mul, gate_up, out, GELU=False)
 
     def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """The same for torch_ops.gelu_mul."""
-        _gate(_gelu_mul, gate_up, out)
+        _gate(_gate_mul, gate_up, out, GELU=True)
 
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         """The same for torch_ops.clamped_swiglu, in fp32 until out is rounded."""
@@ -207,11 +198,11 @@ class TritonKernels:
         return logits.argmax(dim=-1)
 
 
-def _gate(kernel: Any, gate_up: Tensor, out: Tensor) -> None:
+def _gate(kernel: Any, gate_up: Tensor, out: Tensor, **constants: bool) -> None:
     tokens, size = out.shape
     step = min(2048, triton.next_power_of_2(size))
     kernel[(tokens, triton.cdiv(size, step))](
-        gate_up, out, gate_up.stride(0), size, step, num_warps=_warps(step)
+        gate_up, out, gate_up.stride(0), size, step, num_warps=_warps(step), **constants
     )
 
 

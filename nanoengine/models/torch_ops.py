@@ -55,11 +55,15 @@ class TorchOps:
 
     is_batch_invariant = False
     takes_codes = False
-    saved_bytes = 0
 
     def __init__(self, quantizer: Quantizer | None = None) -> None:
         """quantizer: packs the weights of the layers; None leaves them as they are."""
         self._quantizer = quantizer
+
+    @property
+    def saved_bytes(self) -> int:
+        """As LayerOps.saved_bytes: weights are held as they come."""
+        return 0
 
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None

@@ -5,18 +5,14 @@ it were integers, so here they run in float32 and float16; and all compile for a
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from compiled import compiled_by
 from marks import named
 from paged_batches import (
     Batch,
@@ -311,8 +307,8 @@ for function, constants, options in (
         dict(HEADS=32, HEADS_PAD=32, KV_HEADS=8, KV_PAD=8, HALF=64, HALF_PAD=64),
         {},
     ),
-    (triton_kernels._silu_mul, dict(SIZE=14336, STEP=2048), {}),
-    (triton_kernels._gelu_mul, dict(SIZE=2048, STEP=2048), {}),
+    (triton_kernels._gate_mul, dict(SIZE=14336, STEP=2048, GELU=False), {}),
+    (triton_kernels._gate_mul, dict(SIZE=2048, STEP=2048, GELU=True), {}),
     (triton_kernels._clamped_swiglu, dict(SIZE=2880, STEP=2048), {}),
 ):
     names = [parameter.name for parameter in function.params]
@@ -327,16 +323,6 @@ for function, constants, options in (
 
 def test_all_compile_for_a_gpu() -> None:
     """The interpreter takes what the compiler refuses: types of branches, shapes, shared memory."""
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    found = compiled_by("-c", COMPILE)
     assert len(found) == 14
     assert all(shared <= 227 << 10 and has_code for _, shared, has_code in found), found

@@ -20,9 +20,11 @@ from transformers import AutoModelForCausalLM
 from benchmarks.main import main
 from benchmarks.quantization import TEXT, perplexity
 from nanoengine import LLM, PromptTooLongError
+from nanoengine.config.engine import EngineConfig
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.packaged import DEMO_MODEL as MODEL
 from nanoengine.loading.packaged import packaged_gguf
+from nanoengine.startup import probe
 from nanoengine.text.tokenizer import Tokenizer
 
 Tiny = Callable[[str], Path]
@@ -96,13 +98,21 @@ def test_preemption(bench: Callable[..., Any]) -> None:
         assert result[mode]["recompute_to_resume"] > 0
 
 
-def test_fairness(whole_probe: None, bench: Callable[..., Any]) -> None:
-    sizes = ["--input-len", "400", "--num-gpu-blocks", "40", "--output-len", "6"]
+def test_fairness(bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget of a step is set here: measured on a busy machine, it may be any."""
+    really_budget = probe.stream_budget
+
+    def budget(config: EngineConfig, *measured: Any) -> int | None:
+        return really_budget(config, *measured) if config.stream_mib_per_step else 30
+
+    monkeypatch.setattr(probe, "stream_budget", budget)
+    sizes = ["--input-len", "400", "--num-gpu-blocks", "40", "--output-len", "20"]
     small = ["--max-num-batched-tokens", "128", "--kvcache-block-size", "4"]
     result = bench("fairness", *sizes, *small, "--kv-offload-gib", "0.01")
     assert result["arrival during a prefill"]["num_steps"] <= 2
     assert result["arrival during a prefill"]["prefill_left"] > 0
-    assert result["no budget"]["streamed_part"] == 1.0 >= result["budget"]["streamed_part"] > 0
+    assert result["no budget"]["streamed_part"] == 1.0
+    assert 0.2 < result["budget"]["streamed_part"] < 0.4, "30 of some 100 blocks a step"
 
 
 QUANT = ("quantization", "--input-len", "20", "--context", "9", "--max-text-tokens", "300")

@@ -1,7 +1,7 @@
 """The logits of a request are the same bits in every layout of the work: beside others, in chunks,
 after prefix hits and preemption, on two tiers, with guesses, with more threads.
 
-Products are our own in bfloat16, where need be on an emulated CPU; in float32 of plain operators.
+Products are our own, in bfloat16 where need be on an emulated CPU.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ ARITHMETICS = ["float32", "bfloat16", *EMULATED]
 
 @pytest.fixture(autouse=True, params=ARITHMETICS)
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """PyTorch's products depend on the rows of a call: others take their place. Where bfloat16 goes
-    through these here, our own are tried as well, on a machine that is done in C.
+    """Where bfloat16 goes through PyTorch's products here, whose bits depend on the rows of a call,
+    plain ones take their place, and our own are tried on a machine that is done in C.
     """
     if request.param in EMULATED:
         emulate(monkeypatch, request.param)

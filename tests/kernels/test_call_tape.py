@@ -11,6 +11,7 @@ import pytest
 import torch
 from driver import Driver
 from marks import needs_compiler
+from replays import watch_replays
 from shadow import HeldDevice
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import KernelBuildError
-from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
@@ -60,16 +61,8 @@ def logits_of(folder: Path, dtype: str = "bfloat16", **options: object) -> list[
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each replayed pass."""
-    seen: list[int] = []
-    replay = _Pass.replay
-
-    def counted(this: _Pass, tensors: list[Tensor]) -> Tensor:
-        seen.append(len(tensors[0]))
-        return replay(this, tensors)
-
-    monkeypatch.setattr(_Pass, "replay", counted)
-    return seen
+    """See `watch_replays`."""
+    return watch_replays(monkeypatch)
 
 
 @needs_compiler

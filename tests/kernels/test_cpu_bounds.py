@@ -23,7 +23,8 @@ from nanoengine.context import SoftmaxState
 from nanoengine.kernels import cpu_linear
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels, MassBuffers
-from nanoengine.kernels.cpu_linear import ADD, CpuLinear
+from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.packed_weight import ADD
 
 # Without AVX512-BF16 its instructions are done in C: the reads are the same.
 MACHINES = BUILDS if cpu_linear.is_supported() else EMULATED

@@ -13,7 +13,8 @@ from torch import Tensor
 from nanoengine.kernels import cpu_linear
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import ADD, CpuLinear
+from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.packed_weight import ADD
 from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]

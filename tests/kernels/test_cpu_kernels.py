@@ -17,7 +17,7 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.models.torch_ops import clamped_swiglu, gelu_mul
+from nanoengine.models.torch_ops import clamped_swiglu, gelu_mul, silu_mul
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)
@@ -459,30 +459,33 @@ def test_rope_store(variant, dtype, tokens, head_dim):
     assert torch.equal(pool, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens, dim", [(1, 1536), (40, 1536), (3, 37)])
-def test_gelu_mul(variant, dtype, tokens, dim):
+GATED = pytest.mark.parametrize("tokens, dim", [(1, 1536), (40, 1536), (3, 37)])
+
+
+def gated_by(kernel, reference, tokens, dim, dtype):
+    """What it and a reference make of random gates, and of some far from zero; no NaN is lost."""
     gate_up = normal(tokens, 2 * dim, dtype=dtype) * 4
     gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, torch.nan])
     out = torch.empty(tokens, dim, dtype=dtype)
-    variant.gelu_mul(gate_up, out)
-    want = gelu_mul(gate_up)
+    kernel(gate_up, out)
+    want = reference(gate_up)
     assert out[0, 3].isnan()
     out[0, 3] = want[0, 3] = 0
+    return out, want
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@GATED
+def test_gelu_mul(variant, dtype, tokens, dim):
+    out, want = gated_by(variant.gelu_mul, gelu_mul, tokens, dim, dtype)
     # torch's 1 + tanh cancels where the gate is small: it is the less exact of the two.
     torch.testing.assert_close(out, want, atol=3e-6 if dtype is torch.float32 else 0.02, rtol=0.01)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens, dim", [(1, 1536), (40, 1536), (3, 37)])
+@GATED
 def test_silu_mul(variant, dtype, tokens, dim):
-    gate_up = normal(tokens, 2 * dim, dtype=dtype) * 4
-    gate_up[0, :4] = torch.tensor([0.0, -200.0, 200.0, torch.nan])
-    out = torch.empty(tokens, dim, dtype=dtype)
-    variant.silu_mul(gate_up, out)
-    want = torch.nn.functional.silu(gate_up[:, :dim]) * gate_up[:, dim:]
-    assert out[0, 3].isnan()
-    out[0, 3] = want[0, 3] = 0
+    out, want = gated_by(variant.silu_mul, silu_mul, tokens, dim, dtype)
     assert_same_rounding(out, want)
 
 

@@ -18,8 +18,9 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_linear import ADD, CpuLinear, PackedExperts, WeightArena
+from nanoengine.kernels.cpu_linear import CpuLinear, PackedExperts
 from nanoengine.kernels.fused_ops import PackedOps
+from nanoengine.kernels.packed_weight import ADD, WeightArena
 from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 

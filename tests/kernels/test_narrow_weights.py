@@ -10,7 +10,8 @@ from marks import needs_compiler
 from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_linear import ADD, CpuLinear, PackedGateUp
+from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp
+from nanoengine.kernels.packed_weight import ADD
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 

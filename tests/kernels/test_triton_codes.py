@@ -4,16 +4,13 @@ the package gguf), and products are theirs. The compiler makes code for GPUs tha
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from coded import random_rows, random_weight
+from compiled import compiled_by
 from marks import needs_no_gpu
 from torch import Tensor
 
@@ -184,16 +181,7 @@ def test_all_compile_for_a_gpu(formats: str, capabilities: str) -> None:
     (else a step waits for memory), tensor cores multiply, numbers are rounded to the nearest, and
     it fits the shared memory of a card of that kind.
     """
-    done = subprocess.run(
-        [sys.executable, HELPER, formats, capabilities],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    made = [json.loads(line) for line in done.stdout.splitlines()]
+    made = compiled_by(HELPER, formats, capabilities)
     kernels = [each["kernel"] for each in made]
     one_each = ["product", "merge", "product", "merge", "product", "product", "gather"]
     assert kernels == one_each * len(formats.split(",")) * len(capabilities.split(","))

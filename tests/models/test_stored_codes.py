@@ -22,6 +22,7 @@ from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GEMMA_NAMES, ORIGINAL_NAMES, SCALINGS, GGUFModel, gguf_name, with_scaling
 from marks import needs_compiler
+from replays import watch_replays
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -31,7 +32,7 @@ from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError
 from nanoengine.kernels import c_build
-from nanoengine.kernels.call_tape import CallTape, _Pass
+from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf.convert import convert_gguf
@@ -206,16 +207,9 @@ def test_k_quants(wide: Path, k_quants: Path) -> None:
 def test_a_decode_is_replayed_and_moves_no_bit(
     k_quants: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replays = []
-    replay = _Pass.replay
-
-    def counted(self: _Pass, tensors: Any) -> Tensor:
-        replays.append(self.is_whole)
-        return replay(self, tensors)
-
-    monkeypatch.setattr(_Pass, "replay", counted)
+    replays = watch_replays(monkeypatch)
     taped = logits_of(k_quants)
-    assert replays and all(replays)
+    assert replays
     monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
     assert all(map(torch.equal, taped, logits_of(k_quants)))
 

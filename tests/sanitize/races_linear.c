@@ -8,7 +8,7 @@
 enum { TOKENS_MOST = 1500 };
 
 static int64_t panel_bytes(const weight_t *w) {
-    const int64_t columns = ceil_div(w->outputs, TURN) * TURN * (w->is_gated ? 2 : 1);
+    const int64_t columns = ceil_div(w->outputs, TURN) * TURN * (w->activation ? 2 : 1);
     const int64_t row = w->format == DENSE ? ceil_div(w->k, 2) * 4 : w->k / GROUP * block_bytes(Q4_0);
     return ceil_div(columns, PANEL) * PANEL * row;
 }
@@ -24,7 +24,7 @@ static char *some_codes(int64_t blocks) {
 static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int has_norm, int threads,
                             int format) {
     weight_t w = {.norm_weight = has_norm ? some_numbers(k, 1) : NULL, .outputs = outputs, .k = k,
-                  .is_gated = is_gated, .format = format, .eps = 1e-5};
+                  .activation = is_gated ? SILU : 0, .format = format, .eps = 1e-5};
     w.is_tiled = HAVE_TILES && allow_tiles() == 0 && k % TILE_K == 0;
     const int64_t bytes = panel_bytes(&w), columns = outputs * (is_gated ? 4 : 2);
     char *memory = aligned_alloc(64, (size_t)ceil_div(bytes, 64) * 64);

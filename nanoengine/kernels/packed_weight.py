@@ -1,0 +1,266 @@
+"""A weight packed for the products of `cpu_linear.c`: numbers, or codes as a file holds them.
+
+Owns the memory of packed weights and the records that C reads. The layout is in `cpu_linear.c`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nanoengine.errors import EngineError
+from nanoengine.kernels.call_tape import CallTape
+from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, CodedRows
+
+# As in cpu_linear.c: outputs of a panel, outputs of gate and up that take turns, k of a matrix
+# tile, bytes of normed rows that fit a thread, and the epilogues.
+_PANEL = 64
+_TURN = 16
+_TILE_K = 32
+_PRIVATE_BYTES = 64 << 10
+STORE, ADD, FLOAT = 0, 1, 2
+# The dtypes of numbers that are held in 16 bits and multiplied in float32.
+_NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
+# What gates of a packed weight go through, by transformers' names, as in cpu_vectors.h.
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
+# The formats of cpu_codes.h, in its order.
+_FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values()))}
+_GROUP = 32
+# One field per member of weight_t and call_t in cpu_linear.c, in that order.
+_WEIGHT = struct.Struct("=3Q5qd")
+CALL = struct.Struct("=4Q5q")
+_ARENA_BYTES = 64 << 20
+_PAGE_BYTES = 2 << 20
+
+
+class WeightArena:
+    """Allocates memory for packed weights, side by side in large pieces backed by huge pages.
+
+    A product at batch 1 reads every weight once; pages of 2 MiB make that a tenth faster than pages
+    of 4 KiB.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._advise = library.advise_huge_pages
+        self._advise.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+        self._piece = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] of undefined content, at a multiple of 64 bytes."""
+        if self._used + num_bytes > len(self._piece):
+            self._new_piece(max(num_bytes, _ARENA_BYTES))
+        begin = self._used
+        self._used += -(-num_bytes // 64) * 64
+        return self._piece[begin : begin + num_bytes]
+
+    def _new_piece(self, num_bytes: int) -> None:
+        """Allocate whole pages: a page that is never touched costs nothing."""
+        memory = torch.empty(num_bytes + 2 * _PAGE_BYTES, dtype=torch.uint8)
+        skip = -memory.data_ptr() % _PAGE_BYTES
+        self._piece = memory[skip : skip + -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES]
+        self._used = 0
+        self._advise(self._piece.data_ptr(), len(self._piece))
+
+
+class PackedWeight:
+    """A packed weight as C sees it. It keeps the tensors alive that it points to."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        tape: CallTape,
+        panels: Tensor,
+        bias: Tensor | None,
+        norm: tuple[Tensor, float] | None,
+        shape: tuple[int, int],
+        activation: str,
+        is_tiled: bool,
+        dtype: torch.dtype,
+        code_format: str,
+    ) -> None:
+        norm_weight, eps = norm or (None, 0.0)
+        self.dtype = dtype
+        self.library, self.panels, self.bias, self.norm_weight = library, panels, bias, norm_weight
+        self.outputs, self.inputs = shape
+        pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
+        kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format]
+        record = _WEIGHT.pack(*pointers, *shape, *kinds, eps)
+        self._record = ctypes.create_string_buffer(record)
+        self.address = ctypes.addressof(self._record)
+        self.tape = tape
+
+    def call(self, x: Tensor, out: Tensor, epilogue: int) -> tuple[bytes, Tensor | None]:
+        """out (epilogue) norm(x) W^T as C takes it, and the scratch memory that points to.
+
+        x [tokens, inputs] and out [tokens, outputs] may have strides between rows.
+        """
+        tokens, width = x.shape
+        x_stride, step = x.stride()
+        name = str(self.dtype).removeprefix("torch.")
+        if width != self.inputs or x.dtype is not self.dtype or step != 1:
+            raise EngineError(
+                f"a packed product takes {name} rows of {self.inputs} values side by side: got "
+                f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
+            )
+        if epilogue == ADD and (
+            out.shape != (tokens, self.outputs) or out.dtype is not self.dtype or out.stride(1) != 1
+        ):
+            raise EngineError(
+                f"a product of {tokens} rows is added to {name} rows of {self.outputs} values "
+                f"side by side: got {out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
+            )
+        normed = None
+        if self.norm_weight is not None and tokens * width * x.itemsize > _PRIVATE_BYTES:
+            normed = x.new_empty(tokens, width)
+        packed = CALL.pack(
+            self.address,
+            x.data_ptr(),
+            out.data_ptr(),
+            0 if normed is None else normed.data_ptr(),
+            x_stride * x.itemsize,
+            out.stride(0) * out.itemsize,
+            tokens,
+            epilogue,
+            torch.get_num_threads(),
+        )
+        return packed, normed
+
+
+class WeightPacker:
+    """Packs weights for activations of one dtype."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        tape: CallTape,
+        dtype: torch.dtype,
+        with_codes: bool,
+        has_tiles: bool,
+    ) -> None:
+        """dtype: of activations. has_tiles: there are matrix tiles, and they may be used."""
+        pointer, integer = ctypes.c_void_p, ctypes.c_int64
+        library.pack.argtypes = [pointer, pointer, integer, integer, integer]
+        library.pack.restype = None
+        self._library, self._tape = library, tape
+        self._dtype, self._with_codes, self._has_tiles = dtype, with_codes, has_tiles
+        self._arena = WeightArena(library)
+        self.saved_bytes = 0  # by holding numbers in 16 bits
+
+    def pack(
+        self,
+        weights: tuple[CodedRows | Tensor, ...],
+        biases: tuple[Tensor, ...],
+        norm: tuple[Tensor, float] | None,
+        activation: str = "",
+    ) -> PackedWeight:
+        """One weight, or gate and up, whose outputs take turns; all of one shape and format.
+
+        biases: () or one for each. norm, activation: see `CpuLinear.pack` and `pack_gate_up`.
+        Raises EngineError for other dtypes and shapes.
+        """
+        outputs, inputs = shape = shape_of(weights[0])
+        for weight in weights:
+            self.check(weight, shape)
+        for bias in biases:
+            self.check(bias, shape[:1])
+        if norm is not None:
+            self.check(norm[0], shape[1:])
+        held, code_format = self._held(weights)
+        columns = -(-outputs // _TURN) * _TURN * len(weights)
+        padded = -(-columns // _PANEL) * _PANEL
+        panels = self._arena.allocate(padded * self._row_bytes(inputs, code_format))
+        if inputs * self._dtype.itemsize % 4 or padded != outputs * len(weights):
+            panels.zero_()  # products read the padding, too
+        packed = PackedWeight(
+            self._library,
+            self._tape,
+            panels,
+            _pack_biases(biases, padded) if biases else None,
+            norm and (norm[0].contiguous(), norm[1]),
+            (outputs, inputs),
+            activation,
+            self._has_tiles and inputs % _TILE_K == 0,
+            self._dtype,
+            code_format,
+        )
+        for which, rows in enumerate(held):
+            stride = rows.stride(0) * rows.itemsize
+            threads = torch.get_num_threads()
+            self._library.pack(packed.address, rows.data_ptr(), stride, which, threads)
+        return packed
+
+    def _held(self, weights: tuple[CodedRows | Tensor, ...]) -> tuple[list[Tensor], str]:
+        """The rows of each as they are held, contiguous, and their format; "" is that of
+        activations.
+        """
+        code_format = format_of(weights[0])
+        if code_format and not self._with_codes:
+            raise EngineError("codes are packed by kernels that were loaded with_codes")
+        rows = [each.rows if isinstance(each, CodedRows) else each for each in weights]
+        if not code_format:
+            rows = self.narrowed(rows)
+            code_format = _NARROW.get(rows[0].dtype, "") if self._dtype is torch.float32 else ""
+        return [each.contiguous() for each in rows], code_format
+
+    def narrowed(self, numbers: list[Tensor]) -> list[Tensor]:
+        """The same numbers, of a weight or of gate and up: in 16 bits where activations have 32,
+        they all fit, and rows are whole groups.
+        """
+        if self._dtype is not torch.float32 or numbers[0].shape[1] % _GROUP:
+            return numbers
+        for dtype in _NARROW:
+            if not torch.equal(numbers[0][0].to(dtype).float(), numbers[0][0]):
+                continue  # the first row tells most weights
+            narrow = [weight.to(dtype) for weight in numbers]
+            if all(map(torch.equal, map(Tensor.float, narrow), numbers)):
+                self.saved_bytes += sum(each.nbytes for each in narrow)
+                return narrow
+        return numbers
+
+    def _row_bytes(self, inputs: int, code_format: str) -> int:
+        if code_format in _NARROW.values():
+            return 2 * inputs
+        if code_format:
+            return inputs // FORMATS[code_format][0] * HELD_BYTES[code_format]
+        return -(-inputs * self._dtype.itemsize // 4) * 4
+
+    def check(self, weight: CodedRows | Tensor, shape: tuple[int, ...]) -> None:
+        """Raise EngineError for a weight, or a vector, that cannot be packed as one of this shape."""
+        rows = weight.rows if isinstance(weight, CodedRows) else weight
+        dtype = torch.uint8 if isinstance(weight, CodedRows) else self._dtype
+        if (
+            rows.dtype is not dtype
+            or rows.device.type != "cpu"
+            or shape_of(weight) != tuple(shape)
+            or 0 in shape
+        ):
+            name = str(dtype).removeprefix("torch.")
+            raise EngineError(
+                f"weights to pack are {name} on the CPU, here of shape {tuple(shape)}: got "
+                f"{rows.dtype} on {rows.device}, shape {shape_of(weight)}"
+            )
+
+
+def shape_of(weight: CodedRows | Tensor) -> tuple[int, ...]:
+    """Outputs and inputs; of a vector, its length."""
+    if isinstance(weight, CodedRows):
+        return len(weight.rows), weight.num_inputs
+    return tuple(weight.shape)
+
+
+def format_of(weight: CodedRows | Tensor) -> str:
+    """A key of stored_codes.FORMATS; "" for numbers."""
+    return weight.format if isinstance(weight, CodedRows) else ""
+
+
+def _pack_biases(biases: tuple[Tensor, ...], columns: int) -> Tensor:
+    """float32 [columns], in the order of the panels: those of gate and up take turns."""
+    pad = -len(biases[0]) % _TURN
+    parts = [functional.pad(bias.float(), (0, pad)).view(-1, _TURN) for bias in biases]
+    packed = torch.stack(parts, dim=1).flatten()
+    return functional.pad(packed, (0, columns - len(packed)))
