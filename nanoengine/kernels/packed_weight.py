@@ -230,7 +230,7 @@ class WeightPacker:
         return -(-inputs * self._dtype.itemsize // 4) * 4
 
     def check(self, weight: CodedRows | Tensor, shape: tuple[int, ...]) -> None:
-        """Raise EngineError for a weight, or a vector, that cannot be packed as one of this shape."""
+        """Raise EngineError for a weight, or a vector, that is not to be packed as this shape."""
         rows = weight.rows if isinstance(weight, CodedRows) else weight
         dtype = torch.uint8 if isinstance(weight, CodedRows) else self._dtype
         if (
