@@ -102,8 +102,8 @@ class EngineConfig:
     quantization: None, or lossy weights: "int8" (on a CPU Q8_0 in layers, embeddings and head) or
     "int4" (the same, but Q4_1 in layers for all but v); on a GPU a scale for each output, or a
     scale and a zero for each 128 inputs, in layers only. "gguf" keeps the codes of a GGUF as they
-    are, Q4_0 to Q6_K, embeddings and head, too. Checkpoints that are packed (AWQ, GPTQ, MXFP4) are
-    read without it, and stay packed.
+    are, Q4_0 to Q6_K, embeddings and head, too. Checkpoints that are packed (AWQ, GPTQ, FP8, MXFP4)
+    are read without it, and stay packed.
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
     set, else all cores that the process and its container may use).
     tensor_parallel_size: processes that compute the model together, each with its heads and its

@@ -13,7 +13,7 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.experts_json import read_experts
-from nanoengine.loading.fp8 import fp8_block
+from nanoengine.loading.fp8 import GROUP, fp8_block
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, layer_windows, recurrent_layers
 from nanoengine.loading.layer_shapes import read_shapes
 from nanoengine.loading.packed_ints import packed_format
@@ -231,6 +231,9 @@ def _codes(quantised: object) -> str:
     packed = packed_format(quantised)
     if packed is not None:
         return f"INT{packed.bits}"
+    block = fp8_block(quantised)
+    if block is not None and block[1] % GROUP == 0:
+        return "FP8"
     return "MXFP4" if quant_method(quantised) == "mxfp4" else ""
 
 
