@@ -105,7 +105,7 @@ class EngineConfig:
     are, Q4_0 to Q6_K, embeddings and head, too. Checkpoints that are packed (AWQ, GPTQ, FP8, MXFP4)
     are read without it, and stay packed.
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
-    set, else all cores that the process and its container may use).
+    set, else all cores that the process and its container may use and no other program keeps busy).
     tensor_parallel_size: processes that compute the model together, each with its heads and its
     rows of the weights (CPU). num_threads, kv_cache_gib and kv_offload_gib are those of all.
     max_num_partial_prefills: most prompts that may be partly computed after a step.

@@ -81,7 +81,7 @@ def prompt(num_tokens: int) -> list[int]:
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        ("llama", RESIDENT),
+        pytest.param("llama", RESIDENT, marks=pytest.mark.breadth),
         ("llama", STREAMED),
         # Steps under the checker are also timed below, and layers of qwen3 have windows here.
         pytest.param(

@@ -180,7 +180,7 @@ def test_tiles_hold_rows_of_one_expert_each() -> None:
 @pytest.mark.parametrize(
     ("formats", "capabilities"),
     [
-        ("Q4_0", "89"),
+        pytest.param("Q4_0", "89", marks=pytest.mark.breadth),
         pytest.param(",".join(FORMATS), "80,89,90,120", marks=pytest.mark.slow),
     ],
 )
