@@ -121,7 +121,7 @@ def _fp8_layer(config: Row, draw: Draw) -> Tensors:
     for name, outputs, inputs in _products(config):
         codes = (draw.numbers(outputs, inputs) * 4096).to(torch.float8_e4m3fn)
         yield f"{name}.weight", codes
-        yield f"{name}.weight_scale_inv", torch.full((outputs // 128, inputs // 128), 2.0**-12)
+        yield f"{name}.weight_scale_inv", torch.full((outputs // 128, inputs // 128), 1 / 4000)
 
 
 # Each with what makes the tensors of a layer.

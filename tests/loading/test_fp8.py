@@ -61,13 +61,15 @@ def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, T
     return codes, scales, said
 
 
-def make(source: Path, folder: Path, kind: str) -> dict[str, Tensor]:
-    """The checkpoint with its products in FP8; returns what these say."""
+def make(
+    source: Path, folder: Path, kind: str, ends: tuple[str, ...] = ("_proj.weight",)
+) -> dict[str, Tensor]:
+    """The checkpoint with tensors whose names end so in FP8; returns what these say."""
     config, suffix, block = KINDS[kind]
     shutil.copytree(source, folder)
     path, said = folder / "model.safetensors", {}
     tensors = load_file(path)
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+    for name in [n for n in tensors if n.endswith(ends)]:
         tensors[name], scales, said[name] = quantised(tensors[name], block)
         tensors[name + suffix] = scales if kind != "one" else scales.flatten()
         tensors[name.replace("weight", "input_scale")] = torch.ones(1)
@@ -98,8 +100,8 @@ def test_every_weight_is_what_its_codes_and_scales_say(
 
 
 def numbers_beside(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
-    """The checkpoint in FP8, and the same as numbers."""
-    said = make(source, folder / "m", kind)
+    """The checkpoint in FP8, also embedding and head, and the same as numbers."""
+    said = make(source, folder / "m", kind, ("_proj.weight", "embed_tokens.weight", "head.weight"))
     shutil.copytree(source, folder / "plain")
     path = folder / "plain" / "model.safetensors"
     save_file(load_file(path) | said, path)
@@ -117,7 +119,7 @@ def test_answers_are_those_of_the_same_weights_in_float32(
     """And the plan says what stays codes, or by how much they grow."""
     ours, plain = numbers_beside(tiny("llama"), tmp_path, kind)
     driver = Driver(small_engine(ours))
-    line = DEQUANTISED if kind == "blocks" else "codes as stored: 21 of FP8; the rest in float32"
+    line = DEQUANTISED if kind == "blocks" else "codes as stored: 23 of FP8; the rest in float32"
     assert line in str(driver.engine.plan)
     outputs = driver.run([[7 * i % 256 for i in range(50)]])
     driver.engine.close()
@@ -169,7 +171,7 @@ def test_they_stay_codes_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
         greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         driver = Driver(small_engine(ours, device="cuda", **settings))
         outputs = driver.run([[7 * i % 256 for i in range(20)]], greedy)
-        assert "codes as stored: 21 of FP8" in str(driver.engine.plan)
+        assert "codes as stored: 23 of FP8" in str(driver.engine.plan)
         driver.engine.close()
     assert_logits_are_transformers(driver, plain, outputs)
 
