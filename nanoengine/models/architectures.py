@@ -217,7 +217,7 @@ _OLMO: dict[str, Any] = {
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": Architecture(
-        "DeepSeek-V2 (Lite, also Coder)",
+        "DeepSeek-V2 Lite",
         latent=True,
         requires=_LATENT["requires"] | {"topk_method": (None, "greedy"), "mlp_bias": (None, False)},
         experts=ExpertNames(renormalises=False, shared="shared_experts"),
@@ -230,7 +230,7 @@ ARCHITECTURES = {
         },
     ),
     "DeepseekV3ForCausalLM": Architecture(
-        "DeepSeek-V3 and R1",
+        "DeepSeek-V3, R1",
         **_LATENT,
         experts=ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts"),
         defaults=_LATENT_DEFAULTS
