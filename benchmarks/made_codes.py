@@ -1,4 +1,4 @@
-"""Decode, prefill, weights and seconds to load with int8 and int4, in several trees in turns:
+"""Decode, prefill, weights and seconds to load with int8, in several trees in turns:
 
     python -m benchmarks.made_codes [--trees OLD NEW] [--rounds 3] [--layers 4] [--output FILE]
 
@@ -30,7 +30,7 @@ from nanoengine.bench.report import versions
 from nanoengine.config.engine import GIB
 
 Row = dict[str, Any]
-METHODS = ("none", "int8", "int4")
+METHODS = ("none", "int8")
 SHORT, LONG, NEW = 32, 512, 32  # tokens of prompts, and of an answer
 
 

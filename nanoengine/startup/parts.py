@@ -23,7 +23,6 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.errors import ConfigError, ModelNotFoundError
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.code_maker import CodeMaker
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cuda_graph import CudaGraphs
@@ -32,8 +31,6 @@ from nanoengine.loading.find_model import find_model
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
 from nanoengine.models.layer_ops import LayerOps
-from nanoengine.models.make_codes import METHODS, Coder
-from nanoengine.models.quant import Quantizer
 from nanoengine.models.shard import Sharding
 from nanoengine.models.torch_ops import TorchOps
 from nanoengine.sampling_params import SamplingParams
@@ -121,12 +118,9 @@ def load_compute_parts(
     """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
-    method, quantizer = config.quantization, None
+    method = config.quantization
     ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
-    if ops is None:
-        if method is not None:
-            quantizer = Quantizer(method, device.torch_device, dtype)
-        ops = choose_ops(config, device, kernels, dtype, quantizer)
+    ops = ops or choose_ops(config, device, kernels, dtype)
     model = load_model(
         folder,
         config.load_format,
@@ -136,9 +130,9 @@ def load_compute_parts(
         ops,
         config.max_model_len,
         sharding,
-        _make_coder(config, device),
+        method == "int8",
     )
-    if method is not None and quantizer is None and not model.codes:
+    if method is not None and not model.codes:
         lacks = (
             "is codes of a GGUF" if method == "gguf" else "has rows of whole blocks of 32 inputs"
         )
@@ -155,14 +149,13 @@ def load_compute_parts(
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
     is_narrow = ops.saved_bytes > 0 and not model.codes
-    saved = ops.saved_bytes + (quantizer.saved_bytes() if quantizer else 0)
     facts = ModelFacts(
         source=model.source + ("; held in 16 bits, as stored" if is_narrow else ""),
         dtype=dtype,
         dtype_reason=dtype_reason,
-        weight_bytes=model.weight_bytes - saved,
+        weight_bytes=model.weight_bytes - ops.saved_bytes,
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
-        quantization=describe_codes(model.codes, dtype, method) or str(quantizer or ""),
+        quantization=describe_codes(model.codes, dtype, method),
         invariance=describe_invariance(*invariant),
         is_invariant=invariant == (True, True, False),
     )
@@ -174,7 +167,7 @@ def describe_codes(codes: Mapping[str, int], dtype: torch.dtype, method: str | N
     if not codes:
         return ""
     counts = ", ".join(f"{count} of {name}" for name, count in sorted(codes.items()))
-    label = f"{method} (lossy)" if method in METHODS else "codes as stored"
+    label = "int8 (lossy)" if method == "int8" else "codes as stored"
     return f"{label}: {counts}; the rest in {str(dtype).removeprefix('torch.')}"
 
 
@@ -199,17 +192,13 @@ def find_kernels(device: Device, tape: CallTape | None) -> tuple[CpuKernels | No
 
 
 def choose_ops(
-    config: EngineConfig,
-    device: Device,
-    kernels: CpuKernels | None,
-    dtype: torch.dtype,
-    quantizer: Quantizer | None,
+    config: EngineConfig, device: Device, kernels: CpuKernels | None, dtype: torch.dtype
 ) -> LayerOps:
     """The fastest implementation of the layers on this machine."""
     if device.torch_device.type == "npu":
-        return TorchOps(quantizer)  # Triton for it is another package, which nobody has tried here
+        return TorchOps()  # Triton for it is another package, which nobody has tried here
     if device.name != "cpu":
-        return _gpu_ops(config, device, quantizer)
+        return _gpu_ops(config, device)
     if kernels is None:
         return TorchOps()
     try:
@@ -231,9 +220,7 @@ def _code_ops(
     """
     method = config.quantization
     if device.name != "cpu":
-        if method in METHODS or (method is None and not holds_codes(folder)):
-            return None
-        ops = choose_ops(config, device, None, dtype, None)
+        ops = choose_ops(config, device, None, dtype)
         if ops.takes_codes or method is None:
             return ops
         raise ConfigError(
@@ -249,33 +236,18 @@ def _code_ops(
             kernels = str(error)
     if method is None:
         return None
-    raise ConfigError(_lacks_kernels(method, kernels))
+    raise ConfigError(f"quantization={method!r} needs our C kernels on a CPU: {kernels}")
 
 
-def _make_coder(config: EngineConfig, device: Device) -> Coder | None:
-    """What makes codes of weights, if the settings say so on a CPU. Raises ConfigError."""
-    method = config.quantization
-    if device.name != "cpu" or method not in METHODS:
-        return None
-    try:
-        return CodeMaker.load(method)
-    except KernelBuildError as error:
-        raise ConfigError(_lacks_kernels(method, str(error))) from error
-
-
-def _lacks_kernels(method: str, reason: str) -> str:
-    return f"quantization={method!r} needs our C kernels on a CPU: {reason}"
-
-
-def _gpu_ops(config: EngineConfig, device: Device, quantizer: Quantizer | None) -> LayerOps:
+def _gpu_ops(config: EngineConfig, device: Device) -> LayerOps:
     try:
         from nanoengine.kernels.triton_codes import TritonCodes  # comes with a GPU's PyTorch
         from nanoengine.kernels.triton_kernels import TritonKernels
     except ImportError:
-        return TorchOps(quantizer)
+        return TorchOps()
     vendor = None if config.enforce_eager else find_graphs(device.torch_device)
     graphs = None if vendor is None else CudaGraphs(vendor)
-    return GpuOps(TritonKernels(), graphs, TritonCodes(), quantizer)
+    return GpuOps(TritonKernels(), graphs, TritonCodes())
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:
