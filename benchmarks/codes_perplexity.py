@@ -43,10 +43,10 @@ OFF = 16  # inputs
 def made(models: list[str]) -> Iterator[dict[str, Any]]:
     """Two rows for each model."""
     for model in (DEMO_MODEL, *models):
-        plain, _, num_tokens = _perplexity(model, None)
+        plain, _, num_tokens = _perplexity(model, "none")
         with tempfile.TemporaryDirectory() as folder:
             _write_off_the_grid(resolve_model(model), Path(folder))
-            runs = {"of the file": (model, "int8"), f"{OFF} inputs later": (folder, None)}
+            runs = {"of the file": (model, "int8"), f"{OFF} inputs later": (folder, "none")}
             for blocks, run in runs.items():
                 found, held, _ = _perplexity(*run)
                 yield {
@@ -90,7 +90,7 @@ def stored(models: list[str]) -> Iterator[dict[str, Any]]:
 
 def _compared(model: str) -> dict[str, Any]:
     as_stored, held, num_tokens = _perplexity(model, "gguf")
-    dequantised, _, _ = _perplexity(model, None)
+    dequantised, _, _ = _perplexity(model, "none")
     difference = 100 * (as_stored / dequantised - 1)
     return {
         "tokens": num_tokens,
@@ -101,7 +101,7 @@ def _compared(model: str) -> dict[str, Any]:
     }
 
 
-def _perplexity(model: str, quantization: str | None) -> tuple[float, str, int]:
+def _perplexity(model: str, quantization: str) -> tuple[float, str, int]:
     """Of the text; what the plan says of the weights, and how many tokens the text has."""
     settings: dict[str, Any] = {
         "dtype": "float32",

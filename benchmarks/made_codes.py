@@ -48,8 +48,7 @@ def measure(model: str, method: str, dtype: str) -> Row:
     settings: Row = {"dtype": dtype, "kv_cache_gib": 0.5, "max_model_len": 2048}
     settings["load_format"] = "dummy" if Path(model).is_dir() else "auto"
     begun = time.perf_counter()
-    quantization = None if method == "none" else method
-    with LLM(model, quantization=quantization, speculative="off", **settings) as llm:
+    with LLM(model, quantization=method, speculative="off", **settings) as llm:
         loaded = time.perf_counter() - begun
 
         def seconds(prompt: list[int], tokens: int) -> float:

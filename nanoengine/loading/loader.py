@@ -62,12 +62,12 @@ def load_model(
     ops: LayerOps,
     max_model_len: int | None = None,
     sharding: Sharding | None = None,
-    makes_codes: bool = False,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Check and load a model; with load_format "dummy" the weights are random.
 
     max_model_len: see `read_model_config`. sharding: of which a part is loaded; None: the whole.
-    makes_codes: weights become codes (make_codes.py), from codes too; else they stay as stored.
+    quantization: as of EngineConfig. With "int8" weights become codes, from other codes too.
 
     Raises ModelLoadError for anything wrong with the checkpoint, ConfigError if the model cannot be
     divided so.
@@ -79,7 +79,8 @@ def load_model(
     shapes, part = weight_shapes(config), shard.config(config)
     held = shard.shapes(shapes, config)
     num_bytes = sum(map(math.prod, held.values())) * dtype.itemsize
-    made = _FinalWeights(device, dtype, makes_codes)
+    made = _FinalWeights(device, dtype, quantization == "int8")
+    keeps_codes = ops.takes_codes and quantization in (None, "gguf")
     if load_format == "dummy":
         dummy = DummyWeights(config, shard, device, dtype, seed)
         decoder = Decoder(part, lambda name: made.weight(name, dummy.part(name)), device, ops)
@@ -91,13 +92,13 @@ def load_model(
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> Weight:
-            is_kept = ops.takes_codes and not makes_codes and not name.endswith(NEVER_CODES)
+            is_kept = keeps_codes and not name.endswith(NEVER_CODES)
             stored = reader.weight(name, dtype) if is_kept else reader.numbers(name, dtype)
             return made.weight(name, shard.take(name, stored, config))
 
         decoder = Decoder(part, source, device, ops)
         origin = describe_weights(folder)
-        if not ops.takes_codes:
+        if not made.codes:
             origin += about_packed(parts, reader, dtype)
         growth = "" if made.codes else reader.growth(num_bytes)
         if growth:

@@ -146,8 +146,10 @@ class Forecaster:
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
         self._held_dtype = held_dtype(model, dtype, hardware)
-        itemsize, method = self._held_dtype.itemsize, config.quantization
-        are_codes = model.codes or codes or (method == "int8" and _experts_become_codes(model))
+        itemsize = self._held_dtype.itemsize
+        method = _quantization(config, codes or {}, dtype, hardware)
+        are_codes = method == "gguf" or (method is None and model.codes)
+        are_codes = are_codes or (method == "int8" and _experts_become_codes(model))
         is_taken = dtype is torch.bfloat16 or are_codes
         if hardware.gpu_bytes and model.experts is not None and not is_taken:
             raise ConfigError(ON_A_GPU)
@@ -200,14 +202,19 @@ class Forecaster:
 
     def _smaller(self) -> str:
         """What fits where these weights do not."""
-        config = replace(self._config, quantization="int8")
-        try:
-            other = Forecaster(config, self._model, self._hardware)
-            tokens = other._longest().plan.max_model_len
-            way = f"--quantization int8 (lossy; {tokens:,} tokens fit)"
-        except (ConfigError, OutOfMemoryError):
-            way = "the model in 4 bits (GGUF, AWQ or GPTQ), or a smaller one"
-        return f"take {way}, or a larger {self._where()} (--{self._where().lower()}-gib)"
+        ways = []
+        for method in ("gguf", "int8") if _are_codes(self._codes or {}) else ("int8",):
+            config = replace(self._config, quantization=method)
+            try:
+                other = Forecaster(config, self._model, self._hardware, self._codes)
+                tokens = other._longest().plan.max_model_len
+            except (ConfigError, OutOfMemoryError):
+                continue
+            loss = "lossy; " if method == "int8" else ""
+            ways.append(f"--quantization {method} ({loss}{tokens:,} tokens fit)")
+        ways = ways or ["the model in 4 bits (GGUF, AWQ or GPTQ), or a smaller one"]
+        larger = f"a larger {self._where()} (--{self._where().lower()}-gib)"
+        return "take " + ", or ".join([*ways, larger])
 
     def _where(self) -> str:
         return "GPU" if self._hardware.gpu_bytes else "RAM"
@@ -337,6 +344,21 @@ def held_dtype(model: ModelConfig, dtype: torch.dtype, hardware: Hardware) -> to
     """In which weights are held: products in float32 on a CPU take them as they are stored."""
     is_narrow = dtype is torch.float32 and model.is_stored_in_16_bits
     return getattr(torch, model.stored_dtype) if is_narrow and hardware.name == "cpu" else dtype
+
+
+def _are_codes(codes: CodeCounts) -> bool:
+    """Whether any weight is."""
+    return any(name in FORMATS for counts in codes.values() for name in counts)
+
+
+def _quantization(
+    config: EngineConfig, codes: CodeCounts, dtype: torch.dtype, hardware: Hardware
+) -> str | None:
+    """The setting; "gguf", too, where a CPU keeps the codes of a GGUF without it."""
+    is_taken = hardware.name == "cpu" and dtype in (torch.float32, hardware.auto_dtype)
+    if config.quantization is None and is_taken and _are_codes(codes):
+        return "gguf"
+    return config.quantization
 
 
 def _bytes_of_weights(codes: CodeCounts, itemsize: int) -> dict[str, float]:

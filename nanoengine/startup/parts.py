@@ -27,7 +27,7 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
-from nanoengine.loading.find_model import find_model
+from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
 from nanoengine.models.layer_ops import LayerOps
@@ -85,7 +85,7 @@ def load_parts(
 
     sharding: None loads the whole model.
     """
-    folder = find_folder(config)
+    folder = find_folder(config, device)
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
     with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
@@ -107,9 +107,27 @@ def usable_settings(config: EngineConfig, parts: ComputeParts, device: Device) -
     return config
 
 
-def find_folder(config: EngineConfig) -> Path:
-    """The folder of the model, see `find_model`: with its codes if these are asked for."""
-    return find_model(config.model, config.load_format, config.quantization == "gguf")
+def find_folder(config: EngineConfig, device: Device) -> Path:
+    """The folder of the model, see `find_model`. A GGUF keeps its codes if this is asked for, or if
+    nothing is and these kernels take them.
+    """
+    method = config.quantization
+    can_keep = method is None and is_gguf(config.model) and not _why_numbers(config, device)
+    return find_model(config.model, config.load_format, method == "gguf" or can_keep)
+
+
+def _why_numbers(config: EngineConfig, device: Device) -> str:
+    """Why a GGUF is dequantised where nothing is asked for; "" if it keeps its codes."""
+    if device.name != "cpu":
+        return 'quantization="gguf" keeps its codes'
+    dtype, _ = choose_dtype(config, device)
+    kernels, reason = find_kernels(device, None)
+    if kernels is not None:
+        try:
+            CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True)
+        except KernelBuildError as error:
+            reason = str(error)
+    return reason
 
 
 def load_compute_parts(
@@ -130,9 +148,9 @@ def load_compute_parts(
         ops,
         config.max_model_len,
         sharding,
-        method == "int8",
+        method,
     )
-    if method is not None and not model.codes:
+    if method in ("int8", "gguf") and not model.codes:
         lacks = (
             "is codes of a GGUF" if method == "gguf" else "has rows of whole blocks of 32 inputs"
         )
@@ -149,8 +167,11 @@ def load_compute_parts(
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
     is_narrow = ops.saved_bytes > 0 and not model.codes
+    source = model.source + ("; held in 16 bits, as stored" if is_narrow else "")
+    if method is None and is_dequantised(folder):
+        source += f" ({_why_numbers(config, device)})"
     facts = ModelFacts(
-        source=model.source + ("; held in 16 bits, as stored" if is_narrow else ""),
+        source=source,
         dtype=dtype,
         dtype_reason=dtype_reason,
         weight_bytes=model.weight_bytes - ops.saved_bytes,
@@ -221,12 +242,12 @@ def _code_ops(
     method = config.quantization
     if device.name != "cpu":
         ops = choose_ops(config, device, None, dtype)
-        if ops.takes_codes or method is None:
+        if ops.takes_codes or method in (None, "none"):
             return ops
         raise ConfigError(
             f"quantization={method!r} needs Triton on {device.name}, which has none; leave it out"
         )
-    if method is None and not holds_codes(folder):
+    if method == "none" or (method is None and not holds_codes(folder)):
         return None
     if not isinstance(kernels, str):
         try:

@@ -13,6 +13,8 @@ import torch
 from checkpoints import TINY, TinyModel
 from coded import coded_checkpoint
 from driver import Driver, assert_greedy, assert_logits_are_transformers, host_gib, small_engine
+from gguf import GGMLQuantizationType as QuantType
+from gguf_model import GGUFModel
 from marks import named, needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -128,6 +130,25 @@ def test_codes_that_are_made_on_a_gpu(
         logits = torch.stack(ours.logits[mine.request_id])
         exact = torch.stack(driver.logits[theirs.request_id])
         torch.testing.assert_close(logits, exact, atol=1e-4, rtol=0)
+
+
+def test_numbers_on_a_gpu_where_codes_are_not_asked_for(tiny: Tiny, tmp_path: Path) -> None:
+    """Of a GGUF by default; of other codes by "none"."""
+    model = GGUFModel(tiny("llama"))
+    model.types = {name: QuantType.Q8_0 for name, of in model.tensors.items() if of.ndim == 2}
+    path = model.write(tmp_path / "m.gguf")
+    coded, _ = coded_checkpoint(tiny("llama"), tmp_path, {"_proj": "INT4"})
+    with VirtualGpu():
+        for source, quantization, codes, said in (
+            (path, None, "", 'dequantised to bfloat16 (quantization="gguf" keeps its codes)'),
+            (path, "gguf", "codes as stored: 23 of Q8_0", "Q8_0 GGUF, codes as stored"),
+            (coded, None, "codes as stored: 21 of INT4", "safetensors"),
+            (coded, "none", "", "safetensors"),
+        ):
+            engine = small_engine(source, device="cuda", quantization=quantization)
+            assert engine.plan.quantization.startswith(codes) and said in str(engine.plan)
+            assert bool(engine.plan.quantization) == bool(codes)
+            engine.close()
 
 
 def test_codes_need_triton(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
