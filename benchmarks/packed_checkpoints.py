@@ -2,10 +2,10 @@
 
     python -m benchmarks.packed_checkpoints [--rounds 3] [--output FILE]
 
-Makes two random checkpoints of a few layers: gpt-oss 20B's shape with experts in MXFP4, Llama 3.2
-1B's in AWQ with groups of 128. Each row is a process of its own, in float32; kinds take turns.
-Random bytes are no model: the speeds are those of its shape, and equal ids say that products have
-the same bits.
+Makes random checkpoints of a few layers: gpt-oss 20B's shape with experts in MXFP4, Llama 3.2 1B's
+in AWQ with groups of 128, and in FP8 with blocks of 128 x 128. Each row is a process of its own, in
+float32; kinds take turns. Random bytes are no model: the speeds are those of its shape, and equal
+ids say that products have the same bits.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ LLAMA = COMMON | {
     "rms_norm_eps": 1e-5,
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128},
 }
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -99,21 +100,35 @@ def _gpt_oss_layer(config: Row, draw: Draw) -> Tensors:
         yield f"{stem}_bias", draw.numbers(count, outputs)
 
 
-def _awq_layer(config: Row, draw: Draw) -> Tensors:
+def _products(config: Row) -> Iterator[tuple[str, int, int]]:
+    """Of a layer: name, outputs and inputs."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
-    products = [(f"self_attn.{each}", out, inputs) for each, out, inputs in _attention(config)]
-    products += [("mlp.gate", inner, hidden), ("mlp.up", inner, hidden)]
-    for name, outputs, inputs in (*products, ("mlp.down", hidden, inner)):
+    for name, outputs, inputs in _attention(config):
+        yield f"self_attn.{name}_proj", outputs, inputs
+    yield from (("mlp.gate_proj", inner, hidden), ("mlp.up_proj", inner, hidden))
+    yield "mlp.down_proj", hidden, inner
+
+
+def _awq_layer(config: Row, draw: Draw) -> Tensors:
+    for name, outputs, inputs in _products(config):
         groups, words = inputs // config["quantization_config"]["group_size"], outputs // 8
-        yield f"{name}_proj.qweight", draw.integers(-(1 << 31), 1 << 31, torch.int32, inputs, words)
-        yield f"{name}_proj.qzeros", torch.full((groups, words), 0x77777777, dtype=torch.int32)
-        yield f"{name}_proj.scales", draw.numbers(groups, outputs).abs() / 8 + 0.001
+        yield f"{name}.qweight", draw.integers(-(1 << 31), 1 << 31, torch.int32, inputs, words)
+        yield f"{name}.qzeros", torch.full((groups, words), 0x77777777, dtype=torch.int32)
+        yield f"{name}.scales", draw.numbers(groups, outputs).abs() / 8 + 0.001
+
+
+def _fp8_layer(config: Row, draw: Draw) -> Tensors:
+    for name, outputs, inputs in _products(config):
+        codes = (draw.numbers(outputs, inputs) * 4096).to(torch.float8_e4m3fn)
+        yield f"{name}.weight", codes
+        yield f"{name}.weight_scale_inv", torch.full((outputs // 128, inputs // 128), 1 / 4000)
 
 
 # Each with what makes the tensors of a layer.
 MODELS: dict[str, tuple[Row, Callable[[Row, Draw], Tensors]]] = {
     "gpt-oss 20B's shape, 2 layers, MXFP4": (GPT_OSS, _gpt_oss_layer),
     "Llama 3.2 1B's shape, 4 layers, AWQ": (LLAMA, _awq_layer),
+    "Llama 3.2 1B's shape, 4 layers, FP8": (LLAMA | FP8, _fp8_layer),
 }
 
 

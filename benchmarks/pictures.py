@@ -64,7 +64,11 @@ NEEDLES = (
 
 
 SERVERS = "serving/cpu.json"
-SERVER_NAMES = {"nanoengine": "nanoengine serve", "vllm": "vLLM 0.32"}
+SERVER_NAMES = {
+    "nanoengine": "nanoengine serve",
+    "llama.cpp": "llama-server",
+    "vllm": "vLLM 0.32",
+}
 # Label, key and unit of each row of the picture of servers.
 SERVER_ROWS = (
     ("output", "output_throughput", "tok/s"),
@@ -199,11 +203,12 @@ def needles(axes: Any, scheme: Scheme) -> None:
 def servers(axes: Any, scheme: Scheme) -> None:
     """Bars of both servers' figures, as a share of the larger one."""
     found = read(SERVERS)["servers"]
-    height = 0.34
+    names = {name: shown for name, shown in SERVER_NAMES.items() if name in found}
+    height = 0.75 / len(names)
     for row, (_, key, unit) in enumerate(SERVER_ROWS):
-        most = max(found[name][key] for name in SERVER_NAMES)
-        for place, (name, shown) in enumerate(SERVER_NAMES.items()):
-            value, at = found[name][key], row + (place - 0.5) * height
+        most = max(found[name][key] for name in names)
+        for place, (name, shown) in enumerate(names.items()):
+            value, at = found[name][key], row + (place - (len(names) - 1) / 2) * height
             colour = scheme.ours if name == "nanoengine" else scheme.peer
             axes.barh(at, value / most, height * 0.86, color=colour)
             text = f"{shown} {value:,.0f} {unit}"

@@ -144,4 +144,7 @@ def random_codes(name: str, outputs: int, inputs: int, device: torch.device) -> 
         blocks[..., at : at + 2] = half
     if name == "MXFP4":
         blocks[..., 0] = 119
+    if name == "FP8":
+        blocks[blocks & 127 == 127] -= 1  # NaN
+        blocks[..., :4] = torch.tensor([2.0**-10], device=device).view(torch.uint8)
     return CodedRows(name, blocks.flatten(1))

@@ -99,12 +99,12 @@ class EngineConfig:
     varlen_attn), "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on an "npu" of
     "ascend", "sdpa" and "torch", on a CPU of "c" and "torch" ("sdpa" on request). The split of a
     context into chunks changes the bits of "flash-attn", "varlen", "ascend" and "sdpa" only.
-    quantization: None: checkpoints that are packed (AWQ, GPTQ, MXFP4) stay so, and on a CPU a GGUF
-    keeps its codes as they are, Q4_0 to Q6_K, embeddings and head, too, where kernels take them.
-    "gguf" insists on these, also on a GPU; "none" makes numbers of all codes. "int8", which is
-    lossy, makes Q8_0 of weights: layers, embeddings and head.
+    quantization: None: checkpoints that are packed (AWQ, GPTQ, FP8, MXFP4) stay so, and on a CPU a
+    GGUF keeps its codes as they are, Q4_0 to Q6_K, embeddings and head, too, where kernels take
+    them. "gguf" insists on these, also on a GPU; "none" makes numbers of all codes. "int8", which
+    is lossy, makes Q8_0 of weights: layers, embeddings and head.
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
-    set, else all cores that the process and its container may use).
+    set, else all cores that the process and its container may use and no other program keeps busy).
     tensor_parallel_size: processes that compute the model together, each with its heads and its
     rows of the weights (CPU). num_threads, kv_cache_gib and kv_offload_gib are those of all.
     max_num_partial_prefills: most prompts that may be partly computed after a step.

@@ -13,7 +13,8 @@ class RopeConfig:
 
     original_max_position: positions of the training, before scaling. attention_factor: multiplies
     cos and sin. divisors: one for each rotated pair of a head. length: most tokens that a request
-    may have. partial_rotary_factor: the part of a head that is rotated.
+    may have. partial_rotary_factor: the part of a head that is rotated; num_dims: how many of its
+    dimensions, where that is no part (0: it is).
     """
 
     theta: float
@@ -29,6 +30,40 @@ class RopeConfig:
     divisors: tuple[float, ...] = ()
     length: int = 0
     partial_rotary_factor: float = 1.0
+    num_dims: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). A token's KV is a latent vector
+    of kv_rank numbers and a key of rope_dim, which alone is rotated; all heads share both.
+
+    q_rank: of the vector that queries come from; 0: they come from the residual stream. nope_dim:
+    of a head's query and key beside the rotated part; value_dim: of its value. takes_turns: the two
+    numbers of a rotated pair are neighbours in a checkpoint.
+    """
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    takes_turns: bool
+
+    @property
+    def row_dim(self) -> int:
+        """What is stored of a token: the head_dim of attention, which has one KV head."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Of a head's query, as the checkpoint makes it."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Of a head's key and value, as the checkpoint makes them of the latent."""
+        return self.nope_dim + self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +145,8 @@ class ModelConfig:
     have no KV. shapes: of each layer where they differ, else (); see `shape`. layer_input_size: of
     the vector that each layer gets of a token id; 0: none. codes: a key of stored_codes.FORMATS, if
     the checkpoint has matrices of layers (MXFP4: of experts) in it; else "". stored_dtype: of the
-    checkpoint's numbers, as config.json says; "" if it does not.
+    checkpoint's numbers, as config.json says; "" if it does not. latent: None: heads have keys and
+    values of their own.
     """
 
     architecture: str
@@ -141,6 +177,7 @@ class ModelConfig:
     layer_input_size: int = 0
     codes: str = ""
     stored_dtype: str = ""
+    latent: LatentConfig | None = None
 
     def shape(self, layer: int) -> LayerShape:
         """The shape of a layer."""

@@ -24,6 +24,7 @@ from nanoengine.devices.copy_streams import (
     WorkerStream,
 )
 from nanoengine.devices.device import Readable
+from nanoengine.devices.free_cores import FreeCores, usable_cores
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.errors import ConfigError
 
@@ -40,6 +41,8 @@ class CpuDevice:
         self, num_threads: int | None = None, copy_workers: bool = False, max_delay_s: float = 0.0
     ) -> None:
         self.num_threads = num_threads or default_threads()
+        self._is_asked = num_threads is not None or bool(os.environ.get("OMP_NUM_THREADS"))
+        self._free_cores: FreeCores | None = None
         if self.num_threads > 1:
             _home_of_threads().check("OpenMP (num_threads=1 does without)")
         torch.set_num_threads(self.num_threads)
@@ -104,6 +107,15 @@ class CpuDevice:
         """With 2 cores, copies and compute on both make a streamed step up to 1.6 times slower."""
         if self._workers and self.num_threads > 1:
             torch.set_num_threads(self.num_threads - with_copies)
+
+    def follow_free_cores(self) -> None:
+        """Copy workers share the cores in their own way, see share_cores."""
+        if self.num_threads > 1 and not self._is_asked and not self._workers:
+            self._free_cores = FreeCores(self.num_threads)
+
+    def begin_step(self) -> None:
+        if self._free_cores is not None and self._free_cores.look() != torch.get_num_threads():
+            torch.set_num_threads(self._free_cores.num_threads)
 
     def close_streams(self) -> None:
         for worker in self._workers:
@@ -173,6 +185,4 @@ def default_threads(root: Path = Path("/")) -> int:
                 "num_threads"
             )
         return int(digits)
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return max(1, int(min([cores, *processors(root)])))
+    return max(1, int(min([len(usable_cores()), *processors(root)])))

@@ -94,6 +94,16 @@ class Device(Protocol):
         """Set whether compute leaves a core to copies, if both run on the same cores."""
         ...
 
+    def follow_free_cores(self) -> None:
+        """From now on steps take fewer threads while other programs use the cores, unless their
+        number was set. For models whose bits do not depend on it.
+        """
+        ...
+
+    def begin_step(self) -> None:
+        """A step begins: choose its number of threads."""
+        ...
+
     def close_streams(self) -> None:
         """Finish queued copies; no more may follow."""
         ...

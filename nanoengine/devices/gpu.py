@@ -171,6 +171,12 @@ class GpuDevice:
     def share_cores(self, with_copies: bool) -> None:
         """Nothing to do: a GPU's copies need no cores."""
 
+    def follow_free_cores(self) -> None:
+        """Nothing to do: a GPU computes."""
+
+    def begin_step(self) -> None:
+        """Nothing to do."""
+
     def close_streams(self) -> None:
         self.synchronize()
 

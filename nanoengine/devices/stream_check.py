@@ -213,6 +213,12 @@ class CheckedDevice:
     def share_cores(self, with_copies: bool) -> None:
         self.inner.share_cores(with_copies)
 
+    def follow_free_cores(self) -> None:
+        self.inner.follow_free_cores()
+
+    def begin_step(self) -> None:
+        self.inner.begin_step()
+
     def close_streams(self) -> None:
         self.inner.close_streams()
 

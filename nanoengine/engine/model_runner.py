@@ -105,6 +105,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, before: StepTokens | None = None) -> StepTokens:
         """Begin the step. before: the one that computes the tokens which `batch` is ahead of."""
+        self._device.begin_step()
         step = self._kv.open_step(batch)
         try:
             drafts = self.drafter.draft(batch, step.draft_steps())

@@ -52,6 +52,8 @@ class OneRank:
     def load(self, device: Device) -> Parts:
         parts = load_parts(self.config, device)
         self.config = usable_settings(self.config, parts, device)
+        if parts.facts.is_invariant:
+            device.follow_free_cores()
         return parts
 
     def share_of(self, device: Device) -> Memory:

@@ -1,5 +1,5 @@
-/* Weights as the codes of a GGUF file, of packed integers, or float32 numbers that fit 16 bits: where they
- * lie, what they stand for.
+/* Weights as the codes of a GGUF file, of packed integers or in FP8, or float32 numbers that fit 16 bits:
+ * where they lie, what they stand for.
  *
  * A file stores an output as blocks of 32 or 256 weights, one after the other: float16 scales, and words
  * of 32 bits that hold codes, or scales of 6 or 8 bits. Here the blocks of PANEL outputs take turns, half
@@ -9,7 +9,8 @@
  *
  * A weight is d * code + m, where d and m belong to a group of 32 weights (Q6_K: of 16). d, m and d * code
  * are exact in fp32, but for Q6_K, whose m is a multiple of d, as is that of INT4 and INT8; so a fused step gives the bits of the
- * file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is).
+ * file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is). In FP8 d is a
+ * float32 and m is 0: d * code is rounded once.
  *
  * BF16 and F16 are numbers without a scale, two in a word; of MODE F32 alone.
  *
@@ -20,7 +21,7 @@
 #include "cpu_vectors.h"
 
 enum { PANEL = 64, GROUP = 32 };
-enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, BF16, F16, FORMATS };
+enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, BF16, F16, FORMATS };
 
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;
@@ -29,8 +30,8 @@ static const format_t FORMAT[FORMATS] = {
     [Q4_0] = {32, 1, 4, 0, 2},  [Q4_1] = {32, 2, 4, 0, 4},    [Q5_0] = {32, 1, 5, 0, 2},
     [Q5_1] = {32, 2, 5, 0, 4},  [Q8_0] = {32, 1, 8, 0, 2},    [Q4_K] = {256, 2, 35, 0, 4},
     [Q5_K] = {256, 2, 43, 0, 4}, [Q6_K] = {256, 1, 52, 208, 0}, [MXFP4] = {32, 1, 4, 0, 1},
-    [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},    [BF16] = {32, 0, 16, 0, 0},
-    [F16] = {32, 0, 16, 0, 0},
+    [INT4] = {32, 2, 4, 0, 4},  [INT8] = {32, 2, 8, 0, 4},    [FP8] = {32, 0, 9, 0, 0},
+    [BF16] = {32, 0, 16, 0, 0}, [F16] = {32, 0, 16, 0, 0},
 };
 INLINE int64_t block_bytes(int format) { return 2 * FORMAT[format].halves + 4 * FORMAT[format].words; }
 INLINE int64_t file_bytes(int format) { return block_bytes(format) - (format == MXFP4); }
@@ -101,6 +102,10 @@ INLINE void scale_and_minimum(block_t b, int64_t g, vf *scale, vf *minimum) {
 INLINE scales_t scales_of(block_t b, int64_t g, const int format) {
     scales_t s = {{{0}}};
     if (has_numbers(format)) return s;
+    if (format == FP8) {
+        s.d[0] = s.d[1] = (vf)word(b, 0) * 256.0f; /* see e4m3 */
+        return s;
+    }
     s.d[0] = format == MXFP4 ? power(b) : half(b, 0);
     if (format == Q4_1 || format == Q5_1) {
         s.m[0] = half(b, 1);
@@ -143,6 +148,7 @@ INLINE vu four_codes(block_t b, int64_t g, const int h, int i, const int format)
     case Q4_1: return word(b, i) >> (4 * h);
     case INT8:
     case Q8_0: return word(b, at);
+    case FP8: return word(b, 1 + at);
     case Q4_K: return word(b, 3 + g / 2 * 8 + at) >> (int)(4 * odd);
     case Q5_K:
         low = word(b, 11 + g / 2 * 8 + at) >> (int)(4 * odd);
@@ -177,9 +183,30 @@ INLINE vf e2m1(vu x) {
 #endif
 }
 
+/* The FP8 number (E4M3) in the highest byte, / 256: a sign, 4 bits e of exponent, 3 bits m of mantissa. The
+ * bits of e and m in their places in a float32 are (1 + m / 8) 2^(e - 15). Where e is 0, it should be
+ * m / 8 * 2^-14, which is twice that less 2^-14; elsewhere that is further from 0, so one comparison
+ * chooses, of both below 0. */
+INLINE vf e4m3(vu x) {
+    const vf no_number = (vf)splat_i(0x7fc00000), two = splat(2.0f), least = splat(0x1p-14f);
+#if LANES == 16 /* GCC 12 makes two instructions of `and` and `or` */
+    const __m512i places = _mm512_set1_epi32(0x07f00000), bias = _mm512_set1_epi32((int)0xb8000000);
+    const __m512i bits = _mm512_ternarylogic_epi32((__m512i)(x >> 4), places, bias, 0xea);
+    const __mmask16 is_number = _mm512_cmpneq_epi32_mask(bits, _mm512_set1_epi32((int)0xbff00000));
+    const __m512 denormal = (__m512)fused((vf)bits, two, least);
+    const vf size = (vf)_mm512_mask_max_ps((__m512)no_number, is_number, (__m512)bits, denormal);
+#else
+    const vu bits = (x >> 4 & 0x07f00000u) | 0xb8000000u;
+    const vf larger = vmax((vf)bits, fused((vf)bits, two, least));
+    const vf size = pick((vi)(bits == 0xbff00000u), no_number, larger);
+#endif
+    return (vf)((vu)size ^ (~x & 0x80000000u));
+}
+
 /* Code n of the four as a number. */
 INLINE vf code(vu four, int n, const int format) {
     if (format == Q8_0 || format == INT8) return signed_byte(four, n);
+    if (format == FP8) return e4m3(four << (24 - 8 * n));
     const vu x = four >> (8 * n);
     if (format == MXFP4) return e2m1(x);
     const int bits = format == Q6_K ? 6 : format == Q5_0 || format == Q5_1 || format == Q5_K ? 5 : 4;
@@ -238,7 +265,7 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
 #endif
 #if WITH_CODES
 #define EACH_FORMAT(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) \
-    f(MXFP4) f(INT4) f(INT8) EACH_NUMBERS(f)
+    f(MXFP4) f(INT4) f(INT8) f(FP8) EACH_NUMBERS(f)
 #else /* they take long to compile */
 #define EACH_FORMAT(f) EACH_NUMBERS(f)
 #endif

@@ -118,6 +118,24 @@ class PackedLinear(PackedProduct):
         return out
 
 
+class PackedHeads:
+    """A product for each head, of its own activations, in one call of C."""
+
+    def __init__(self, heads: list[PackedLinear]) -> None:
+        self._heads = heads
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, heads, in_features] -> [tokens, heads, out_features]; x may have strides."""
+        out = x.new_empty(*x.shape[:2], self._heads[0].out_features)
+        calls = [
+            call
+            for i, head in enumerate(self._heads)
+            for call in head.calls(x[:, i], out[:, i], STORE)
+        ]
+        self._heads[0].run(calls, x, out)
+        return out
+
+
 class PackedGateUp(PackedProduct):
     """activation(gate(x)) * up(x) of two fused products. Made by `CpuLinear.pack_gate_up`.
 

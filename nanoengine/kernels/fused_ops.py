@@ -14,7 +14,7 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear
+from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedHeads, PackedLinear
 from nanoengine.kernels.packed_weight import ACTIVATIONS
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
@@ -178,6 +178,9 @@ class PackedOps(KernelOps):
         fused = norm.weight, norm.eps
         packed = self._products.pack_gate_up(gate, up, biases, fused, activation)
         return super().gate_up(gate, up, biases, norm, activation) if packed is None else packed
+
+    def per_head(self, weights: Tensor) -> Product:
+        return PackedHeads([self._products.pack(weight) for weight in weights])
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:
         return self.tied(weight, norm)[1]

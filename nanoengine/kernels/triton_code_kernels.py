@@ -21,6 +21,14 @@ def _e2m1(code):
 
 
 @triton.jit
+def _e4m3(code):
+    """Numbers of 8 bits with a sign: of 4 bits of exponent, 3 of mantissa."""
+    size = code & 127
+    bits = tl.where(size == 127, 0x7FC00000, size << 20) | (code & -0x80000000)
+    return bits.to(tl.float32, bitcast=True) * 2.0**120
+
+
+@triton.jit
 def _spread(word, STEP: tl.constexpr):
     """The 8 fields of each word of [outputs, words] that lie STEP bits apart, the first one lowest,
     and what is above them: [outputs, words, 8]. Each thread keeps the fields of its words.
@@ -51,7 +59,7 @@ def _words(plane, n, is_output, at, stride, PER: tl.constexpr, C: tl.constexpr, 
 def _code(codes, high, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.constexpr):
     """The codes of `_numbers`, int32 [outputs, words, codes of a word]."""
     expert, inputs, k, left = at
-    IS_BYTE: tl.constexpr = FORMAT == "Q8_0" or FORMAT == "INT8"
+    IS_BYTE: tl.constexpr = FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8"
     C: tl.constexpr = 4 if IS_BYTE else 8
     w = tl.arange(0, K // C)
     mask = is_output[:, None] & (w * C < left)[None, :]
@@ -80,7 +88,7 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
     code = _code(codes, high, n, is_output, at, stride, FORMAT, K)
     number = code.to(tl.float32)
     expert, inputs, k, _ = at
-    C: tl.constexpr = 4 if FORMAT == "Q8_0" or FORMAT == "INT8" else 8
+    C: tl.constexpr = 4 if FORMAT == "Q8_0" or FORMAT == "INT8" or FORMAT == "FP8" else 8
     w = tl.arange(0, K // C)
     if FORMAT == "Q4_K" or FORMAT == "Q5_K":
         both = _words(halves, n, is_output, at, stride, 256, C, K)
@@ -104,6 +112,9 @@ def _numbers(planes, n, is_output, at, stride, FORMAT: tl.constexpr, K: tl.const
             weights = d * (number - other)
         else:
             weights = d * number + other
+    elif FORMAT == "FP8":
+        d = _words(halves, n, is_output, at, stride, 32, C, K).to(tl.float32, bitcast=True)
+        weights = d[:, :, None] * _e4m3(code)
     else:
         half = _words(halves, n, is_output, at, stride, 64, C, K) >> (w * C // 32 % 2 * 16)[None, :]
         if FORMAT == "MXFP4":

@@ -23,6 +23,7 @@ from nanoengine.text.checked_json import CheckedJson
 MAX_EXPERTS = 10_000
 COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 PACKED_EXPERTS = ("experts.gate_up_proj_blocks", "experts.down_proj_blocks")  # ends of names
+MLP_KINDS = {"dense", "sparse"}
 _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -39,9 +40,10 @@ def read_experts(
         return None
     count, inner = content.size(given, limit=MAX_EXPERTS), content.size(names.inner_size)
     renormalises, shared = names.renormalises, 0
+    of_deepseek = names.shared == "shared_experts"
     if names.shared == "shared_expert":
         shared = content.size("shared_expert_intermediate_size")
-    elif names.shared:
+    elif of_deepseek:
         shared = inner * content.size("n_shared_experts", limit=MAX_EXPERTS)
     return ExpertsConfig(
         count=count,
@@ -51,7 +53,7 @@ def read_experts(
         dense_layers=dense,
         has_bias=names.has_bias,
         scoring=names.scoring,
-        scaling=content.real("routed_scaling_factor", 1.0) if names.scoring == "sigmoid" else 1.0,
+        scaling=content.real("routed_scaling_factor", 1.0) if of_deepseek else 1.0,
         shared_size=shared,
         **(_groups(content, count) if names.scoring == "sigmoid" else {}),
     )
@@ -75,7 +77,17 @@ def _groups(content: CheckedJson, count: int) -> dict[str, int]:
 
 
 def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:
-    """DeepSeek's: the first. Qwen's: those listed, and all but every `decoder_sparse_step`-th."""
+    """DeepSeek's: the first. GLM's: those listed by their kind. Qwen's: those listed, and all but
+    every `decoder_sparse_step`-th.
+    """
+    kinds = content.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != num_layers or {*kinds} - MLP_KINDS:
+            raise CorruptModelError(
+                f'{content.path}: \'mlp_layer_types\' must have "dense" or "sparse" for each of '
+                f"{num_layers} layers, not {shown(kinds)}"
+            )
+        return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
     listed = content.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
         raise CorruptModelError(

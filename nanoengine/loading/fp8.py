@@ -1,8 +1,8 @@
 """Reads checkpoints whose weights are FP8 (E4M3, arXiv 2209.05433) with scales beside them.
 
-A weight is dequantised when it is read, so that activations stay as they are: other engines round
-these to 8 bits, too. A scale is of the whole weight, of a row (compressed-tensors, FBGEMM), or of a
-block of rows and columns (DeepSeek-V3, arXiv 2412.19437).
+A weight becomes blocks of codes (stored_codes.py), or is dequantised as it is read. Activations
+stay as they are: other engines round these to 8 bits, too. A scale is of the whole weight, of a row
+(compressed-tensors, FBGEMM), or of a block of rows and columns (DeepSeek-V3, arXiv 2412.19437).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from torch import Tensor
 from nanoengine.config.engine import GIB
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import DTYPES, CheckpointReader
+from nanoengine.models.stored_codes import FP8_SCALES, CodedWeight, Weight, fp8_rows
 
 SCALES = ("_scale_inv", "_scale")  # after the weight's name; both multiply
 UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub")  # of rounded activations
 METHODS = ("fp8", "fbgemm_fp8")
 BLOCK = (128, 128)
+GROUP = 32  # inputs of a block of codes
 
 
 def fp8_block(config: object) -> tuple[int, int] | None:
@@ -48,7 +50,9 @@ def _is_float8(config: Mapping[str, Any]) -> bool:
 
 
 class Fp8Reader(CheckpointReader):
-    """Gives the weights of a checkpoint in FP8 as float32, and the others as they are stored."""
+    """Gives the weights of a checkpoint in FP8 as float32, or as codes, and the others as they are
+    stored.
+    """
 
     dtypes = DTYPES | {"F8_E4M3": torch.float8_e4m3fn}
 
@@ -65,9 +69,31 @@ class Fp8Reader(CheckpointReader):
         """As CheckpointReader.tensor. Raises WeightMismatchError for an FP8 weight without a scale
         or with one of another shape.
         """
-        weight, part = super().tensor(name), self._parts[name]
+        weight = super().tensor(name)
         if weight.dtype is not torch.float8_e4m3fn:
             return weight
+        scales, (rows, columns) = self._scales(name, weight)
+        outputs, inputs = weight.shape
+        return weight.float() * _repeated(_repeated(scales, 0, rows, outputs), 1, columns, inputs)
+
+    def weight(self, name: str, dtype: torch.dtype) -> Weight:
+        """As `tensor`, but an FP8 weight is a CodedWeight where a scale is of whole blocks."""
+        if self.dtype(name) is not torch.float8_e4m3fn:
+            return super().weight(name, dtype)
+        weight = super().tensor(name)
+        scales, (rows, columns) = self._scales(name, weight)
+        outputs, inputs = weight.shape
+        if columns % GROUP or inputs % GROUP or not scales.abs().max() < FP8_SCALES:
+            return self.tensor(name)
+        scales = _repeated(scales, 0, rows, outputs)
+        scales = _repeated(scales, 1, columns // GROUP, inputs // GROUP)
+        return CodedWeight((fp8_rows(weight, scales.expand(outputs, inputs // GROUP)),), dtype)
+
+    def _scales(self, name: str, weight: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """Scales of an FP8 weight, float32 with two dimensions, and the rows and columns that share
+        one. Raises WeightMismatchError.
+        """
+        part = self._parts[name]
         if part.index is not None:
             raise UnsupportedModelError(
                 f"{self.folder}: {part.stored!r} holds all experts of a layer in FP8, which is not "
@@ -77,20 +103,17 @@ class Fp8Reader(CheckpointReader):
         if not names:
             raise WeightMismatchError(f"{self.folder}: {part.stored!r} is FP8 and has no scale")
         scale = self._read(part, names[0])
-        grid = scale.float().reshape(scale.shape if scale.dim() == 2 else (-1, 1))
-        repeats = [
+        scales = scale.float().reshape(scale.shape if scale.dim() == 2 else (-1, 1))
+        rows, columns = (
             _repeats(size, num, most)
-            for size, num, most in zip(weight.shape, grid.shape, self._block, strict=True)
-        ]
-        if None in repeats:
+            for size, num, most in zip(weight.shape, scales.shape, self._block, strict=True)
+        )
+        if rows is None or columns is None:
             raise WeightMismatchError(
                 f"{self.folder}: {names[0]!r} is {list(scale.shape)}, no scales for blocks of "
                 f"{list(self._block)} of {list(weight.shape)}"
             )
-        for dim, repeat in enumerate(repeats):
-            if repeat is not None and grid.shape[dim] > 1:
-                grid = grid.repeat_interleave(repeat, dim).narrow(dim, 0, weight.shape[dim])
-        return weight.float() * grid
+        return scales, (rows, columns)
 
     def growth(self, num_bytes: int) -> str:
         """For the plan. num_bytes: of the weights in memory."""
@@ -105,3 +128,10 @@ def _repeats(size: int, num_scales: int, block: int) -> int | None:
     if num_scales in (1, size):
         return size // num_scales
     return block if -(-size // block) == num_scales else None
+
+
+def _repeated(scales: Tensor, dim: int, repeat: int, size: int) -> Tensor:
+    """Each of them `repeat` times, `size` in all; one stays one."""
+    if scales.shape[dim] == 1:
+        return scales
+    return scales.repeat_interleave(repeat, dim).narrow(dim, 0, size)

@@ -152,7 +152,7 @@ def holds_codes(folder: Path) -> bool:
     """Whether some tensors in `folder` are codes; False, too, if `load_model` will refuse it."""
     try:
         with _open(folder, is_wrapped=False) as reader:
-            return isinstance(reader, PackedReader) or any(
+            return isinstance(reader, Fp8Reader | PackedReader) or any(
                 reader.code_format(name) or name.endswith(PACKED_EXPERTS) for name in reader.names()
             )
     except ModelLoadError:

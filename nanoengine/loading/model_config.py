@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from nanoengine.config.model import DeltaConfig, LayerShape, ModelConfig, RopeConfig
+from nanoengine.config.model import (
+    DeltaConfig,
+    LatentConfig,
+    LayerShape,
+    ModelConfig,
+    RopeConfig,
+)
 from nanoengine.errors import (
     CorruptModelError,
     ModelNotFoundError,
@@ -13,7 +20,8 @@ from nanoengine.errors import (
     shown,
 )
 from nanoengine.loading.experts_json import read_experts
-from nanoengine.loading.fp8 import fp8_block
+from nanoengine.loading.fp8 import GROUP, fp8_block
+from nanoengine.loading.latent_json import latent_scalar, read_latent
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, layer_windows, recurrent_layers
 from nanoengine.loading.layer_shapes import read_shapes
 from nanoengine.loading.packed_ints import packed_format
@@ -59,13 +67,15 @@ def read_model_config(
     hidden_size = content.size("hidden_size")
     vocab_size = content.size("vocab_size")
     num_layers = content.size("num_hidden_layers", limit=MAX_LAYERS)
-    head_dim = content.size("head_dim", max(hidden_size // num_heads, 1))
+    latent = read_latent(content, num_heads) if architecture.latent else None
+    usual = max(hidden_size // num_heads, 1)
+    head_dim = latent.row_dim if latent else content.size("head_dim", usual)
     delta = _delta(content, num_layers) if architecture.recurrent else None
     windows = layer_windows(name, content.values, num_layers, content.path)
     of_layers = windows or (None,) * num_layers
     shapes = read_shapes(content, of_layers) if architecture.shapes_by_layer else ()
     head_dims = _head_dims(shapes, of_layers, head_dim)
-    rope, local_rope, max_position = _ropes(content, architecture, head_dims, max_model_len)
+    rope, local_rope, max_position = _ropes(content, architecture, head_dims, latent, max_model_len)
     reads = architecture.reads
     config = ModelConfig(
         architecture=name,
@@ -74,7 +84,7 @@ def read_model_config(
         intermediate_size=content.size("intermediate_size"),
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=content.size("num_key_value_heads", num_heads),
+        num_kv_heads=1 if latent else content.size("num_key_value_heads", num_heads),
         head_dim=head_dim,
         rms_norm_eps=content.real("rms_norm_eps", 1e-6),
         max_position=max_position,
@@ -86,9 +96,7 @@ def read_model_config(
         no_rope_layers=_no_rope_layers(content, num_layers) if "no_rope_layers" in reads else (),
         eos_token_ids=_eos_token_ids(folder, content, vocab_size),
         windows=windows,
-        query_pre_attn_scalar=(
-            content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
-        ),
+        query_pre_attn_scalar=_query_scalar(content, reads, latent),
         final_logit_softcap=_softcap(content, reads),
         wrapper=wrapper,
         delta=delta,
@@ -97,9 +105,18 @@ def read_model_config(
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
         codes=_codes(content.get("quantization_config")),
         stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
+        latent=latent,
     )
     _check_heads(config, content.path)
     return config
+
+
+def _query_scalar(
+    content: CheckedJson, reads: Collection[str], latent: LatentConfig | None
+) -> float | None:
+    if latent is not None:
+        return latent_scalar(content, latent)
+    return content.real("query_pre_attn_scalar") if "query_pre_attn_scalar" in reads else None
 
 
 def _config_json(folder: Path) -> CheckedJson:
@@ -216,11 +233,15 @@ def _ropes(
     content: CheckedJson,
     architecture: Architecture,
     head_dims: tuple[int, int],
+    latent: LatentConfig | None,
     max_model_len: int | None,
 ) -> tuple[RopeConfig, RopeConfig | None, int]:
     """ModelConfig's rope, local_rope and max_position."""
     if architecture.ropes_by_kind:
         return read_ropes_by_kind(content, head_dims, max_model_len)
+    if latent is not None:
+        rope, max_position = read_rope(content, latent.rope_dim, False, max_model_len)
+        return replace(rope, num_dims=latent.rope_dim), None, max_position
     may_be_partial = "partial_rotary_factor" in architecture.reads
     rope, max_position = read_rope(content, head_dims[0], may_be_partial, max_model_len)
     return rope, None, max_position
@@ -231,6 +252,9 @@ def _codes(quantised: object) -> str:
     packed = packed_format(quantised)
     if packed is not None:
         return f"INT{packed.bits}"
+    block = fp8_block(quantised)
+    if block is not None and block[1] % GROUP == 0:
+        return "FP8"
     return "MXFP4" if quant_method(quantised) == "mxfp4" else ""
 
 

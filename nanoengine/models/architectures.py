@@ -78,6 +78,7 @@ class Architecture:
     layer_inputs: each layer may get a vector of each token id beside the residual stream.
     layer_scalar: what a layer gives is multiplied by a number of the checkpoint.
     sinks: each head has an attention sink, see AttentionBackend.run.
+    latent: keys and values come from one vector of each token, see LatentConfig.
     experts: of some layers or all; None: none.
     quantizations: values of `quant_method` whose weights are read.
     reads: the keys of config.json that this architecture reads and others do not.
@@ -105,6 +106,7 @@ class Architecture:
     layer_inputs: bool = False
     layer_scalar: bool = False
     sinks: bool = False
+    latent: bool = False
     experts: ExpertNames | None = None
     quantizations: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -194,6 +196,17 @@ _GEMMA_4_DEFAULTS: dict[str, Any] = {
         },
     },
 }
+_LATENT: dict[str, Any] = {
+    "latent": True,
+    "has_drafter": True,
+    "requires": {"hidden_act": (None, "silu"), "attention_bias": (None, False)},
+}
+_LATENT_DEFAULTS: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 # OLMo 2 and 3.
 _OLMO: dict[str, Any] = {
     "norms": NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
@@ -203,6 +216,37 @@ _OLMO: dict[str, Any] = {
 }
 
 ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": Architecture(
+        "DeepSeek-V2 Lite",
+        latent=True,
+        requires=_LATENT["requires"] | {"topk_method": (None, "greedy"), "mlp_bias": (None, False)},
+        experts=ExpertNames(renormalises=False, shared="shared_experts"),
+        defaults=_LATENT_DEFAULTS
+        | {
+            "q_lora_rank": 1536,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+        },
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        "DeepSeek-V3, R1",
+        **_LATENT,
+        experts=ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts"),
+        defaults=_LATENT_DEFAULTS
+        | {
+            "q_lora_rank": 1536,
+            "n_routed_experts": 256,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "Gemma3ForCausalLM": Architecture(
         "Gemma 3",
         norms=_GEMMA_NORMS,
@@ -274,6 +318,25 @@ ARCHITECTURES = {
             "norm_topk_prob": True,
             "rms_norm_eps": 1e-5,
             "use_qk_norm": False,
+        },
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        "GLM 4.7 Flash",
+        **_LATENT,
+        experts=ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts"),
+        defaults=_LATENT_DEFAULTS
+        | {
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1536,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.8,
+            "rms_norm_eps": 1e-5,
         },
     ),
     "GptOssForCausalLM": Architecture(

@@ -14,11 +14,13 @@ from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, Rop
 from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
 from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
+from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
 from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product
 from nanoengine.models.layers import (
     Attention,
     DeltaLayer,
     InputGate,
+    LatentAttention,
     LayerInputs,
     SharedKVAttention,
 )
@@ -27,7 +29,7 @@ from nanoengine.models.stored_codes import Weight, halves, in_order, joined, num
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
 
 TensorSource = Callable[[str], Weight]
-AnyAttention = Attention | SharedKVAttention | DeltaLayer
+AnyAttention = Attention | SharedKVAttention | LatentAttention | DeltaLayer
 
 
 def rotations(config: ModelConfig) -> tuple[dict[int, list[RopeConfig | None]], list[int]]:
@@ -104,6 +106,8 @@ class LayerBuilder:
         before = self._norm_if(layer, names.before_attention)
         if index in config.recurrent_layers:
             make, part = self._delta_rule, layer + "linear_attn."
+        elif config.latent is not None:
+            make, part = self._latent_attention, layer + "self_attn."
         else:
             make, part = self._attention, layer + "self_attn."
         qkv, attention, out = make(index, part, before)
@@ -151,6 +155,31 @@ class LayerBuilder:
             shape.values_are_keys,
         )
         return self._qkv(prefix, norm, "qk" if shape.values_are_keys else "qkv"), attention, out
+
+    def _latent_attention(
+        self, index: int, prefix: str, norm: Norm | None
+    ) -> tuple[Product, AnyAttention, Product]:
+        config, ops, shape = self._config, self._ops, self._config.latent
+        assert shape is not None
+        num_heads, query, eps = config.num_heads, None, LATENT_NORM_EPS
+        queries = f"{prefix}{'q_b' if shape.q_rank else 'q'}_proj.weight"
+        q = in_order(self._source(queries), head_rows(shape, num_heads))
+        if shape.q_rank:
+            query_norm = Norm(self._numbers(prefix + "q_a_layernorm.weight"), eps)
+            query, q = ops.linear(q, None, query_norm), self._source(prefix + "q_a_proj.weight")
+        kv = self._source(prefix + "kv_a_proj_with_mqa.weight")
+        from_latent = self._numbers(prefix + "kv_b_proj.weight")
+        attention = LatentAttention(
+            ops,
+            config.attention_layers.index(index),
+            num_heads,
+            shape,
+            query,
+            Norm(self._numbers(prefix + "kv_a_layernorm.weight"), eps),
+            *map(ops.per_head, absorbed(from_latent.view(num_heads, -1, shape.kv_rank), shape)),
+        )
+        qkv = ops.linear(joined([q, in_order(kv, latent_rows(shape))]), None, norm)
+        return qkv, attention, self._summand(prefix, "o", has_bias=False)
 
     def _head_norms(self, prefix: str) -> tuple[Norm, ...]:
         """Of q, k and v, as far as the architecture has them."""

@@ -64,6 +64,12 @@ class LayerOps(Protocol):
         """x @ weight.T + bias, whose result is added to the residual stream."""
         ...
 
+    def per_head(self, weights: Tensor) -> Product:
+        """Each head's own product: weights [heads, outputs, inputs], x [tokens, heads, inputs],
+        which may have strides -> [tokens, heads, outputs].
+        """
+        ...
+
     def gate_up(
         self,
         gate: Weight,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nanoengine.config.model import LatentConfig
 from nanoengine.context import ForwardContext
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.layer_ops import Embed, LayerOps, Norm, Product
@@ -74,6 +75,54 @@ class SharedKVAttention:
         heads = self._ops.rms_norm(q.view(len(q), self._num_heads, -1), self._norm)
         rotated = self._ops.rotate(heads, cos, sin)
         return ctx.attention.run(self._layer, rotated, ctx).view(q.shape)
+
+
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed: a head's query goes to
+    the latent space, where the one row of a token is its key and, but for the rotated part, its
+    value; what a head attends to comes back from there.
+
+    A row is [turned, latent, turned, latent], the halves of each, so that the pairs of the rotation
+    are (i, i + row_dim / 2); it leaves the pairs of the latent as they are.
+    """
+
+    def __init__(
+        self,
+        ops: LayerOps,
+        layer: int,
+        num_heads: int,
+        shape: LatentConfig,
+        query: Product | None,
+        norm: Norm,
+        to_row: Product,
+        from_row: Product,
+    ) -> None:
+        """layer: counted among those with attention. query: from its vector, the norm included;
+        None: queries are there. norm: of the latent. to_row, from_row: LayerOps.per_head; the first
+        gives zeros, the second multiplies by zeros where rows are turned.
+        """
+        self._ops, self._layer, self._num_heads, self._shape = ops, layer, num_heads, shape
+        self._query, self._norm, self._to_row, self._from_row = query, norm, to_row, from_row
+
+    def __call__(self, qkv: Tensor, cos: Tensor, sin: Tensor, ctx: ForwardContext) -> Tensor:
+        """[tokens, q_rank or heads x query_dim, + row_dim] -> [tokens, heads x value_dim]."""
+        shape, tokens = self._shape, len(qkv)
+        q, latent, turned = qkv.split_with_sizes(
+            [qkv.shape[1] - shape.row_dim, shape.kv_rank, shape.rope_dim], dim=1
+        )
+        if self._query is not None:
+            q = self._query(q.contiguous())
+        q = q.reshape(tokens, self._num_heads, shape.query_dim)
+        rows = self._to_row(q[..., : shape.nope_dim])
+        ends = rows.view(tokens, self._num_heads, 2, -1)[..., : shape.rope_dim // 2]
+        ends.copy_(q[..., shape.nope_dim :].reshape(ends.shape))
+        latent = self._ops.rms_norm(latent.contiguous(), self._norm)
+        k = torch.cat((turned.reshape(tokens, 2, -1), latent.view(tokens, 2, -1)), dim=2)
+        k = k.view(tokens, 1, shape.row_dim)
+        target = ctx.kv.target(self._layer)
+        rows = self._ops.rotate_and_store(rows, k, k.clone(), cos, sin, target)
+        attended = ctx.attention.run(self._layer, rows, ctx)
+        return self._from_row(attended.view(rows.shape)).view(tokens, -1)
 
 
 class DeltaLayer:

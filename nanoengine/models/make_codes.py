@@ -15,9 +15,13 @@ BLOCK, _BLOCK_BYTES = FORMATS[FORMAT]
 EMBEDDINGS = "model.embed_tokens.weight"
 ENDS = (EMBEDDINGS, "lm_head.weight")
 _LARGEST = 127  # of a code
-# Small matrices in layers whose errors weigh much: routers, and what the decays of a recurrent
-# layer come from.
-_AS_THEY_ARE = (*ROUTERS, *(f"linear_attn.in_proj_{name}.weight" for name in ("b", "a", "ba")))
+# Matrices in layers whose errors weigh much: routers, and what the decays of a recurrent layer come
+# from. And one that no kernel multiplies by as it is: latent attention takes it apart.
+_AS_THEY_ARE = (
+    *ROUTERS,
+    *(f"linear_attn.in_proj_{name}.weight" for name in ("b", "a", "ba")),
+    "self_attn.kv_b_proj.weight",
+)
 # Weights at a time, in float32; of so many, PyTorch's small operators on blocks take one thread.
 _PIECE = 1_000_000
 

@@ -43,6 +43,8 @@ def rotary_pairs(rope: RopeConfig, head_dim: int) -> int:
     """How many pairs of a head are rotated: the first ones. The others stay as they are."""
     if rope.kind == "proportional":
         return head_dim // 2  # the others turn by nothing
+    if rope.num_dims:
+        return rope.num_dims // 2
     return int(head_dim * rope.partial_rotary_factor) // 2
 
 

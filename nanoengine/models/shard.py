@@ -126,6 +126,9 @@ class Shard:
             case "gate_up_proj":
                 num = _inner_size(part, layer, model)
                 return self.part(num), _moved(self.part(num), num)
+            case "q_b_proj" | "kv_b_proj" | "q_proj" if model.latent is not None:
+                dim = model.latent.kv_dim if kind == "kv_b_proj" else model.latent.query_dim
+                return (_times(self.heads(model.num_heads), dim),)
             case "q_proj" | "k_proj" | "v_proj" | "qkv_proj":
                 return self._head_rows(kind, layer, model)
             case "sinks":

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 # The formats by name, each with the weights and the bytes of a block: those of GGUF files
-# (llama.cpp's ggml-common.h), and packed integers, whose blocks are a float16 scale and zero, and
-# codes in the order of Q4_0 and Q8_0: a weight is scale * (code - zero).
+# (llama.cpp's ggml-common.h), packed integers, whose blocks are a float16 scale and zero, and codes
+# in the order of Q4_0 and Q8_0: a weight is scale * (code - zero); and FP8 (E4M3): a float32 scale
+# and codes.
 FORMATS = {
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -25,6 +26,7 @@ FORMATS = {
     "MXFP4": (32, 17),
     "INT4": (32, 20),
     "INT8": (32, 36),
+    "FP8": (32, 36),
 }
 # Bytes of a block in memory: kernels hold the scale of MXFP4 in 16 bits.
 HELD_BYTES = {name: num_bytes for name, (_, num_bytes) in FORMATS.items()} | {"MXFP4": 18}
@@ -39,6 +41,7 @@ NEVER_CODES = (
     *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a", "qkvz", "ba")),
     "linear_attn.out_proj.weight",
 )
+FP8_SCALES = 2.0**119  # kernels multiply by 256 x scale: below this it is no infinity
 _ROWS_AT_ONCE = 1024
 
 
@@ -63,6 +66,7 @@ class CodedRows:
     def numbers(self, dtype: torch.dtype) -> Tensor:
         """[outputs, inputs]; those of a GGUF file by the package gguf."""
         numbers = _of_integers if self.format in INTEGERS else _of_gguf
+        numbers = _of_fp8 if self.format == "FP8" else numbers
         pieces = torch.split(self.rows, _ROWS_AT_ONCE)
         return torch.cat([numbers(self.format, piece).to(dtype) for piece in pieces])
 
@@ -198,6 +202,15 @@ def integer_rows(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int) -> Cod
     return CodedRows(f"INT{bits}", torch.cat((halves, kept), dim=2).flatten(1))
 
 
+def fp8_rows(codes: Tensor, scales: Tensor) -> CodedRows:
+    """FP8 as blocks. codes: float8_e4m3fn [outputs, inputs]; scales: float32 [outputs, blocks],
+    of a size below FP8_SCALES.
+    """
+    kept = codes.view(torch.uint8).view(*scales.shape, -1)
+    held = scales.contiguous().view(torch.uint8).view(*scales.shape, -1)
+    return CodedRows("FP8", torch.cat((held, kept), dim=2).flatten(1))
+
+
 def _of_integers(name: str, rows: Tensor) -> Tensor:
     """What `integer_rows` made, as float32 [outputs, inputs]."""
     blocks = rows.view(len(rows), -1, FORMATS[name][1])
@@ -205,6 +218,13 @@ def _of_integers(name: str, rows: Tensor) -> Tensor:
     codes = blocks[..., 4:]
     codes = torch.cat((codes & 15, codes >> 4), 2) if name == "INT4" else codes.view(torch.int8)
     return ((codes.float() - zeros[..., None]) * scales[..., None]).flatten(1)
+
+
+def _of_fp8(name: str, rows: Tensor) -> Tensor:
+    """What `fp8_rows` made, as float32 [outputs, inputs]."""
+    blocks = rows.view(len(rows), -1, FORMATS[name][1])
+    scales = blocks[..., :4].contiguous().view(torch.float32)
+    return (blocks[..., 4:].view(torch.float8_e4m3fn).float() * scales).flatten(1)
 
 
 def _of_gguf(name: str, rows: Tensor) -> Tensor:

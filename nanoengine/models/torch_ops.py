@@ -59,6 +59,10 @@ class TorchOps:
     def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
         return self.linear(weight, bias)
 
+    def per_head(self, weights: Tensor) -> Product:
+        turned = weights.transpose(1, 2).contiguous()
+        return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1).contiguous()
+
     def head(self, weight: Weight, norm: Norm | None) -> Product:
         return self._normed(norm, Linear(numbers_of(weight)))
 

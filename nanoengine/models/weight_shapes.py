@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 
-from nanoengine.config.model import ExpertsConfig, ModelConfig
+from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig
 from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
 
 
@@ -81,6 +81,9 @@ def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
 
 def _attention_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     architecture, part = ARCHITECTURES[config.architecture], f"model.layers.{layer}.self_attn."
+    if config.latent is not None:
+        yield from _latent_shapes(config, config.latent, part)
+        return
     shape = config.shape(layer)
     dim, has_kv = shape.head_dim, shape.source == layer
     heads, kv_heads = config.num_heads * dim, shape.num_kv_heads * dim
@@ -98,6 +101,23 @@ def _attention_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tu
         yield f"{part}sinks", (config.num_heads,)
     yield from _product_shapes(part, qkv, config.hidden_size, has_qkv_bias(config))
     yield from _product_shapes(part, {"o": config.hidden_size}, heads, has_out_bias(config))
+
+
+def _latent_shapes(
+    config: ModelConfig, latent: LatentConfig, part: str
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    queries, hidden = config.num_heads * latent.query_dim, config.hidden_size
+    values = config.num_heads * latent.value_dim
+    if latent.q_rank:
+        yield f"{part}q_a_proj.weight", (latent.q_rank, hidden)
+        yield f"{part}q_a_layernorm.weight", (latent.q_rank,)
+        yield f"{part}q_b_proj.weight", (queries, latent.q_rank)
+    else:
+        yield f"{part}q_proj.weight", (queries, hidden)
+    yield f"{part}kv_a_proj_with_mqa.weight", (latent.row_dim, hidden)
+    yield f"{part}kv_a_layernorm.weight", (latent.kv_rank,)
+    yield f"{part}kv_b_proj.weight", (config.num_heads * latent.kv_dim, latent.kv_rank)
+    yield f"{part}o_proj.weight", (hidden, values)
 
 
 def _delta_shapes(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -58,6 +58,10 @@ class ShardedOps:
         outputs = self._shard.widths(self._model.hidden_size)
         return lambda x: gather(product(gather(x, inputs)), outputs)
 
+    def per_head(self, weights: Tensor) -> Product:
+        """Of this rank's heads."""
+        return self._ops.per_head(weights)
+
     def gate_up(
         self,
         gate: Weight,

@@ -185,8 +185,8 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         ("says 'hqq'", "not read", "16-bit original", 'quantization="int8"', 'quantization="gguf"'),
     ),
     "27 mixture of experts": (
-        lambda b: LLM(b.folder("moe", config={"architectures": ["DeepseekV3ForCausalLM"]})),
-        ("DeepseekV3ForCausalLM is a mixture of experts", "Qwen/Qwen3-4B", "Llama 2", "Qwen 3"),
+        lambda b: LLM(b.folder("moe", config={"architectures": ["DeepseekForCausalLM"]})),
+        ("DeepseekForCausalLM is a mixture of experts", "Qwen/Qwen3-4B", "Llama 2", "Qwen 3"),
     ),
     "27 images and text": (
         lambda b: LLM(

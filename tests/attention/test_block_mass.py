@@ -111,7 +111,10 @@ def test_it_is_added_and_moves_no_bit_of_the_result(make: Make) -> None:
     "isa, dtype, limit",
     # Emulated machines compute float32 as this one does.
     [(isa, torch.float32, 2e-5) for isa in ISAS if isa not in EMULATED]
-    + [(isa, torch.bfloat16, 2e-3) for isa in ISAS],
+    + [
+        pytest.param(isa, torch.bfloat16, 2e-3, marks=[pytest.mark.breadth] * (isa == "pairs in C"))
+        for isa in ISAS
+    ],
 )
 @pytest.mark.parametrize("block_size", [16, 300])
 def test_every_build_of_the_c_kernel(

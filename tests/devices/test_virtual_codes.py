@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
     "k-quants, streamed": ("wide", K_QUANTS, STREAMED),
     "experts": ("mixtral", {"experts": "MXFP4", "embed": "Q8_0", "_proj": "Q4_0"}, RESIDENT),
     "experts, streamed": ("mixtral", {"experts": "Q4_0"}, STREAMED),
+    "FP8": ("mixtral", {"experts": "FP8", "embed": "FP8", "_proj": "FP8"}, STREAMED),
     "mixed": ("llama", MIXED, RESIDENT),
     "integers with biases": ("llama-bias", {"_proj": "INT4"}, RESIDENT),
     "tied": ("qwen3", {"embed": "Q4_1", "_proj": "Q5_1"}, RESIDENT),

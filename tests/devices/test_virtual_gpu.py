@@ -81,7 +81,7 @@ def prompt(num_tokens: int) -> list[int]:
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        ("llama", RESIDENT),
+        pytest.param("llama", RESIDENT, marks=pytest.mark.breadth),
         ("llama", STREAMED),
         # Steps under the checker are also timed below, and layers of qwen3 have windows here.
         pytest.param(
@@ -95,6 +95,7 @@ def prompt(num_tokens: int) -> list[int]:
         pytest.param("smollm3", RESIDENT, marks=pytest.mark.breadth),
         pytest.param("gemma3", RESIDENT, marks=pytest.mark.breadth),
         pytest.param("gemma4", STREAMED, marks=pytest.mark.breadth),
+        pytest.param("deepseek-v3-dense", STREAMED, marks=pytest.mark.breadth),
         pytest.param("gemma4-shared", RESIDENT, marks=pytest.mark.breadth),
         ("qwen3.5", RESIDENT),
     ],

@@ -105,7 +105,7 @@ def rows(driver: Driver, request: int) -> Tensor:
     return torch.stack(driver.logits[request])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["stream", pytest.param("in_place", marks=pytest.mark.breadth)])
 def test_sixteen_requests_equal_sixteen_fresh_engines(tiny: Tiny, mode: str) -> None:
     """Ids and bits, prefix cache off so that the work is the same."""
     path = tiny("qwen3")

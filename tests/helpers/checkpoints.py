@@ -20,6 +20,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     Gemma4ForCausalLM,
@@ -29,6 +33,8 @@ from transformers import (
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -123,6 +129,18 @@ HYBRID = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
 }
 HYBRID_EXPERTS = {
     "num_experts": 5,
@@ -252,6 +270,46 @@ TINY: dict[str, TinyModel] = {
         seed=26,
     ),
     # Scores by sigmoid with a bias, in groups of two; a dense layer first; half a head is turned.
+    "deepseek-v2": TinyModel(
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.3,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.6,
+            },
+        },
+        seed=31,
+    ),
+    "deepseek-v3": TinyModel(
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {
+            **LATENT,
+            "n_group": 3,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "rope_interleave": False,
+        },
+        seed=32,
+    ),
+    "deepseek-v3-dense": TinyModel(
+        DeepseekV3Config, DeepseekV3ForCausalLM, {**LATENT, "first_k_dense_replace": 3}, seed=34
+    ),
+    "glm4-moe-lite": TinyModel(
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        {**LATENT, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        seed=33,
+    ),
     "glm4-moe": TinyModel(
         Glm4MoeConfig,
         Glm4MoeForCausalLM,

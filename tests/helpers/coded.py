@@ -11,17 +11,26 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoengine.models.stored_codes import CODES_KEY, FORMATS, INTEGERS, CodedRows, CodedWeight
+from nanoengine.models.stored_codes import (
+    CODES_KEY,
+    FORMATS,
+    INTEGERS,
+    CodedRows,
+    CodedWeight,
+    fp8_rows,
+)
 
 # Bytes of a block where its float16 numbers are.
 HALVES: dict[str, tuple[int, ...]] = {
     name: (0,) if name in ("Q4_0", "Q5_0", "Q8_0") else (0, 2) for name in FORMATS
 }
-HALVES |= {"Q6_K": (208,), "MXFP4": (), "INT4": (0,), "INT8": (0,)}
+HALVES |= {"Q6_K": (208,), "MXFP4": (), "INT4": (0,), "INT8": (0,), "FP8": ()}
 
 
 def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRows:
-    """All codes and scales that a block can hold; float16 numbers of any sign, some denormal."""
+    """All codes and scales that a block can hold, but NaN; float16 numbers of any sign, some
+    denormal.
+    """
     rng = np.random.default_rng(seed)
     in_block, block_bytes = FORMATS[name]
     blocks = rng.integers(0, 256, (outputs * inputs // in_block, block_bytes), dtype=np.uint8)
@@ -34,7 +43,18 @@ def random_rows(name: str, outputs: int, inputs: int, seed: int = 0) -> CodedRow
         blocks[:, 2:4] = zeros.view(np.uint8).reshape(-1, 2)
     if name == "MXFP4":  # powers of two around 1, which keep sums within what is compared
         blocks[:, 0] = rng.integers(119, 129, len(blocks))
+    if name == "FP8":
+        blocks[blocks & 127 == 127] -= 1
+        blocks[:, :4] = (
+            rng.normal(0, 0.001, len(blocks)).astype("<f4").view(np.uint8).reshape(-1, 4)
+        )
     return CodedRows(name, torch.from_numpy(blocks.reshape(outputs, -1)))
+
+
+def every_e4m3(scale: float) -> tuple[CodedRows, torch.Tensor]:
+    """All 256 codes of FP8 as 8 rows, and the numbers that PyTorch makes of them."""
+    codes = torch.arange(256, dtype=torch.uint8).view(8, 32).view(torch.float8_e4m3fn)
+    return fp8_rows(codes, torch.full((8, 1), scale)), codes.float() * scale
 
 
 def random_weight(name: str, outputs: int, inputs: int, dtype: torch.dtype) -> CodedWeight:
@@ -70,6 +90,8 @@ def _of_size(coded: CodedRows, size: float) -> CodedRows:
     times = size / coded.numbers(torch.float32).square().mean().sqrt()
     if coded.format == "MXFP4":
         blocks[:, 0] += int(times.log2().round().item()) % 256
+    if coded.format == "FP8":
+        blocks[:, :4] = (blocks[:, :4].contiguous().view(torch.float32) * times).view(torch.uint8)
     for at in HALVES[coded.format]:
         halves = blocks[:, at : at + 2].contiguous().view(torch.float16)
         blocks[:, at : at + 2] = (halves * times).half().view(torch.uint8)

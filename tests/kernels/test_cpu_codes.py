@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded import random_rows, random_weight
+from coded import every_e4m3, random_rows, random_weight
 from marks import EMULATED, emulate, needs_compiler, use_our_products
 from torch import Tensor
 
@@ -54,6 +54,16 @@ def test_weights_are_those_of_the_package(packer, name):
         weight = random_weight(name, outputs, inputs, packer.dtype)
         rows = packer.pack(weight).gather_rows(torch.arange(outputs).flip(0))
         assert torch.equal(rows, weight.numbers().flip(0)), "and 0 may be -0"
+
+
+def test_every_number_of_fp8(packer):
+    """Also denormal and NaN, with scales at both ends."""
+    for scale in (1.0, -0.3, 2.0**-120, 2.0**118):
+        rows, numbers = every_e4m3(scale)
+        made = packer.pack(CodedWeight((rows,), packer.dtype)).gather_rows(torch.arange(8))
+        assert made.isnan().sum() == 2
+        want = numbers.to(packer.dtype)
+        torch.testing.assert_close(made, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FORMATS)

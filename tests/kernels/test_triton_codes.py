@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from coded import random_rows, random_weight
+from coded import every_e4m3, random_rows, random_weight
 from compiled import compiled_by
 from marks import needs_no_gpu
 from torch import Tensor
@@ -75,6 +75,14 @@ def test_scales_at_both_ends() -> None:
     made = pack(CodedWeight((rows,), F32)).gather_rows(torch.arange(2))
     assert torch.equal(made[:1], CodedWeight((rows,), F32)[:1].numbers()) and made[0].any()
     assert made[1].isnan().all()
+
+
+def test_every_number_of_fp8() -> None:
+    """Also denormal and NaN."""
+    rows, numbers = every_e4m3(-0.3)
+    made = pack(CodedWeight((rows,), F32)).gather_rows(torch.arange(8))
+    assert made.isnan().sum() == 2
+    torch.testing.assert_close(made, numbers, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -172,7 +180,7 @@ def test_tiles_hold_rows_of_one_expert_each() -> None:
 @pytest.mark.parametrize(
     ("formats", "capabilities"),
     [
-        ("Q4_0", "89"),
+        pytest.param("Q4_0", "89", marks=pytest.mark.breadth),
         pytest.param(",".join(FORMATS), "80,89,90,120", marks=pytest.mark.slow),
     ],
 )

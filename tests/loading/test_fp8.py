@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from driver import Driver, assert_logits_are_transformers
+from driver import Driver, assert_logits_are_transformers, host_gib, small_engine
+from marks import needs_compiler, needs_no_gpu
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nanoengine import SamplingParams
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
-from nanoengine.loading.fp8 import Fp8Reader, fp8_block
+from nanoengine.loading.fp8 import BLOCK, Fp8Reader, fp8_block
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.models.stored_codes import CodedWeight, numbers_of
+from nanoengine.startup import parts
 
 Tiny = Callable[[str], Path]
 FLOAT8 = {"type": "float", "num_bits": 8, "strategy": "channel"}
@@ -58,13 +61,15 @@ def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, T
     return codes, scales, said
 
 
-def make(source: Path, folder: Path, kind: str) -> dict[str, Tensor]:
-    """The checkpoint with its products in FP8; returns what these say."""
+def make(
+    source: Path, folder: Path, kind: str, ends: tuple[str, ...] = ("_proj.weight",)
+) -> dict[str, Tensor]:
+    """The checkpoint with tensors whose names end so in FP8; returns what these say."""
     config, suffix, block = KINDS[kind]
     shutil.copytree(source, folder)
     path, said = folder / "model.safetensors", {}
     tensors = load_file(path)
-    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+    for name in [n for n in tensors if n.endswith(ends)]:
         tensors[name], scales, said[name] = quantised(tensors[name], block)
         tensors[name + suffix] = scales if kind != "one" else scales.flatten()
         tensors[name.replace("weight", "input_scale")] = torch.ones(1)
@@ -74,11 +79,12 @@ def make(source: Path, folder: Path, kind: str) -> dict[str, Tensor]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["blocks", "rows", "one"])
+@pytest.mark.parametrize("kind", ["blocks", "even blocks", "rows", "one"])
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
 def test_every_weight_is_what_its_codes_and_scales_say(
     tiny: Tiny, tmp_path: Path, name: str, kind: str
 ) -> None:
+    """Also as codes, which it stays where 32 inputs have one scale."""
     said = make(tiny(name), tmp_path / "m", kind)
     block = fp8_block(KINDS[kind][0])
     assert len(said) > 15 and block is not None
@@ -87,20 +93,96 @@ def test_every_weight_is_what_its_codes_and_scales_say(
         assert reader.names() == load_file(tiny(name) / "model.safetensors").keys()
         for each, values in said.items():
             assert torch.equal(reader.tensor(each), values), each
+            weight = reader.weight(each, torch.float32)
+            is_coded = kind != "blocks" and values.shape[1] % 32 == 0
+            assert isinstance(weight, CodedWeight) is is_coded
+            assert torch.equal(numbers_of(weight), values), each
 
 
-def test_answers_are_those_of_the_same_weights_in_float32(tiny: Tiny, tmp_path: Path) -> None:
-    """And the plan says by how much they grow."""
-    said = make(tiny("llama"), tmp_path / "m", "blocks")
-    shutil.copytree(tiny("llama"), tmp_path / "plain")
-    path = tmp_path / "plain" / "model.safetensors"
+def numbers_beside(source: Path, folder: Path, kind: str) -> tuple[Path, Path]:
+    """The checkpoint in FP8, also embedding and head, and the same as numbers."""
+    said = make(source, folder / "m", kind, ("_proj.weight", "embed_tokens.weight", "head.weight"))
+    shutil.copytree(source, folder / "plain")
+    path = folder / "plain" / "model.safetensors"
     save_file(load_file(path) | said, path)
-    engine = LLMEngine(tmp_path / "m", dtype="float32", device="cpu", num_gpu_blocks=4)
-    stored = r"FP8, dequantised: 0\.00 GiB stored are 0\.00 GiB in memory; quantization="
-    assert re.search(stored, str(engine.plan))
-    driver = Driver(engine)
+    return folder / "m", folder / "plain"
+
+
+DEQUANTISED = "FP8, dequantised: 0.00 GiB stored are 0.00 GiB in memory; quantization="
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_same_weights_in_float32(
+    tiny: Tiny, tmp_path: Path, kind: str
+) -> None:
+    """And the plan says what stays codes, or by how much they grow."""
+    ours, plain = numbers_beside(tiny("llama"), tmp_path, kind)
+    driver = Driver(small_engine(ours))
+    line = DEQUANTISED if kind == "blocks" else "codes as stored: 23 of FP8; the rest in float32"
+    assert line in str(driver.engine.plan)
     outputs = driver.run([[7 * i % 256 for i in range(50)]])
-    assert_logits_are_transformers(driver, tmp_path / "plain", outputs)
+    driver.engine.close()
+    assert_logits_are_transformers(driver, plain, outputs)
+
+
+def test_without_kernels_of_codes_they_are_dequantised(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_code_ops", lambda *_: None)
+    ours, plain = numbers_beside(tiny("llama"), tmp_path, "rows")
+    driver = Driver(small_engine(ours))
+    assert DEQUANTISED in str(driver.engine.plan)
+    outputs = driver.run([[7 * i % 256 for i in range(50)]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, plain, outputs)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("our_products")
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.breadth)])
+def test_codes_have_the_bits_of_their_numbers_on_all_tiers(
+    tiny: Tiny, tmp_path: Path, dtype: str
+) -> None:
+    """Experts, too: each is a tensor."""
+    ours, plain = numbers_beside(tiny("qwen3-moe"), tmp_path, "even blocks")
+    gib = host_gib(ours, 60, 8)
+    wanted = None
+    for folder, settings in (
+        (plain, {}),
+        (ours, {}),
+        (ours, {"num_gpu_blocks": 7, "kv_offload_gib": gib, "offload_mode": "stream"}),
+        (ours, {"num_gpu_blocks": 7, "kv_offload_gib": gib, "offload_mode": "in_place"}),
+    ):
+        driver = Driver(small_engine(folder, dtype=dtype, **settings))
+        (output,) = driver.run([[7 * i % 256 for i in range(90)]])
+        driver.engine.close()
+        found = torch.stack(driver.logits[output.request_id])
+        wanted = found if wanted is None else wanted
+        assert torch.equal(found, wanted)
+
+
+@needs_no_gpu
+def test_they_stay_codes_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
+    virtual_gpu = pytest.importorskip("virtual_gpu", reason="Triton is not installed")
+    ours, plain = numbers_beside(tiny("llama"), tmp_path, "even blocks")
+    with virtual_gpu.VirtualGpu():
+        settings = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 64}
+        greedy = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+        driver = Driver(small_engine(ours, device="cuda", **settings))
+        outputs = driver.run([[7 * i % 256 for i in range(20)]], greedy)
+        assert "codes as stored: 23 of FP8" in str(driver.engine.plan)
+        driver.engine.close()
+    assert_logits_are_transformers(driver, plain, outputs)
+
+
+@pytest.mark.parametrize("scale", [2.0**119, float("nan"), float("-inf")])
+def test_scales_of_no_size_leave_numbers(tiny: Tiny, tmp_path: Path, scale: float) -> None:
+    make(tiny("llama"), tmp_path / "m", "one")
+    change(tmp_path / "m", **{"up_proj.weight_scale": torch.tensor([scale])})
+    with Fp8Reader(tmp_path / "m", False, BLOCK) as reader:
+        weight = reader.weight("model.layers.1.mlp.up_proj.weight", torch.float32)
+        assert isinstance(weight, Tensor) and weight.dtype is torch.float32
 
 
 def test_weights_are_those_that_transformers_reads(tiny: Tiny, tmp_path: Path) -> None:

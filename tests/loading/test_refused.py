@@ -18,8 +18,8 @@ from nanoengine.models.architectures import ARCHITECTURES
 KINDS = {
     "a mixture of experts": (
         "gpt-oss "
-        "DeepseekForCausalLM DeepseekV3ForCausalLM deepseek2 Llama4ForCausalLM "
-        "Glm4MoeLiteForCausalLM PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
+        "DeepseekForCausalLM DeepseekV32ForCausalLM deepseek2 Llama4ForCausalLM "
+        "PhiMoEForCausalLM GraniteMoeForCausalLM MiniMaxM2ForCausalLM "
         "minimax-m2 Ernie4_5_MoeForCausalLM qwen2moe"
     ),
     "recurrent or linear attention": (

@@ -110,6 +110,7 @@ def test_which_weights_become_codes() -> None:
             f"{layer}self_attn.v_proj.weight": (32, 64),
             f"{layer}mlp.experts.5.down_proj.weight": (64, 32),
             f"{layer}mlp.down_proj.weight": (64, 48),
+            f"{layer}self_attn.kv_b_proj.weight": (64, 32),
             f"{layer}mlp.gate.weight": (8, 64),
             f"{layer}linear_attn.in_proj_ba.weight": (8, 64),
             f"{layer}linear_attn.in_proj_qkvz.weight": (256, 64),

@@ -21,7 +21,7 @@ from nanoengine.models.shard import UNIT, WHOLE, Shard
 from nanoengine.models.weight_shapes import weight_shapes
 
 SPLIT = re.compile(
-    r"(q|k|v|qkv|o|gate|up|gate_up|down|out)_proj\.|^lm_head\.|\.sinks$|in_proj_|conv1d|A_log|dt_bias"
+    r"(q|k|v|qkv|q_b|kv_b|o|gate|up|gate_up|down|out)_proj\.|^lm_head\.|\.sinks$|in_proj_|conv1d|A_log|dt_bias"
     r"|per_layer_(model_projection|input_gate|projection)\.|embed_tokens_per_layer"
 )
 
@@ -47,7 +47,7 @@ def test_the_parts_of_all_ranks_are_the_tensor(
         parts = [shard.take(tensor, whole, config).flatten() for shard in shards]
         layer = re.search(r"layers\.(\d+)", tensor)
         kv_heads = config.shape(int(layer[1])).num_kv_heads if layer else 0
-        is_shared = kv_heads == 1 and re.search("[kv]_proj", tensor)
+        is_shared = kv_heads == 1 and re.search(r"\.[kv]_proj", tensor)
         is_split = size > 1 and SPLIT.search(tensor) is not None and not is_shared
         assert is_split == (len(parts[0]) < shape[axis]), tensor
         if is_split:

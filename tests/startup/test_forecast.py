@@ -111,18 +111,17 @@ def test_fewer_bits_are_less_weight() -> None:
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 1.8 * sizes[1] > 2.5 * sizes[2]
 
 
-def test_what_a_checkpoint_has_packed_stays_so() -> None:
-    """All matrices of layers, 5 bits a weight."""
-    packed, matrices = (
-        replace(LLAMA_8B, codes="INT4"),
-        32 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096,
-    )
+@pytest.mark.parametrize(("codes", "num_bytes"), [("INT4", 20 / 32), ("FP8", 36 / 32)])
+def test_what_a_checkpoint_has_packed_stays_so(codes: str, num_bytes: float) -> None:
+    """All matrices of layers, 5 or 9 bits a weight."""
+    packed = replace(LLAMA_8B, codes=codes)
+    matrices = 32 * (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096
     for gpu_bytes in (0, 80 * GIB):
         sizes = [
             forecaster(Hardware(gpu_bytes, 64 * GIB, 300.0, 25.0), model).forecast(1000)
             for model in (LLAMA_8B, packed)
         ]
-        assert sizes[0].plan.weight_bytes - sizes[1].plan.weight_bytes == matrices * (2 - 20 / 32)
+        assert sizes[0].plan.weight_bytes - sizes[1].plan.weight_bytes == matrices * (2 - num_bytes)
 
 
 def test_an_embedding_in_codes_is_no_longer_than_it_is() -> None:

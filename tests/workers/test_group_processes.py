@@ -132,7 +132,7 @@ print("well")
 """
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.breadth)])
 def test_a_user_s_own_process_group_is_left_alone(when: str) -> None:
     command = [sys.executable, "-c", USERS, when]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

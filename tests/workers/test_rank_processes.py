@@ -91,7 +91,9 @@ def test_two_processes_have_the_bits_of_one(
     assert len(pids) == 1 and is_gone(pids[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSEGV, marks=pytest.mark.breadth)]
+)
 def test_a_rank_that_dies_in_a_step_is_an_error_within_a_second(
     make: Make, pids: list[int], number: signal.Signals
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from checkpoints import TINY
+from coded import coded_checkpoint
 from driver import fail_copies
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import SCALINGS, GGUFModel, with_scaling
@@ -234,6 +235,13 @@ def test_codes_of_a_gguf(tmp_path: Path, name: str, settings: dict[str, Any]) ->
     expected, found = (
         run(path, size, "bfloat16", quantization="gguf", **WAYS["resident"]) for size in (1, 2)
     )
+    assert found == expected
+
+
+def test_codes_of_fp8(tiny: Tiny, tmp_path: Path) -> None:
+    """Float32 on any CPU: norms of heads, and an odd number of whole blocks."""
+    folder, _ = coded_checkpoint(tiny("qwen3"), tmp_path, {"_proj": "FP8", "embed": "FP8"})
+    expected, found = (run(folder, size, **WAYS["resident"]) for size in (1, 2))
     assert found == expected
 
 
