@@ -6,9 +6,9 @@
 weights are quantised again by the package gguf into each format; --models adds names or files as
 they are. Codes are exact, and what is dequantised is rounded to bfloat16.
 
-"made": int8 and int4, of the demo model and of --models, beside the model as it is. A file in four
-bits has a grid in each block of 32 inputs, which int4 finds again. So there is a second row, for
-which blocks begin 16 inputs later than the file's, and no grid fits.
+"made": int8, of the demo model and of --models, beside the model as it is. A file in codes has a
+grid in each block of 32 inputs, which int8 may find again. So there is a second row, for which
+blocks begin 16 inputs later than the file's, and no grid fits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ from benchmarks.compare import write_as
 from benchmarks.quantization import TEXT, perplexity
 from nanoengine.api.llm import LLM
 from nanoengine.bench.report import versions
-from nanoengine.kernels.code_maker import CodeMaker
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.packaged import DEMO_MODEL, packaged_gguf
-from nanoengine.models.make_codes import METHODS
+from nanoengine.models.make_codes import becomes_codes, make_codes
 
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 MOST_TOKENS = 2000
@@ -42,37 +41,37 @@ OFF = 16  # inputs
 
 
 def made(models: list[str]) -> Iterator[dict[str, Any]]:
-    """Two rows for each model and method."""
+    """Two rows for each model."""
     for model in (DEMO_MODEL, *models):
-        plain, _, num_tokens = _perplexity(model, None)
-        for method in METHODS:
-            with tempfile.TemporaryDirectory() as folder:
-                _write_off_the_grid(resolve_model(model), Path(folder), method)
-                runs = {"of the file": (model, method), f"{OFF} inputs later": (folder, None)}
-                for blocks, run in runs.items():
-                    found, held, _ = _perplexity(*run)
-                    yield {
-                        "model": Path(model).stem,
-                        "method": method,
-                        "blocks": blocks,
-                        "tokens": num_tokens,
-                        "perplexity": round(found, 4),
-                        "unquantised": round(plain, 4),
-                        "difference_percent": round(100 * (found / plain - 1), 3),
-                        "held": held,
-                    }
+        plain, _, num_tokens = _perplexity(model, "none")
+        with tempfile.TemporaryDirectory() as folder:
+            _write_off_the_grid(resolve_model(model), Path(folder))
+            runs = {"of the file": (model, "int8"), f"{OFF} inputs later": (folder, "none")}
+            for blocks, run in runs.items():
+                found, held, _ = _perplexity(*run)
+                yield {
+                    "model": Path(model).stem,
+                    "method": "int8",
+                    "blocks": blocks,
+                    "tokens": num_tokens,
+                    "perplexity": round(found, 4),
+                    "unquantised": round(plain, 4),
+                    "difference_percent": round(100 * (found / plain - 1), 3),
+                    "held": held,
+                }
 
 
-def _write_off_the_grid(source: Path, target: Path, method: str) -> None:
+def _write_off_the_grid(source: Path, target: Path) -> None:
     """The checkpoint with the numbers of codes whose blocks begin OFF inputs later."""
     for path in source.glob("*.json"):
         shutil.copy(path, target)
-    tensors, coder = {}, CodeMaker.load(method)
+    tensors = {}
     with CheckpointReader(source) as reader:
         for name in reader.names():
             tensor = reader.tensor(name).float()
-            rows = coder(name, tensor.roll(-OFF, -1))
-            if rows is not None:
+            if becomes_codes(name, tuple(tensor.shape)):
+                rows = make_codes(tensor.roll(-OFF, 1))
+                assert rows is not None
                 tensor = rows.numbers(torch.float32).roll(OFF, 1)
             tensors[name] = tensor.contiguous()
     save_file(tensors, target / "model.safetensors")
@@ -91,7 +90,7 @@ def stored(models: list[str]) -> Iterator[dict[str, Any]]:
 
 def _compared(model: str) -> dict[str, Any]:
     as_stored, held, num_tokens = _perplexity(model, "gguf")
-    dequantised, _, _ = _perplexity(model, None)
+    dequantised, _, _ = _perplexity(model, "none")
     difference = 100 * (as_stored / dequantised - 1)
     return {
         "tokens": num_tokens,
@@ -102,7 +101,7 @@ def _compared(model: str) -> dict[str, Any]:
     }
 
 
-def _perplexity(model: str, quantization: str | None) -> tuple[float, str, int]:
+def _perplexity(model: str, quantization: str) -> tuple[float, str, int]:
     """Of the text; what the plan says of the weights, and how many tokens the text has."""
     settings: dict[str, Any] = {
         "dtype": "float32",

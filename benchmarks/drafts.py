@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.12, help="of the context on the device")
     parser.add_argument("--resident", action="store_true", help="the whole context on the device")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", help="of the weights, as in LLM")
+    parser.add_argument("--quantization", default="none", help="of the weights, as in LLM")
     parser.add_argument("--drafts", type=int, default=8, help="most guesses of a step")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=3)

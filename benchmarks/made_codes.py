@@ -1,4 +1,4 @@
-"""Decode, prefill, weights and seconds to load with int8 and int4, in several trees in turns:
+"""Decode, prefill, weights and seconds to load with int8, in several trees in turns:
 
     python -m benchmarks.made_codes [--trees OLD NEW] [--rounds 3] [--layers 4] [--output FILE]
 
@@ -30,7 +30,7 @@ from nanoengine.bench.report import versions
 from nanoengine.config.engine import GIB
 
 Row = dict[str, Any]
-METHODS = ("none", "int8", "int4")
+METHODS = ("none", "int8")
 SHORT, LONG, NEW = 32, 512, 32  # tokens of prompts, and of an answer
 
 
@@ -48,8 +48,7 @@ def measure(model: str, method: str, dtype: str) -> Row:
     settings: Row = {"dtype": dtype, "kv_cache_gib": 0.5, "max_model_len": 2048}
     settings["load_format"] = "dummy" if Path(model).is_dir() else "auto"
     begun = time.perf_counter()
-    quantization = None if method == "none" else method
-    with LLM(model, quantization=quantization, speculative="off", **settings) as llm:
+    with LLM(model, quantization=method, speculative="off", **settings) as llm:
         loaded = time.perf_counter() - begun
 
         def seconds(prompt: list[int], tokens: int) -> float:

@@ -124,6 +124,7 @@ def _nanoengine(work: Work) -> Engine:
     llm = nanoengine.LLM(
         work.model,
         dtype="bfloat16",
+        quantization="none",  # as the peers' files in 16 bits
         device="cpu",
         num_threads=work.num_threads,
         kv_cache_gib=work.kv_gib,

@@ -47,6 +47,7 @@ SHAPES = {
     "1.2B": (2048, 8192, 16, 32, 8, 128256),
 }
 SMOLLM2 = "smollm2-135m"
+NUMBERS = "none"  # what is in bfloat16 is timed so
 
 
 def main() -> None:
@@ -111,17 +112,19 @@ def _forecast(model: str, context: int, speed: MachineSpeed) -> Forecast:
         kv_gb_per_s=speed.kv_gb_per_s,
         layer_s=speed.layer_us / 1e6,
     )
-    return Forecaster(make_config(model, {}), shape, hardware).forecast(context)
+    return Forecaster(make_config(model, {"quantization": NUMBERS}), shape, hardware).forecast(
+        context
+    )
 
 
 def _row(model: str, load_format: str, made: Forecast, mode: str) -> dict[str, Any]:
     """Load the model, time its decode steps, compare."""
     kv = made.plan.kv
     num_blocks = -(-made.context // kv.block_size) + 2
-    settings: dict[str, Any] = {"num_gpu_blocks": num_blocks}
+    settings: dict[str, Any] = {"num_gpu_blocks": num_blocks, "quantization": NUMBERS}
     if mode == "offloaded":  # all but the block that is written
         gib = (num_blocks + 0.5) * kv.block_bytes / GIB
-        settings = {"num_gpu_blocks": 2, "kv_offload_gib": gib}
+        settings |= {"num_gpu_blocks": 2, "kv_offload_gib": gib}
     predicted = made.plan.weight_bytes + num_blocks * kv.block_bytes
     with LLM(model, load_format=load_format, measure_speed=False, **settings) as llm:
         engine = llm.llm_engine

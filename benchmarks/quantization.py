@@ -26,7 +26,7 @@ from nanoengine.sampling_params import SamplingParams
 from nanoengine.startup.probe import time_steps
 
 Row = dict[str, Any]
-METHODS = ("none", *CHOICES["quantization"])
+METHODS = CHOICES["quantization"]
 BATCHES = (1, 8)
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "alice.txt"
 COLUMNS = ("perplexity", "weight_mib", "peak_mib", "prefill_tokens_per_s")
@@ -59,7 +59,7 @@ def _measure(args: argparse.Namespace, make_llm: Callable[..., LLM], method: str
     config = read_model_config(resolve_model(args.model))
     tokens = max(max(BATCHES) * (args.context + 256), args.input_len, args.max_text_tokens) + 512
     settings = {
-        "quantization": None if method == "none" else method,
+        "quantization": method,
         "kv_cache_gib": tokens * config.kv_bytes_per_token(4) / GIB,
         "max_num_seqs": max(BATCHES),
         "enable_prefix_caching": False,

@@ -53,6 +53,7 @@ def ours(args: argparse.Namespace, name: str = OURS, *flags: str) -> Server:
 
     def command(port: int) -> list[str]:
         known = ["--port", str(port), "--max-num-seqs", "64", "--quiet"]
+        known += ["--quantization", "none"]  # as the peers' files in 16 bits
         return [sys.executable, "-m", "nanoengine", "serve", args.model, *known, *flags]
 
     variables = {"PYTHONPATH": str(Path(__file__).parents[1])}

@@ -313,7 +313,7 @@ def _parser(prog: str | None, kind: type[argparse.ArgumentParser]) -> argparse.A
     add("--max-new-tokens", _positive, "of an answer (default: 128; induction: 9)")
     add = _adder(parser.add_argument_group("engine (what is not given, the engine decides)"))
     add("--dtype", str, "float32 or bfloat16")
-    add("--quantization", str, "int8, int4, or gguf: the codes of a GGUF are kept")
+    add("--quantization", str, "int8, or gguf: the codes of a GGUF are kept")
     parser.add_argument("--enable-offload", action="store_true", help="KV may lie on the host")
     add("--offload-mode", str, "stream or in_place", choices=["auto", "stream", "in_place"])
     add("--kv-offload-gib", float, "host memory for KV")

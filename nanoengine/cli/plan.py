@@ -30,7 +30,7 @@ def plan(args: argparse.Namespace) -> int:
     model = read_config_of(config.model)
     speed = _measured(args, config)
     hardware, assumed = _hardware(args, speed)
-    codes = read_codes_of(config.model) if config.quantization == "gguf" else {}
+    codes = read_codes_of(config.model) if config.quantization in (None, "gguf") else {}
     made = Forecaster(config, model, hardware, codes).forecast(args.context)
     if args.json:
         print(json.dumps(_row(args, made, hardware, assumed, speed), indent=2))

@@ -40,7 +40,7 @@ DEVICE_NAMES = r"auto|cpu|(cuda|xpu|npu)(:(0|[1-9][0-9]{0,2}))?"
 CHOICES = {
     "load_format": ("auto", "safetensors", "gguf", "dummy"),
     "attention_backend": ("auto", *ATTENTION_LIMITS),
-    "quantization": ("int8", "int4", "gguf"),
+    "quantization": ("none", "int8", "gguf"),
     "offload_mode": ("auto", "stream", "in_place"),
     "kv_offload_dtype": ("int8",),
     "generation_config": ("auto", "vllm"),
@@ -48,7 +48,7 @@ CHOICES = {
 # Choices whose names do not say what they are.
 MEANINGS = {
     "quantization": "None (AWQ, GPTQ, FP8, MXFP4: config.json names them), "
-    '"int8" or "int4" (weights are quantised as they are loaded), or "gguf" '
+    '"none" (codes become numbers), "int8" (weights are quantised as they are loaded) or "gguf" '
     "(the codes of a GGUF are kept)",
     "generation_config": '"auto" (the model\'s), "vllm" or None (SamplingParams\' own defaults)',
 }
@@ -99,11 +99,10 @@ class EngineConfig:
     varlen_attn), "sdpa" (PyTorch's scaled_dot_product_attention) and "torch", on an "npu" of
     "ascend", "sdpa" and "torch", on a CPU of "c" and "torch" ("sdpa" on request). The split of a
     context into chunks changes the bits of "flash-attn", "varlen", "ascend" and "sdpa" only.
-    quantization: None, or lossy weights: "int8" (on a CPU Q8_0 in layers, embeddings and head) or
-    "int4" (the same, but Q4_1 in layers for all but v); on a GPU a scale for each output, or a
-    scale and a zero for each 128 inputs, in layers only. "gguf" keeps the codes of a GGUF as they
-    are, Q4_0 to Q6_K, embeddings and head, too. Checkpoints that are packed (AWQ, GPTQ, FP8, MXFP4)
-    are read without it, and stay packed.
+    quantization: None: checkpoints that are packed (AWQ, GPTQ, FP8, MXFP4) stay so, and on a CPU a
+    GGUF keeps its codes as they are, Q4_0 to Q6_K, embeddings and head, too, where kernels take
+    them. "gguf" insists on these, also on a GPU; "none" makes numbers of all codes. "int8", which
+    is lossy, makes Q8_0 of weights: layers, embeddings and head.
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
     set, else all cores that the process and its container may use and no other program keeps busy).
     tensor_parallel_size: processes that compute the model together, each with its heads and its

@@ -29,7 +29,6 @@ from nanoengine.models.experts import (
     RouterWeights,
 )
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, NormedProduct, Product
-from nanoengine.models.quant import Quantizer
 from nanoengine.models.stored_codes import CodedWeight, Weight, numbers_of
 from nanoengine.models.torch_ops import TorchOps
 
@@ -74,11 +73,8 @@ class Kernels(Protocol):
 class KernelOps(TorchOps):
     """Fused kernels: one call each instead of five to eight small PyTorch operators."""
 
-    def __init__(
-        self, kernels: Kernels, recorder: Recorder | None, quantizer: Quantizer | None = None
-    ) -> None:
+    def __init__(self, kernels: Kernels, recorder: Recorder | None) -> None:
         """recorder: replays steps; None: no step is replayed."""
-        super().__init__(quantizer)
         self._kernels = kernels
         self._recorder = recorder
 
@@ -150,8 +146,8 @@ class PackedOps(KernelOps):
         """As LayerOps.saved_bytes: numbers that fit 16 bits are held in these."""
         return self._products.saved_bytes
 
-    def _linear(
-        self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
+    def linear(
+        self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
         packed, other_norm = self._pack(weight, bias, norm)
         return self._normed(other_norm, packed)
@@ -269,24 +265,19 @@ class GpuOps(KernelOps):
 
     _kernels: GpuKernels
 
-    def __init__(
-        self,
-        kernels: GpuKernels,
-        graphs: Graphs | None,
-        products: GpuProducts,
-        quantizer: Quantizer | None = None,
-    ) -> None:
+    takes_codes = True
+
+    def __init__(self, kernels: GpuKernels, graphs: Graphs | None, products: GpuProducts) -> None:
         """graphs: None: no step is replayed."""
-        super().__init__(kernels, graphs, quantizer)
+        super().__init__(kernels, graphs)
         self._graphs = graphs
         self._products = products
-        self.takes_codes = quantizer is None
 
-    def _linear(
-        self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
+    def linear(
+        self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
         if isinstance(weight, Tensor):
-            return super()._linear(weight, bias, norm, quantized)
+            return super().linear(weight, bias, norm)
         return self._normed(norm, self._products.pack(weight, bias))
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:
@@ -319,7 +310,7 @@ class GpuOps(KernelOps):
             if len(coded) == config.count and len({each.formats for each in coded}) == 1:
                 experts = self._products.experts(router, coded, gated, before)
                 return finish_experts(self, experts, weights, norm, activation)
-        if self._quantizer is not None or weights.router.weight.dtype is not torch.bfloat16:
+        if weights.router.weight.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
         grouped = GroupedExperts(router, stored, config.count, gated, before)
         return finish_experts(self, grouped, weights, norm, activation)

@@ -31,6 +31,7 @@ from nanoengine.loading.hub import fetch_config, hub_folder, is_hub_id
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packaged import PACKAGED, packaged_gguf
 from nanoengine.loading.refused import about_name
+from nanoengine.models.stored_codes import FORMATS
 
 logger = logging.getLogger(__name__)
 MAX_HUB_ID = 200  # characters, twice what the hub allows
@@ -107,6 +108,17 @@ def _given_path(name: str | Path) -> Path:
 def describe_weights(folder: Path) -> str:
     """Describe the weights in `folder` for the plan: "Q4_1 GGUF, dequantised to bfloat16"."""
     return model_cache.description(folder) or "safetensors"
+
+
+def is_dequantised(folder: Path) -> bool:
+    """Whether `folder` is made of a GGUF whose codes became numbers."""
+    kind, _, rest = describe_weights(folder).partition(" ")
+    return kind in FORMATS and "dequantised" in rest
+
+
+def is_gguf(name: str | Path) -> bool:
+    """Whether the model of this name is a GGUF. Raises ModelNotFoundError as resolve_model."""
+    return _given_path(name).is_file() or str(name) in PACKAGED
 
 
 def _check_suffix(path: Path) -> None:

@@ -28,7 +28,7 @@ from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.architectures import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.layer_ops import LayerOps
-from nanoengine.models.make_codes import Coder
+from nanoengine.models.make_codes import becomes_codes, make_codes
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, CodedWeight, Weight
 from nanoengine.models.weight_shapes import weight_shapes
@@ -62,12 +62,12 @@ def load_model(
     ops: LayerOps,
     max_model_len: int | None = None,
     sharding: Sharding | None = None,
-    coder: Coder | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Check and load a model; with load_format "dummy" the weights are random.
 
     max_model_len: see `read_model_config`. sharding: of which a part is loaded; None: the whole.
-    coder: makes codes of numbers, and of codes others; None: weights stay as they are stored.
+    quantization: as of EngineConfig. With "int8" weights become codes, from other codes too.
 
     Raises ModelLoadError for anything wrong with the checkpoint, ConfigError if the model cannot be
     divided so.
@@ -79,7 +79,8 @@ def load_model(
     shapes, part = weight_shapes(config), shard.config(config)
     held = shard.shapes(shapes, config)
     num_bytes = sum(map(math.prod, held.values())) * dtype.itemsize
-    made = _FinalWeights(device, dtype, coder)
+    made = _FinalWeights(device, dtype, quantization == "int8")
+    keeps_codes = ops.takes_codes and quantization in (None, "gguf")
     if load_format == "dummy":
         dummy = DummyWeights(config, shard, device, dtype, seed)
         decoder = Decoder(part, lambda name: made.weight(name, dummy.part(name)), device, ops)
@@ -91,13 +92,13 @@ def load_model(
         check_names(shapes, reader, ignorable_tensors(config))
 
         def source(name: str) -> Weight:
-            is_kept = ops.takes_codes and coder is None and not name.endswith(NEVER_CODES)
+            is_kept = keeps_codes and not name.endswith(NEVER_CODES)
             stored = reader.weight(name, dtype) if is_kept else reader.numbers(name, dtype)
             return made.weight(name, shard.take(name, stored, config))
 
         decoder = Decoder(part, source, device, ops)
         origin = describe_weights(folder)
-        if not ops.takes_codes:
+        if not made.codes:
             origin += about_packed(parts, reader, dtype)
         growth = "" if made.codes else reader.growth(num_bytes)
         if growth:
@@ -110,8 +111,8 @@ def load_model(
 class _FinalWeights:
     """Gives weights the form in which they are held, and counts them."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, coder: Coder | None) -> None:
-        self._device, self._dtype, self._coder = device, dtype, coder
+    def __init__(self, device: torch.device, dtype: torch.dtype, makes_codes: bool) -> None:
+        self._device, self._dtype, self._makes_codes = device, dtype, makes_codes
         self.num_bytes = 0
         self.codes = Counter[str]()
 
@@ -127,9 +128,10 @@ class _FinalWeights:
         return weight
 
     def _made(self, name: str, stored: torch.Tensor) -> Weight:
-        rows = None if self._coder is None else self._coder(name, stored)
-        if rows is not None:
-            return CodedWeight((rows,), self._dtype)
+        if self._makes_codes and becomes_codes(name, tuple(stored.shape)):
+            rows = make_codes(stored.to(self._device))
+            if rows is not None:
+                return CodedWeight((rows,), self._dtype)
         dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype
         return stored.to(self._device, dtype)
 

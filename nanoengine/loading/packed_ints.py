@@ -264,5 +264,5 @@ class PackedReader(CheckpointReader):
         return (
             f"{self._format.method} in {self._format.bits} bits, dequantised: "
             f"{self.num_bytes() / GIB:.2f} GiB stored are {num_bytes / GIB:.2f} GiB in memory; "
-            'quantization="int4" makes them small again, and rounds'
+            'quantization="int8" halves those of 16 bits, and rounds'
         )

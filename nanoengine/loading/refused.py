@@ -82,14 +82,14 @@ QUANTIZATIONS_REFUSED = (
     Refusal(
         r"^awq$|^gptq$|^auto-?round|^mxfp4$|^nvfp4$|^hqq$|^aqlm$|^exl[23]$|^vptq$|^$",
         QUANTISED,
-        f'{ORIGINAL} with quantization="int4", or a GGUF of it with quantization="gguf"',
+        f'{ORIGINAL} with quantization="int8", or a GGUF of it with quantization="gguf"',
     ),
     Refusal(
         r"fp8|compressed",
         QUANTISED,
         f'{ORIGINAL} or one in FP8, with quantization="int8" for weights of 8 bits',
     ),
-    Refusal(r"", QUANTISED, f'{ORIGINAL} with quantization="int8" or "int4"'),
+    Refusal(r"", QUANTISED, f'{ORIGINAL} with quantization="int8"'),
 )
 
 # Names of models as other programs and web pages write them.

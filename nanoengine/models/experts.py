@@ -19,7 +19,9 @@ from nanoengine.models.stored_codes import CodedRows, CodedWeight, Weight, joine
 
 Map = Callable[[Tensor], Tensor]  # [rows, a] -> [rows, b]
 Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [rows, hidden] -> as `route`
-ON_A_GPU = 'experts run on a GPU in bfloat16 only; set dtype="bfloat16" and leave quantization out'
+ON_A_GPU = (
+    'experts of numbers run on a GPU in bfloat16 only; set dtype="bfloat16" or quantization="int8"'
+)
 LEAST_SUM = 1e-20  # below any sum of scores that is not 0, by which nothing can be divided
 
 

@@ -1,39 +1,56 @@
-"""Which weights become codes as they are loaded: "int8" and "int4" on a CPU. Knows no kernel.
+"""quantization="int8": weights become codes as they are loaded, Q8_0 of GGUF files. Lossy.
 
-The formats are those of GGUF files (stored_codes.py).
+Knows no kernel. A block comes from itself alone, so no cut between rows moves a bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+import torch
 from torch import Tensor
 
-from nanoengine.models.stored_codes import ROUTERS, CodedRows
+from nanoengine.models.stored_codes import FORMATS, ROUTERS, CodedRows
 
-METHODS = ("int8", "int4")
-# The codes of a weight of this name, of the whole weight or of some of its rows; None: it stays
-# numbers.
-Coder = Callable[[str, Tensor], CodedRows | None]
-BLOCK = 32  # inputs
+FORMAT = "Q8_0"
+BLOCK, _BLOCK_BYTES = FORMATS[FORMAT]
 EMBEDDINGS = "model.embed_tokens.weight"
 ENDS = (EMBEDDINGS, "lm_head.weight")
-# Small matrices in layers whose errors weigh much: routers, and what the decays of a recurrent
-# layer come from.
-_AS_THEY_ARE = (*ROUTERS, *(f"linear_attn.in_proj_{name}.weight" for name in ("b", "a", "ba")))
-# In "int4", those of layers that take 8 bits: a few percent of the weights, a sixth of the loss.
-_IN_8_BITS = ("v_proj.weight",)
+_LARGEST = 127  # of a code
+# Matrices in layers whose errors weigh much: routers, and what the decays of a recurrent layer come
+# from. And one that no kernel multiplies by as it is: latent attention takes it apart.
+_AS_THEY_ARE = (
+    *ROUTERS,
+    *(f"linear_attn.in_proj_{name}.weight" for name in ("b", "a", "ba")),
+    "self_attn.kv_b_proj.weight",
+)
+# Weights at a time, in float32; of so many, PyTorch's small operators on blocks take one thread.
+_PIECE = 1_000_000
 
 
-def made_format(method: str, name: str, shape: tuple[int, ...]) -> str:
-    """What a weight of this name and shape becomes, a key of FORMATS; "": it stays numbers.
-
-    method: one of METHODS. shape: of the whole weight or of some of its rows.
-    """
+def becomes_codes(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a weight of this name and shape becomes codes. shape: of all its rows or of some."""
     if len(shape) != 2 or shape[1] % BLOCK or name.endswith(_AS_THEY_ARE):
-        return ""
-    if name in ENDS:
-        return "Q8_0"
-    if ".layers." not in name:
-        return ""
-    return "Q8_0" if method == "int8" or name.endswith(_IN_8_BITS) else "Q4_1"
+        return False
+    return name in ENDS or ".layers." in name
+
+
+def make_codes(weight: Tensor) -> CodedRows | None:
+    """weight: [outputs, inputs] of any floats. None if a scale would not be finite in float16.
+
+    A number is about scale * code: scale = max|block| / 127 in float16, rounded before the codes
+    are chosen; the code is the nearest of -127 to 127.
+    """
+    outputs, inputs = weight.shape
+    made = weight.new_empty(outputs, inputs // BLOCK, _BLOCK_BYTES, dtype=torch.uint8)
+    num_rows = max(1, _PIECE // inputs)
+    for source, target in zip(
+        torch.split(weight, num_rows), torch.split(made, num_rows), strict=True
+    ):
+        blocks = source.float().reshape(len(source), -1, BLOCK)
+        scales = (blocks.abs().amax(2, keepdim=True) / _LARGEST).half()
+        if not scales.isfinite().all():
+            return None
+        steps = scales.float().reciprocal_().nan_to_num_(posinf=0)  # a block of zeros has no step
+        target[..., :2] = scales.view(torch.uint8)
+        codes = (blocks * steps).round_().clamp_(-_LARGEST, _LARGEST)
+        target[..., 2:].view(torch.int8).copy_(codes)
+    return CodedRows(FORMAT, made.flatten(1))

@@ -15,7 +15,6 @@ from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import AfterAttention, Embed, Norm, NormedProduct, Product
-from nanoengine.models.quant import Quantizer
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -24,14 +23,8 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 class Linear:
     """A product by PyTorch. On a CPU bfloat16 weights are reordered once into oneDNN's layout."""
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, quantized: Product | None = None
-    ) -> None:
-        """quantized: the product with the quantised weight, used instead of `weight`."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
-        self._quantized = quantized
-        if quantized is not None:
-            return
         self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -39,9 +32,6 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features]."""
-        if self._quantized is not None:
-            product = self._quantized(x)
-            return product if self._bias is None else product.add_(self._bias)
         if self._packed:
             out: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self._weight, self._bias, "none", [], ""
@@ -56,10 +46,6 @@ class TorchOps:
     is_batch_invariant = False
     takes_codes = False
 
-    def __init__(self, quantizer: Quantizer | None = None) -> None:
-        """quantizer: packs the weights of the layers; None leaves them as they are."""
-        self._quantizer = quantizer
-
     @property
     def saved_bytes(self) -> int:
         """As LayerOps.saved_bytes: weights are held as they come."""
@@ -68,9 +54,7 @@ class TorchOps:
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
     ) -> Product:
-        quantizer = self._quantizer
-        quantized = None if quantizer is None else quantizer.product(numbers_of(weight))
-        return self._linear(weight, bias, norm, quantized)
+        return self._normed(norm, Linear(numbers_of(weight), bias))
 
     def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
         return self.linear(weight, bias)
@@ -80,15 +64,10 @@ class TorchOps:
         return lambda x: torch.bmm(x.transpose(0, 1), turned).transpose(0, 1).contiguous()
 
     def head(self, weight: Weight, norm: Norm | None) -> Product:
-        return self._linear(weight, None, norm, None)
+        return self._normed(norm, Linear(numbers_of(weight)))
 
     def embedding(self, weight: Weight) -> Embed:
         return functools.partial(torch.embedding, numbers_of(weight))
-
-    def _linear(
-        self, weight: Weight, bias: Tensor | None, norm: Norm | None, quantized: Product | None
-    ) -> Product:
-        return self._normed(norm, Linear(numbers_of(weight), bias, quantized))
 
     def _normed(self, norm: Norm | None, product: Product) -> Product:
         return product if norm is None else NormedProduct(self, norm, product)

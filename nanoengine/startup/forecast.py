@@ -17,7 +17,7 @@ from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.models.experts import ON_A_GPU
-from nanoengine.models.make_codes import EMBEDDINGS, METHODS, made_format
+from nanoengine.models.make_codes import EMBEDDINGS, FORMAT, becomes_codes
 from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
 from nanoengine.models.weight_shapes import weight_shapes
@@ -30,7 +30,6 @@ CodeCounts = Mapping[str, Mapping[str, int]]
 CUDA_CONTEXT_BYTES = GIB // 2
 # The share of the memory's bandwidth that a decode step reaches: Llama-3.1-8B's shapes on an H200.
 READ_EFFICIENCY = 0.82
-INT4_GROUP = 128  # inputs that share a scale and a zero, at most
 # Tokens of a step, and of a layer in a buffer, on a GPU that is full without them.
 SMALL = {"max_num_batched_tokens": 512, "slot_tokens": 4096}
 
@@ -147,9 +146,12 @@ class Forecaster:
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
         self._held_dtype = held_dtype(model, dtype, hardware)
-        itemsize, method = self._held_dtype.itemsize, config.quantization
-        is_plain = method is None and (dtype is torch.bfloat16 or model.codes)
-        if hardware.gpu_bytes and model.experts is not None and not (is_plain or codes):
+        itemsize = self._held_dtype.itemsize
+        method = _quantization(config, codes or {}, dtype, hardware)
+        are_codes = method == "gguf" or (method is None and model.codes)
+        are_codes = are_codes or (method == "int8" and _experts_become_codes(model))
+        is_taken = dtype is torch.bfloat16 or are_codes
+        if hardware.gpu_bytes and model.experts is not None and not is_taken:
             raise ConfigError(ON_A_GPU)
         self._codes = codes
         each = _bytes_of_weights(codes or {}, itemsize)
@@ -157,7 +159,7 @@ class Forecaster:
         if model.codes:
             kept = ("experts",) if model.codes == "MXFP4" else ("experts", "others")
             each |= dict.fromkeys(kept, HELD_BYTES[model.codes] / FORMATS[model.codes][0])
-        found = bytes_by_name(model, itemsize, method, each, hardware.name == "cpu")
+        found = bytes_by_name(model, itemsize, method, each)
         shares = dict.fromkeys(found, 1.0)
         if model.experts is not None:
             share = model.experts.top_k / model.experts.count
@@ -201,16 +203,18 @@ class Forecaster:
     def _smaller(self) -> str:
         """What fits where these weights do not."""
         ways = []
-        for method in ("int8", "int4"):
+        for method in ("gguf", "int8") if _are_codes(self._codes or {}) else ("int8",):
             config = replace(self._config, quantization=method)
             try:
                 other = Forecaster(config, self._model, self._hardware, self._codes)
                 tokens = other._longest().plan.max_model_len
             except (ConfigError, OutOfMemoryError):
                 continue
-            ways.append(f"--quantization {method} (lossy; {tokens:,} tokens fit)")
+            loss = "lossy; " if method == "int8" else ""
+            ways.append(f"--quantization {method} ({loss}{tokens:,} tokens fit)")
+        ways = ways or ["the model in 4 bits (GGUF, AWQ or GPTQ), or a smaller one"]
         larger = f"a larger {self._where()} (--{self._where().lower()}-gib)"
-        return "take " + ", or ".join([*(ways or ["a smaller model"]), larger])
+        return "take " + ", or ".join([*ways, larger])
 
     def _where(self) -> str:
         return "GPU" if self._hardware.gpu_bytes else "RAM"
@@ -342,6 +346,21 @@ def held_dtype(model: ModelConfig, dtype: torch.dtype, hardware: Hardware) -> to
     return getattr(torch, model.stored_dtype) if is_narrow and hardware.name == "cpu" else dtype
 
 
+def _are_codes(codes: CodeCounts) -> bool:
+    """Whether any weight is."""
+    return any(name in FORMATS for counts in codes.values() for name in counts)
+
+
+def _quantization(
+    config: EngineConfig, codes: CodeCounts, dtype: torch.dtype, hardware: Hardware
+) -> str | None:
+    """The setting; "gguf", too, where a CPU keeps the codes of a GGUF without it."""
+    is_taken = hardware.name == "cpu" and dtype in (torch.float32, hardware.auto_dtype)
+    if config.quantization is None and is_taken and _are_codes(codes):
+        return "gguf"
+    return config.quantization
+
+
 def _bytes_of_weights(codes: CodeCounts, itemsize: int) -> dict[str, float]:
     """Of a weight with quantization="gguf", on average, in "layers" and in "ends"."""
     sizes = {name: HELD_BYTES[name] / weights for name, (weights, _) in FORMATS.items()}
@@ -353,15 +372,16 @@ def _bytes_of_weights(codes: CodeCounts, itemsize: int) -> dict[str, float]:
     return found
 
 
+def _experts_become_codes(model: ModelConfig) -> bool:
+    """Whether "int8" leaves none of their products numbers."""
+    shapes = {name: shape for name, shape in weight_shapes(model).items() if ".experts." in name}
+    return all(becomes_codes(name, shape) for name, shape in shapes.items() if len(shape) == 2)
+
+
 def bytes_by_name(
-    model: ModelConfig,
-    itemsize: int,
-    quantization: str | None,
-    codes: Mapping[str, float],
-    on_cpu: bool,
+    model: ModelConfig, itemsize: int, quantization: str | None, codes: Mapping[str, float]
 ) -> dict[str, float]:
-    """Bytes of each weight. On a GPU products of layers are quantised, in the shapes that
-    the operators take.
+    """Bytes of each weight.
 
     codes: bytes of a weight with quantization="gguf", in "layers", in "ends", and of "numbers" that
     are never codes; without it, of "experts" and of "others" in layers, if they stay codes.
@@ -372,17 +392,12 @@ def bytes_by_name(
         is_matrix = len(shape) == 2 and not name.endswith(ROUTERS)
         is_coded = is_matrix and not name.endswith(NEVER_CODES)
         each = float(itemsize)
-        if on_cpu and quantization in METHODS:
-            made = made_format(quantization, name, shape)
-            each = HELD_BYTES[made] / FORMATS[made][0] if made else each
+        if quantization == "int8":
+            each = HELD_BYTES[FORMAT] / FORMATS[FORMAT][0] if becomes_codes(name, shape) else each
         elif quantization == "gguf":
             each = codes[place if is_coded else "numbers"]
         elif quantization is None and is_coded and place == "layers":
             each = codes.get("experts" if ".experts." in name else "others", itemsize)
-        elif quantization == "int8" and is_matrix and place == "layers":
-            each = 1 + itemsize / shape[1]
-        elif quantization == "int4" and is_matrix and place == "layers":
-            each = 0.5 + 2 * itemsize / INT4_GROUP
         found[name] = math.prod(shape) * each
     return found
 

@@ -23,17 +23,14 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.errors import ConfigError, ModelNotFoundError
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.code_maker import CodeMaker
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
-from nanoengine.loading.find_model import find_model
+from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
 from nanoengine.models.layer_ops import LayerOps
-from nanoengine.models.make_codes import METHODS, Coder
-from nanoengine.models.quant import Quantizer
 from nanoengine.models.shard import Sharding
 from nanoengine.models.torch_ops import TorchOps
 from nanoengine.sampling_params import SamplingParams
@@ -88,7 +85,7 @@ def load_parts(
 
     sharding: None loads the whole model.
     """
-    folder = find_folder(config)
+    folder = find_folder(config, device)
     is_asked = config.generation_config == "auto"
     params = read_sampling_params(folder) if is_asked else SamplingParams()
     with ThreadPoolExecutor(1) as thread:  # parse the vocabulary while weights are packed
@@ -110,9 +107,27 @@ def usable_settings(config: EngineConfig, parts: ComputeParts, device: Device) -
     return config
 
 
-def find_folder(config: EngineConfig) -> Path:
-    """The folder of the model, see `find_model`: with its codes if these are asked for."""
-    return find_model(config.model, config.load_format, config.quantization == "gguf")
+def find_folder(config: EngineConfig, device: Device) -> Path:
+    """The folder of the model, see `find_model`. A GGUF keeps its codes if this is asked for, or if
+    nothing is and these kernels take them.
+    """
+    method = config.quantization
+    can_keep = method is None and is_gguf(config.model) and not _why_numbers(config, device)
+    return find_model(config.model, config.load_format, method == "gguf" or can_keep)
+
+
+def _why_numbers(config: EngineConfig, device: Device) -> str:
+    """Why a GGUF is dequantised where nothing is asked for; "" if it keeps its codes."""
+    if device.name != "cpu":
+        return 'quantization="gguf" keeps its codes'
+    dtype, _ = choose_dtype(config, device)
+    kernels, reason = find_kernels(device, None)
+    if kernels is not None:
+        try:
+            CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True)
+        except KernelBuildError as error:
+            reason = str(error)
+    return reason
 
 
 def load_compute_parts(
@@ -121,12 +136,9 @@ def load_compute_parts(
     """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
-    method, quantizer = config.quantization, None
+    method = config.quantization
     ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
-    if ops is None:
-        if method is not None:
-            quantizer = Quantizer(method, device.torch_device, dtype)
-        ops = choose_ops(config, device, kernels, dtype, quantizer)
+    ops = ops or choose_ops(config, device, kernels, dtype)
     model = load_model(
         folder,
         config.load_format,
@@ -136,9 +148,9 @@ def load_compute_parts(
         ops,
         config.max_model_len,
         sharding,
-        _make_coder(config, device),
+        method,
     )
-    if method is not None and quantizer is None and not model.codes:
+    if method in ("int8", "gguf") and not model.codes:
         lacks = (
             "is codes of a GGUF" if method == "gguf" else "has rows of whole blocks of 32 inputs"
         )
@@ -155,14 +167,16 @@ def load_compute_parts(
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
     is_narrow = ops.saved_bytes > 0 and not model.codes
-    saved = ops.saved_bytes + (quantizer.saved_bytes() if quantizer else 0)
+    source = model.source + ("; held in 16 bits, as stored" if is_narrow else "")
+    if method is None and is_dequantised(folder):
+        source += f" ({_why_numbers(config, device)})"
     facts = ModelFacts(
-        source=model.source + ("; held in 16 bits, as stored" if is_narrow else ""),
+        source=source,
         dtype=dtype,
         dtype_reason=dtype_reason,
-        weight_bytes=model.weight_bytes - saved,
+        weight_bytes=model.weight_bytes - ops.saved_bytes,
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
-        quantization=describe_codes(model.codes, dtype, method) or str(quantizer or ""),
+        quantization=describe_codes(model.codes, dtype, method),
         invariance=describe_invariance(*invariant),
         is_invariant=invariant == (True, True, False),
     )
@@ -174,7 +188,7 @@ def describe_codes(codes: Mapping[str, int], dtype: torch.dtype, method: str | N
     if not codes:
         return ""
     counts = ", ".join(f"{count} of {name}" for name, count in sorted(codes.items()))
-    label = f"{method} (lossy)" if method in METHODS else "codes as stored"
+    label = "int8 (lossy)" if method == "int8" else "codes as stored"
     return f"{label}: {counts}; the rest in {str(dtype).removeprefix('torch.')}"
 
 
@@ -199,17 +213,13 @@ def find_kernels(device: Device, tape: CallTape | None) -> tuple[CpuKernels | No
 
 
 def choose_ops(
-    config: EngineConfig,
-    device: Device,
-    kernels: CpuKernels | None,
-    dtype: torch.dtype,
-    quantizer: Quantizer | None,
+    config: EngineConfig, device: Device, kernels: CpuKernels | None, dtype: torch.dtype
 ) -> LayerOps:
     """The fastest implementation of the layers on this machine."""
     if device.torch_device.type == "npu":
-        return TorchOps(quantizer)  # Triton for it is another package, which nobody has tried here
+        return TorchOps()  # Triton for it is another package, which nobody has tried here
     if device.name != "cpu":
-        return _gpu_ops(config, device, quantizer)
+        return _gpu_ops(config, device)
     if kernels is None:
         return TorchOps()
     try:
@@ -231,15 +241,13 @@ def _code_ops(
     """
     method = config.quantization
     if device.name != "cpu":
-        if method in METHODS or (method is None and not holds_codes(folder)):
-            return None
-        ops = choose_ops(config, device, None, dtype, None)
-        if ops.takes_codes or method is None:
+        ops = choose_ops(config, device, None, dtype)
+        if ops.takes_codes or method in (None, "none"):
             return ops
         raise ConfigError(
             f"quantization={method!r} needs Triton on {device.name}, which has none; leave it out"
         )
-    if method is None and not holds_codes(folder):
+    if method == "none" or (method is None and not holds_codes(folder)):
         return None
     if not isinstance(kernels, str):
         try:
@@ -249,33 +257,18 @@ def _code_ops(
             kernels = str(error)
     if method is None:
         return None
-    raise ConfigError(_lacks_kernels(method, kernels))
+    raise ConfigError(f"quantization={method!r} needs our C kernels on a CPU: {kernels}")
 
 
-def _make_coder(config: EngineConfig, device: Device) -> Coder | None:
-    """What makes codes of weights, if the settings say so on a CPU. Raises ConfigError."""
-    method = config.quantization
-    if device.name != "cpu" or method not in METHODS:
-        return None
-    try:
-        return CodeMaker.load(method)
-    except KernelBuildError as error:
-        raise ConfigError(_lacks_kernels(method, str(error))) from error
-
-
-def _lacks_kernels(method: str, reason: str) -> str:
-    return f"quantization={method!r} needs our C kernels on a CPU: {reason}"
-
-
-def _gpu_ops(config: EngineConfig, device: Device, quantizer: Quantizer | None) -> LayerOps:
+def _gpu_ops(config: EngineConfig, device: Device) -> LayerOps:
     try:
         from nanoengine.kernels.triton_codes import TritonCodes  # comes with a GPU's PyTorch
         from nanoengine.kernels.triton_kernels import TritonKernels
     except ImportError:
-        return TorchOps(quantizer)
+        return TorchOps()
     vendor = None if config.enforce_eager else find_graphs(device.torch_device)
     graphs = None if vendor is None else CudaGraphs(vendor)
-    return GpuOps(TritonKernels(), graphs, TritonCodes(), quantizer)
+    return GpuOps(TritonKernels(), graphs, TritonCodes())
 
 
 def load_tokenizer(config: EngineConfig, folder: Path) -> Tokenizer | None:

@@ -89,9 +89,9 @@ changed: speculative, as in speculative="ngram:4"
   llama.cpp: draft_model
 changed: quantization="int8"
   transformers: load_in_8bit
-changed: quantization="int4"
+missing: take a checkpoint in 4 bits (GGUF, AWQ or GPTQ); quantization="int8" makes 8 bits of others
   transformers: load_in_4bit
-changed: quantization="int8" or "int4", of weights that are stored in 16 or 32 bits
+changed: quantization="int8", of weights that are stored in 16 or 32 bits
   vLLM: quantization_config allow_deprecated_quantization  transformers: quantization_config
 changed: attention_backend
   transformers: attn_implementation  llama.cpp: flash_attn  vLLM: attention_config

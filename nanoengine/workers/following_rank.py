@@ -38,7 +38,7 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
     device = make_engine_device(config)
     group = setup.join(hello["rank"])
     sharding = RankSharding(hello["rank"], group)
-    folder = find_folder(config)
+    folder = find_folder(config, device)
     parts = load_compute_parts(config, device, folder, sharding)
     channel.reply(fingerprint(parts).encode())
     requests = channel.requests()

@@ -90,9 +90,9 @@ def test_a_bad_value_is_refused(settings: dict[str, Any]) -> None:
 
 def test_a_bad_quantization_names_the_allowed_and_the_nearest() -> None:
     with pytest.raises(
-        ConfigError, match=r"None .*\"int8\" or \"int4\" .*\"gguf\" .*got 'INT-4'.*mean 'int4'"
+        ConfigError, match=r"None \(AWQ, .*\"int8\" .*\"gguf\" .*got 'INT4'; .*mean 'int8'"
     ):
-        make_config("m", {"quantization": "INT-4"})
+        make_config("m", {"quantization": "INT4"})
 
 
 @pytest.mark.parametrize(

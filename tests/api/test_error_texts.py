@@ -65,7 +65,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         lambda b: b.loaded(trust_remote_code=True),
         ("code from a checkpoint is never run",),
     ),
-    "3 load_in_4bit": (lambda b: b.loaded(load_in_4bit=True), ('quantization="int4"',)),
+    "3 load_in_4bit": (lambda b: b.loaded(load_in_4bit=True), ("4 bits (GGUF",)),
     "4 cpu_offload_gb": (
         lambda b: b.loaded(cpu_offload_gb=4),
         ("offloads weights", "enable_cpu_offload=True"),
@@ -158,7 +158,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "23 quantization of a checkpoint": (
         lambda b: b.loaded(quantization="awq"),
-        ("'awq'", '"int8" or "int4" (weights are quantised as they are loaded)', '"gguf" (the'),
+        ("'awq'", '"int8" (weights are quantised as they are loaded)', '"gguf" (the'),
     ),
     "23 tokenizer of the hub": (
         lambda b: b.loaded(tokenizer="Qwen/Qwen3-0.6B"),
@@ -182,7 +182,7 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
     ),
     "27 HQQ": (
         lambda b: LLM(b.folder("hqq", config=CONFIG | {"quantization_config": HQQ})),
-        ("says 'hqq'", "not read", "16-bit original", 'quantization="int4"', 'quantization="gguf"'),
+        ("says 'hqq'", "not read", "16-bit original", 'quantization="int8"', 'quantization="gguf"'),
     ),
     "27 mixture of experts": (
         lambda b: LLM(b.folder("moe", config={"architectures": ["DeepseekForCausalLM"]})),

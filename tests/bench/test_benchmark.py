@@ -179,7 +179,6 @@ def real_perplexity() -> float:
         ("bfloat16", "int8", 0.99, 1.01),
         ("float32", "gguf", 0.99, 1.01),
         ("bfloat16", "gguf", 0.99, 1.01),
-        ("bfloat16", "int4", 1.2, 2.0),
     ],
 )
 def test_perplexity_of_the_real_model(

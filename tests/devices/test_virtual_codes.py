@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import TINY, TinyModel
 from coded import coded_checkpoint
 from driver import Driver, assert_greedy, assert_logits_are_transformers, host_gib, small_engine
+from gguf import GGMLQuantizationType as QuantType
+from gguf_model import GGUFModel
 from marks import named, needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -97,6 +101,61 @@ def test_codes_on_a_gpu(
         made.close()
     assert_greedy(theirs, PROMPTS, outputs, 4)
     assert_logits_are_transformers(driver, theirs, outputs)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    named({"experts": ("mixtral", RESIDENT), "streamed": ("llama-tied", STREAMED)}, "experts"),
+)
+def test_codes_that_are_made_on_a_gpu(
+    folder_of: Callable[[str], Path], model: str, settings: dict[str, Any]
+) -> None:
+    """A CPU, which tests/models/test_make_codes.py compares with transformers, says the same."""
+    source = folder_of(model)
+    if settings is STREAMED:
+        settings = STREAMED | {"kv_offload_gib": host_gib(source, 24, BLOCK)}
+    common = {"quantization": "int8", "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    driver = Driver(small_engine(source, **common))
+    prompts = [prompt[:9] for prompt in PROMPTS]
+    expected = driver.run(prompts, GREEDY)
+    there = driver.engine.plan
+    with VirtualGpu():
+        ours = Driver(small_engine(source, device="cuda", **common, **settings))
+        found = ours.run(prompts, GREEDY)
+        plan = ours.engine.plan
+        assert (plan.quantization, plan.weight_bytes) == (there.quantization, there.weight_bytes)
+        assert plan.quantization.startswith("int8 (lossy): ")
+        ours.engine.close()
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+        logits = torch.stack(ours.logits[mine.request_id])
+        exact = torch.stack(driver.logits[theirs.request_id])
+        torch.testing.assert_close(logits, exact, atol=1e-4, rtol=0)
+
+
+def test_numbers_on_a_gpu_where_codes_are_not_asked_for(tiny: Tiny, tmp_path: Path) -> None:
+    """Of a GGUF by default; of other codes by "none"."""
+    model = GGUFModel(tiny("llama"))
+    model.types = {name: QuantType.Q8_0 for name, of in model.tensors.items() if of.ndim == 2}
+    path = model.write(tmp_path / "m.gguf")
+    coded, _ = coded_checkpoint(tiny("llama"), tmp_path, {"_proj": "INT4"})
+    with VirtualGpu():
+        for source, quantization, codes, said in (
+            (path, None, "", 'dequantised to bfloat16 (quantization="gguf" keeps its codes)'),
+            (path, "gguf", "codes as stored: 23 of Q8_0", "Q8_0 GGUF, codes as stored"),
+            (coded, None, "codes as stored: 21 of INT4", "safetensors"),
+            (coded, "none", "", "safetensors"),
+        ):
+            engine = small_engine(source, device="cuda", quantization=quantization)
+            assert engine.plan.quantization.startswith(codes) and said in str(engine.plan)
+            assert bool(engine.plan.quantization) == bool(codes)
+            engine.close()
+
+
+def test_codes_need_triton(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nanoengine.kernels.triton_codes", None)
+    with VirtualGpu(), pytest.raises(ConfigError, match=r"'int8' needs Triton on cuda.*; leave it"):
+        small_engine(tiny("llama"), device="cuda", quantization="int8")
 
 
 def test_a_model_without_codes_is_refused(tiny: Tiny) -> None:

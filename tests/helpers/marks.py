@@ -21,8 +21,9 @@ def _has_compiler() -> bool:
     return True
 
 
+HAS_COMPILER = _has_compiler()
 needs_compiler = pytest.mark.skipif(
-    not _has_compiler(), reason="no C compiler: PyTorch takes the place of our kernels"
+    not HAS_COMPILER, reason="no C compiler: PyTorch takes the place of our kernels"
 )
 
 # Of tests that interpret Triton.

@@ -61,9 +61,9 @@ def test_what_is_supported_is_said_in_names_that_users_know() -> None:
 @pytest.mark.parametrize(
     ("method", "instead"),
     [
-        *((name, '"int4", or a GGUF') for name in ("awq", "gptq", "mxfp4", "auto-round")),
+        *((name, '"int8", or a GGUF') for name in ("awq", "gptq", "mxfp4", "auto-round")),
         *((name, '"int8" for weights of 8 bits') for name in ("ptpc_fp8", "compressed-tensors")),
-        *((name, '"int8" or "int4"') for name in ("bitsandbytes", "quanto")),
+        *((name, '"int8"') for name in ("bitsandbytes", "quanto")),
     ],
 )
 def test_quantised_weights_are_named_with_what_works_instead(method: str, instead: str) -> None:

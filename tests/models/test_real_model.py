@@ -11,9 +11,11 @@ import pytest
 import torch
 from checkpoints import reference_logits
 from driver import Driver
+from marks import HAS_COMPILER, needs_compiler
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.kernels.cpu_linear import is_supported
 from nanoengine.loading.packaged import packaged_gguf
 
 MODEL = "smollm2-135m"
@@ -32,7 +34,7 @@ NUM_OUT = 32
 
 @pytest.fixture(scope="module")
 def reference_model() -> Iterator[PreTrainedModel]:
-    """transformers' own reading of the GGUF, its weights rounded to bf16 as ours are."""
+    """transformers' own reading of the GGUF."""
     path: Path = packaged_gguf("smollm2-135m")
     with pytest.MonkeyPatch.context() as patch:
         # It reads the file twice, and makes the table of names anew for each of its modules.
@@ -41,9 +43,6 @@ def reference_model() -> Iterator[PreTrainedModel]:
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32
         )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.bfloat16().float())
     yield model.eval()
 
 
@@ -58,13 +57,24 @@ def test_it_knows_the_capital_of_japan(dtype: str) -> None:
         config = llm.llm_engine.model_config
         shape = (config.num_layers, config.num_heads, config.num_kv_heads, config.max_position)
         assert shape == (30, 9, 3, 8192) and config.tie_word_embeddings
-        assert "Q4_1 GGUF, dequantised to" in str(llm.plan)
+        keeps_codes = HAS_COMPILER and (dtype == "float32" or is_supported())
+        is_what = "codes as stored)" if keeps_codes else "dequantised to bfloat16 ("
+        assert f"Q4_1 GGUF, {is_what}" in str(llm.plan)
 
 
 @pytest.mark.breadth
-def test_fp32_equals_transformers(reference_model: PreTrainedModel) -> None:
-    """8 prompts x 32 greedy tokens in one batch: logits within 3e-3 and the same choices."""
+@pytest.mark.parametrize("quantization", [pytest.param(None, marks=needs_compiler), "none"])
+def test_fp32_equals_transformers(
+    reference_model: PreTrainedModel, quantization: str | None
+) -> None:
+    """8 prompts x 32 greedy tokens in one batch: logits within 3e-3 and the same choices. Codes are
+    exact; numbers are rounded to bfloat16.
+    """
     settings = {"dtype": "float32", "kv_cache_gib": 0.2, "max_num_seqs": 8}
+    settings |= {"quantization": quantization}
+    if quantization == "none":  # the last of the two
+        for parameter in reference_model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
     with LLM(MODEL, max_num_batched_tokens=32, **settings) as llm:
         driver = Driver(llm.llm_engine)
         prompts = [llm.tokenizer.encode(text) for text in PROMPTS]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TinyModel, reference, reference_logits
-from coded import random_rows
+from coded import coded_checkpoint, random_rows
 from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GEMMA_NAMES, ORIGINAL_NAMES, SCALINGS, GGUFModel, gguf_name, with_scaling
@@ -31,10 +31,11 @@ from nanoengine import SamplingParams
 from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError
-from nanoengine.kernels import c_build
+from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
+from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.gguf.convert import convert_gguf
 from nanoengine.models.stored_codes import FORMATS, numbers_of
 
@@ -100,7 +101,6 @@ def dequantised(folder: Path, mix: dict[str, str], other: str) -> PreTrainedMode
 
 def make_engine(path: Path, **settings: Any) -> LLMEngine:
     defaults: dict[str, Any] = {
-        "quantization": "gguf",
         "kvcache_block_size": 8,
         "dtype": "float32",
         "device": "cpu",
@@ -158,15 +158,17 @@ def test_experts_and_recurrent_layers_in_codes(
             each: numbers_of(reader.weight(each, torch.float32)).clone() for each in reader.names()
         }
     save_file(numbers, folder / "model.safetensors")
-    for ours, theirs in zip(logits_of(path), logits_of(folder, quantization=None), strict=True):
+    for ours, theirs in zip(logits_of(path), logits_of(folder), strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-4, rtol=1e-4)
-    flags = ["--gpu-gib", "0", "--dtype", "float32", "--quantization", "gguf", "--json"]
-    assert main(["plan", str(path), *flags]) == 0
-    planned = json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"]
+    flags = ["--gpu-gib", "0", "--dtype", "float32", "--json"]
+    planned = []
+    for more in ((), ("--quantization", "gguf")):
+        assert main(["plan", str(path), *flags, *more]) == 0
+        planned.append(json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"])
     engine = make_engine(path)
     # Numbers whose 40 or 24 inputs are no whole groups are held in 32 bits, which no plan knows.
     odd = 0.3 if name in ("mixtral", "qwen3.5-moe") else 0.01
-    assert planned == pytest.approx(engine.plan.weight_bytes, rel=odd)
+    assert planned[0] == planned[1] == pytest.approx(engine.plan.weight_bytes, rel=odd)
     engine.close()
 
 
@@ -181,8 +183,11 @@ def test_codes_on_all_tiers(tiny: Tiny, tmp_path: Path, name: str) -> None:
         gib = host_gib(tiny(name), 60, 8)
         found = logits_of(path, num_gpu_blocks=7, kv_offload_gib=gib, offload_mode=mode)
         assert all(map(torch.equal, found, resident))
-    converted = logits_of(path, quantization=None)
+    assert all(map(torch.equal, logits_of(path, quantization="gguf"), resident))
+    converted = logits_of(path, quantization="none")
     torch.testing.assert_close(resident[0][0], converted[0][0], atol=0.2, rtol=0)
+    assert not torch.equal(resident[0], converted[0])
+    assert all(map(torch.equal, logits_of(resolve_model(path)), converted))
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +235,31 @@ def test_the_plan_says_what_is_held(k_quants: Path, tmp_path: Path) -> None:
     assert "the same bits in any batch" in str(engine.plan)
     assert type(engine.runner.model._layers[0].after_attention) is PackedAfterAttention
     engine.close()
+
+
+def test_packed_integers_become_numbers_where_that_is_asked(tiny: Tiny, tmp_path: Path) -> None:
+    ours, theirs = coded_checkpoint(tiny("llama"), tmp_path, {"_proj": "INT4"})
+    found = logits_of(ours, quantization="none")
+    assert all(map(torch.equal, found, logits_of(theirs)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_where_no_kernel_takes_codes_the_plan_says_why(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    path = written(tiny("llama"), tmp_path / "m.gguf", {}, "Q4_0")
+    why = "no C compiler found"
+    if dtype == "bfloat16":
+        monkeypatch.setattr(cpu_linear, "is_supported", lambda: False)
+        why = 'this CPU has no AVX512-BF16: set dtype="float32"'
+    else:
+        monkeypatch.setattr(c_build.shutil, "which", lambda name: None)
+    for quantization in (None, "none"):
+        engine = make_engine(path, dtype=dtype, quantization=quantization)
+        text = str(engine.plan)
+        assert ("Q4_0 GGUF, dequantised to bfloat16" in text) and "quantised   " not in text
+        assert (f"dequantised to bfloat16 ({why}" in text) == (quantization is None)
+        engine.close()
 
 
 def test_a_format_that_nobody_knows_is_refused(tiny: Tiny, tmp_path: Path) -> None:

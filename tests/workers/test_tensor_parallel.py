@@ -69,7 +69,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "guesses": {"num_gpu_blocks": 64, "speculative": "ngram:3"},
     "drafts": STREAM | {"speculative": "ngram:2+resident:3"},
     "int8 weights": {"num_gpu_blocks": 64, "quantization": "int8"},
-    "int4 weights": {"num_gpu_blocks": 64, "quantization": "int4"},
     "int8 KV": STREAM | {"kv_offload_dtype": "int8", "kvcache_block_size": 16},
 }
 KNOWN: dict[str, Any] = {"kvcache_block_size": BLOCK, "max_model_len": 96, "seed": 7}
@@ -140,10 +139,7 @@ def alone(folder: Path, dtype: str, way: str) -> list[list[Scores]]:
 
 @pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(way, marks=[pytest.mark.breadth] * (way in ("drafts", "int8 weights")))
-        for way in WAYS
-    ],
+    [pytest.param(way, marks=[pytest.mark.breadth] * (way == "drafts")) for way in WAYS],
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.breadth)])
 def test_ranks_have_the_bits_of_one_process(tiny: Tiny, way: str, size: int) -> None:

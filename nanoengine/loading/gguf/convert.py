@@ -161,7 +161,7 @@ def _tell_growth(
     before = sum(int(tensor.n_bytes) for tensor in stored.values())
     after = sum(tensor.written[2] for tensor in tensors)
     kind = _main_type(stored)
-    keeps = '"gguf"' if kind in FORMATS else '"int4" or "int8"'
+    keeps = '"gguf"' if kind in FORMATS else '"int8"'
     logger.log(
         logging.WARNING if after - before >= LARGE_GROWTH else logging.INFO,
         "%s: the %.2f GiB of %s weights become %.2f GiB in bfloat16, on disk (once, in %s) and in "
