@@ -327,7 +327,7 @@ def common_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", help='"cpu", "cuda" or "cuda:N" (default: what is here)')
     sub.add_argument("--dtype", help='"float32" or "bfloat16" (default: the native one)')
     sub.add_argument("--load-format", default="auto", help='"dummy": random weights')
-    sub.add_argument("--quantization", default="none", help="of the weights: gguf, int8 or none")
+    sub.add_argument("--quantization", help="of the weights: gguf, int8 or none")
     sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
     sub.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in a step")
     sub.add_argument("--num-threads", type=int, help="CPU threads")
