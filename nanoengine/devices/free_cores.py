@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from nanoengine.devices.waiting import seconds_of_threads
 
 WINDOW_S = 1.0
 LONGEST_WINDOW_S = 4.0  # a longer one was idle, and says nothing
@@ -32,7 +33,7 @@ class Usage:
     at: float
     all_s: float
     own_s: float
-    threads: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    threads: Mapping[str, tuple[float, float]]
 
 
 class FreeCores:
@@ -86,13 +87,10 @@ def usable_cores() -> frozenset[int]:
 
 def read_usage(root: Path, cores: frozenset[int]) -> Usage | None:
     """What was used so far; None where the system does not say so."""
-    at, own_s, threads = time.perf_counter(), time.process_time(), {}
+    at, own_s = time.perf_counter(), time.process_time()
+    threads = seconds_of_threads(root / "proc/self/task")
     try:
         lines = (root / "proc/stat").read_text().splitlines()
-        for task in (root / "proc/self/task").iterdir():
-            with suppress(OSError, ValueError):  # the thread has ended
-                ran, waited, _ = map(int, (task / "schedstat").read_text().split())
-                threads[task.name] = ran / 1e9, waited / 1e9
         ticks = sum(_busy_ticks(line, cores) for line in lines)
     except (OSError, ValueError):
         return None

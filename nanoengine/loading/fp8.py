@@ -17,13 +17,13 @@ from torch import Tensor
 from nanoengine.config.engine import GIB
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.checkpoint import DTYPES, CheckpointReader
-from nanoengine.models.stored_codes import FP8_SCALES, CodedWeight, Weight, fp8_rows
+from nanoengine.models.stored_codes import FORMATS, FP8_SCALES, CodedWeight, Weight, fp8_rows
 
 SCALES = ("_scale_inv", "_scale")  # after the weight's name; both multiply
 UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub")  # of rounded activations
 METHODS = ("fp8", "fbgemm_fp8")
 BLOCK = (128, 128)
-GROUP = 32  # inputs of a block of codes
+GROUP = FORMATS["FP8"][0]  # inputs of a block of codes
 
 
 def fp8_block(config: object) -> tuple[int, int] | None:

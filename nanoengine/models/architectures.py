@@ -196,6 +196,7 @@ _GEMMA_4_DEFAULTS: dict[str, Any] = {
         },
     },
 }
+_SCORES_BY_SIGMOID = ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts")
 _LATENT: dict[str, Any] = {
     "latent": True,
     "has_drafter": True,
@@ -232,7 +233,7 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": Architecture(
         "DeepSeek-V3, R1",
         **_LATENT,
-        experts=ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts"),
+        experts=_SCORES_BY_SIGMOID,
         defaults=_LATENT_DEFAULTS
         | {
             "q_lora_rank": 1536,
@@ -305,7 +306,7 @@ ARCHITECTURES = {
         "GLM 4.5 to 4.7 with experts (also Air)",
         out_bias=False,
         qk_norm="head",
-        experts=ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts"),
+        experts=_SCORES_BY_SIGMOID,
         has_drafter=True,
         reads=("partial_rotary_factor",),
         requires={"hidden_act": (None, "silu"), "use_qk_norm": (True,)},
@@ -323,7 +324,7 @@ ARCHITECTURES = {
     "Glm4MoeLiteForCausalLM": Architecture(
         "GLM 4.7 Flash",
         **_LATENT,
-        experts=ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts"),
+        experts=_SCORES_BY_SIGMOID,
         defaults=_LATENT_DEFAULTS
         | {
             "q_lora_rank": 768,

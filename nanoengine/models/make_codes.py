@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanoengine.models.stored_codes import FORMATS, ROUTERS, CodedRows
+from nanoengine.models.stored_codes import FORMATS, ROUTERS, TAKEN_APART, CodedRows
 
 FORMAT = "Q8_0"
 BLOCK, _BLOCK_BYTES = FORMATS[FORMAT]
@@ -16,11 +16,11 @@ EMBEDDINGS = "model.embed_tokens.weight"
 ENDS = (EMBEDDINGS, "lm_head.weight")
 _LARGEST = 127  # of a code
 # Matrices in layers whose errors weigh much: routers, and what the decays of a recurrent layer come
-# from. And one that no kernel multiplies by as it is: latent attention takes it apart.
+# from. And one that no kernel multiplies by as it is.
 _AS_THEY_ARE = (
     *ROUTERS,
     *(f"linear_attn.in_proj_{name}.weight" for name in ("b", "a", "ba")),
-    "self_attn.kv_b_proj.weight",
+    *TAKEN_APART,
 )
 # Weights at a time, in float32; of so many, PyTorch's small operators on blocks take one thread.
 _PIECE = 1_000_000

@@ -36,8 +36,10 @@ CODES_KEY = "codes"
 # Ends of the names of matrices: those whose product is in fp32, and is never quantised; and those
 # that are multiplied as numbers even if they are stored as codes.
 ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "expert_gate.weight")
+TAKEN_APART = ("self_attn.kv_b_proj.weight",)  # by latent attention
 NEVER_CODES = (
     *ROUTERS,
+    *TAKEN_APART,
     *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a", "qkvz", "ba")),
     "linear_attn.out_proj.weight",
 )

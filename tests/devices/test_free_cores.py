@@ -107,13 +107,17 @@ def test_windows(machine: Machine) -> None:
     assert cores.look() == 3
 
 
-@pytest.mark.parametrize("lacks", ["proc/stat", "proc/self/task/0/schedstat"])
-def test_a_system_that_does_not_say(machine: Machine, lacks: str) -> None:
-    """Without the file of a thread the others count; without the processors', nothing does."""
-    (machine.root / lacks).unlink()
+def test_without_the_figures_of_processors_the_number_stays(machine: Machine) -> None:
+    (machine.root / "proc/stat").unlink()
     cores = FreeCores(CORES, machine.root)
-    machine.root.joinpath("proc/self/task/1").mkdir(exist_ok=True)
-    assert cores.look() == CORES
+    assert followed(machine, cores, 2) == [4] * 6
+
+
+def test_without_the_figures_of_a_thread_the_others_count(machine: Machine) -> None:
+    cores = FreeCores(CORES, machine.root)
+    machine.run(CORES, 2)
+    (machine.root / "proc/self/task/0/schedstat").unlink()
+    assert cores.look() == 3
 
 
 @pytest.mark.usefixtures("threads_as_before")

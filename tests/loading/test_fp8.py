@@ -162,6 +162,21 @@ def test_codes_have_the_bits_of_their_numbers_on_all_tiers(
         assert torch.equal(found, wanted)
 
 
+@needs_compiler
+def test_what_latent_attention_takes_apart_becomes_numbers(tiny: Tiny, tmp_path: Path) -> None:
+    ours, plain = numbers_beside(tiny("deepseek-v3-dense"), tmp_path, "rows")
+    with Fp8Reader(ours, False, BLOCK) as reader:
+        stored = [name for name in reader.names() if reader.dtype(name) is torch.float8_e4m3fn]
+        coded = [name for name in stored if reader.shape(name)[1] % 32 == 0]
+    assert any("kv_b_proj" in name for name in coded)
+    driver = Driver(small_engine(ours, dtype="float32"))
+    kept = sum("kv_b_proj" not in name for name in coded)
+    assert f"codes as stored: {kept} of FP8" in str(driver.engine.plan)
+    outputs = driver.run([[7 * i % 256 for i in range(50)]])
+    driver.engine.close()
+    assert_logits_are_transformers(driver, plain, outputs)
+
+
 @needs_no_gpu
 def test_they_stay_codes_on_a_gpu(tiny: Tiny, tmp_path: Path) -> None:
     virtual_gpu = pytest.importorskip("virtual_gpu", reason="Triton is not installed")
