@@ -160,7 +160,11 @@ def test_it_says_what_it_does_and_can_be_left_out(
 
 @pytest.mark.parametrize(("share", "is_slowed"), [(0.05, False), (0.3, True)])
 def test_on_a_busy_machine_a_speed_is_a_lower_bound(
-    tiny: Callable[[str], Path], share: float, is_slowed: bool, monkeypatch: pytest.MonkeyPatch
+    whole_probe: None,
+    tiny: Callable[[str], Path],
+    share: float,
+    is_slowed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe.WaitingShare, "now", lambda self: share)
     made = LLMEngine(tiny("llama"), **TIERS)
@@ -171,7 +175,10 @@ def test_on_a_busy_machine_a_speed_is_a_lower_bound(
 
 
 def test_on_a_busy_machine_it_gives_up_when_the_time_is_over(
-    tiny: Callable[[str], Path], num_steps: list[int], monkeypatch: pytest.MonkeyPatch
+    whole_probe: None,
+    tiny: Callable[[str], Path],
+    num_steps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.3)
     monkeypatch.setattr(probe, "BUDGET_S", 0.0)
