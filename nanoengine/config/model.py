@@ -214,7 +214,12 @@ class ModelConfig:
         """The layers that have KV of their own."""
         return [layer for layer in self.attention_layers if self.shape(layer).source == layer]
 
+    @property
+    def kv_parts(self) -> int:
+        """Parts of a token's KV in a layer: K and V, or K alone, which is V, too."""
+        return 2 if self.latent is None else 1
+
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V of one token over all layers."""
+        """Bytes of the KV of one token over all layers."""
         heads = [self.shape(layer).kv_heads for layer in self.kv_layers]
-        return 2 * element_size * sum(num * dim for num, dim in heads)
+        return self.kv_parts * element_size * sum(num * dim for num, dim in heads)
