@@ -96,7 +96,8 @@ class ExpertsConfig:
 
     inner_size: an expert's intermediate_size. scoring: what scores are, a key of
     models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
-    multiplies them. top_groups: of num_groups groups of experts, those open to a token.
+    multiplies them. top_groups: of num_groups groups of experts, those open to a token, which are
+    those whose group_best best experts have the largest sum.
     shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
     """
 
@@ -109,6 +110,7 @@ class ExpertsConfig:
     scaling: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     shared_size: int = 0
     has_bias: bool = False
 

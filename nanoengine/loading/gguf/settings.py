@@ -277,7 +277,9 @@ def _deepseek_settings(
             * (not of_glm)
         )
     of_kind: dict[str, Any] = {}
-    if not of_glm and scores == SIGMOID:
+    if scores == SOFTMAX:
+        of_kind = {"topk_method": "group_limited_greedy"}  # of one group: greedy
+    elif not of_glm:
         of_kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
     return of_kind | {
         "attention_bias": "blk.0.attn_q.bias" in stored,
