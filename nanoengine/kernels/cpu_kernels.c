@@ -44,7 +44,7 @@
 
 enum { TILE = 64, SEG = 256 };
 enum { FEW = 4, SOME = 24 }; /* queries of an entry: see is_split */
-enum { WINDOW_BYTES = 16 << 20 }; /* bound on the decode partials that exist at one time */
+enum { WINDOW_BYTES = 512 << 10 }; /* of decode partials, a thread: they are merged from L2 */
 #if LANES == 16
 enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4 }; /* register blocks: 3 * 8 sums in 32 registers */
 #else
@@ -213,8 +213,9 @@ INLINE void key_scores_rows(const float *keys, const char *q, int64_t q_bytes, i
     int left = ceil_div(n, LANES);
     for (; left >= SVECS; left -= SVECS, keys += SVECS * LANES, scores += SVECS * LANES)
         key_scores(keys, q, q_bytes, words, scores, soon, rows, SVECS, mode);
-    for (; left > 0; left--, keys += LANES, scores += LANES)
-        key_scores(keys, q, q_bytes, words, scores, soon, rows, 1, mode);
+    for (; left >= 2; left -= 2, keys += 2 * LANES, scores += 2 * LANES)
+        key_scores(keys, q, q_bytes, words, scores, soon, rows, 2, mode);
+    if (left) key_scores(keys, q, q_bytes, words, scores, soon, rows, 1, mode);
 }
 
 /* Scores of n keys for the `rows` rows of a head. A sum runs over the words of head_dim in order, as in
@@ -273,7 +274,7 @@ static float decode_softmax(float *scores, int n, int visible, float scale, floa
         if (mode == BF16_PAIRS) store_n((uint16_t *)scores + c * LANES, p, LANES, mode);
         else store(scores + c * LANES, p);
     }
-    const float alpha = exp2v(base_of(splat(old)) - base)[0];
+    const float alpha = old == -INFINITY ? 0 : exp2v(base_of(splat(old)) - base)[0];
     row[0] = new;
     row[1] = fused_one(row[1], alpha, sum_lanes(sum));
     return alpha;
@@ -348,14 +349,14 @@ DECODE_VALUES(values_pairs, BF16_PAIRS)
 static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head, char *out, int mode) {
     int64_t group = a->heads / a->kv_heads, dim = a->head_dim, size = a->is_bf16 ? 2 : 4;
     int64_t padded = ceil_div(dim, 32) * 32;
-    for (int64_t r = 0; r < e->q_len * group; r++, out += padded * 4) {
-        const char *q = a->q + size * ((e->query_start + r / group) * a->q_token_stride +
-                                       (kv_head * group + r % group) * a->q_head_stride);
-        memset(out, 0, padded * 4);
-        if (mode != BF16_WIDE) memcpy(out, q, dim * size);
-        else for (int64_t d = 0; d < dim; d += LANES)
-            store(out + 4 * d, load_f32(q + 2 * d, dim - d, mode));
-    }
+    for (int64_t query = e->query_start; query < e->query_start + e->q_len; query++)
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++, out += padded * 4) {
+            const char *q = a->q + size * (query * a->q_token_stride + head * a->q_head_stride);
+            memset(out, 0, padded * 4);
+            if (mode != BF16_WIDE) memcpy(out, q, dim * size);
+            else for (int64_t d = 0; d < dim; d += LANES)
+                store(out + 4 * d, load_f32(q + 2 * d, dim - d, mode));
+        }
 }
 
 /* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the
@@ -378,11 +379,12 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
     float *state[all];
     for (int64_t h = head0, i = 0; h < head1; h++) {
         pack_queries(a, &e, h, q + i * q_bytes, mode);
-        for (int64_t r = 0; r < rows; r++, i++) {
-            state[i] = partial + (r / group * a->heads + h * group + r % group) * stride;
-            memset(state[i], 0, stride * 4);
-            state[i][stride - 16] = -INFINITY;
-        }
+        for (int64_t query = 0; query < e.q_len; query++)
+            for (int64_t head = h * group; head < (h + 1) * group; head++, i++) {
+                state[i] = partial + (query * a->heads + head) * stride;
+                memset(state[i], 0, stride * 4);
+                state[i][stride - 16] = -INFINITY;
+            }
     }
     if (cold && whole) prefetch(span.k, TILE * key_stride);
     const int64_t skipped = max64(0, e.seen_begin - span.pos) / TILE * TILE;
@@ -395,9 +397,10 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
         for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
             decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
                           probs + i * TILE, dim, mode);
-        for (int64_t i = 0; i < all; i++) {
+        for (int64_t i = 0, row = 0, head = 0, last = e.first_pos; i < all; i++, row++, head++) {
+            if (row == rows) row = head = 0, last = e.first_pos; /* the next kv head */
+            if (head == group) head = 0, last++; /* the next query; a division takes 40 cycles */
             bring_some(&soon);
-            const int64_t last = e.first_pos + i % rows / group;
             if (a->softcap) cap_scores(probs + i * TILE, ceil_div(n, LANES), a->scale, a->softcap);
             for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
                 probs[i * TILE + j - 1] = -INFINITY; /* before the window */
@@ -419,8 +422,10 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
 typedef struct { vf top, old, add; } merge_t;
 
 INLINE merge_t merge_of(vf top, vf other) {
-    const vf new = pick(top > other, top, other), base = base_of(new);
-    return (merge_t){new, exp2v(base_of(top) - base), exp2v(base_of(other) - base)};
+    const vi is_larger = top > other;
+    const vf new = pick(is_larger, top, other), less = pick(is_larger, other, top);
+    const vf scale = exp2v(base_of(less) - base_of(new)), one = splat(1); /* 2^0 is exactly 1 */
+    return (merge_t){new, pick(is_larger, one, scale), pick(is_larger, scale, one)};
 }
 /* Of a sum or an element of acc; + 0.0f makes +0 of -0: see the law. */
 INLINE vf merged(const merge_t *m, vf state, vf partial) {
@@ -1079,7 +1084,7 @@ INLINE void finish_row(const float *row_sum, const float *acc, void *out, int64_
 /* ---- dispatch --------------------------------------------------------------------------------- */
 
 typedef struct { /* the work of one call */
-    int64_t *first_segment; /* [entries]: of a decode entry, where in `segments`; -1: it has none */
+    int64_t *next_segment;  /* [entries]: of a decode entry, the first that is not merged; -1: none is left */
     segment_t *segments;    /* all first ones, all second ones ...: a prefix that entries share is in
                                L2 from the second of them on */
     item_t *items;
@@ -1138,12 +1143,12 @@ static void count_work(const attend_args *a, plan_t *p) {
 /* Segments of an entry stay in order, and `last` remembers the latest of each. */
 static void fill_segments(const attend_args *a, plan_t *p) {
     int64_t *last = p->last_segment, n = 0;
-    for (int64_t i = 0; i < a->entries; i++) p->first_segment[i] = last[i] = -1;
+    for (int64_t i = 0; i < a->entries; i++) p->next_segment[i] = last[i] = -1;
     for (int64_t index = 0; n < p->num_segments; index++)
         for (int64_t i = 0; i < a->entries; i++) {
             const entry_t e = entry_at(a, i);
             if (!is_split(a, &e) || index >= count_segments(a, &e)) continue;
-            *(last[i] < 0 ? &p->first_segment[i] : &p->segments[last[i]].next) = n;
+            *(last[i] < 0 ? &p->next_segment[i] : &p->segments[last[i]].next) = n;
             p->segments[last[i] = n++] = (segment_t){i, first_segment(a, &e) + index, -1, 1};
         }
 }
@@ -1197,15 +1202,14 @@ static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t 
     const entry_t e = entry_at(a, i);
     const int64_t at = e.query_start * a->heads + row;
     if (row >= e.q_len * a->heads) return;
-    int64_t s = p->first_segment[i];
-    while (s >= 0 && s < begin) s = p->segments[s].next;
-    for (; s >= 0 && s < end; s = p->segments[s].next) {
+    for (int64_t s = p->next_segment[i]; s >= 0 && s < end; s = p->segments[s].next) {
         const float *partial = partials + ((s - begin) * p->max_rows + row) * stride;
         merge_partial(a->row_max + at, a->row_sum + at, a->acc + at * a->head_dim, partial, a->head_dim);
         if (!a->mass) continue;
         const int64_t index = p->segments[s].index, per_block = ceil_div(a->block_size, SEG);
-        keep_state(a, at, a->first_block[i] + index / per_block, index % per_block == 0,
-                   partial[stride - 16], partial[stride - 15]);
+        const int64_t block = per_block == 1 ? index : index / per_block; /* a division takes 40 cycles */
+        keep_state(a, at, a->first_block[i] + block, index == block * per_block, partial[stride - 16],
+                   partial[stride - 15]);
     }
 }
 
@@ -1222,7 +1226,7 @@ int attend(const attend_args *a) {
     count_work(a, &p);
     const int64_t padded = ceil_div(a->head_dim, 32) * 32;
     const int64_t segment_floats = p.max_rows * partial_stride(a->head_dim);
-    int64_t window = segment_floats ? WINDOW_BYTES / (4 * segment_floats) : 0;
+    int64_t window = segment_floats ? p.threads * WINDOW_BYTES / (4 * segment_floats) : 0;
     window = min64(p.num_segments, window > p.threads ? window : p.threads);
     int64_t scratch = p.max_rows * (padded + TILE + 1) + LANES + TILE * padded;
     const int tiled_decode = p.num_segments && mode_of(a) == BF16_TILES;
@@ -1235,8 +1239,8 @@ int attend(const attend_args *a) {
     if (!memory) return -1;
     p.segments = (segment_t *)memory;
     p.items = (item_t *)(p.segments + p.num_segments);
-    p.first_segment = (int64_t *)(p.items + p.num_items);
-    p.last_segment = p.first_segment + a->entries;
+    p.next_segment = (int64_t *)(p.items + p.num_items);
+    p.last_segment = p.next_segment + a->entries;
     float *partials = (float *)(memory + tables), *scratches = partials + window * segment_floats;
     fill_plan(a, &p);
     /* Few segments: one kv head each, to feed every thread; else all heads, or as many as fit an item, to
@@ -1278,6 +1282,10 @@ int attend(const attend_args *a) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < a->entries * p.max_rows; i++)
                 merge_row(a, &p, i / p.max_rows, i % p.max_rows, begin, end, partials);
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < a->entries; i++)
+                while (p.next_segment[i] >= 0 && p.next_segment[i] < end)
+                    p.next_segment[i] = p.segments[p.next_segment[i]].next;
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
