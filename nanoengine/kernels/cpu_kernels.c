@@ -1375,12 +1375,13 @@ INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
     if (row + AHEAD < a->tokens)
         for (size_t b = 0; b < bytes; b += 64) {
             __builtin_prefetch(place(a, a->k_slots[row + AHEAD], mode) + b, 1);
-            __builtin_prefetch(place(a, a->v_slots[row + AHEAD], mode) + b, 1);
+            if (a->v_slots) __builtin_prefetch(place(a, a->v_slots[row + AHEAD], mode) + b, 1);
         }
     for (int64_t h = 0; h < a->heads; h++) turn(AT(q, h * dim, mode), cos, sin, half, mode);
     for (int64_t h = 0; h < a->kv_heads; h++) turn(AT(k, h * dim, mode), cos, sin, half, mode);
     if (slot < 0) return;
     memcpy(place(a, slot, mode), k, bytes);
+    if (!a->v_slots) return; /* k is v, too */
     memcpy(place(a, a->v_slots[row], mode), AT(a->v, row * a->v_token, mode), bytes);
 }
 void rope_store(const rope_args *a) {
