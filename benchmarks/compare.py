@@ -332,7 +332,7 @@ def _listen(
     process: subprocess.Popen[str], start: float, timeout_s: float
 ) -> tuple[Row | None, float | None, bool]:
     """The worker's last result, the time of its first token, and whether it was stopped."""
-    said, first_token_s, is_late = None, None, threading.Event()
+    is_late = threading.Event()
 
     def stop() -> None:
         is_late.set()
@@ -340,19 +340,32 @@ def _listen(
 
     timer = threading.Timer(timeout_s, stop)
     timer.start()
-    with process:
-        for line in process.stdout or ():
-            now = time.perf_counter() - start
+    try:
+        with process:
             try:
-                message = json.loads(line)
-            except ValueError:
-                continue
-            if "event" in message:
-                first_token_s = now if first_token_s is None else first_token_s
-            else:
-                said = message
-    timer.cancel()
+                said, first_token_s = _read(process.stdout or (), start)
+            except BaseException:
+                process.kill()
+                raise
+    finally:
+        timer.cancel()
     return said, first_token_s, is_late.is_set()
+
+
+def _read(lines: Iterable[str], start: float) -> tuple[Row | None, float | None]:
+    """The last result among a worker's lines, and the time of its first token."""
+    said, first_token_s = None, None
+    for line in lines:
+        now = time.perf_counter() - start
+        try:
+            message = json.loads(line)
+        except ValueError:
+            continue
+        if "event" in message:
+            first_token_s = now if first_token_s is None else first_token_s
+        else:
+            said = message
+    return said, first_token_s
 
 
 def _environment(peer: Peer) -> dict[str, str]:

@@ -88,6 +88,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     computed = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import its compiler at the first step, for more than a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

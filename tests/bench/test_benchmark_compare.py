@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -243,12 +244,28 @@ def test_a_worker_that_says_nothing_has_failed(fake: MakeFake, body: str) -> Non
 
 
 def test_a_worker_that_hangs_is_stopped(fake: MakeFake) -> None:
-    body = "print('waiting', file=sys.stderr, flush=True)\ntime.sleep(600)"
+    body = "print('waiting', file=sys.stderr, flush=True)\ntime.sleep(20)"
     hanging = peer("nanoengine", fake("nanoengine", body))
     start = time.monotonic()
     runs = run_rounds([hanging], work(), 1, timeout_s=2.0)
     assert time.monotonic() - start < 60
     assert runs == {"nanoengine": "nanoengine took more than 2 s, its last words:\nwaiting"}
+
+
+def test_a_run_that_is_ended_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; print('{}', flush=True); time.sleep(20)"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ended(lines: Iterable[str], start: float) -> object:
+        raise SystemExit  # as SIGTERM does
+
+    monkeypatch.setattr(benchmark_compare, "_read", ended)
+    with pytest.raises(SystemExit):
+        benchmark_compare._listen(process, 0.0, 600.0)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_foreign_interpreter_sees_none_of_our_packages(
