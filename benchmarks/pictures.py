@@ -66,7 +66,7 @@ NEEDLES = (
 SERVERS = "serving/cpu.json"
 SERVER_NAMES = {
     "nanoengine": "nanoengine serve",
-    "llama.cpp": "llama-server",
+    "llama.cpp F16": "llama-server F16",
     "vllm": "vLLM 0.32",
 }
 # Label, key and unit of each row of the picture of servers.

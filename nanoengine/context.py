@@ -25,7 +25,7 @@ Spans = tuple[tuple[int, int, tuple[int, ...]], ...]
 class KVChunk:
     """Consecutive logical blocks of some of the batch's sequences, in one pool, for one layer.
 
-    k, v          [pool_blocks, block_size, kv_heads, head_dim], any float dtype
+    k, v          [pool_blocks, block_size, kv_heads, head_dim], any float dtype; may be the same
     seq_index     int32 [n]: which sequences of the batch (rows of ForwardContext.kv_lens)
     first_block   int32 [n]: logical index of the first block of each of them
     num_blocks    int32 [n]: how many blocks each of them has in this chunk
@@ -98,21 +98,23 @@ class KVTarget:
     """Where the keys and values of this step's tokens go, for one layer.
 
     pool              [rows, kv_heads, head_dim], contiguous
-    k_slots, v_slots  int64 [tokens]: rows of the pool; -1 for a token whose KV is there already
+    k_slots, v_slots  int64 [tokens]: rows of the pool; -1 for a token whose KV is there already.
+                      v_slots None: v is not stored, as rotated keys are the values, too
     stored            int64 [n]: the tokens that have a row; None: all of them
     """
 
     pool: Tensor
     k_slots: Tensor
-    v_slots: Tensor
+    v_slots: Tensor | None
     stored: Tensor | None = None
 
     def store(self, k: Tensor, v: Tensor) -> None:
         """Store k and v, each [tokens, kv_heads, head_dim], with PyTorch."""
         for rows, slots in ((k, self.k_slots), (v, self.v_slots)):
-            if self.stored is not None:
+            if slots is not None and self.stored is not None:
                 rows, slots = rows[self.stored], slots[self.stored]
-            self.pool.index_copy_(0, slots, rows)
+            if slots is not None:
+                self.pool.index_copy_(0, slots, rows)
 
 
 @dataclass(frozen=True, slots=True)

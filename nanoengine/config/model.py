@@ -96,7 +96,8 @@ class ExpertsConfig:
 
     inner_size: an expert's intermediate_size. scoring: what scores are, a key of
     models.experts.SCORES. renormalises: a token's are divided by their sum; then `scaling`
-    multiplies them. top_groups: of num_groups groups of experts, those open to a token.
+    multiplies them. top_groups: of num_groups groups of experts, those open to a token, which are
+    those whose group_best best experts have the largest sum.
     shared_size: of the expert that all tokens go to (0: none). has_bias: of all products here.
     """
 
@@ -109,6 +110,7 @@ class ExpertsConfig:
     scaling: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     shared_size: int = 0
     has_bias: bool = False
 
@@ -214,7 +216,12 @@ class ModelConfig:
         """The layers that have KV of their own."""
         return [layer for layer in self.attention_layers if self.shape(layer).source == layer]
 
+    @property
+    def kv_parts(self) -> int:
+        """Parts of a token's KV in a layer: K and V, or K alone, which is V, too."""
+        return 2 if self.latent is None else 1
+
     def kv_bytes_per_token(self, element_size: int) -> int:
-        """Bytes of K and V of one token over all layers."""
+        """Bytes of the KV of one token over all layers."""
         heads = [self.shape(layer).kv_heads for layer in self.kv_layers]
-        return 2 * element_size * sum(num * dim for num, dim in heads)
+        return self.kv_parts * element_size * sum(num * dim for num, dim in heads)

@@ -44,11 +44,11 @@
 
 enum { TILE = 64, SEG = 256 };
 enum { FEW = 4, SOME = 24 }; /* queries of an entry: see is_split */
-enum { WINDOW_BYTES = 16 << 20 }; /* bound on the decode partials that exist at one time */
+enum { WINDOW_BYTES = 512 << 10 }; /* of decode partials, a thread: they are merged from L2 */
 #if LANES == 16
-enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4 }; /* register blocks: 3 * 8 sums in 32 registers */
+enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4, ROWS = 6 }; /* register blocks: 24 sums in 32 registers */
 #else
-enum { KEYS = 4, DIMS = 4, DVEC = 2, SVECS = 2 }; /* 3 * 4 in 16 */
+enum { KEYS = 4, DIMS = 4, DVEC = 2, SVECS = 2, ROWS = 4 }; /* up to 12 in 16 */
 #endif
 enum { RVECS = 3, TILE_VECS = 2 }; /* in prefill, row vectors of a block of registers, of matrix tiles */
 enum { ROWS_PER_ITEM = 8 * RVECS * LANES, GROUPS = ROWS_PER_ITEM / LANES };
@@ -187,7 +187,7 @@ INLINE vf add_product(vf sum, vf a, vf b, const int mode) {
  * a query two floats. */
 INLINE void key_scores(const float *keys, const char *q, int64_t q_bytes, int64_t words, float *scores,
                        soon_t *soon, const int rows, const int vecs, const int mode) {
-    vf s[4][SVECS] = {0};
+    vf s[ROWS][SVECS] = {0};
     for (int64_t w = 0; w < words; w++) {
         if (w % LANES == 0) bring_some(soon);
         const float *at = (const float *)q + (mode == BF16_WIDE ? 2 * w : w);
@@ -213,20 +213,29 @@ INLINE void key_scores_rows(const float *keys, const char *q, int64_t q_bytes, i
     int left = ceil_div(n, LANES);
     for (; left >= SVECS; left -= SVECS, keys += SVECS * LANES, scores += SVECS * LANES)
         key_scores(keys, q, q_bytes, words, scores, soon, rows, SVECS, mode);
-    for (; left > 0; left--, keys += LANES, scores += LANES)
-        key_scores(keys, q, q_bytes, words, scores, soon, rows, 1, mode);
+    for (; left >= 2; left -= 2, keys += 2 * LANES, scores += 2 * LANES)
+        key_scores(keys, q, q_bytes, words, scores, soon, rows, 2, mode);
+    if (left) key_scores(keys, q, q_bytes, words, scores, soon, rows, 1, mode);
 }
+
+/* How many of `rows` are multiplied at once; the last two times about as many. */
+INLINE int64_t rows_at_once(int64_t rows) {
+    return rows <= ROWS ? rows : rows < 2 * ROWS ? (rows + 1) / 2 : ROWS;
+}
+/* `call` with r = `rows`, of 1 to ROWS, as a constant. */
+#define FOR_ROWS(rows, call)                                                                        \
+    UNROLL for (int r = 1; r <= ROWS; r++)                                                          \
+        if (r == rows) call;
 
 /* Scores of n keys for the `rows` rows of a head. A sum runs over the words of head_dim in order, as in
  * prefill: so the keys are turned, and lanes run along them. */
 #define DECODE_SCORES(name, mode)                                                                   \
     static void name(const float *keys, const char *q, int64_t q_bytes, int64_t words,              \
                      float *scores, int n, soon_t *soon, int64_t rows) {                            \
-        for (; rows >= 4; rows -= 4, q += 4 * q_bytes, scores += 4 * TILE)                          \
-            key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 4, mode);                           \
-        if (rows == 3) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 3, mode);                \
-        else if (rows == 2) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 2, mode);           \
-        else if (rows == 1) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 1, mode);           \
+        for (int64_t some; rows > 0; rows -= some, q += some * q_bytes, scores += some * TILE) {    \
+            some = rows_at_once(rows);                                                              \
+            FOR_ROWS(some, key_scores_rows(keys, q, q_bytes, words, scores, n, soon, r, mode))      \
+        }                                                                                           \
     }
 DECODE_SCORES(scores_in_floats, F32)
 DECODE_SCORES(scores_in_pairs, BF16_PAIRS)
@@ -273,7 +282,7 @@ static float decode_softmax(float *scores, int n, int visible, float scale, floa
         if (mode == BF16_PAIRS) store_n((uint16_t *)scores + c * LANES, p, LANES, mode);
         else store(scores + c * LANES, p);
     }
-    const float alpha = exp2v(base_of(splat(old)) - base)[0];
+    const float alpha = old == -INFINITY ? 0 : exp2v(base_of(splat(old)) - base)[0];
     row[0] = new;
     row[1] = fused_one(row[1], alpha, sum_lanes(sum));
     return alpha;
@@ -285,13 +294,13 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
                           const float *alpha, const char *soon, int64_t d, int64_t left,
                           const int rows, const int vecs, int mode) {
     enum { MAX = 4 };
-    vf a[4][2 * MAX];
+    vf a[ROWS][2 * MAX];
     const int outs = mode == BF16_PAIRS ? 2 * vecs : vecs;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < outs; j++) a[r][j] = load(acc[r] + d + j * LANES) * alpha[r];
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < n; i += 2) {
-            prefetch(soon + i * 64 * vecs, 128 * vecs);
+            if (soon) prefetch(soon + i * 64 * vecs, 128 * vecs);
             const char *v0 = v + i * v_stride + 2 * d, *v1 = i + 1 < n ? v0 + v_stride : v0;
             UNROLL for (int j = 0; j < vecs; j++) {
                 vf x = load_bf16(v0 + 64 * j, left - 32 * j), y = load_bf16(v1 + 64 * j, left - 32 * j);
@@ -307,7 +316,7 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
         const int size = mode == F32 ? 4 : 2;
         for (int i = 0; i < n; i++) {
             UNROLL for (int j = 0; j < vecs; j++) {
-                prefetch(soon + (i * vecs + j) * LANES * size, LANES * size);
+                if (soon) prefetch(soon + (i * vecs + j) * LANES * size, LANES * size);
                 vf x = load_f32(v + i * v_stride + size * (d + j * LANES), left - j * LANES, mode);
                 UNROLL for (int r = 0; r < rows; r++)
                     a[r][j] = fused(x, splat(probs[r * TILE + i]), a[r][j]);
@@ -325,20 +334,15 @@ INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const flo
     const int64_t size = mode == F32 ? 4 : 2, step = vecs * wide;
     int64_t d = 0;
     for (; d + step <= dim; d += step)
-        decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, step, rows, vecs, mode);
+        decode_values(v, v_stride, n, probs, acc, alpha, soon ? soon + n * size * d : 0, d, step, rows, vecs, mode);
     for (; d < dim; d += wide)
-        decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, dim - d, rows, 1, mode);
+        decode_values(v, v_stride, n, probs, acc, alpha, soon ? soon + n * size * d : 0, d, dim - d, rows, 1, mode);
 }
 
 #define DECODE_VALUES(name, mode)                                                                   \
     static void name(const char *v, int64_t v_stride, int n, const float *probs, float **acc,       \
-                     const float *alpha, const char *soon, int64_t dim, int rows) {                 \
-        switch (rows) {                                                                             \
-        case 1: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 1, mode); break;   \
-        case 2: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 2, mode); break;   \
-        case 3: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 3, mode); break;   \
-        default: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 4, mode);         \
-        }                                                                                           \
+                     const float *alpha, const char *soon, int64_t dim, int64_t rows) {             \
+        FOR_ROWS(rows, decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, r, mode))   \
     }
 DECODE_VALUES(values_f32, F32)
 DECODE_VALUES(values_wide, BF16_WIDE)
@@ -348,14 +352,14 @@ DECODE_VALUES(values_pairs, BF16_PAIRS)
 static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head, char *out, int mode) {
     int64_t group = a->heads / a->kv_heads, dim = a->head_dim, size = a->is_bf16 ? 2 : 4;
     int64_t padded = ceil_div(dim, 32) * 32;
-    for (int64_t r = 0; r < e->q_len * group; r++, out += padded * 4) {
-        const char *q = a->q + size * ((e->query_start + r / group) * a->q_token_stride +
-                                       (kv_head * group + r % group) * a->q_head_stride);
-        memset(out, 0, padded * 4);
-        if (mode != BF16_WIDE) memcpy(out, q, dim * size);
-        else for (int64_t d = 0; d < dim; d += LANES)
-            store(out + 4 * d, load_f32(q + 2 * d, dim - d, mode));
-    }
+    for (int64_t query = e->query_start; query < e->query_start + e->q_len; query++)
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++, out += padded * 4) {
+            const char *q = a->q + size * (query * a->q_token_stride + head * a->q_head_stride);
+            memset(out, 0, padded * 4);
+            if (mode != BF16_WIDE) memcpy(out, q, dim * size);
+            else for (int64_t d = 0; d < dim; d += LANES)
+                store(out + 4 * d, load_f32(q + 2 * d, dim - d, mode));
+        }
 }
 
 /* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the
@@ -371,18 +375,19 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
     const int64_t stride = partial_stride(dim), q_bytes = ceil_div(dim, 32) * 32 * 4;
     const int whole = head1 - head0 == a->kv_heads; /* else others read the rest: leave it to them */
     const int64_t words = ceil_div(size * dim, 4), steps = ceil_div(words, LANES);
-    /* Of a head: blocks of words to turn, and to multiply for 4 rows at a time; rows. */
-    const int64_t calls = (head1 - head0) * (steps * (TILE / LANES + ceil_div(rows, 4)) + rows);
+    /* Of a head: blocks of words to turn, and to multiply for some rows at a time; rows. */
+    const int64_t calls = (head1 - head0) * (steps * (TILE / LANES + ceil_div(rows, ROWS)) + rows);
     float *keys = (float *)scratch, *probs = keys + TILE * (q_bytes / 4), *alpha = probs + all * TILE;
     char *q = (char *)(alpha + ceil_div(all, LANES) * LANES);
     float *state[all];
     for (int64_t h = head0, i = 0; h < head1; h++) {
         pack_queries(a, &e, h, q + i * q_bytes, mode);
-        for (int64_t r = 0; r < rows; r++, i++) {
-            state[i] = partial + (r / group * a->heads + h * group + r % group) * stride;
-            memset(state[i], 0, stride * 4);
-            state[i][stride - 16] = -INFINITY;
-        }
+        for (int64_t query = 0; query < e.q_len; query++)
+            for (int64_t head = h * group; head < (h + 1) * group; head++, i++) {
+                state[i] = partial + (query * a->heads + head) * stride;
+                memset(state[i], 0, stride * 4);
+                state[i][stride - 16] = -INFINITY;
+            }
     }
     if (cold && whole) prefetch(span.k, TILE * key_stride);
     const int64_t skipped = max64(0, e.seen_begin - span.pos) / TILE * TILE;
@@ -395,9 +400,10 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
         for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
             decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
                           probs + i * TILE, dim, mode);
-        for (int64_t i = 0; i < all; i++) {
+        for (int64_t i = 0, row = 0, head = 0, last = e.first_pos; i < all; i++, row++, head++) {
+            if (row == rows) row = head = 0, last = e.first_pos; /* the next kv head */
+            if (head == group) head = 0, last++; /* the next query; a division takes 40 cycles */
             bring_some(&soon);
-            const int64_t last = e.first_pos + i % rows / group;
             if (a->softcap) cap_scores(probs + i * TILE, ceil_div(n, LANES), a->scale, a->softcap);
             for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
                 probs[i * TILE + j - 1] = -INFINITY; /* before the window */
@@ -406,10 +412,12 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
         }
         for (int64_t h = head0; h < head1; h++) { /* while V is read, the next K */
             const char *vh = v + h * width, *soon = next + (h - head0) * TILE * width;
-            for (int64_t i = (h - head0) * rows, end = i + rows; i < end; i += 4) {
+            int64_t i = (h - head0) * rows, some;
+            for (const int64_t end = i + rows; i < end; i += some, soon = 0) {
+                some = rows_at_once(end - i);
                 float *p = probs + i * TILE, **s = state + i, *f = alpha + i;
                 (mode == F32 ? values_f32 : mode == BF16_WIDE ? values_wide : values_pairs)(
-                    vh, key_stride, n, p, s, f, soon, dim, min64(4, end - i));
+                    vh, key_stride, n, p, s, f, soon, dim, some);
             }
         }
     }
@@ -419,8 +427,10 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
 typedef struct { vf top, old, add; } merge_t;
 
 INLINE merge_t merge_of(vf top, vf other) {
-    const vf new = pick(top > other, top, other), base = base_of(new);
-    return (merge_t){new, exp2v(base_of(top) - base), exp2v(base_of(other) - base)};
+    const vi is_larger = top > other;
+    const vf new = pick(is_larger, top, other), less = pick(is_larger, other, top);
+    const vf scale = exp2v(base_of(less) - base_of(new)), one = splat(1); /* 2^0 is exactly 1 */
+    return (merge_t){new, pick(is_larger, one, scale), pick(is_larger, scale, one)};
 }
 /* Of a sum or an element of acc; + 0.0f makes +0 of -0: see the law. */
 INLINE vf merged(const merge_t *m, vf state, vf partial) {
@@ -1079,7 +1089,7 @@ INLINE void finish_row(const float *row_sum, const float *acc, void *out, int64_
 /* ---- dispatch --------------------------------------------------------------------------------- */
 
 typedef struct { /* the work of one call */
-    int64_t *first_segment; /* [entries]: of a decode entry, where in `segments`; -1: it has none */
+    int64_t *next_segment;  /* [entries]: of a decode entry, the first that is not merged; -1: none is left */
     segment_t *segments;    /* all first ones, all second ones ...: a prefix that entries share is in
                                L2 from the second of them on */
     item_t *items;
@@ -1138,12 +1148,12 @@ static void count_work(const attend_args *a, plan_t *p) {
 /* Segments of an entry stay in order, and `last` remembers the latest of each. */
 static void fill_segments(const attend_args *a, plan_t *p) {
     int64_t *last = p->last_segment, n = 0;
-    for (int64_t i = 0; i < a->entries; i++) p->first_segment[i] = last[i] = -1;
+    for (int64_t i = 0; i < a->entries; i++) p->next_segment[i] = last[i] = -1;
     for (int64_t index = 0; n < p->num_segments; index++)
         for (int64_t i = 0; i < a->entries; i++) {
             const entry_t e = entry_at(a, i);
             if (!is_split(a, &e) || index >= count_segments(a, &e)) continue;
-            *(last[i] < 0 ? &p->first_segment[i] : &p->segments[last[i]].next) = n;
+            *(last[i] < 0 ? &p->next_segment[i] : &p->segments[last[i]].next) = n;
             p->segments[last[i] = n++] = (segment_t){i, first_segment(a, &e) + index, -1, 1};
         }
 }
@@ -1197,15 +1207,14 @@ static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t 
     const entry_t e = entry_at(a, i);
     const int64_t at = e.query_start * a->heads + row;
     if (row >= e.q_len * a->heads) return;
-    int64_t s = p->first_segment[i];
-    while (s >= 0 && s < begin) s = p->segments[s].next;
-    for (; s >= 0 && s < end; s = p->segments[s].next) {
+    for (int64_t s = p->next_segment[i]; s >= 0 && s < end; s = p->segments[s].next) {
         const float *partial = partials + ((s - begin) * p->max_rows + row) * stride;
         merge_partial(a->row_max + at, a->row_sum + at, a->acc + at * a->head_dim, partial, a->head_dim);
         if (!a->mass) continue;
         const int64_t index = p->segments[s].index, per_block = ceil_div(a->block_size, SEG);
-        keep_state(a, at, a->first_block[i] + index / per_block, index % per_block == 0,
-                   partial[stride - 16], partial[stride - 15]);
+        const int64_t block = per_block == 1 ? index : index / per_block; /* a division takes 40 cycles */
+        keep_state(a, at, a->first_block[i] + block, index == block * per_block, partial[stride - 16],
+                   partial[stride - 15]);
     }
 }
 
@@ -1222,7 +1231,7 @@ int attend(const attend_args *a) {
     count_work(a, &p);
     const int64_t padded = ceil_div(a->head_dim, 32) * 32;
     const int64_t segment_floats = p.max_rows * partial_stride(a->head_dim);
-    int64_t window = segment_floats ? WINDOW_BYTES / (4 * segment_floats) : 0;
+    int64_t window = segment_floats ? p.threads * WINDOW_BYTES / (4 * segment_floats) : 0;
     window = min64(p.num_segments, window > p.threads ? window : p.threads);
     int64_t scratch = p.max_rows * (padded + TILE + 1) + LANES + TILE * padded;
     const int tiled_decode = p.num_segments && mode_of(a) == BF16_TILES;
@@ -1235,8 +1244,8 @@ int attend(const attend_args *a) {
     if (!memory) return -1;
     p.segments = (segment_t *)memory;
     p.items = (item_t *)(p.segments + p.num_segments);
-    p.first_segment = (int64_t *)(p.items + p.num_items);
-    p.last_segment = p.first_segment + a->entries;
+    p.next_segment = (int64_t *)(p.items + p.num_items);
+    p.last_segment = p.next_segment + a->entries;
     float *partials = (float *)(memory + tables), *scratches = partials + window * segment_floats;
     fill_plan(a, &p);
     /* Few segments: one kv head each, to feed every thread; else all heads, or as many as fit an item, to
@@ -1278,6 +1287,10 @@ int attend(const attend_args *a) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < a->entries * p.max_rows; i++)
                 merge_row(a, &p, i / p.max_rows, i % p.max_rows, begin, end, partials);
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < a->entries; i++)
+                while (p.next_segment[i] >= 0 && p.next_segment[i] < end)
+                    p.next_segment[i] = p.segments[p.next_segment[i]].next;
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
@@ -1362,12 +1375,13 @@ INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
     if (row + AHEAD < a->tokens)
         for (size_t b = 0; b < bytes; b += 64) {
             __builtin_prefetch(place(a, a->k_slots[row + AHEAD], mode) + b, 1);
-            __builtin_prefetch(place(a, a->v_slots[row + AHEAD], mode) + b, 1);
+            if (a->v_slots) __builtin_prefetch(place(a, a->v_slots[row + AHEAD], mode) + b, 1);
         }
     for (int64_t h = 0; h < a->heads; h++) turn(AT(q, h * dim, mode), cos, sin, half, mode);
     for (int64_t h = 0; h < a->kv_heads; h++) turn(AT(k, h * dim, mode), cos, sin, half, mode);
     if (slot < 0) return;
     memcpy(place(a, slot, mode), k, bytes);
+    if (!a->v_slots) return; /* k is v, too */
     memcpy(place(a, a->v_slots[row], mode), AT(a->v, row * a->v_token, mode), bytes);
 }
 void rope_store(const rope_args *a) {

@@ -197,7 +197,7 @@ class CpuKernels:
         q                 [tokens, heads, head_dim]; k, v [tokens, kv_heads, head_dim]; may be views
                           in which heads are adjacent, such as parts of a fused projection
         cos, sin          float32, contiguous, tokens * head_dim / 2 values
-        target            slot -1: do not store
+        target            slot -1: do not store; v_slots None: store k alone
         """
         pool, k_slots, v_slots = target.pool, target.k_slots, target.v_slots
         tokens, heads, head_dim = q.shape
@@ -208,7 +208,7 @@ class CpuKernels:
             cos.data_ptr(),
             sin.data_ptr(),
             k_slots.data_ptr(),
-            v_slots.data_ptr(),
+            0 if v_slots is None else v_slots.data_ptr(),
             pool.data_ptr(),
             tokens,
             heads,

@@ -86,12 +86,6 @@ INLINE float fused_one(float a, float b, float c) {
 #endif
 }
 
-INLINE float max_lane(vf x) {
-    float m = x[0];
-    UNROLL for (int i = 1; i < LANES; i++) m = x[i] > m ? x[i] : m;
-    return m;
-}
-
 #if defined(__clang__)
 #define SHUFFLE(a, b, lane, w) __builtin_shufflevector(a, b, LANE_LIST(lane, w))
 #else
@@ -147,6 +141,19 @@ INLINE void transpose_words(const char *p, int64_t stride, float *out, int64_t w
     transpose(x);
     UNROLL for (int i = 0; i < LANES; i++) store(out + i * width, x[i]);
 #endif
+}
+
+/* The largest lane, a half at a time; of a vector with a NaN: any, or NaN. */
+#define TURNED(l, w) ((l) + (w)) % LANES
+INLINE float max_lane(vf x) {
+#if LANES == 16
+    x = vmax(x, SHUFFLE(x, x, TURNED, 8));
+#endif
+#if LANES >= 8
+    x = vmax(x, SHUFFLE(x, x, TURNED, 4));
+#endif
+    x = vmax(x, SHUFFLE(x, x, TURNED, 2));
+    return vmax(x, SHUFFLE(x, x, TURNED, 1))[0];
 }
 
 INLINE float sum_lanes(vf x) {

@@ -100,10 +100,11 @@ def _rope_store(
         k_to = pool + slot * (KV_HEADS * 2 * HALF) + rows
         tl.store(k_to, first, mask=mask)
         tl.store(k_to + HALF, second, mask=mask)
-        v_to = pool + tl.load(v_slots + token) * (KV_HEADS * 2 * HALF) + rows
-        v_at = v + token * v_token + rows
-        tl.store(v_to, tl.load(v_at, mask=mask, other=0.0), mask=mask)
-        tl.store(v_to + HALF, tl.load(v_at + HALF, mask=mask, other=0.0), mask=mask)
+        if v_slots is not None:
+            v_to = pool + tl.load(v_slots + token) * (KV_HEADS * 2 * HALF) + rows
+            v_at = v + token * v_token + rows
+            tl.store(v_to, tl.load(v_at, mask=mask, other=0.0), mask=mask)
+            tl.store(v_to + HALF, tl.load(v_at + HALF, mask=mask, other=0.0), mask=mask)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """HostPool: the host blocks of all layers, in segments of memory that a thread allocates.
 
-    segment     of each layer [blocks of the segment, 2, block_size, kv_heads, head_dim], in one
+    segment     of each layer [blocks of the segment, parts, block_size, kv_heads, head_dim], in one
                 piece of memory: consecutive blocks of one layer, K and V, are one copy; no copy
                 spans two segments
 
@@ -164,7 +164,7 @@ class HostPool:
         return (self._starts[segment] + place for place in places)
 
     def segment(self, segment: int, layer: int) -> Tensor:
-        """One layer of a segment, [blocks, 2, block_size, kv_heads, head_dim]; waits for its
+        """One layer of a segment, [blocks, parts, block_size, kv_heads, head_dim]; waits for its
         allocation. Raises OutOfMemoryError if that failed.
         """
         if segment in self._layers:
@@ -185,7 +185,7 @@ class HostPool:
         self._segments.wants_rest.set()
 
     def block(self, layer: int, slot: int) -> Tensor:
-        """One layer of a block, [2, block_size, kv_heads, head_dim]."""
+        """One layer of a block, [parts, block_size, kv_heads, head_dim]."""
         segment, place = self.locate(slot)
         return self.segment(segment, layer)[place]
 

@@ -25,8 +25,8 @@ class LayerPool:
     """The device pool of one layer in its two shapes, made once: a view costs more than a small
     kernel.
 
-    blocks: k and v, each [device_blocks, block_size, kv_heads, head_dim]; rows: both, flattened to
-    [device_blocks x 2 x block_size, kv_heads, head_dim].
+    blocks: its parts, each [device_blocks, block_size, kv_heads, head_dim]; rows: all, flattened to
+    [device_blocks x parts x block_size, kv_heads, head_dim].
     """
 
     blocks: tuple[Tensor, ...]
@@ -34,22 +34,22 @@ class LayerPool:
 
     @classmethod
     def of(cls, blocks: Tensor) -> LayerPool:
-        """blocks: [device_blocks, 2, block_size, kv_heads, head_dim]."""
+        """blocks: [device_blocks, parts, block_size, kv_heads, head_dim]."""
         return cls(blocks.unbind(1), blocks.flatten(0, 2))
 
 
 class KVMemory:
-    """Owns the device pool: of each layer [device_blocks, 2, block_size, kv_heads, head_dim], all
-    in one piece of memory.
+    """Owns the device pool: of each layer [device_blocks, parts, block_size, kv_heads, head_dim],
+    all in one piece of memory.
 
-    sources: as in KVSpec. offload: None without a host tier. states: of each recurrent layer, as in
-    RecurrentState.
+    parts, sources: as in KVSpec. offload: None without a host tier. states: of each recurrent
+    layer, as in RecurrentState.
     """
 
     def __init__(self, spec: KVSpec, device: Device, debug: bool = False) -> None:
         """debug: memory that holds no KV is filled with NaN. Raises OutOfMemoryError."""
         self.device = device
-        self.block_size = spec.block_size
+        self.block_size, self.parts = spec.block_size, spec.parts
         self.sources = spec.layer_sources
         self.is_debugged = debug
         shapes = spec.layer_blocks

@@ -14,11 +14,12 @@ from nanoengine.kv.kv_codec import Int8Codec
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The shape of the KV cache: blocks of [2 (K, V), block_size, kv_heads, head_dim] a layer.
+    """The shape of the KV cache: blocks of [parts, block_size, kv_heads, head_dim] a layer.
 
-    num_layers: those with KV. heads: (kv_heads, head_dim) of each of them; () if all have
-    num_kv_heads and head_dim. sources: for each layer with attention, which of the num_layers it
-    reads: it may be one that an earlier layer has written; () if each has its own.
+    parts: 2, K and V; 1: K alone, which is V, too. num_layers: those with KV. heads: (kv_heads,
+    head_dim) of each of them; () if all have num_kv_heads and head_dim. sources: for each layer
+    with attention, which of the num_layers it reads: it may be one that an earlier layer has
+    written; () if each has its own.
 
     num_blocks on the device; num_host_blocks on the host (0: no offload). Host blocks stream
     through ring_slots buffers of slot_blocks blocks each; slot_blocks 0 reads them in host memory.
@@ -44,6 +45,7 @@ class KVSpec:
     ring_slots: int = 0
     slot_blocks: int = 0
     spare_blocks: int = 0
+    parts: int = 2
     window: int = 0
     step_tokens: int = 1
     windows: tuple[int | None, ...] = ()
@@ -65,7 +67,7 @@ class KVSpec:
     @property
     def layer_blocks(self) -> list[tuple[int, int, int, int]]:
         """The shape of a block in each layer with KV."""
-        return [(2, self.block_size, *heads) for heads in self.layer_heads]
+        return [(self.parts, self.block_size, *heads) for heads in self.layer_heads]
 
     @property
     def layer_sources(self) -> tuple[int, ...]:
@@ -95,29 +97,24 @@ class KVSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: K and V of all layers."""
-        numbers = sum(num * dim for num, dim in self.layer_heads)
-        return 2 * self.block_size * numbers * self.dtype.itemsize
+        """Bytes of one block: all parts of all layers."""
+        return sum(self._layer_bytes(None))
 
     @property
     def host_block_bytes(self) -> int:
         """Bytes of one block on the host, and of its copy over the link."""
-        return sum(self._host_layer_bytes)
+        return sum(self._layer_bytes(self.host_codec))
 
     @property
     def read_bytes(self) -> list[int]:
         """Bytes of one block that each layer with attention reads of the host."""
-        of_layers = self._host_layer_bytes
+        of_layers = self._layer_bytes(self.host_codec)
         return [of_layers[source] for source in self.layer_sources]
 
-    @property
-    def _host_layer_bytes(self) -> list[int]:
-        codec = self.host_codec
-        rows = [
-            num * (dim * self.dtype.itemsize if codec is None else codec.row_size(dim))
-            for num, dim in self.layer_heads
-        ]
-        return [2 * self.block_size * row for row in rows]
+    def _layer_bytes(self, codec: Int8Codec | None) -> list[int]:
+        """Bytes of a block in each layer with KV, as `codec` encodes it (None: on the device)."""
+        size_of = codec.row_size if codec else self.dtype.itemsize.__mul__
+        return [self.parts * self.block_size * num * size_of(dim) for num, dim in self.layer_heads]
 
     @property
     def least_run(self) -> int:
@@ -131,8 +128,7 @@ class KVSpec:
     @property
     def ring_bytes(self) -> int:
         """Bytes of the ring; each slot holds blocks of one layer, whichever it is."""
-        widest = max(num * dim for num, dim in self.layer_heads) * self.dtype.itemsize
-        return self.ring_slots * self.slot_blocks * 2 * self.block_size * widest
+        return self.ring_slots * self.slot_blocks * max(self._layer_bytes(None))
 
     @property
     def fixed_bytes(self) -> int:
@@ -176,7 +172,7 @@ class KVSpec:
     @property
     def draft_bytes(self) -> int:
         """Bytes that a step reads of a block on the device which no window reaches."""
-        each = [2 * self.block_size * h * dim * self.dtype.itemsize for h, dim in self.layer_heads]
+        each = self._layer_bytes(None)
         return self._far_bytes([each[source] for source in self.layer_sources])
 
     def _far_bytes(self, of_layers: list[int]) -> int:

@@ -45,7 +45,7 @@ class OffloadEngine:
         codec: Int8Codec | None = None,
         sources: Sequence[int] = (),
     ) -> None:
-        """device_pool: of each layer, [device_blocks, 2, block_size, kv_heads, head_dim].
+        """device_pool: of each layer, [device_blocks, parts, block_size, kv_heads, head_dim].
 
         slot_blocks 0 makes no ring: host blocks are read in place. codec: encodes host blocks
         (None: they are as on the device); it needs a ring. debug: memory that holds no KV is filled
@@ -62,7 +62,7 @@ class OffloadEngine:
         host_blocks = [(*b[:-1], codec.row_size(b[-1])) if codec else b for b in blocks]
         host_dtype = codec.dtype if codec else device_pool[0].dtype
         # Of a token, by layer.
-        self._token_bytes = [math.prod((2, *b[2:])) * host_dtype.itemsize for b in host_blocks]
+        self._token_bytes = [math.prod((b[0], *b[2:])) * host_dtype.itemsize for b in host_blocks]
         self._host_poison = codec.poison if codec else torch.nan
         self.host = HostPool(device, num_host_blocks, host_blocks, host_dtype)
         self.ring = Ring(device_pool, ring_slots, slot_blocks)
@@ -234,14 +234,14 @@ class OffloadEngine:
         owner: object,
         convert: Convert | None,
     ) -> None:
-        """Tokens [start, stop) of a block [2, block_size, ...]: one copy when it is whole, else
-        two.
+        """Tokens [start, stop) of a block [parts, block_size, ...]: one copy when it is whole, else
+        one of each part.
         """
         start, stop = tokens
         if stop - start == dst.shape[1]:
             stream.copy(dst, src, owner, convert)
             return
-        for part in range(2):
+        for part in range(len(dst)):
             stream.copy(dst[part, start:stop], src[part, start:stop], owner, convert)
 
 
@@ -289,7 +289,7 @@ class TransferRun:
         return self._engine.host.segment(segment, layer)
 
     def fill(self, layer: int, index: int) -> Tensor:
-        """The ring slot with fill `index` of a layer, [slot_blocks, 2, block_size, kv_heads,
+        """The ring slot with fill `index` of a layer, [slot_blocks, parts, block_size, kv_heads,
         head_dim].
 
         Valid until `drained` is called for it.

@@ -36,7 +36,7 @@ class Ring:
         return self._slots.nbytes
 
     def of_layer(self, layer: int) -> Tensor:
-        """The slots of a layer, [slots, slot_blocks, 2, block_size, kv_heads, head_dim]."""
+        """The slots of a layer, [slots, slot_blocks, parts, block_size, kv_heads, head_dim]."""
         return self._views[layer]
 
     def whole(self, slot: int) -> Tensor:

@@ -79,10 +79,9 @@ class ChunkTable:
         """Those of the chunk, but for k and v."""
         return self.seq_index, self.first_block, self.num_blocks, self.block_table
 
-    def chunk(self, k_and_v: tuple[Tensor, ...], is_last: bool) -> KVChunk:
-        """The chunk over k and v, each [pool_blocks, block_size, kv_heads, head_dim]."""
-        k, v = k_and_v
-        return KVChunk(k, v, *self.tensors, spans=self.spans, is_last=is_last)
+    def chunk(self, parts: tuple[Tensor, ...], is_last: bool) -> KVChunk:
+        """The chunk over k and perhaps v, each [pool_blocks, block_size, kv_heads, head_dim]."""
+        return KVChunk(parts[0], parts[-1], *self.tensors, spans=self.spans, is_last=is_last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ class StepKV:
     plan: StepPlan
     memory: KVMemory
     k_slots: Tensor
-    v_slots: Tensor
+    v_slots: Tensor | None
     stored: Tensor | None
     reads: list[ChunkTable]
     run: TransferRun | None
@@ -109,16 +108,16 @@ class StepKV:
     def open(cls, plan: StepPlan, memory: KVMemory, run: TransferRun | None = None) -> StepKV:
         """Lay out what the step writes and reads. run: its transfers, which were started."""
         tensor = memory.device.tensor
-        slots = _token_slots(plan, memory.block_size)
+        slots = _token_slots(plan, memory.block_size, memory.parts)
         num_stored = sum(write.num_tokens for write in plan.writes)
         is_whole = num_stored == plan.num_tokens
-        k_slots, v_slots = tensor(slots, torch.int64)
+        rows = tensor(slots, torch.int64).unbind()
         fills = count()
         return cls(
             plan,
             memory,
-            k_slots,
-            v_slots,
+            rows[0],
+            rows[1] if memory.parts == 2 else None,
             None if is_whole else tensor(np.flatnonzero(slots[0] >= 0), torch.int64),
             [
                 ChunkTable.make(part, next(fills) if part.fill else -1, tensor, plan.num_rows)
@@ -153,9 +152,7 @@ class StepKV:
         on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
         if memory.offload and not memory.offload.are_stored(plan.write_slots, on_host):
             return None
-        slots = [self.k_slots, self.v_slots]
-        if self.state_slots is not None:
-            slots.append(self.state_slots)
+        slots = (s for s in (self.k_slots, self.v_slots, self.state_slots) if s is not None)
         return ReplayKey(
             (*slots, *(tensor for t in self.reads for tensor in t.tensors)),
             (*(table.part.tier for table in self.reads), self.plan.unseen),
@@ -191,11 +188,11 @@ class StepKV:
         return self.run is None or self.run.finish()
 
 
-def _token_slots(plan: StepPlan, block_size: int) -> npt.NDArray[np.int64]:
-    """[2, tokens]: the row of a layer's pool for K and for V of each token; -1: not stored."""
-    slots = np.full((2, max(plan.num_tokens, plan.num_rows)), -1)
+def _token_slots(plan: StepPlan, block_size: int, parts: int) -> npt.NDArray[np.int64]:
+    """[parts, tokens]: the rows of a layer's pool for each token; -1: not stored."""
+    slots = np.full((parts, max(plan.num_tokens, plan.num_rows)), -1)
     for write in plan.writes:
-        rows, first = slice(write.row, write.row + write.num_tokens), write.slot * 2 * block_size
-        slots[0, rows] = np.arange(write.num_tokens) + first + write.offset
-        slots[1, rows] = slots[0, rows] + block_size
+        for part, rows in enumerate(slots):
+            first = (write.slot * parts + part) * block_size + write.offset
+            rows[write.row : write.row + write.num_tokens] = np.arange(write.num_tokens) + first
     return slots

@@ -55,17 +55,20 @@ def read_experts(
         scoring=names.scoring,
         scaling=content.real("routed_scaling_factor", 1.0) if of_deepseek else 1.0,
         shared_size=shared,
-        **(_groups(content, count) if names.scoring == "sigmoid" else {}),
+        **_groups(content, names, count),
     )
 
 
-def _groups(content: CheckedJson, count: int) -> dict[str, int]:
-    """ExpertsConfig's num_groups and top_groups: groups of two experts at least."""
+def _groups(content: CheckedJson, names: ExpertNames, count: int) -> dict[str, int]:
+    """ExpertsConfig's num_groups, top_groups and group_best; {}: there are no groups."""
+    group_best, method = names.group_best, names.group_method
+    if not group_best or (method and content.get("topk_method") != method):
+        return {}
     num_groups = content.size("n_group", 1)
-    if count % num_groups or (num_groups > 1 and count < 2 * num_groups):
+    if count % num_groups or (num_groups > 1 and count < group_best * num_groups):
         raise CorruptModelError(
             f"{content.path}: 'n_group' is {num_groups}, of which {count} experts make no equal "
-            "groups of two or more"
+            f"groups of {group_best} or more"
         )
     top_groups = content.size("topk_group", 1, limit=num_groups)
     if content.size("num_experts_per_tok") > count // num_groups * top_groups:
@@ -73,7 +76,7 @@ def _groups(content: CheckedJson, count: int) -> dict[str, int]:
             f"{content.path}: 'topk_group' of {top_groups} groups leaves fewer experts than "
             "'num_experts_per_tok'"
         )
-    return {"num_groups": num_groups, "top_groups": top_groups}
+    return {"num_groups": num_groups, "top_groups": top_groups, "group_best": group_best}
 
 
 def _dense_layers(content: CheckedJson, num_layers: int) -> tuple[int, ...]:

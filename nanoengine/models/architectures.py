@@ -29,11 +29,13 @@ class ExpertNames:
     key `norm_topk_prob` says it. block, router, parts: where a checkpoint has the experts, and its
     names of the router, and of gate, up and down. has_bias: ExpertsConfig's. is_turned: a tensor
     for all experts is [experts, inputs, outputs], and gate and up take turns. scoring: as in
-    ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. shared: the
-    name of the expert that all tokens go to; "": none. has_shared_gate: whether that has a gate.
-    top_k: the key of experts a token. switch: the key that says whether there are any; "": there
-    are. beside: if the experts' sum is added to what a feed-forward gives, the norms after this,
-    before the experts and after them; then the router has a norm and scales of its own.
+    ExpertsConfig; has_choice_bias: whether scores have a bias for the choice alone. group_best:
+    ExpertsConfig's; 0: there are no groups. group_method: with which `topk_method` there are; "":
+    with any. shared: the name of the expert that all tokens go to; "": none. has_shared_gate:
+    whether that has a gate. top_k: the key of experts a token. switch: the key that says whether
+    there are any; "": there are. beside: if the experts' sum is added to what a feed-forward gives,
+    the norms after this, before the experts and after them; then the router has a norm and scales
+    of its own.
     """
 
     inner_size: str = "moe_intermediate_size"
@@ -45,6 +47,8 @@ class ExpertNames:
     is_turned: bool = False
     scoring: str = "softmax"
     has_choice_bias: bool = False
+    group_best: int = 0
+    group_method: str = ""
     shared: str = ""
     has_shared_gate: bool = False
     top_k: str = "num_experts_per_tok"
@@ -196,7 +200,9 @@ _GEMMA_4_DEFAULTS: dict[str, Any] = {
         },
     },
 }
-_SCORES_BY_SIGMOID = ExpertNames(scoring="sigmoid", has_choice_bias=True, shared="shared_experts")
+_SCORES_BY_SIGMOID = ExpertNames(
+    scoring="sigmoid", has_choice_bias=True, group_best=2, shared="shared_experts"
+)
 _LATENT: dict[str, Any] = {
     "latent": True,
     "has_drafter": True,
@@ -218,16 +224,23 @@ _OLMO: dict[str, Any] = {
 
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": Architecture(
-        "DeepSeek-V2 Lite",
+        "DeepSeek-V2 (also Lite)",
         latent=True,
-        requires=_LATENT["requires"] | {"topk_method": (None, "greedy"), "mlp_bias": (None, False)},
-        experts=ExpertNames(renormalises=False, shared="shared_experts"),
+        requires=_LATENT["requires"]
+        | {"topk_method": ("greedy", "group_limited_greedy"), "mlp_bias": (None, False)},
+        experts=ExpertNames(
+            renormalises=False,
+            group_best=1,
+            group_method="group_limited_greedy",
+            shared="shared_experts",
+        ),
         defaults=_LATENT_DEFAULTS
         | {
             "q_lora_rank": 1536,
             "n_routed_experts": 64,
             "n_shared_experts": 2,
             "moe_intermediate_size": 1407,
+            "topk_method": "greedy",
         },
     ),
     "DeepseekV3ForCausalLM": Architecture(

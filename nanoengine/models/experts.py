@@ -192,12 +192,12 @@ def route(
 
 
 def _in_top_groups(config: ExpertsConfig, choice: Tensor) -> Tensor:
-    """-inf but in the top_groups of num_groups neighbourhoods, by their two best experts
-    (DeepSeek-V3, arXiv 2412.19437).
+    """-inf but in the top_groups of num_groups neighbourhoods, by their best experts: one
+    (DeepSeek-V2, arXiv 2405.04434) or two (DeepSeek-V3, arXiv 2412.19437).
     """
     grouped = choice.view(len(choice), config.num_groups, -1)
-    best = grouped.gather(2, _largest(grouped, 2))
-    kept = _largest(best[..., 0] + best[..., 1], config.top_groups)
+    best = grouped.gather(2, _largest(grouped, config.group_best))
+    kept = _largest(best[..., 0] + best[..., 1:].sum(-1), config.top_groups)
     mask = torch.full_like(best[..., 0], -torch.inf).scatter_(1, kept, 0.0)
     return (grouped + mask.unsqueeze(2)).flatten(1)
 

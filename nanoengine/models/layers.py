@@ -120,7 +120,7 @@ class LatentAttention:
         k = torch.cat((turned.reshape(tokens, 2, -1), latent.view(tokens, 2, -1)), dim=2)
         k = k.view(tokens, 1, shape.row_dim)
         target = ctx.kv.target(self._layer)
-        rows = self._ops.rotate_and_store(rows, k, k.clone(), cos, sin, target)
+        rows = self._ops.rotate_and_store(rows, k, k, cos, sin, target)
         attended = ctx.attention.run(self._layer, rows, ctx)
         return self._from_row(attended.view(rows.shape)).view(tokens, -1)
 

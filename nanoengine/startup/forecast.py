@@ -306,7 +306,7 @@ class Forecaster:
             min(context, windows[layer] or context) * math.prod(model.shape(layer).kv_heads)
             for layer in model.attention_layers
         )
-        seen_bytes *= 2 * itemsize
+        seen_bytes *= model.kv_parts * itemsize
         hardware = self._hardware
         read_s = (self._active_bytes - self._table_bytes) / hardware.read_gb_per_s
         read_s += seen_bytes / (hardware.kv_gb_per_s or hardware.read_gb_per_s)

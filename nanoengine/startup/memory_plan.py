@@ -173,6 +173,7 @@ def _kv_spec(
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=dtype,
+        parts=model.kv_parts,
         window=model.attention.longest_window or 0,
         step_tokens=config.max_num_batched_tokens,
         windows=model.windows,

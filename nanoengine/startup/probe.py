@@ -226,15 +226,16 @@ class ScratchKV:
         """size: tokens of a block. lengths: tokens of the sequences, none of which has KV yet."""
         self.num_rows = len(lengths)
         self.block_mass = None
-        counts = [-(-length // size) for length in lengths]
+        parts, counts = model.kv_parts, [-(-length // size) for length in lengths]
         firsts = [*accumulate(counts, initial=0)]
         begun = [*zip(firsts, lengths, strict=False)]
         rows = [
-            (first + place // size) * 2 * size + place % size
+            (first + place // size) * parts * size + place % size
             for first, length in begun
             for place in range(length)
         ]
-        slots = device.tensor([rows, [row + size for row in rows]], torch.int64)
+        keys = device.tensor(rows, torch.int64)
+        values = keys + size if parts == 2 else None
         tables = [[*range(first, first - (-length // size))] for first, length in begun]
         spans = tuple((index, 0, tuple(table)) for index, table in enumerate(tables))
         padded = [[*table, *[0] * (max(counts) - len(table))] for table in tables]
@@ -244,11 +245,10 @@ class ScratchKV:
         each = [model.shape(layer).kv_heads for layer in model.attention_layers]
         made: dict[tuple[int, int], tuple[KVTarget, KVChunk]] = {}
         for heads in set(each):
-            shape = (firsts[-1], 2, size, *heads)
+            shape = (firsts[-1], parts, size, *heads)
             blocks = torch.zeros(shape, dtype=dtype, device=device.torch_device)
-            target = KVTarget(blocks.flatten(0, 2), slots[0], slots[1])
-            k, v = blocks.unbind(1)
-            made[heads] = target, KVChunk(k, v, *rest, is_last=True)
+            target = KVTarget(blocks.flatten(0, 2), keys, values)
+            made[heads] = target, KVChunk(blocks[:, 0], blocks[:, -1], *rest, is_last=True)
         self._layers = [made[heads] for heads in each]
         self._state = _scratch_state(model, len(lengths), dtype, device)
 

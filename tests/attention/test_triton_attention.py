@@ -219,13 +219,16 @@ def test_gating(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out, clamped_swiglu(both.float()).to(dtype))
 
 
-def test_rotation_and_store() -> None:
-    """Slot -1 is not stored; q is turned in its place inside the fused projection."""
+@pytest.mark.parametrize("parts", [2, 1])
+def test_rotation_and_store(parts: int) -> None:
+    """Slot -1 is not stored; q is turned in its place inside the fused projection. Of one part, k
+    alone is stored.
+    """
     fused = normal(3, 8, 24)
     q, k, v = fused.split_with_sizes([4, 2, 2], dim=1)
     angles = normal(3, 1, 12)
     pool = torch.full((10, 2, 24), torch.nan, device=DEVICE)
-    slots = torch.tensor([[7, -1, 0], [8, -1, 1]], device=DEVICE)
+    slots = [*torch.tensor([[7, -1, 0], [8, -1, 1]][:parts], device=DEVICE), None][:2]
     target = KVTarget(pool.clone(), *slots, torch.tensor([0, 2], device=DEVICE))
     expected = TorchOps().rotate_and_store(q, k, v, angles.cos(), angles.sin(), target)
     ours = KVTarget(pool, *slots)

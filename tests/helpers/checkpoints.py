@@ -276,6 +276,9 @@ TINY: dict[str, TinyModel] = {
         {
             **LATENT,
             "q_lora_rank": None,
+            "n_group": 3,
+            "topk_group": 2,
+            "topk_method": "group_limited_greedy",
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.3,
             "rope_parameters": {

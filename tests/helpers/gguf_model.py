@@ -66,9 +66,20 @@ NEWER_NAMES = ORIGINAL_NAMES | {
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
 }
+LATENT_NAMES = ORIGINAL_NAMES | {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+}
+for part in EXPERT_NAMES:
+    LATENT_NAMES[f"mlp.shared_experts.{part}_proj"] = f"ffn_{part}_shexp"
 for shared in ("mlp.shared_expert", "mlp.shared_experts"):
     NEWER_NAMES |= {f"{shared}.{part}_proj": f"ffn_{part}_shexp" for part in EXPERT_NAMES}
 NAMES = {
+    "deepseek2": LATENT_NAMES,
     "gemma3": GEMMA_NAMES,
     "gemma4": GEMMA_4_NAMES,
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
@@ -86,6 +97,8 @@ ODD_NAMES = {
 }
 WITH_NORM_OFFSET = ("gemma3", "qwen35", "qwen35moe", "qwen3next")
 ARCHITECTURES = {
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"), "deepseek2"),
+    "Glm4MoeLiteForCausalLM": "deepseek2",
     "Gemma3ForCausalLM": "gemma3",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4",
@@ -274,15 +287,16 @@ class GGUFModel:
                 "shared_expert_intermediate_size"
             ),
         }
-        if arch == "glm4moe":
+        if "n_shared_experts" in config:
+            by_softmax = config["architectures"] == ["DeepseekV2ForCausalLM"]
             of_experts |= {
-                "glm4moe.expert_shared_count": config["n_shared_experts"],
-                "glm4moe.expert_group_count": config["n_group"],
-                "glm4moe.expert_group_used_count": config["topk_group"],
-                "glm4moe.expert_gating_func": 2,
-                "glm4moe.expert_weights_norm": config["norm_topk_prob"],
-                "glm4moe.expert_weights_scale": config["routed_scaling_factor"],
-                "glm4moe.leading_dense_block_count": config["first_k_dense_replace"],
+                f"{arch}.expert_shared_count": config["n_shared_experts"],
+                f"{arch}.expert_group_count": config["n_group"],
+                f"{arch}.expert_group_used_count": config["topk_group"],
+                f"{arch}.expert_gating_func": 1 if by_softmax else 2,
+                f"{arch}.expert_weights_norm": config.get("norm_topk_prob", False),
+                f"{arch}.expert_weights_scale": float(config["routed_scaling_factor"]),
+                f"{arch}.leading_dense_block_count": config.get("first_k_dense_replace", 0),
             }
         of_rules = {}
         if heads := config.get("linear_num_value_heads"):
@@ -318,6 +332,7 @@ class GGUFModel:
                 "tokenizer.chat_template": "{{ messages[0]['content'] }}",
             }
             | (_of_gemma4(config) if arch == "gemma4" else {})
+            | (_of_deepseek(config) if arch == "deepseek2" else {})
         )
 
     def write(self, path: Path) -> Path:
@@ -382,6 +397,42 @@ def _of_gemma4(config: dict[str, Any]) -> dict[str, Any]:
     if config.get("enable_moe_block"):
         settings["expert_used_count"] = config["top_k_experts"]
     return {f"gemma4.{key}": value for key, value in settings.items()}
+
+
+def _of_deepseek(config: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes of latents (DeepseekV2Model in its deepseek.py)."""
+    rank, turned = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    rope = config["rope_parameters"]
+    settings = {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": rank,
+        "attention.key_length": rank + turned,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config["qk_nope_head_dim"] + turned,
+        "attention.value_length_mla": config["v_head_dim"],
+        "rope.dimension_count": turned,
+    }
+    if rope["rope_type"] == "yarn":
+        settings |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
+    return {f"deepseek2.{key}": value for key, value in settings.items() if value is not None}
+
+
+def keys_and_values_apart(model: GGUFModel) -> None:
+    """As newer files for the absorbed form have them: keys turned around."""
+    heads, size = model.config["num_attention_heads"], model.config["qk_nope_head_dim"]
+    for layer in range(model.config["num_hidden_layers"]):
+        both = model.tensors.pop(f"blk.{layer}.attn_kv_b.weight")
+        both = both.reshape(heads, -1, both.shape[1])
+        model.tensors |= {
+            f"blk.{layer}.attn_k_b.weight": both[:, :size].swapaxes(1, 2).copy(),
+            f"blk.{layer}.attn_v_b.weight": both[:, size:].copy(),
+        }
 
 
 def with_scaling(model: GGUFModel, name: str) -> GGUFModel:

@@ -428,20 +428,22 @@ def test_rms_norm_of_heads_in_place(kernels, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens, head_dim", [(1, 64), (70, 64), (6, 20), (3, 256)])
-def test_rope_store(variant, dtype, tokens, head_dim):
+@pytest.mark.parametrize(
+    "tokens, head_dim, parts", [(1, 64, 2), (70, 64, 2), (6, 20, 2), (3, 256, 2), (6, 48, 1)]
+)
+def test_rope_store(variant, dtype, tokens, head_dim, parts):
     heads, kv_heads, block_size = 6, 2, 16
     fused = normal(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
     before = fused.clone()
     q, k, v = fused.split([heads, kv_heads, kv_heads], dim=1)
     angles = normal(tokens, 1, head_dim // 2, dtype=torch.float32, seed=1) * 3
-    pool = torch.zeros(8, 2, block_size, kv_heads, head_dim, dtype=dtype)
+    pool = torch.zeros(8, parts, block_size, kv_heads, head_dim, dtype=dtype)
     slots = torch.randperm(8 * block_size)[:tokens]
-    k_slots = slots // block_size * 2 * block_size + slots % block_size
+    k_slots = slots // block_size * parts * block_size + slots % block_size
     v_slots = k_slots + block_size
     k_slots[-1] = v_slots[-1] = slots[-1] = -1
     rows = pool.flatten(0, 2)
-    target = KVTarget(rows, k_slots, v_slots)
+    target = KVTarget(rows, k_slots, v_slots if parts == 2 else None)
     variant.rope_store(q, k, v, angles.cos(), angles.sin(), target)
     first, second = before[:, : heads + kv_heads].float().chunk(2, dim=-1)
     turned = torch.cat(
@@ -455,7 +457,8 @@ def test_rope_store(variant, dtype, tokens, head_dim):
     assert torch.equal(v, before[:, heads + kv_heads :])
     want = torch.zeros_like(pool)
     for token, slot in enumerate(slots[:-1].tolist()):
-        want[slot // block_size, :, slot % block_size] = torch.stack((k[token], v[token]))
+        stored = torch.stack((k[token], v[token])[:parts])
+        want[slot // block_size, :, slot % block_size] = stored
     assert torch.equal(pool, want)
 
 

@@ -405,8 +405,8 @@ def test_partial_tails_leave_the_device_and_come_back(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"heads": ((2, 3), (1, 4)), "sources": (0, 1, 1, 0)}],
-    ids=["equal layers", "layers of two shapes, two that read the others'"],
+    [{}, {"heads": ((2, 3), (1, 4)), "sources": (0, 1, 1, 0)}, {"parts": 1}],
+    ids=["equal layers", "layers of two shapes, two that read the others'", "K that is V, too"],
 )
 def test_bytes_survive_a_round_trip(settings: dict[str, Any]) -> None:
     """Out to the host, poisoned on the device, back in through a load and through the ring."""
@@ -440,7 +440,8 @@ def test_bytes_survive_a_round_trip(settings: dict[str, Any]) -> None:
             assert ring[len(slots) :].isnan().all()
             run.drained(layer, index)
     assert run.finish()
-    token_bytes = spec.block_bytes // 4
+    token_bytes = sum(spec.parts * heads * dim * 4 for heads, dim in spec.layer_heads)
+    assert spec.block_bytes == 4 * token_bytes
     assert engine.counters.d2h_bytes == (4 + 4 + 3) * token_bytes
     assert engine.counters.h2d_bytes == 3 * token_bytes + 3 * sum(spec.read_bytes)
     memory.close()

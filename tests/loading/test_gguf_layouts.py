@@ -1,6 +1,8 @@
-"""GGUFs whose tensors llama.cpp's converters change: experts, recurrent layers, sinks.
+"""GGUFs whose tensors llama.cpp's converters change: experts, recurrent layers, sinks,
+latent attention.
 
-The files are written as its conversion/qwen.py, gpt_oss.py, glm.py and gemma.py write them.
+The files are written as its conversion/deepseek.py, qwen.py, gpt_oss.py, glm.py and gemma.py write
+them.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ import torch
 from checkpoints import reference, reference_greedy, reference_logits
 from driver import GREEDY, Driver, small_engine
 from gguf import GGMLQuantizationType as QuantType
-from gguf_model import GEMMA_4_NAMES, SCALINGS, GGUFModel, with_scaling
+from gguf_model import (
+    GEMMA_4_NAMES,
+    LATENT_NAMES,
+    SCALINGS,
+    GGUFModel,
+    keys_and_values_apart,
+    with_scaling,
+)
 from marks import named
 from safetensors.torch import load_file, save_file
 
@@ -29,8 +38,8 @@ from nanoengine.models.stored_codes import CodedWeight, numbers_of
 
 Tiny = Callable[[str], Path]
 NAMES = ("glm4-moe", "gpt-oss", "qwen2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next-moe")
-NAMES += ("gemma4", "gemma4-moe", "gemma4-shared")
-BY_DEFAULT = (*NAMES[:2], "qwen3.5-moe", "gemma4-shared")
+NAMES += ("gemma4", "gemma4-moe", "gemma4-shared", "deepseek-v2", "deepseek-v3")
+BY_DEFAULT = (*NAMES[:2], "deepseek-v3", "qwen3.5-moe", "gemma4-shared")
 PROMPTS = [[7, 3, 9], [i * 7 % 256 for i in range(40)]]
 quantize, dequantize = gguf.quants.quantize, gguf.quants.dequantize
 
@@ -47,12 +56,18 @@ def rounded(source: Path, folder: Path) -> Path:
     config = json.loads(path.read_text())
     if config["architectures"] == ["Qwen3NextForCausalLM"]:
         config["norm_topk_prob"] = True  # as llama.cpp has it in its code
+    if "kv_lora_rank" in config:  # so has it these: pairs are neighbours, YaRN has one mscale
+        config["rope_interleave"] = True
+        rope = config["rope_parameters"]
+        rope |= {"mscale": rope["mscale_all_dim"]} if "mscale" in rope else {}
     path.write_text(json.dumps(config))
     return folder
 
 
 def model_of(folder: Path, name: str) -> GGUFModel:
     model = GGUFModel(folder)
+    if name == "deepseek-v3":
+        keys_and_values_apart(model)
     return with_scaling(model, name) if name in SCALINGS else model
 
 
@@ -100,7 +115,7 @@ def test_older_and_newer_files(tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps_codes", [False, True])
-@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-next-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5-moe", "qwen3-next-moe", "deepseek-v3"])
 def test_rows_and_columns_move_after_they_are_coded(
     tiny: Tiny, tmp_path: Path, name: str, keeps_codes: bool
 ) -> None:
@@ -146,6 +161,11 @@ def test_experts_in_mxfp4_keep_their_numbers(tiny: Tiny, tmp_path: Path, keeps_c
     ("name", "key", "value", "match"),
     [
         ("glm4-moe", "glm4moe.expert_gating_func", 1, "'glm4moe.expert_gating_func' is 1"),
+        ("deepseek-v2", "deepseek2.expert_gating_func", 3, "'deepseek2.expert_gating_func' is 3"),
+        ("deepseek-v2", "deepseek2.expert_weights_norm", True, "without 'expert_weights_norm'"),
+        ("deepseek-v2", "deepseek2.rope.dimension_count", 40, "is 40, of 40 numbers"),
+        ("deepseek-v3", "deepseek2.attention.value_length_mla", 4, "and that of values have the"),
+        ("deepseek-v3", "deepseek2.attention.temperature_scale", 0.1, "temperature_scale' is set"),
         ("qwen3.5", "qwen35.ssm.time_step_rank", 3, "2 key heads, 3 value heads"),
         ("qwen3.5", "qwen35.ssm.state_size", 8, r"'blk\.0\..*rows, not"),
         ("qwen3.5", "qwen35.ssm.inner_size", 32, r"(rows|columns), not"),
@@ -163,9 +183,14 @@ def test_what_cannot_be_is_refused(
     assert isinstance(caught.value, CorruptModelError | UnsupportedModelError)
 
 
-def test_names_of_gemma_4_are_ggufs() -> None:
-    theirs = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 2)
-    for name, ours in GEMMA_4_NAMES.items():
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(gguf.MODEL_ARCH.GEMMA4, GEMMA_4_NAMES), (gguf.MODEL_ARCH.DEEPSEEK2, LATENT_NAMES)],
+    ids=["gemma4", "deepseek2"],
+)
+def test_names_are_ggufs(kind: gguf.MODEL_ARCH, names: dict[str, str]) -> None:
+    theirs = gguf.get_tensor_name_map(kind, 2)
+    for name, ours in names.items():
         is_of_a_layer = not name.startswith(("model.", "lm_head"))
         found = theirs.get_name(f"model.layers.1.{name}" if is_of_a_layer else name)
         assert found in (f"blk.1.{ours}" if is_of_a_layer else ours, None), name

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, Qwen2MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, Qwen2MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
@@ -109,6 +110,30 @@ def test_scores_by_sigmoid_are_those_of_deepseek(
     places = ids.argsort(-1), got_ids.argsort(-1)
     torch.testing.assert_close(got.gather(1, places[1]), weights.gather(1, places[0]))
     assert not torch.equal(got_ids, route(ours, logits)[0])
+
+
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
+def test_scores_in_groups_are_those_of_deepseek_v2(method: str) -> None:
+    """transformers' router: a group is as good as its best expert."""
+    settings = DeepseekV2Config(
+        num_attention_heads=1,
+        hidden_size=HIDDEN,
+        n_routed_experts=24,
+        num_experts_per_tok=4,
+        n_group=6,
+        topk_group=2,
+        topk_method=method,
+        routed_scaling_factor=1.5,
+    )
+    theirs = DeepseekV2TopkRouter(settings)
+    theirs.weight.data = some(24, HIDDEN)
+    groups = {"num_groups": 6, "top_groups": 2, "group_best": 1} if "group" in method else {}
+    logits, weights, ids = theirs(some(50, HIDDEN))
+    config = ExpertsConfig(24, 4, INNER, False, scaling=1.5, **groups)
+    got_ids, got = route(config, logits)
+    assert torch.equal(got_ids.sort(-1).values, ids.sort(-1).values)
+    places = ids.argsort(-1), got_ids.argsort(-1)
+    torch.testing.assert_close(got.gather(1, places[1]), weights.gather(1, places[0]))
 
 
 def test_a_shared_expert_is_that_of_qwen() -> None:

@@ -170,6 +170,20 @@ ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 LETTER, ANY, SMALL = r"[^\r\n\p{L}\p{N}]?", r"\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 PATTERNS = {
+    "deepseek-llm": (
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+        r"\s+$",
+        r"[一-龥ࠀ-一가-\ud7ff]+",
+        r"\p{N}",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
     "glm4": rf"{ENDINGS}|{LETTER}\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}",
     "gpt-4o": rf"{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]*[{SMALL}]+{ENDINGS}?"
     rf"|{LETTER}[\p{{Lu}}\p{{Lt}}{ANY}]+[{SMALL}]*{ENDINGS}?"
@@ -178,7 +192,10 @@ PATTERNS = {
     r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "qwen35": PRETOKENIZE_REGEX,
 }
-WORDS = "I'LL pay ÉTÉ123456/\n//\n\n  don'T Éa ऻक़ 각4 \r\n x\t\ty HTMLParser's a\u0301b "
+WORDS = (
+    "x：y。z 漢字かな カナ αβ dž _go (a) 12345 a\u3000b"
+    + "I'LL pay ÉTÉ123456/\n//\n\n  don'T Éa ऻक़ 각4 \r\n x\t\ty HTMLParser's a\u0301b "
+)
 
 
 @pytest.mark.parametrize("pre", PATTERNS)
@@ -187,7 +204,10 @@ def test_words_are_those_of_the_models_own_pattern(pre: str) -> None:
     backend = byte_level({token: i for i, token in enumerate(alphabet)}, [], pre)
     for text in (WORDS, *(case["text"] for case in CASES if "ſ" not in case["text"])):
         spans = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(text)]
-        words = regex.findall(PATTERNS[pre], text)
+        words, patterns = [text], PATTERNS[pre]
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            pieces = (regex.split(f"({pattern})", word) for word in words)
+            words = [piece for each in pieces for piece in each if piece]
         assert [text[first:last] for first, last in spans] == words, text
 
 

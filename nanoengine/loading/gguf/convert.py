@@ -15,6 +15,8 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,7 +32,7 @@ from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, mode
 from nanoengine.loading.gguf.structure import check_structure
 from nanoengine.loading.gguf.tensors import GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
-from nanoengine.models.stored_codes import CODES_KEY, FORMATS, NEVER_CODES
+from nanoengine.models.stored_codes import CODES_KEY, FORMATS, NEVER_CODES, TAKEN_APART
 
 logger = logging.getLogger(__name__)
 CONVERTER_VERSION = 2  # part of the cache key: raise it when the written folder changes
@@ -151,6 +153,7 @@ def _with_codes(tensor: GgufTensor) -> GgufTensor:
     """The tensor as it stays, if it is a matrix of codes."""
     name = tensor.quant_type.name
     is_matrix = len(tensor.shape) == 2 and tensor.change is None
+    is_matrix = is_matrix and not tensor.name.endswith(TAKEN_APART)
     return replace(tensor, code_format=name if name in FORMATS and is_matrix else "")
 
 
@@ -181,10 +184,10 @@ def _write_safetensors(path: Path, tensors: list[GgufTensor]) -> None:
     about = {CODES_KEY: json.dumps(formats)} if formats else {}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | about}
     offset = 0
-    for tensor in tensors:
-        dtype, shape, num_bytes = tensor.written
-        end = offset + num_bytes
-        header[tensor.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+    for name, rows in groupby(tensors, key=attrgetter("name")):
+        dtypes, shapes, sizes = zip(*(tensor.written for tensor in rows), strict=True)
+        shape, end = (sum(shape[0] for shape in shapes), *shapes[0][1:]), offset + sum(sizes)
+        header[name] = {"dtype": dtypes[0], "shape": shape, "data_offsets": [offset, end]}
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
@@ -211,7 +214,7 @@ def _write_tensor(file: BinaryIO, tensor: GgufTensor) -> None:
 
 def _row_chunks(tensor: GgufTensor) -> Iterator[npt.NDArray[Any]]:
     """Rows in their final order, a few MiB at a time: rows are quantised one by one."""
-    num_rows = tensor.shape[0]
+    num_rows = len(tensor.data if tensor.rows is None else tensor.rows)
     step = max(1, CHUNK_ELEMENTS * num_rows // math.prod(tensor.shape))
     for start in range(0, num_rows, step):
         picked = slice(start, start + step)

@@ -15,12 +15,14 @@ import numpy as np
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.gemma4 import gemma4_settings
+from nanoengine.loading.gguf.latent import latent_settings, score_factors
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.layer_kinds import FULL, RECURRENT, SLIDING
 from nanoengine.loading.refused import about_architecture
 from nanoengine.models.rope import yarn_attention_factor
 
 ARCHITECTURES = {
+    "deepseek2": "DeepseekV2ForCausalLM",  # DeepSeek-V3 and GLM 4.7 Flash, too
     "gemma3": "Gemma3ForCausalLM",
     "gemma4": "Gemma4ForCausalLM",
     "glm4moe": "Glm4MoeForCausalLM",
@@ -40,6 +42,7 @@ ARCHITECTURES = {
 }
 # What no key of a GGUF says: llama.cpp has it in its code.
 FIXED_SETTINGS: dict[str, dict[str, Any]] = {
+    "deepseek2": {"model_type": "deepseek_v2"},
     "glm4moe": {"model_type": "glm4_moe"},
     "gpt-oss": {"model_type": "gpt_oss"},
     "olmoe": {"norm_topk_prob": False},
@@ -52,15 +55,17 @@ FIXED_SETTINGS: dict[str, dict[str, Any]] = {
 }
 HYBRIDS = ("qwen35", "qwen35moe", "qwen3next")
 QWEN_EXPERTS = ("qwen2moe", "qwen35moe", "qwen3moe", "qwen3next")
-WITH_EXPERTS = ("gemma4", "glm4moe", "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
+SCALED_EXPERTS = ("deepseek2", "glm4moe")
+WITH_EXPERTS = ("gemma4", *SCALED_EXPERTS, "gpt-oss", "llama", "olmoe", *QWEN_EXPERTS)
 MAY_TURN_A_PART = ("glm4moe", "phi3", *HYBRIDS)
 WITH_WINDOWS = ("gemma3", "gemma4", "gpt-oss", "llama", "phi3")
-SIGMOID = 2  # gguf.ExpertGatingFuncType
+SOFTMAX, SIGMOID = 1, 2  # gguf.ExpertGatingFuncType
 GEMMA_INTERVAL, GEMMA_LOCAL_THETA, GEMMA_27B_LAYERS = 6, 10000.0, 62
 # Settings that change the arithmetic and that no Hugging Face config of these architectures can
 # say.
 REFUSED_KEYS = (
     "attention.scale",
+    "attention.temperature_scale",
     "logit_scale",
     "embedding_scale",
     "residual_scale",
@@ -81,7 +86,7 @@ def check_supported(metadata: Metadata) -> None:
     if architecture not in WITH_EXPERTS and metadata.has(experts) and metadata.get(experts, int):
         about = about_architecture(f"{architecture}-moe")
         raise UnsupportedModelError(f"{metadata.path}: {experts!r} is set: {about}")
-    scaled = () if architecture == "glm4moe" else ("expert_weights_scale",)
+    scaled = () if architecture in SCALED_EXPERTS else ("expert_weights_scale",)
     for key in (*REFUSED_KEYS, *scaled):
         full_key = f"{architecture}.{key}"
         if metadata.has(full_key) and metadata.get(full_key, float):
@@ -101,7 +106,8 @@ def model_config(metadata: Metadata, stored: Mapping[str, Any]) -> dict[str, Any
     hidden_size = metadata.number("embedding_length")
     head_dim = metadata.number("attention.key_length", max(hidden_size // num_heads, 1))
     turned = metadata.number("rope.dimension_count", head_dim)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    of_head = ("attention.value_length", "rope.dimension_count")
+    for key in () if metadata.architecture == "deepseek2" else of_head:
         may_turn_a_part = metadata.architecture in MAY_TURN_A_PART
         may_differ = may_turn_a_part and key.startswith("rope") and turned < head_dim
         if metadata.number(key, head_dim) != head_dim and not may_differ:
@@ -150,13 +156,16 @@ def _layer_settings(
     inner_size = None
     if metadata.architecture in QWEN_EXPERTS:
         inner_size = metadata.number("expert_feed_forward_length")
-    return {
+    settings = {
         "intermediate_size": metadata.number("feed_forward_length", inner_size),
         "num_key_value_heads": metadata.number("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(metadata, stored, theta, head_dim),
     }
+    if metadata.architecture == "deepseek2":
+        settings |= latent_settings(metadata, num_heads)
+    return settings
 
 
 def _own_settings(metadata: Metadata, stored: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -230,8 +239,8 @@ def _experts_settings(
             shared = metadata.number("expert_shared_feed_forward_length")
             settings["shared_expert_intermediate_size"] = shared
         return settings
-    if metadata.architecture == "glm4moe":
-        return settings | _glm_settings(metadata, stored, dense)
+    if metadata.architecture in SCALED_EXPERTS:
+        return settings | _deepseek_settings(metadata, stored, dense)
     if metadata.architecture == "gpt-oss":
         return settings | {
             "num_local_experts": settings["num_experts"],
@@ -249,24 +258,37 @@ def _experts_settings(
     }
 
 
-def _glm_settings(
+def _deepseek_settings(
     metadata: Metadata, stored: Mapping[str, Any], dense: list[int]
 ) -> dict[str, Any]:
-    """Raises UnsupportedModelError for scores of another kind than by sigmoid."""
-    scores = metadata.number("expert_gating_func", SIGMOID)
-    if scores != SIGMOID:
+    """DeepSeek's experts, which GLM has, too. Raises UnsupportedModelError for scores of a kind
+    that no model of the architecture has.
+    """
+    of_glm = metadata.architecture == "glm4moe"
+    by_sigmoid = of_glm or any(name.endswith("exp_probs_b.bias") for name in stored)
+    # Older files do not say it.
+    scores = metadata.number("expert_gating_func", SIGMOID if by_sigmoid else SOFTMAX)
+    renormalises = metadata.get(f"{metadata.architecture}.expert_weights_norm", bool, False)
+    if scores != SIGMOID and (of_glm or scores != SOFTMAX or renormalises):
         raise UnsupportedModelError(
-            f"{metadata.path}: 'glm4moe.expert_gating_func' is {scores}; only {SIGMOID}, the "
-            "sigmoid, is supported"
+            f"{metadata.path}: '{metadata.architecture}.expert_gating_func' is {scores}; only "
+            f"{SIGMOID}, the sigmoid, is supported"
+            + f", and {SOFTMAX}, the softmax, without 'expert_weights_norm'"
+            * (not of_glm)
         )
-    return {
+    of_kind: dict[str, Any] = {}
+    if scores == SOFTMAX:
+        of_kind = {"topk_method": "group_limited_greedy"}  # of one group: greedy
+    elif not of_glm:
+        of_kind = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+    return of_kind | {
         "attention_bias": "blk.0.attn_q.bias" in stored,
         "first_k_dense_replace": len(dense),
         "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
         "n_group": metadata.number("expert_group_count", 1),
         "n_routed_experts": metadata.number("expert_count"),
         "n_shared_experts": metadata.number("expert_shared_count"),
-        "norm_topk_prob": metadata.get("glm4moe.expert_weights_norm", bool, False),
+        "norm_topk_prob": renormalises,
         "routed_scaling_factor": metadata.real("expert_weights_scale", 1.0),
         "topk_group": metadata.number("expert_group_used_count", 1),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in stored,
@@ -331,7 +353,8 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     kind = metadata.get(f"{metadata.architecture}.rope.scaling.type", str, "none")
     attention_factor = metadata.real("rope.scaling.attn_factor", 1.0)
-    for key in REFUSED_ROPE_KEYS:
+    of_latent = metadata.architecture == "deepseek2"
+    for key in REFUSED_ROPE_KEYS[of_latent:]:
         if metadata.has(f"{metadata.architecture}.{key}"):
             raise UnsupportedModelError(f"{metadata.path}: {key!r} is set and not supported")
     given = stored.keys() & ROPE_TENSORS
@@ -343,7 +366,7 @@ def _rope_scaling(
             "attention_factor": attention_factor,
             "original_max_position_embeddings": _original_length(metadata),
         }
-    if kind == "yarn" and not given:
+    if kind == "yarn" and not given and (attention_factor == 1.0 or not of_latent):
         return _yarn_scaling(metadata, attention_factor)
     if attention_factor == 1.0:
         if kind == "none" and given == {_ROPE_FREQS}:
@@ -367,14 +390,20 @@ def _yarn_scaling(metadata: Metadata, attention_factor: float) -> dict[str, Any]
     factor = metadata.real("rope.scaling.factor")
     # No key says that gpt-oss was trained with a ramp between whole pairs.
     exact = {"truncate": False} if metadata.architecture == "gpt-oss" else {}
-    return exact | {
-        "rope_type": "yarn",
-        "factor": factor,
-        "original_max_position_embeddings": _original_length(metadata),
-        "attention_factor": yarn_attention_factor(factor) * attention_factor,
-        "beta_fast": metadata.real("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": metadata.real("rope.scaling.yarn_beta_slow", 1.0),
-    }
+    factors = {"attention_factor": yarn_attention_factor(factor) * attention_factor}
+    if metadata.architecture == "deepseek2":
+        factors = score_factors(metadata)
+    return (
+        exact
+        | factors
+        | {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": _original_length(metadata),
+            "beta_fast": metadata.real("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": metadata.real("rope.scaling.yarn_beta_slow", 1.0),
+        }
+    )
 
 
 def _llama3_scaling(path: Path, freqs: Any, theta: float, head_dim: int) -> dict[str, Any]:

@@ -74,8 +74,17 @@ _WHOLE_NAMES = {
     "ffn_gate_inp.scale": "router.scale",
     "ffn_down_exps.scale": "router.per_expert_scale",
 }
+_LATENT_NAMES = _LAYER_NAMES | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
 _NAMES = {
+    "deepseek2": _LATENT_NAMES,
     "gemma3": _GEMMA_NAMES,
     "gemma4": _GEMMA_4_NAMES,
     "glm4moe": _NEWER_NAMES,
@@ -100,7 +109,8 @@ _LAYER_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([a-z0-9_.]+?)(?:\.(weight|b
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor under its Hugging Face name, in a stored one.
+    """A tensor under its Hugging Face name, in a stored one; or rows of it, of which those in one
+    list come one below the other.
 
     data: [rows, bytes of a row] if quantised. rows: which to read, in this order; None: as stored.
     change: of rows in float32. dtype: in which it is written. code_format: of one that stays codes.
@@ -145,6 +155,10 @@ def hf_tensors(
             layer = _Layer(metadata, config, f"model.layers.{int(match[1])}.", match[2], match[3])
             if architecture.recurrent:
                 found = layer.of_recurrence(tensor)
+            if architecture.latent and match[2] == "attn_v_b":
+                continue  # goes with attn_k_b
+            if architecture.latent and match[2] == "attn_k_b":
+                found = layer.of_keys_and_values(tensor, stored)
             if not found and architecture.experts is not None:
                 found = layer.of_experts(tensor, architecture.experts)
             found = found or layer.of_decoder(tensor)
@@ -215,6 +229,27 @@ class _Layer:
             name, whole = f"{block}gate.{CHOICE_BIAS}", stored.data
             return [GgufTensor(name, _shape(stored), whole, stored.tensor_type, dtype="F32")]
         return _of_name(self.metadata, self.config, stored, name)
+
+    def of_keys_and_values(self, keys: Any, stored: Mapping[str, Any]) -> list[GgufTensor]:
+        """What makes keys and values of latents, head by head, where a file has the two apart: keys
+        [heads, kv_rank, n], values [heads, n, kv_rank].
+        """
+        values = stored.get(keys.name.replace("attn_k_b", "attn_v_b"))
+        heads, rank = self.config["num_attention_heads"], self.config["kv_lora_rank"]
+        nope_dim, value_dim = self.config["qk_nope_head_dim"], self.config["v_head_dim"]
+        shapes = _shape(keys), None if values is None else _shape(values)
+        wanted = (heads, rank, nope_dim), (heads, value_dim, rank)
+        if values is None or shapes != wanted:
+            raise CorruptModelError(
+                f"{self.metadata.path}: tensor {keys.name!r} and that of values have the shapes "
+                f"{shapes}, not {wanted} as its heads say"
+            )
+        whole = f"{self.prefix}self_attn.kv_b_proj.weight"
+        rows: list[GgufTensor] = []
+        for k, v in zip(keys.data, values.data, strict=True):
+            rows.append(GgufTensor(whole, (nope_dim, rank), k, keys.tensor_type, change=Tensor.t))
+            rows.append(GgufTensor(whole, (value_dim, rank), v, values.tensor_type))
+        return rows
 
     def of_recurrence(self, stored: Any) -> list[GgufTensor]:
         """The gated delta rule; [] for others."""

@@ -52,16 +52,48 @@ _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _LETTERS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OF_ONE_CASE = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*){_CONTRACTION}?"
-# The word patterns of the models' own tokenizers. Contractions are spelt out, as llama.cpp has
-# them: an ignore-case group would also match the long s.
-WORD_PATTERNS = {
-    "qwen2": _CONTRACTION + _LETTERS + r"\p{N}" + _REST,
-    "qwen35": _CONTRACTION
-    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
-    + _REST.replace(r"\p{L}", r"\p{L}\p{M}"),
-    "glm4": _CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,
-    "llama-bpe": _CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,
-    "gpt-4o": _OF_ONE_CASE + r"|\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),
+# Letters with two cases, as DeepSeek-V2's tokenizer lists them.
+_CASED_OF_DEEPSEEK = (
+    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-"
+    "\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
+    "\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-"
+    "\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20"
+    "-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc"
+    "\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6"
+    "-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-"
+    "\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-"
+    "\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-"
+    "\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-"
+    "\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-"
+    "\U000118df\U0001e900-\U0001e943"
+)
+# The word patterns of the models' own tokenizers; each splits what those before it have left.
+# Contractions are spelt out, as llama.cpp has them: an ignore-case group would also match the long
+# s.
+WORD_PATTERNS: dict[str, tuple[str, ...]] = {
+    "qwen2": (_CONTRACTION + _LETTERS + r"\p{N}" + _REST,),
+    "qwen35": (
+        _CONTRACTION
+        + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        + _REST.replace(r"\p{L}", r"\p{L}\p{M}"),
+    ),
+    "glm4": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
+    "llama-bpe": (_CONTRACTION + _LETTERS + r"\p{N}{1,3}" + _REST,),
+    "gpt-4o": (_OF_ONE_CASE + r"|\p{N}{1,3}" + _REST.replace(r"[\r\n]*", r"[\r\n/]*"),),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?[{_CASED_OF_DEEPSEEK}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[\u0800-\u9fa5\uac00-\ud7ff]+",
+        r"\p{N}",
+    ),
+    "deepseek-v3": (
+        r"\p{N}{1,3}",
+        "[\u3040-\u30ff\u4e00-\u9fa5]+",
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
 }
 PRE_TOKENIZERS = ("olmo", "smollm", *WORD_PATTERNS)
 _VERBATIM = dict.fromkeys(("lstrip", "normalized", "single_word"), False)
@@ -337,7 +369,7 @@ def _pre_tokenizer_steps(vocab: Mapping[str, int], pre: str) -> list[pre_tokeniz
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True))
     else:
         steps = [
-            pre_tokenizers.Split(Regex(WORD_PATTERNS[pre]), "isolated"),
+            *(pre_tokenizers.Split(Regex(each), "isolated") for each in WORD_PATTERNS[pre]),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocab.keys())

@@ -1,0 +1,44 @@
+"""Latent attention's metadata of a GGUF file (llama.cpp's deepseek2) as keys of config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoengine.errors import CorruptModelError
+from nanoengine.loading.gguf.metadata import Metadata
+
+
+def latent_settings(metadata: Metadata, num_heads: int) -> dict[str, Any]:
+    """Keys of config.json that override those of other architectures.
+
+    Files for the absorbed form have sizes of heads under keys that end in "_mla", and those of the
+    latent row where older files have those of heads. Raises CorruptModelError.
+    """
+    key_dim, value_dim = (
+        metadata.number(f"attention.{part}_mla", metadata.number(f"attention.{part}"))
+        for part in ("key_length", "value_length")
+    )
+    turned = metadata.number("rope.dimension_count")
+    if turned >= key_dim:
+        raise CorruptModelError(
+            f"{metadata.path}: 'deepseek2.rope.dimension_count' is {turned}, of {key_dim} numbers "
+            "of a key"
+        )
+    has_rank = metadata.has("deepseek2.attention.q_lora_rank")
+    return {
+        "kv_lora_rank": metadata.number("attention.kv_lora_rank"),
+        "num_key_value_heads": num_heads,
+        "q_lora_rank": metadata.number("attention.q_lora_rank") if has_rank else None,
+        "qk_nope_head_dim": key_dim - turned,
+        "qk_rope_head_dim": turned,
+        "v_head_dim": value_dim,
+        "head_dim": turned,
+    }
+
+
+def score_factors(metadata: Metadata) -> dict[str, float]:
+    """Keys of a YaRN scaling: llama.cpp's converter multiplies DeepSeek's factor by 0.1, and the
+    same factor is of the rotation and of the scores. Raises CorruptModelError.
+    """
+    mscale = round(10 * metadata.real("rope.scaling.yarn_log_multiplier"), 8)
+    return {"mscale": mscale, "mscale_all_dim": mscale}
