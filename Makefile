@@ -27,6 +27,9 @@ help: ## list the targets
 demo: .venv/.model ## generate text with SmolLM2-135M (example.py)
 	$(PY) example.py
 
+# Tests start many processes: bytecode is kept, whatever the environment says.
+test breadth clients: export PYTHONDONTWRITEBYTECODE =
+
 # Two processes: half the time on 2 cores. What is printed shows with -n 0 alone.
 test: .venv/.test .venv/.model ## run the tests; PYTEST_ARGS='-m slow -n 0 -s' for the slow ones
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
