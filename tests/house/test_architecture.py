@@ -7,6 +7,7 @@ plants one violation of each kind and expects that sentence, so a checker that s
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -92,6 +93,11 @@ def check_file(name: str, source: str) -> Iterator[str]:
         yield from rule(name, tree)
 
 
+@functools.lru_cache(1)  # the rules read one file after the other
+def nodes_of(tree: ast.AST) -> list[ast.AST]:
+    return list(ast.walk(tree))
+
+
 def place_of(name: str) -> str:
     """The folder of a file, or the file itself where it lies in none."""
     return name.partition("/")[0]
@@ -109,7 +115,7 @@ def import_law(name: str, tree: ast.Module) -> Iterator[str]:
 def imported_places(tree: ast.Module) -> set[str]:
     """Folders and files of the package imported anywhere in `tree`; `__init__` is the package."""
     places: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             places |= {place_in(alias.name) for alias in node.names if is_ours(alias.name)}
         elif isinstance(node, ast.ImportFrom):
@@ -133,7 +139,7 @@ def place_in(dotted: str) -> str:
 
 
 def no_global_statement(_: str, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Global):
             yield f"line {node.lineno}: global {', '.join(node.names)}; keep state on an object"
 
@@ -141,13 +147,13 @@ def no_global_statement(_: str, tree: ast.Module) -> Iterator[str]:
 def no_type_checking_block(name: str, tree: ast.Module) -> Iterator[str]:
     if name == "__init__":  # what it brings late, an editor sees at once
         return
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if "TYPE_CHECKING" in (getattr(node, "id", None), getattr(node, "attr", None)):
             yield "TYPE_CHECKING; the law makes it needless"
 
 
 def nothing_that_runs_a_files_code(_: str, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         for dotted in names_used(node):
             if dotted.split(".")[0] in CODE_RUNNING_FORMATS or dotted == "torch.load":
                 yield f"{dotted} can run code that a file holds"
@@ -169,7 +175,7 @@ def names_used(node: ast.AST) -> list[str]:
 
 
 def short_functions(_: str, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             # Parameters aside: those of a GPU's kernel alone are thirty lines.
             lines = (node.end_lineno or node.lineno) - node.body[0].lineno + 1
@@ -178,7 +184,7 @@ def short_functions(_: str, tree: ast.Module) -> Iterator[str]:
 
 
 def short_classes(_: str, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.ClassDef):
             limit = MAX_ENGINE_CLASS_LINES if node.name == "LLMEngine" else MAX_CLASS_LINES
             if (lines := (node.end_lineno or 0) - node.lineno + 1) > limit:
@@ -189,7 +195,7 @@ def one_writer_of_num_computed(name: str, tree: ast.Module) -> Iterator[str]:
     """What has KV is said in one place: BlockTable.commit."""
     if name == "kv/block_table":
         return
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         targets = node.targets if isinstance(node, ast.Assign) else []
         if isinstance(node, ast.AugAssign):
             targets = [node.target]
@@ -208,7 +214,7 @@ def public_docstrings(trees: dict[str, ast.Module]) -> Iterator[str]:
     A method needs none if a Protocol or base class has a documented one of its name; a Protocol's
     bare declaration (`...`) needs none if any class has that, or a field of its name.
     """
-    classes = [n for tree in trees.values() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    classes = [n for tree in trees.values() for n in nodes_of(tree) if isinstance(n, ast.ClassDef)]
     bases = {base for node in classes for base in base_names(node)}
     anywhere = {name for node in classes for name in documented_methods(node) | field_names(node)}
     inherited = {
@@ -357,7 +363,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def imported_files(tree: ast.Module) -> set[str]:
     """All that an import may name, files or not."""
     found: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
