@@ -73,6 +73,11 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         *((name, "bfloat16") for name in ("llama", "qwen3", "smollm3", "mistral-window")),
         ("qwen3-window", "bfloat16"),
         ("gemma3", "float32"),
+        ("glm4-moe", "float32"),
+        *(
+            pytest.param(name, "bfloat16", marks=pytest.mark.breadth)
+            for name in ("olmoe", "mixtral")
+        ),
     ],
 )
 def test_replayed_decoding_moves_no_bit(
