@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ending import exit_on_sigterm
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.report import versions
 
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--run", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    exit_on_sigterm()
     if args.run is not None:
         print(json.dumps(measure(args.run or None)))
         return

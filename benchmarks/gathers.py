@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.ending import exit_on_sigterm
 from nanoengine.workers.gloo_group import GlooGroup
 from nanoengine.workers.group import Group
 from nanoengine.workers.shared_memory_group import SharedMemoryGroup, make_region
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--second", nargs=2, metavar=("FD", "STORE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    exit_on_sigterm()
     torch.set_num_threads(1)
     if args.second:
         run(1, int(args.second[0]), Path(args.second[1]))

@@ -1,17 +1,15 @@
-"""Decode, prefill, weights and seconds to load with int8, in several trees in turns:
+"""Decode, prefill, weights and seconds to load with int8 and without:
 
-    python -m benchmarks.made_codes [--trees OLD NEW] [--rounds 3] [--layers 4] [--output FILE]
+    python -m benchmarks.made_codes [--rounds 3] [--layers 4] [--output FILE]
 
-A tree is a checkout of the engine; without --trees it is this one. Models are SmolLM2-135M and
-Llama 3.2 1B's shape with random weights, which say nothing but speeds. Each row is a process of its
-own. Perplexities: benchmarks/codes_perplexity.py.
+Models are SmolLM2-135M and Llama 3.2 1B's shape with random weights, which say nothing but speeds.
+Each row is a process of its own. Perplexities: benchmarks/codes_perplexity.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.ending import exit_on_sigterm
 from benchmarks.packed_checkpoints import LLAMA
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.report import versions
@@ -71,35 +70,30 @@ def measure(model: str, method: str, dtype: str) -> Row:
         }
 
 
-def compared(model: str, method: str, trees: list[str], rounds: int, dtype: str) -> Row:
-    """Medians of each tree, in turns, and [median, least, most] of the last one's ratio to the
-    first.
-    """
-    runs: list[list[Row]] = [[] for _ in trees]
+def compared(model: str, rounds: int, dtype: str) -> Row:
+    """[median, least, most] of each figure of each method, which run in turns."""
+    runs: dict[str, list[Row]] = {method: [] for method in METHODS}
     for _ in range(rounds):
-        for tree, found in zip(trees, runs, strict=True):
-            command = [sys.executable, str(Path(__file__).resolve()), "--run", model, method, dtype]
-            environment = os.environ | {"PYTHONPATH": tree}
-            done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
+        for method, found in runs.items():
+            command = [sys.executable, "-m", "benchmarks.made_codes", "--run", model, method, dtype]
+            done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
             found.append(json.loads(done.stdout.splitlines()[-1]))
-    row: Row = {}
-    for figure in runs[0][0]:
-        of = [[run[figure] for run in found] for found in runs]
-        row[figure] = {"medians": [round(statistics.median(each), 3) for each in of]}
-        if len(trees) > 1:
-            ratios = [last / first for first, last in zip(of[0], of[-1], strict=True)]
-            row[figure]["ratio"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
-    return row
+    return {
+        method: {
+            figure: [
+                round(f([run[figure] for run in found]), 3) for f in (statistics.median, min, max)
+            ]
+            for figure in found[0]
+        }
+        for method, found in runs.items()
+    }
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    here = str(Path(__file__).resolve().parents[1])
-    parser.add_argument("--trees", nargs="+", default=[here], help="checkouts, the old one first")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=4, help="of Llama 3.2 1B's 16")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
@@ -107,16 +101,15 @@ def main() -> None:
     if args.run:
         print(json.dumps(measure(*args.run)))
         return
+    exit_on_sigterm()
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
         write_shape(folder, args.layers)
         names = {"SmolLM2-135M": "smollm2-135m"}
         names[f"Llama 3.2 1B's shape, {args.layers} layers"] = folder
         for name, model in names.items():
-            for method in args.methods:
-                row = compared(model, method, args.trees, args.rounds, args.dtype)
-                rows[f"{name}, {method}"] = row
-                print(name, method, json.dumps(row), flush=True)
+            rows[name] = compared(model, args.rounds, args.dtype)
+            print(name, json.dumps(rows[name]), flush=True)
     report = {"rows": rows, "rounds": args.rounds, "dtype": args.dtype, "versions": versions()}
     if args.output:
         args.output.write_text(json.dumps(report, indent=1) + "\n")

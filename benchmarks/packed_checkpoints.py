@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.ending import exit_on_sigterm
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.report import versions
 from nanoengine.config.engine import GIB
@@ -202,6 +203,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    exit_on_sigterm()
     if args.of:
         print(json.dumps(measure(*args.of)))
         return

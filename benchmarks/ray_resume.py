@@ -24,6 +24,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.ending import exit_on_sigterm
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.report import versions
 from nanoengine.errors import EngineError
@@ -269,6 +270,7 @@ def main() -> None:
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    exit_on_sigterm()
     if args.job:
         run_job(args)
         return

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import Peer, given_peers, peer_argument
+from benchmarks.ending import exit_on_sigterm
 from nanoengine.bench.report import versions
 from nanoengine.errors import EngineError
 from nanoengine.loading.find_model import resolve_model
@@ -217,6 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         add(f"--{name}", type=int, default=size)
     add("--output", type=Path, required=True)
     args = parser.parse_args(argv)
+    exit_on_sigterm()
     folder = resolve_model(args.model)
     vocab_size = read_model_config(folder).vocab_size
     servers = [ours(args)]

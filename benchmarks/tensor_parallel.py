@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from benchmarks.ending import exit_on_sigterm
 from benchmarks.plan_check import SHAPES, SMOLLM2, model_of
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.report import versions
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--way", choices=(ONE, SHARED, GLOO), help=argparse.SUPPRESS)
     parser.add_argument("--format", default="auto", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    exit_on_sigterm()
     if args.way:
         print(json.dumps(measured(args)))
         return

@@ -2,9 +2,10 @@
 
     python benchmarks/proofs/mutants.py [NAME ...] [--jobs N]
 
-The head of a patch says what it breaks, which tests must notice and with what message (a regular
-expression). The unpatched copy must pass those tests first. Prints a table; exit code 1 if a mutant
-survives, fails for another reason, or does not apply. One whose tests are skipped is not tried.
+The head of a patch says what it breaks, which tests must notice (an id with spaces in quotes) and
+with what message (a regular expression). The unpatched copy must pass those tests first. Prints a
+table; exit code 1 if a mutant survives, fails for another reason, or does not apply. One whose
+tests are skipped is not tried.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -41,7 +43,7 @@ class Mutant:
     @classmethod
     def read(cls, path: Path) -> Mutant:
         head = dict(re.findall(r"^(Breaks|Tests|Fails with): (.*)$", path.read_text(), re.M))
-        return cls(path, head["Breaks"], tuple(head["Tests"].split()), head["Fails with"])
+        return cls(path, head["Breaks"], tuple(shlex.split(head["Tests"])), head["Fails with"])
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._this = this
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """PyTorch would import its compiler at the first step, for more than a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -46,9 +46,9 @@ enum { TILE = 64, SEG = 256 };
 enum { FEW = 4, SOME = 24 }; /* queries of an entry: see is_split */
 enum { WINDOW_BYTES = 512 << 10 }; /* of decode partials, a thread: they are merged from L2 */
 #if LANES == 16
-enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4 }; /* register blocks: 3 * 8 sums in 32 registers */
+enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4, ROWS = 6 }; /* register blocks: 24 sums in 32 registers */
 #else
-enum { KEYS = 4, DIMS = 4, DVEC = 2, SVECS = 2 }; /* 3 * 4 in 16 */
+enum { KEYS = 4, DIMS = 4, DVEC = 2, SVECS = 2, ROWS = 4 }; /* up to 12 in 16 */
 #endif
 enum { RVECS = 3, TILE_VECS = 2 }; /* in prefill, row vectors of a block of registers, of matrix tiles */
 enum { ROWS_PER_ITEM = 8 * RVECS * LANES, GROUPS = ROWS_PER_ITEM / LANES };
@@ -187,7 +187,7 @@ INLINE vf add_product(vf sum, vf a, vf b, const int mode) {
  * a query two floats. */
 INLINE void key_scores(const float *keys, const char *q, int64_t q_bytes, int64_t words, float *scores,
                        soon_t *soon, const int rows, const int vecs, const int mode) {
-    vf s[4][SVECS] = {0};
+    vf s[ROWS][SVECS] = {0};
     for (int64_t w = 0; w < words; w++) {
         if (w % LANES == 0) bring_some(soon);
         const float *at = (const float *)q + (mode == BF16_WIDE ? 2 * w : w);
@@ -218,16 +218,24 @@ INLINE void key_scores_rows(const float *keys, const char *q, int64_t q_bytes, i
     if (left) key_scores(keys, q, q_bytes, words, scores, soon, rows, 1, mode);
 }
 
+/* How many of `rows` are multiplied at once; the last two times about as many. */
+INLINE int64_t rows_at_once(int64_t rows) {
+    return rows <= ROWS ? rows : rows < 2 * ROWS ? (rows + 1) / 2 : ROWS;
+}
+/* `call` with r = `rows`, of 1 to ROWS, as a constant. */
+#define FOR_ROWS(rows, call)                                                                        \
+    UNROLL for (int r = 1; r <= ROWS; r++)                                                          \
+        if (r == rows) call;
+
 /* Scores of n keys for the `rows` rows of a head. A sum runs over the words of head_dim in order, as in
  * prefill: so the keys are turned, and lanes run along them. */
 #define DECODE_SCORES(name, mode)                                                                   \
     static void name(const float *keys, const char *q, int64_t q_bytes, int64_t words,              \
                      float *scores, int n, soon_t *soon, int64_t rows) {                            \
-        for (; rows >= 4; rows -= 4, q += 4 * q_bytes, scores += 4 * TILE)                          \
-            key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 4, mode);                           \
-        if (rows == 3) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 3, mode);                \
-        else if (rows == 2) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 2, mode);           \
-        else if (rows == 1) key_scores_rows(keys, q, q_bytes, words, scores, n, soon, 1, mode);           \
+        for (int64_t some; rows > 0; rows -= some, q += some * q_bytes, scores += some * TILE) {    \
+            some = rows_at_once(rows);                                                              \
+            FOR_ROWS(some, key_scores_rows(keys, q, q_bytes, words, scores, n, soon, r, mode))      \
+        }                                                                                           \
     }
 DECODE_SCORES(scores_in_floats, F32)
 DECODE_SCORES(scores_in_pairs, BF16_PAIRS)
@@ -286,13 +294,13 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
                           const float *alpha, const char *soon, int64_t d, int64_t left,
                           const int rows, const int vecs, int mode) {
     enum { MAX = 4 };
-    vf a[4][2 * MAX];
+    vf a[ROWS][2 * MAX];
     const int outs = mode == BF16_PAIRS ? 2 * vecs : vecs;
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int j = 0; j < outs; j++) a[r][j] = load(acc[r] + d + j * LANES) * alpha[r];
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < n; i += 2) {
-            prefetch(soon + i * 64 * vecs, 128 * vecs);
+            if (soon) prefetch(soon + i * 64 * vecs, 128 * vecs);
             const char *v0 = v + i * v_stride + 2 * d, *v1 = i + 1 < n ? v0 + v_stride : v0;
             UNROLL for (int j = 0; j < vecs; j++) {
                 vf x = load_bf16(v0 + 64 * j, left - 32 * j), y = load_bf16(v1 + 64 * j, left - 32 * j);
@@ -308,7 +316,7 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
         const int size = mode == F32 ? 4 : 2;
         for (int i = 0; i < n; i++) {
             UNROLL for (int j = 0; j < vecs; j++) {
-                prefetch(soon + (i * vecs + j) * LANES * size, LANES * size);
+                if (soon) prefetch(soon + (i * vecs + j) * LANES * size, LANES * size);
                 vf x = load_f32(v + i * v_stride + size * (d + j * LANES), left - j * LANES, mode);
                 UNROLL for (int r = 0; r < rows; r++)
                     a[r][j] = fused(x, splat(probs[r * TILE + i]), a[r][j]);
@@ -326,20 +334,15 @@ INLINE void decode_values_rows(const char *v, int64_t v_stride, int n, const flo
     const int64_t size = mode == F32 ? 4 : 2, step = vecs * wide;
     int64_t d = 0;
     for (; d + step <= dim; d += step)
-        decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, step, rows, vecs, mode);
+        decode_values(v, v_stride, n, probs, acc, alpha, soon ? soon + n * size * d : 0, d, step, rows, vecs, mode);
     for (; d < dim; d += wide)
-        decode_values(v, v_stride, n, probs, acc, alpha, soon + n * size * d, d, dim - d, rows, 1, mode);
+        decode_values(v, v_stride, n, probs, acc, alpha, soon ? soon + n * size * d : 0, d, dim - d, rows, 1, mode);
 }
 
 #define DECODE_VALUES(name, mode)                                                                   \
     static void name(const char *v, int64_t v_stride, int n, const float *probs, float **acc,       \
-                     const float *alpha, const char *soon, int64_t dim, int rows) {                 \
-        switch (rows) {                                                                             \
-        case 1: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 1, mode); break;   \
-        case 2: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 2, mode); break;   \
-        case 3: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 3, mode); break;   \
-        default: decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, 4, mode);         \
-        }                                                                                           \
+                     const float *alpha, const char *soon, int64_t dim, int64_t rows) {             \
+        FOR_ROWS(rows, decode_values_rows(v, v_stride, n, probs, acc, alpha, soon, dim, r, mode))   \
     }
 DECODE_VALUES(values_f32, F32)
 DECODE_VALUES(values_wide, BF16_WIDE)
@@ -372,8 +375,8 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
     const int64_t stride = partial_stride(dim), q_bytes = ceil_div(dim, 32) * 32 * 4;
     const int whole = head1 - head0 == a->kv_heads; /* else others read the rest: leave it to them */
     const int64_t words = ceil_div(size * dim, 4), steps = ceil_div(words, LANES);
-    /* Of a head: blocks of words to turn, and to multiply for 4 rows at a time; rows. */
-    const int64_t calls = (head1 - head0) * (steps * (TILE / LANES + ceil_div(rows, 4)) + rows);
+    /* Of a head: blocks of words to turn, and to multiply for some rows at a time; rows. */
+    const int64_t calls = (head1 - head0) * (steps * (TILE / LANES + ceil_div(rows, ROWS)) + rows);
     float *keys = (float *)scratch, *probs = keys + TILE * (q_bytes / 4), *alpha = probs + all * TILE;
     char *q = (char *)(alpha + ceil_div(all, LANES) * LANES);
     float *state[all];
@@ -409,10 +412,12 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
         }
         for (int64_t h = head0; h < head1; h++) { /* while V is read, the next K */
             const char *vh = v + h * width, *soon = next + (h - head0) * TILE * width;
-            for (int64_t i = (h - head0) * rows, end = i + rows; i < end; i += 4) {
+            int64_t i = (h - head0) * rows, some;
+            for (const int64_t end = i + rows; i < end; i += some, soon = 0) {
+                some = rows_at_once(end - i);
                 float *p = probs + i * TILE, **s = state + i, *f = alpha + i;
                 (mode == F32 ? values_f32 : mode == BF16_WIDE ? values_wide : values_pairs)(
-                    vh, key_stride, n, p, s, f, soon, dim, min64(4, end - i));
+                    vh, key_stride, n, p, s, f, soon, dim, some);
             }
         }
     }

@@ -76,7 +76,10 @@ def some_batch(lengths: tuple[list[int], list[int]] = LENGTHS, **settings: Any) 
     return batch
 
 
-@pytest.mark.parametrize("block_size, softcap", [(16, None), (48, 3.0), (256, None)])
+@pytest.mark.parametrize(
+    "block_size, softcap",
+    [(16, None), (48, 3.0), pytest.param(256, None, marks=pytest.mark.breadth)],
+)
 def test_against_float64(make: Make, block_size: int, softcap: float | None) -> None:
     """Ragged batches, in one chunk and in many."""
     batch = some_batch(FEW, block_size=block_size)
@@ -86,7 +89,10 @@ def test_against_float64(make: Make, block_size: int, softcap: float | None) -> 
         assert_mass(mass, batch, 2e-5, softcap)
 
 
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize(
+    "group",
+    [1, 3, 8, *(pytest.param(group, marks=pytest.mark.breadth) for group in (2, 4, 5, 6, 7))],
+)
 def test_every_size_of_group(make: Make, group: int) -> None:
     """One query and several of two KV heads."""
     batch = some_batch(([1, 3], [30, 140]), block_size=48, group=group, kv_heads=2, head_dim=16)

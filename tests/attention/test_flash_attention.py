@@ -275,11 +275,12 @@ BATCHES: dict[str, Lengths] = {
 }
 
 
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 8), marks=pytest.mark.breadth)])
 @pytest.mark.parametrize("longest", [1, 2, 100])
 @pytest.mark.parametrize("name", BATCHES)
-def test_equals_dense_attention(name: str, longest: int) -> None:
+def test_equals_dense_attention(name: str, longest: int, seeds: range) -> None:
     """However the blocks are cut into chunks of two pools; `longest`: blocks of a span."""
-    for seed in range(6):
+    for seed in seeds:
         batch = make_batch(BATCHES[name], seed)
         got = run(batch, longest)
         assert got.dtype == torch.float32

@@ -45,7 +45,10 @@ def run(
     return backend.run(0, batch.q, context_of(batch, chunks, mass), sinks)[:-1]
 
 
-@pytest.mark.parametrize("window, softcap", [(None, None), (40, 3.0), (7, None)])
+@pytest.mark.parametrize(
+    "window, softcap",
+    [(None, None), (40, 3.0), pytest.param(7, None, marks=pytest.mark.breadth)],
+)
 def test_backends_against_float64(make: Make, window: int | None, softcap: float | None) -> None:
     """In one chunk and in many; a call without sinks afterwards knows nothing of them."""
     batch = some_batch()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -48,6 +50,33 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     ):
         pass
     assert time.perf_counter() - start < 10
+
+
+ENDED = """
+import sys, threading
+from pathlib import Path
+from benchmarks.ending import exit_on_sigterm
+from benchmarks.servers import Server, running
+exit_on_sigterm()
+toy = Server("toy", lambda port: [sys.executable, "-c", sys.argv[2], str(port)], {})
+with running(toy, Path(sys.argv[1])) as (_, pid, _):
+    print(pid, flush=True)
+    threading.Event().wait()
+"""
+
+
+def test_sigterm_leaves_no_server(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDED, str(tmp_path / "log"), LATE]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as benchmark:
+        try:
+            server_pid = int(benchmark.stdout.readline())
+            benchmark.terminate()
+            assert benchmark.wait(30) == 128 + signal.SIGTERM
+        finally:
+            benchmark.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(server_pid, 0)
 
 
 def test_ratios_are_of_the_same_round() -> None:

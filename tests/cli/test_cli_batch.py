@@ -319,7 +319,6 @@ def test_short_answers_do_not_wait_for_a_long_prompt(
 # Children of one process that has imported torch: a start of Python for each would take seconds.
 CHILD = """
 import os, sys, time
-import torch._dynamo  # which every child would import at its first step
 from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 step = LLMEngine.step

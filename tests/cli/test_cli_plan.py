@@ -248,7 +248,10 @@ def test_measure_runs_steps_and_remembers_them(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of smaller shapes than a user's."""
+    """Of smaller shapes than a user's, on a machine that may be busy."""
+    monkeypatch.setattr(probe, "is_taken", lambda waiting: False)
+    monkeypatch.setattr(probe, "BUDGET_S", 60.0)
+    monkeypatch.setattr(probe, "NUM_ROUNDS", 1)
     small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 1}
     small |= {"num_key_value_heads": 1, "vocab_size": 128}
     monkeypatch.setattr(measure, "THIN", measure.THIN | small | {"num_hidden_layers": 4})

@@ -26,6 +26,8 @@ with LLM(sys.argv[2], device="cpu", dtype="float32", kvcache_block_size=8, num_g
 # An editable install would lend the parts that were deleted.
 ours = [module.__file__ for name, module in sys.modules.items() if name.startswith("nanoengine")]
 assert all(file.startswith(sys.argv[1]) for file in ours), ours
+# PyTorch's compiler is more than a second at the first step of every process.
+assert "torch._dynamo" not in sys.modules
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from nanoengine import LLM, SamplingParams
 from nanoengine.config.engine import GIB
 from nanoengine.devices.cpu import CpuDevice
 from nanoengine.engine.llm_engine import LLMEngine
@@ -67,7 +69,7 @@ def test_the_probe_reads_what_it_fills(
     settings = {"device": "cpu", "dtype": "float32", "kvcache_block_size": 8, "num_gpu_blocks": 4}
     streams = {"enable_cpu_offload": True, "offload_mode": "stream", "kv_offload_gib": 0.01}
     made = LLMEngine(tiny("llama"), max_model_len=72, **settings, **streams)
-    resident, *_, streamed = moved
+    _first, resident, *_, streamed = moved
     assert resident == 0 and 10 * 8 < streamed <= 10 * 8 + 1
     made.close()
 
@@ -113,7 +115,44 @@ def test_without_time_it_measures_each_size_once(
         made = LLMEngine(tiny("llama"), **TIERS)
         assert made.plan.decode_tokens_per_s > 0 and made.plan.stream_blocks_per_step
         made.close()
-    assert num_steps == [3 * 3 * 10, 3]
+    assert num_steps == [1 + 3 * 3 * 10, 1 + 3]
+
+
+def test_what_only_the_first_step_takes_is_no_speed(
+    whole_probe: None, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is far over the budget; steps of the tiny model take a millisecond."""
+    left, launch = [0.5], ModelRunner.launch
+
+    def launched(runner: ModelRunner, batch: ScheduledBatch) -> object:
+        time.sleep(left.pop() if left else 0)
+        return launch(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "launch", launched)
+    monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.0)
+    monkeypatch.setattr(probe, "BUDGET_S", 0.1)
+    with LLM(tiny("llama"), **TIERS) as llm:
+        assert not left and llm.llm_engine.decode_costs.step_s < 0.25
+
+
+@pytest.mark.slow
+def test_it_predicts_what_requests_get() -> None:
+    """Within a factor of two, KV on both tiers; in turns, the best of each, as it may be busy."""
+    text, params = [5] * 1500, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    settings = {"enable_cpu_offload": True, "num_gpu_blocks": 3, "kv_offload_gib": 0.24}
+    with LLM("smollm2-135m", device="cpu", speculative="off", **settings) as llm:
+        engine, predicted, found = llm.llm_engine, [], []
+        for _ in range(3):
+            waiting = probe.WaitingShare()
+            engine.kv.reset_prefix_cache()
+            costs = probe.measure_decode(engine.runner, engine.kv, engine.device, 6, waiting)
+            assert costs is not None
+            predicted.append(costs.tokens_per_s(num_blocks=6, device_blocks=3))
+            times = [0.0]
+            for _ in llm.stream(text, params):
+                times.append(time.perf_counter())
+            found.append(11 / (times[-1] - times[-12]))
+    assert 0.5 < max(predicted) / max(found) < 2
 
 
 def test_it_says_what_it_does_and_can_be_left_out(
@@ -141,7 +180,11 @@ def test_it_says_what_it_does_and_can_be_left_out(
 
 @pytest.mark.parametrize(("share", "is_slowed"), [(0.05, False), (0.3, True)])
 def test_on_a_busy_machine_a_speed_is_a_lower_bound(
-    tiny: Callable[[str], Path], share: float, is_slowed: bool, monkeypatch: pytest.MonkeyPatch
+    whole_probe: None,
+    tiny: Callable[[str], Path],
+    share: float,
+    is_slowed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe.WaitingShare, "now", lambda self: share)
     made = LLMEngine(tiny("llama"), **TIERS)
@@ -152,12 +195,15 @@ def test_on_a_busy_machine_a_speed_is_a_lower_bound(
 
 
 def test_on_a_busy_machine_it_gives_up_when_the_time_is_over(
-    tiny: Callable[[str], Path], num_steps: list[int], monkeypatch: pytest.MonkeyPatch
+    whole_probe: None,
+    tiny: Callable[[str], Path],
+    num_steps: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probe.WaitingShare, "now", lambda self: 0.3)
     monkeypatch.setattr(probe, "BUDGET_S", 0.0)
     made = LLMEngine(tiny("llama"), **TIERS)
-    assert num_steps == [0] and made.decode_costs is None
+    assert num_steps == [1] and made.decode_costs is None
     assert "speed        not measured, as other programs use the processor" in str(made.plan)
     assert made.plan.stream_blocks_per_step == (32 << 20) // made.plan.kv.host_block_bytes
     made.close()
