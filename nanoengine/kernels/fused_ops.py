@@ -204,6 +204,9 @@ class PackedOps(KernelOps):
     ) -> tuple[Tensor, Tensor]:
         return self._products.route(config, logits, choice_bias)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._cpu_kernels.tape.call(super().copy, (target, source))
+
     def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
         self._cpu_kernels.add(x, summand)
         return x

@@ -103,6 +103,10 @@ class LayerOps(Protocol):
         """As experts.route, of what `router` gives."""
         ...
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """target = source, in place; both may have strides."""
+        ...
+
     def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
         """x += summand, in place, and x; both are contiguous and of one dtype."""
         ...

@@ -116,6 +116,9 @@ class TorchOps:
 
         return run
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
     def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
         return x.add_(summand)
 

@@ -100,6 +100,9 @@ class ShardedOps:
     ) -> tuple[Tensor, Tensor]:
         return self._ops.route(config, logits, choice_bias)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._ops.copy(target, source)
+
     def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
         return self._ops.accumulate(x, summand)
 
