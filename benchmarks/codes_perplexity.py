@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.compare import write_as
+from benchmarks.gguf_files import write_as
 from benchmarks.quantization import TEXT, perplexity
 from nanoengine.api.llm import LLM
 from nanoengine.bench.report import versions

@@ -1,8 +1,7 @@
 """`bench.py compare`: runs nanoengine and other engines in turn on one workload, a process each.
 
-Owns the workloads, the rounds and the result rows; also `bench.py write-gguf`, which writes the
-model file that two of the peers read. peers.py sets up an engine in that engine's own process;
-limits.py measures what the machine can do at best.
+Owns the workloads, the rounds and the result rows. peers.py sets up an engine in that engine's own
+process; limits.py measures what the machine can do at best.
 """
 
 from __future__ import annotations
@@ -24,10 +23,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.limits import Model, measure_limits, rounded, share_of_limits
+from benchmarks.gguf_files import weights_of
+from benchmarks.limits import (
+    WEIGHT_BYTES,
+    Model,
+    measure_limits,
+    rounded,
+    share_of_limits,
+    stored_bytes,
+)
 from benchmarks.peers import Work
 from nanoengine.errors import ConfigError, EngineError
 from nanoengine.loading.find_model import resolve_model
@@ -47,8 +53,6 @@ SIXTEEN_BITS = ("BF16", "F16")
 KV_GIB = 2
 MAX_MODEL_LEN = 8192
 STDERR_CHARS = 2000
-# These keys are replaced, or set by the GGUF writer itself.
-GGUF_KEYS_OF_OURS = ("general.architecture", "general.file_type", "general.quantization_version")
 
 
 class WorkerError(EngineError):
@@ -84,7 +88,14 @@ WORKS = {
         engines=(OURS, "vllm", "openvino"),
     ),
     "startup": Kind("seconds", (1, 8, 8, 1, 1), is_warm=False),
+    # For models of 1B and more, which take long.
+    "short-single": Kind("output_tokens_per_s", (1, 64, 64, 64, 64)),
+    "short-prefill": Kind("input_tokens_per_s", (1, 1024, 1024, 1, 1)),
+    "short-batch": Kind("output_tokens_per_s", (8, 64, 256, 48, 48), engines=BATCHING),
 }
+
+
+KV_NAMES = {"bfloat16": "bf16", "float32": "f32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +111,23 @@ class Peer:
 
     @property
     def precision(self) -> str:
-        """Precision of weights and KV, as text."""
-        return f"weights {self.weights}, KV {'u8' if self.kv == 'default' else self.kv}"
+        """Precision of weights and KV, as text, and of activations if it is less."""
+        text = f"weights {self.weights}, KV {'u8' if self.kv == 'default' else self.kv}"
+        is_exact = self.kind == OURS or (self.kind == "openvino" and self.kv != "default")
+        if is_exact or self.weights in SIXTEEN_BITS:
+            return text
+        return text + ", activations of 8 bits"
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether it computes at nanoengine's precision, which a ratio needs."""
-        return self.weights in SIXTEEN_BITS and self.kv == "bf16"
+    def with_kv(self, kv: str) -> Peer:
+        """The same with KV in another type, if it is not to have its own choice."""
+        if self.kv == "default":
+            return self
+        return replace(self, kv=kv, name=self.name.replace(f"KV {self.kv}", f"KV {kv}"))
+
+    def is_equal(self, ours: Peer) -> bool:
+        """Whether weights and KV have nanoengine's precision, which a ratio needs."""
+        both = {self.weights, ours.weights}
+        return self.kv == ours.kv and (len(both) == 1 or both <= set(SIXTEEN_BITS))
 
 
 def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
@@ -117,20 +138,21 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
     precision differ; `note` gives the reason. If an engine fails, its row has `error` and the other
     engines go on.
     """
-    folder = resolve_model(args.model)
+    folder = resolve_model(args.model, keeps_codes=args.weights == "stored")
     config = read_model_config(folder)
-    peers = [Peer(OURS, OURS, sys.executable, args.model), *given_peers(args.peer, folder)]
+    ours = own_peer(args.model, args.weights, KV_NAMES[args.dtype])
+    given = given_peers(args.peer, folder)
+    peers = [ours, *(peer.with_kv(ours.kv) for peer in given)]
     kind = _rehearsal(WORKS[args.work]) if args.rehearsal else WORKS[args.work]
     work = make_work(kind, args, config.vocab_size, make_workload)
     able = [peer for peer in peers if peer.kind in kind.engines]
     load = os.getloadavg()[0]
-    limits = measure_limits(args.num_threads)
+    limits = measure_limits(args.num_threads, dtype=getattr(torch, args.dtype))
     runs = run_rounds(able, work, args.rounds, args.timeout_s, discard=not kind.is_warm)
-    rows = [
-        row
-        for part in kind.parts
-        for row in make_rows(kind, part, able, runs, Model(config, kind.prefix, limits))
-    ]
+    weight_bytes = WEIGHT_BYTES if args.weights == "numbers" else stored_bytes(folder, config)
+    kv_bytes = float(getattr(torch, args.dtype).itemsize)
+    model = Model(config, kind.prefix, limits, weight_bytes, kv_bytes)
+    rows = [row for part in kind.parts for row in make_rows(kind, part, able, runs, model)]
     rows += [
         {"engine": p.name, "note": "not run: cannot do this work"} for p in peers if p not in able
     ]
@@ -145,6 +167,8 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
             "input_tokens": sum(map(len, work.prompts)),
             "output_tokens": sum(work.max_tokens),
             "kv_gib": KV_GIB,
+            "dtype": args.dtype,
+            "weights": ours.weights,
         },
         "machine": {
             "cpu": _cpu_name(),
@@ -167,6 +191,16 @@ def _best_peers(rows: Iterable[Row]) -> dict[str, str]:
         ):
             best[part] = row
     return {part: row["engine"] for part, row in best.items()}
+
+
+def own_peer(model: str, weights: str, kv: str) -> Peer:
+    """Ourselves. Raises ConfigError if `weights` are "stored" and the model is no GGUF."""
+    if weights == "numbers":
+        return Peer(OURS, OURS, sys.executable, model, kv=kv)
+    path = packaged_gguf(model) if model == DEMO_MODEL else Path(model)
+    if not path.is_file():
+        raise ConfigError(f"--weights stored: {model!r} is no GGUF; give one, or --weights numbers")
+    return Peer(OURS, OURS, sys.executable, model, weights_of(path), kv)
 
 
 def parse_peer(text: str) -> list[Peer]:
@@ -201,7 +235,7 @@ def parse_peer(text: str) -> list[Peer]:
 
 
 def _peers_with_file(kind: str, python: str, file: Path) -> list[Peer]:
-    weights = _weights_of(file)
+    weights = weights_of(file)
     name = f"{kind} {weights}"
     if kind == "openvino":
         return [
@@ -233,17 +267,6 @@ def peer_argument(text: str) -> list[Peer]:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def _weights_of(path: Path) -> str:
-    """The type of most weights in a GGUF file, from its metadata: "BF16", "Q4_1"."""
-    import gguf  # 0.3 s, and only for peers that read such a file
-
-    try:
-        field = gguf.GGUFReader(path).fields["general.file_type"]
-        return gguf.LlamaFileType(field.contents()).name.removeprefix("MOSTLY_")
-    except (ValueError, KeyError, IndexError) as error:
-        raise ConfigError(f"{path} does not say what its weights are: {error}") from error
-
-
 def _rehearsal(kind: Kind) -> Kind:
     """The same workload with tiny sizes."""
     shape = (min(kind.shape[0], 2), *(max(1, length // 16) for length in kind.shape[1:]))
@@ -271,7 +294,9 @@ def make_work(
         kv_gib=KV_GIB,
         max_model_len=MAX_MODEL_LEN,
         prefix_caching=kind.prefix > 0,
-        kv="bf16",
+        kv=KV_NAMES[args.dtype],
+        dtype=args.dtype,
+        keeps_codes=args.weights == "stored",
     )
 
 
@@ -391,7 +416,7 @@ def make_rows(
             continue
         row = head | _measured(kind, part, own)
         if peer.kind != OURS:
-            row |= _against(kind, part, peer, ours, own)
+            row |= _against(kind, part, peer, peers[0], ours, own)
         elif kind.is_warm:
             row |= share_of_limits([said["parts"][part] for said in own], model)
         rows.append(row)
@@ -424,14 +449,16 @@ def _figure(kind: Kind, part: str, said: Row) -> float:
     return float(sum(map(len, run["outputs"])) / run["seconds"])
 
 
-def _against(kind: Kind, part: str, peer: Peer, ours: list[Row] | str, own: list[Row]) -> Row:
+def _against(
+    kind: Kind, part: str, peer: Peer, mine: Peer, ours: list[Row] | str, own: list[Row]
+) -> Row:
     """The ratio to nanoengine with its spread, or the reason for leaving it out."""
     if isinstance(ours, str):
         return {"note": f"no ratio: {OURS} failed"}
     if counts := _different_counts(part, ours, own):
         return {"note": f"no ratio: {counts}"}
     note = _agreement(part, ours[0], own[0])
-    if not peer.is_equal:
+    if not peer.is_equal(mine):
         return {"note": f"no ratio: not at equal precision; {note}"}
     pairs = [
         (_figure(kind, part, a), _figure(kind, part, b)) for a, b in zip(ours, own, strict=True)
@@ -496,53 +523,6 @@ def _words(spread: Row | None) -> str:
     return "-" if spread is None else "{median:g} ({min:g}-{max:g})".format(**spread)
 
 
-def write_gguf(args: argparse.Namespace) -> Row:
-    """Write the GGUF `source` with its matrices as bf16 or f16, for peers at equal precision.
-
-    Every weight is rounded to bf16 first, as in nanoengine, so all engines have the same numbers.
-    Vectors stay float32, as llama.cpp needs them. Raises ConfigError if there is no source.
-    """
-    source = _source_gguf(args.source)
-    if args.dtype == "stored":
-        shutil.copyfile(source, args.out)
-    else:
-        write_as(source, Path(args.out), {"bf16": "BF16", "f16": "F16"}[args.dtype])
-    return {"file": args.out, "dtype": args.dtype, "bytes": Path(args.out).stat().st_size}
-
-
-def write_as(source: Path, out: Path, kind: str) -> None:
-    """Write a GGUF again with its matrices in a format (ggml's name) that gguf can make."""
-    import gguf  # 0.3 s, and only for this command
-
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if field.name.startswith("GGUF.") or field.name in GGUF_KEYS_OF_OURS:
-            continue
-        sub_type = field.types[-1] if len(field.types) > 1 else None
-        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
-    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
-    for tensor in reader.tensors:
-        values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
-        rounded = torch.from_numpy(values).bfloat16().float().numpy()
-        stored = gguf.GGMLQuantizationType[kind if len(tensor.shape) > 1 else "F32"]
-        writer.add_tensor(tensor.name, gguf.quants.quantize(rounded, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _source_gguf(source: str | None) -> Path:
-    """The given file, or the demo model's."""
-    found = Path(source) if source is not None else packaged_gguf(DEMO_MODEL)
-    if not found.is_file():
-        raise ConfigError(
-            f"there is no file {source!r} to take the weights from; give a GGUF with --source"
-        )
-    return found
-
-
 def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[[], Row]) -> None:
     """Add this module's subcommands. make_workload comes from nanoengine/bench/main.py."""
     formatter = argparse.ArgumentDefaultsHelpFormatter
@@ -557,15 +537,17 @@ def add_commands(commands: Any, make_workload: MakeWorkload, versions: Callable[
     sub.add_argument("--rounds", type=int, default=5, help="times each engine runs")
     sub.add_argument("--rehearsal", action="store_true", help="tiny sizes, to test that all run")
     sub.add_argument("--model", default=DEMO_MODEL, help="folder, .gguf file or smollm2-135m")
+    sub.add_argument(
+        "--weights",
+        choices=("numbers", "stored"),
+        default="numbers",
+        help="of 16 bits; or the codes of the GGUF --model, for peers that read such files",
+    )
+    sub.add_argument(
+        "--dtype", choices=KV_NAMES, default="bfloat16", help="of KV and of what is computed"
+    )
     sub.add_argument("--seed", type=int, default=0, help="of prompts and lengths")
     cores = len(os.sched_getaffinity(0))
     sub.add_argument("--num-threads", type=int, default=cores, help="CPU threads of every engine")
     sub.add_argument("--timeout-s", type=float, default=1800, help="for one engine in one round")
     sub.add_argument("--json", metavar="FILE", help="also write the result here, indented")
-    sub = commands.add_parser(
-        "write-gguf", help="a model file for peers that read GGUF", formatter_class=formatter
-    )
-    sub.set_defaults(run=write_gguf, json=None)
-    sub.add_argument("--dtype", choices=("bf16", "f16", "stored"), default="bf16", help="of OUT")
-    sub.add_argument("--source", metavar="GGUF", help="weights; the demo model's without it")
-    sub.add_argument("out", metavar="OUT", help="the file to write")

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ import torch
 from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import CpuDevice
 
+WEIGHT_BYTES = 2.0  # of a parameter as a number: float32 ones that bf16 holds are kept so
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Measured limits of the machine: plain reads from memory, bf16 matrix products."""
+    """Measured limits of the machine: plain reads from memory, matrix products."""
 
     read_gb_per_s: float
     matmul_gflop_per_s: float
@@ -28,11 +31,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Inputs of the share of the limit. prefix: tokens that all prompts begin with."""
+    """Inputs of the share of the limit. prefix: tokens that all prompts begin with. weight_bytes,
+    kv_bytes: of a parameter, and of a number of KV.
+    """
 
     config: ModelConfig
     prefix: int
     limits: Limits
+    weight_bytes: float = WEIGHT_BYTES
+    kv_bytes: float = 2.0
 
 
 def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, Any]:
@@ -40,9 +47,9 @@ def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, A
 
     P: parameters of all linear layers but the head, H: of the head. Prefill computes each prompt
     token that is not cached, 2 P FLOP, and the head once a request, 2 H. Then step i decodes every
-    request that wants more than i tokens: 2 (P + H) FLOP each. It reads all P + H weights once, 2
-    bytes each, and the K and V of every context (a shared prefix once). Attention adds 4 x layers x
-    heads x head_dim FLOP for each token of context. With B bytes and F FLOP a second:
+    request that wants more than i tokens: 2 (P + H) FLOP each. It reads all P + H weights once,
+    model.weight_bytes each, and the K and V of every context (a shared prefix once). Attention adds
+    4 x layers x heads x head_dim FLOP for each token of context. With B bytes and F FLOP a second:
 
         least seconds = prefill FLOP / F + sum over steps of max(bytes / B, FLOP / F)
         share_of_limit = least seconds / elapsed
@@ -81,9 +88,9 @@ def decode_steps(model: Model, requests: Sequence[tuple[int, int]]) -> list[tupl
     for i in range(1, max((out for _, out in requests), default=0)):
         contexts = [num_in + i for num_in, out in requests if out > i]
         shared = model.prefix * (len(contexts) - 1)
-        kv = (sum(contexts) - shared) * config.kv_bytes_per_token(2)
+        kv = (sum(contexts) - shared) * config.kv_bytes_per_token(1) * model.kv_bytes
         flop = len(contexts) * 2 * (layers + head) + sum(contexts) * _attention_flop(config)
-        steps.append((2.0 * (layers + head) + kv, float(flop)))
+        steps.append((model.weight_bytes * (layers + head) + kv, float(flop)))
     return steps
 
 
@@ -106,18 +113,29 @@ def _num_parameters(config: ModelConfig) -> tuple[int, int]:
     return config.num_layers * (attention + mlp), hidden * config.vocab_size
 
 
-def measure_limits(num_threads: int, num_bytes: int = 512 << 20, size: int = 2048) -> Limits:
+def stored_bytes(folder: Path, config: ModelConfig) -> float:
+    """Bytes of a parameter in the safetensors files of a folder, packed codes among them."""
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return num_bytes / sum(_num_parameters(config))
+
+
+def measure_limits(
+    num_threads: int,
+    num_bytes: int = 512 << 20,
+    size: int = 2048,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Limits:
     """Measure both limits as the best of several rounds of plain torch operators.
 
     Reads: sum, max and products with a vector over `num_bytes` of float32, too many for any cache,
-    in large pages where the system has them (1.5 times as fast here). Products: square bf16
-    matrices of `size`.
+    in large pages where the system has them (1.5 times as fast here). Products: square matrices of
+    `size` in `dtype`.
     """
     before = torch.get_num_threads()
     memory = CpuDevice(num_threads).empty_host((num_bytes // 4,), torch.float32).fill_(1.0)
     rows, vector = memory.view(-1, 1024), torch.ones(1024)
     read_s = min(_best_s(memory.sum), _best_s(memory.max), _best_s(lambda: rows @ vector))
-    matrix = torch.randn(size, size).bfloat16()
+    matrix = torch.randn(size, size).to(dtype)
     matmul_s = _best_s(lambda: matrix @ matrix)
     torch.set_num_threads(before)
     return Limits(rounded(num_bytes / read_s / 1e9), rounded(2e-9 * size**3 / matmul_s))

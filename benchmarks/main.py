@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import compare, quantization, scaling, tiers
+from benchmarks import compare, gguf_files, quantization, scaling, tiers
 from nanoengine.bench.main import (
     add_commands,
     common_arguments,
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> None:
             common_arguments(sub)
             sub.set_defaults(run=functools.partial(_with_settings, measure))
     compare.add_commands(commands, workload, versions)
+    gguf_files.add_command(commands)
     run(parser.parse_args(argv))
 
 

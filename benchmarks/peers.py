@@ -27,7 +27,7 @@ from typing import Any, TextIO
 # (prompts, tokens to generate for each) -> (generated tokens, tokens found in a prefix cache)
 Generate = Callable[[list[list[int]], list[int]], tuple[list[list[int]], list[int]]]
 
-LLAMA_BF16 = 30  # GGML_TYPE_BF16
+LLAMA_TYPES = {"f32": 0, "bf16": 30}  # GGML_TYPE_F32, GGML_TYPE_BF16
 STARTED_AGAIN = "NANOENGINE_PEER_STARTED_AGAIN"
 # The step sizes that gave the fastest prefill; other settings are the engines' defaults.
 OPENVINO_TOKENS_A_STEP = 2048
@@ -37,8 +37,8 @@ OPENVINO_TOKENS_A_STEP = 2048
 class Work:
     """One workload from benchmarks/compare.py. `model` is what this kind of engine loads.
 
-    parts: names of equal runs over the prompts, one after the other. kv: "bf16", or "default" for
-    the engine's own choice.
+    parts: names of equal runs over the prompts, one after the other. kv: "bf16", "f32" or
+    "default", the engine's own choice. dtype: "bfloat16" or "float32". keeps_codes: of a GGUF file.
     """
 
     model: str
@@ -52,6 +52,8 @@ class Work:
     max_model_len: int
     prefix_caching: bool
     kv: str
+    dtype: str
+    keeps_codes: bool
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ def _nanoengine(work: Work) -> Engine:
     nanoengine = importlib.import_module("nanoengine")
     llm = nanoengine.LLM(
         work.model,
-        dtype="bfloat16",
-        quantization="none",  # as the peers' files in 16 bits
+        dtype=work.dtype,
+        quantization="gguf" if work.keeps_codes else "none",
         device="cpu",
         num_threads=work.num_threads,
         kv_cache_gib=work.kv_gib,
@@ -158,7 +160,7 @@ def _vllm(work: Work) -> Engine:
     vllm = importlib.import_module("vllm")
     llm = vllm.LLM(
         work.model,
-        dtype="bfloat16",
+        dtype=work.dtype,
         max_model_len=work.max_model_len,
         enable_prefix_caching=work.prefix_caching,
     )
@@ -207,7 +209,10 @@ def _transformers(work: Work) -> Engine:
     transformers = importlib.import_module("transformers")
     torch.set_num_threads(work.num_threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        work.model, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+        work.model,
+        dtype=getattr(torch, work.dtype),
+        attn_implementation="sdpa",
+        local_files_only=True,
     )
 
     def generate(
@@ -232,7 +237,8 @@ def _transformers(work: Work) -> Engine:
 
 def _llama_cpp(work: Work) -> Engine:
     llama_cpp = importlib.import_module("llama_cpp")
-    types = {"type_k": LLAMA_BF16, "type_v": LLAMA_BF16} if work.kv == "bf16" else {}
+    kv_type = LLAMA_TYPES.get(work.kv)
+    types = {} if kv_type is None else {"type_k": kv_type, "type_v": kv_type}
     llm = llama_cpp.Llama(
         work.model,
         n_ctx=work.max_model_len,
@@ -261,12 +267,15 @@ def _openvino(work: Work) -> Engine:
     scheduler.cache_size = work.kv_gib
     scheduler.max_num_batched_tokens = OPENVINO_TOKENS_A_STEP
     scheduler.enable_prefix_caching = work.prefix_caching
+    types = {"bf16": openvino.Type.bf16, "f32": openvino.Type.f32}
     properties = {
-        "INFERENCE_PRECISION_HINT": openvino.Type.bf16,
+        "INFERENCE_PRECISION_HINT": types["bf16" if work.dtype == "bfloat16" else "f32"],
         "INFERENCE_NUM_THREADS": work.num_threads,
     }
-    if work.kv == "bf16":
-        properties["KV_CACHE_PRECISION"] = openvino.Type.bf16
+    if work.kv in types:
+        properties["KV_CACHE_PRECISION"] = types[work.kv]
+        # Beside weights in codes it makes 8-bit integers of activations by default.
+        properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
     pipe = genai.ContinuousBatchingPipeline(work.model, scheduler, "CPU", properties)
 
     def generate(

@@ -1,4 +1,4 @@
-"""CallTape: records the C calls of a forward pass and replays them without the Python between.
+"""CallTape: records the calls of a forward pass and replays them without the Python between.
 
 The CPU's counterpart of a CUDA graph. Consecutive decode steps make the same calls on other
 numbers, and the Python between the calls costs a fifth of a step at batch 1: its code and data have
@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanoengine.context import ReplayKey
 from nanoengine.errors import EngineError
 
-CFunction = Callable[..., int | None]
+CFunction = Callable[..., int | None]  # of C, or a small one of PyTorch
 # Operators that compute nothing, so a replay can leave them out.
 _SHAPING = {"empty", "new_empty", "view", "split_with_sizes", "slice", "select", "unbind", "detach"}
 
 
 class CallTape:
-    """Makes C calls and records those of the last pass, with the tensors that they point to."""
+    """Makes calls and records those of the last pass, with the tensors that they point to."""
 
     def __init__(self) -> None:
         self._recording: _Pass | None = None
@@ -34,10 +34,15 @@ class CallTape:
 
         held: what the arguments point to. Raises EngineError.
         """
+        this = self._recording
+        if this is None:
+            _check(function(*args))
+            return
+        is_whole = this.is_whole
         _check(function(*args))
-        if self._recording is not None:
-            self._recording.calls.append((function, args))
-            self._recording.held.append(held)
+        this.is_whole = is_whole  # PyTorch may have computed in the call, which is recorded
+        this.calls.append((function, args))
+        this.held.append(held)
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         """As LayerOps.replay; forward() reads the tensors of `key` and nothing else that changes.
@@ -55,11 +60,10 @@ class CallTape:
     def _record(self, this: _Pass, forward: Callable[[], Tensor]) -> Tensor:
         self._last, self._recording = None, this
         try:
-            with _Watch() as watch:  # type: ignore[no-untyped-call]
+            with _Watch(this):
                 this.result = forward()
         finally:
             self._recording = None
-        this.is_whole = not watch.computed
         self._last = this
         return this.result
 
@@ -73,7 +77,7 @@ class _Pass:
         self.calls: list[tuple[CFunction, tuple[Any, ...]]] = []
         self.held: list[object] = []
         self.result = torch.empty(0)
-        self.is_whole = False
+        self.is_whole = True
 
     def replay(self, tensors: Sequence[Tensor]) -> Tensor:
         for mine, given in zip(self.tensors, tensors, strict=True):
@@ -86,7 +90,9 @@ class _Pass:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether PyTorch computes anything."""
 
-    computed = False
+    def __init__(self, this: _Pass) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._this = this
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -96,7 +102,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.computed |= func.overloadpacket.__name__ not in _SHAPING
+        self._this.is_whole &= func.overloadpacket.__name__ in _SHAPING
         return func(*args, **(kwargs or {}))
 
 

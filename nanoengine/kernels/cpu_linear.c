@@ -20,6 +20,7 @@
 #define MODE BF16_PAIRS
 #endif
 #include "cpu_codes.h"
+#include "cpu_router.h"
 #include "cpu_tiles.h"
 
 enum { HALF = PANEL / 2, HALF_VECS = HALF / LANES, VECS = PANEL / LANES };

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanoengine.config.model import ExpertsConfig
 from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
@@ -36,6 +37,7 @@ SOURCE = Path(__file__).with_name("cpu_linear.c")
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # One field per member of experts_t in cpu_linear.c, in that order.
 _EXPERTS = struct.Struct("=11Q4q")
+_ROUTE = struct.Struct("=5Q9qd")  # and of route_t in cpu_router.h
 
 
 def is_supported() -> bool:
@@ -207,7 +209,7 @@ class PackedExperts:
                 f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
             )
         choices, count, buffer = tokens * top_k, len(self._experts), self._workspace.buffer
-        out = torch.empty_like(x)
+        out = x.new_empty(x.shape)
         held = (
             *(self._gate_up, self._down, x, ids.contiguous(), weights.contiguous(), out),
             buffer("sorted", (choices, gate_up.inputs), dtype),
@@ -233,10 +235,12 @@ class CpuLinear:
         library.linear.restype = None
         library.experts.argtypes = [ctypes.c_char_p]
         library.experts.restype = None
+        library.route.argtypes, library.route.restype = [ctypes.c_char_p], None
+        self._route = library.route
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
         self._packer = WeightPacker(library, tape, dtype, with_codes, has_tiles)
-        self._workspace = Workspace()
+        self._workspace, self._tape = Workspace(), tape
         self.dtype = dtype
         self.with_codes = with_codes
 
@@ -325,6 +329,29 @@ class CpuLinear:
             for gate, up, down in weights
         ]
         return PackedExperts(self._workspace, router, packed)
+
+    def route(
+        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As models.experts.route; logits contiguous."""
+        rows, count = logits.shape
+        ids = torch.empty((rows, config.top_k), dtype=torch.int64)
+        weights = torch.empty((rows, config.top_k), dtype=torch.float32)
+        shape = (rows, 2 * count + config.num_groups)
+        scratch = self._workspace.buffer("scores", shape, torch.float32)
+        packed = _ROUTE.pack(
+            logits.data_ptr(),
+            0 if choice_bias is None else choice_bias.data_ptr(),
+            *(tensor.data_ptr() for tensor in (ids, weights, scratch)),
+            *(rows, count, config.top_k),
+            *(config.num_groups, config.top_groups, config.group_best),
+            config.scoring == "sigmoid",
+            config.renormalises,
+            torch.get_num_threads(),
+            config.scaling,
+        )
+        self._tape.call(self._route, (packed,), logits, choice_bias, ids, weights, scratch)
+        return ids, weights
 
     def after_attention(
         self,

@@ -199,8 +199,17 @@ class PackedOps(KernelOps):
     def router(self, weights: RouterWeights) -> Product:
         return self._products.pack(weights.weight, weights.bias).in_float
 
-    def _accumulate(self, x: Tensor, summand: Tensor) -> None:
+    def route(
+        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._products.route(config, logits, choice_bias)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._cpu_kernels.tape.call(super().copy, (target, source))
+
+    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
         self._cpu_kernels.add(x, summand)
+        return x
 
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str

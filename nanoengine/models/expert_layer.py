@@ -12,7 +12,6 @@ from nanoengine.models.experts import (
     Router,
     RouterWeights,
     SharedExpert,
-    route,
 )
 from nanoengine.models.layer_ops import MLP, LayerOps, Norm, NormedProduct, Product
 
@@ -37,7 +36,7 @@ def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -
 
     def choose(x: Tensor) -> tuple[Tensor, Tensor]:
         logits = product(x if before is None else before(x))
-        ids, chosen = route(config, logits, weights.choice_bias)
+        ids, chosen = ops.route(config, logits, weights.choice_bias)
         return ids, chosen if scale is None else chosen * scale[ids]
 
     return choose
@@ -57,7 +56,8 @@ def finish_experts(
     if weights.shared is not None:
         gate = weights.shared_gate
         product = None if gate is None else ops.router(RouterWeights(gate))
-        experts = SharedExpert(experts, _expert(ops, weights.shared, activation), product)
+        shared = _expert(ops, weights.shared, activation)
+        experts = SharedExpert(experts, shared, product, ops.accumulate)
     if norm is None or weights.before_router is not None:
         return experts
     return NormedProduct(ops, norm, experts)

@@ -159,16 +159,23 @@ class GroupedExperts:
 class SharedExpert:
     """What the experts give, and to it what the one gives to which every row goes."""
 
-    def __init__(self, experts: Map, shared: Map, gate: Map | None) -> None:
-        """gate: [tokens, hidden] -> fp32 [tokens, 1], before its sigmoid."""
+    def __init__(
+        self,
+        experts: Map,
+        shared: Map,
+        gate: Map | None,
+        accumulate: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        """gate: [tokens, hidden] -> fp32 [tokens, 1], before its sigmoid. accumulate: LayerOps'."""
         self._experts, self._shared, self._gate = experts, shared, gate
+        self._accumulate = accumulate
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
         shared = self._shared(x)
         if self._gate is not None:
             shared = (shared.float() * _sigmoid(self._gate(x))).to(x.dtype)
-        return self._experts(x) + shared
+        return self._accumulate(self._experts(x), shared)
 
 
 def route(

@@ -97,6 +97,20 @@ class LayerOps(Protocol):
         """x @ weight.T + bias in fp32; the weight is never quantised."""
         ...
 
+    def route(
+        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As experts.route, of what `router` gives."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """target = source, in place; both may have strides."""
+        ...
+
+    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
+        """x += summand, in place, and x; both are contiguous and of one dtype."""
+        ...
+
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:

@@ -111,18 +111,25 @@ class LatentAttention:
             [qkv.shape[1] - shape.row_dim, shape.kv_rank, shape.rope_dim], dim=1
         )
         if self._query is not None:
-            q = self._query(q.contiguous())
-        q = q.reshape(tokens, self._num_heads, shape.query_dim)
+            q = self._query(q)
+        q = q.view(tokens, self._num_heads, shape.query_dim)
         rows = self._to_row(q[..., : shape.nope_dim])
-        ends = rows.view(tokens, self._num_heads, 2, -1)[..., : shape.rope_dim // 2]
-        ends.copy_(q[..., shape.nope_dim :].reshape(ends.shape))
-        latent = self._ops.rms_norm(latent.contiguous(), self._norm)
-        k = torch.cat((turned.reshape(tokens, 2, -1), latent.view(tokens, 2, -1)), dim=2)
-        k = k.view(tokens, 1, shape.row_dim)
+        self._set_turned(rows, q[..., shape.nope_dim :])
+        k = qkv.new_empty(tokens, 1, shape.row_dim)
+        self._set_turned(k, turned.view(tokens, 1, -1))
+        latent = self._ops.rms_norm(latent, self._norm)
+        self._ops.copy(
+            k.view(tokens, 2, -1)[..., shape.rope_dim // 2 :], latent.view(tokens, 2, -1)
+        )
         target = ctx.kv.target(self._layer)
         rows = self._ops.rotate_and_store(rows, k, k, cos, sin, target)
         attended = ctx.attention.run(self._layer, rows, ctx)
         return self._from_row(attended.view(rows.shape)).view(tokens, -1)
+
+    def _set_turned(self, rows: Tensor, turned: Tensor) -> None:
+        """The part of rows [tokens, heads, row_dim] that is turned: [tokens, heads, rope_dim]."""
+        halves = (*rows.shape[:2], 2, -1)
+        self._ops.copy(rows.view(halves)[..., : turned.shape[2] // 2], turned.view(halves))
 
 
 class DeltaLayer:

@@ -13,7 +13,7 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.expert_layer import make_experts
-from nanoengine.models.experts import MixtureWeights, RouterWeights
+from nanoengine.models.experts import MixtureWeights, RouterWeights, route
 from nanoengine.models.layer_ops import AfterAttention, Embed, Norm, NormedProduct, Product
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
@@ -96,6 +96,11 @@ class TorchOps:
         product = Linear(weights.weight.float(), bias)
         return lambda x: product(x.float())
 
+    def route(
+        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return route(config, logits, choice_bias)
+
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
@@ -105,15 +110,17 @@ class TorchOps:
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         def run(x: Tensor, attended: Tensor) -> Tensor:
-            self._accumulate(x, out(attended))
-            self._accumulate(x, mlp(x))
+            self.accumulate(x, out(attended))
+            self.accumulate(x, mlp(x))
             return x if next_qkv is None else next_qkv(x)
 
         return run
 
-    def _accumulate(self, x: Tensor, summand: Tensor) -> None:
-        """x += summand, in place."""
-        x += summand
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
+        return x.add_(summand)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         wide = x.float()
@@ -123,7 +130,7 @@ class TorchOps:
         return norm.weight * (wide * scale).to(x.dtype)
 
     def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
-        return self.rms_norm(x.flatten(1), norm).view(x.shape)
+        return self.rms_norm(x.view(len(x), -1), norm).view(x.shape)
 
     def exchange(self, x: Tensor) -> Tensor:
         return x

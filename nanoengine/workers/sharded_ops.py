@@ -95,6 +95,17 @@ class ShardedOps:
         """Every rank has all of it, so that all send a row to the same experts."""
         return self._ops.router(weights)
 
+    def route(
+        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._ops.route(config, logits, choice_bias)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self._ops.copy(target, source)
+
+    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
+        return self._ops.accumulate(x, summand)
+
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:

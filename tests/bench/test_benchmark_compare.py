@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from benchmarks import compare as benchmark_compare
+from benchmarks import gguf_files, peers
 from benchmarks import main as benchmark
-from benchmarks import peers
 from benchmarks.compare import (
     WORKS,
     Kind,
@@ -38,8 +38,12 @@ from benchmarks.limits import (
     measure_limits,
     share_of_limits,
 )
+from nanoengine import LLM, SamplingParams
 from nanoengine.bench.main import workload
 from nanoengine.config.model import ModelConfig, RopeConfig
+from nanoengine.errors import ConfigError
+from nanoengine.loading.find_model import read_config_of
+from nanoengine.loading.packaged import DEMO_MODEL, packaged_gguf
 
 FAKE = """
 import json, os, sys, time
@@ -102,7 +106,8 @@ def peer(name: str, python: str, **more: Any) -> Peer:
 
 
 def work(kind: Kind = KIND) -> peers.Work:
-    return make_work(kind, argparse.Namespace(seed=0, num_threads=1), CONFIG.vocab_size, workload)
+    args = argparse.Namespace(seed=0, num_threads=1, dtype="bfloat16", weights="numbers")
+    return make_work(kind, args, CONFIG.vocab_size, workload)
 
 
 def rows_of(
@@ -203,11 +208,61 @@ def test_no_ratio_at_another_precision(fake: MakeFake) -> None:
         peer("llama.cpp", python, weights="F16"),
     ]
     _, small, cached, equal = rows_of(several)
-    for row, precision in ((small, "weights Q4_1, KV bf16"), (cached, "weights F16, KV u8")):
+    of_small = "weights Q4_1, KV bf16, activations of 8 bits"
+    for row, precision in ((small, of_small), (cached, "weights F16, KV u8")):
         assert "ratio" not in row
         assert row["precision"] == precision
         assert row["note"] == "no ratio: not at equal precision; 1 of 2 first tokens equal"
     assert equal["ratio"]["median"] == 1.0
+
+
+def test_codes_are_compared_with_the_same_codes(fake: MakeFake) -> None:
+    python = fake("peer", "answer(1)")
+
+    def with_file(name: str, kind: str, weights: str = "Q4_0", kv: str = "bf16") -> Peer:
+        return Peer(name, kind, python, "", weights, kv).with_kv("f32")
+
+    several = [
+        with_file("nanoengine", "nanoengine"),
+        with_file("llama.cpp Q4_0", "llama.cpp"),
+        with_file("openvino Q4_0, KV bf16", "openvino"),
+        with_file("openvino Q4_0, KV u8", "openvino", kv="default"),
+        with_file("llama.cpp Q4_1", "llama.cpp", "Q4_1"),
+        with_file("vllm", "vllm", "BF16"),
+    ]
+    rows = rows_of(several)
+    compared = [row["engine"] for row in rows if "ratio" in row]
+    assert compared == ["llama.cpp Q4_0", "openvino Q4_0, KV f32"]
+    assert [row["precision"] for row in rows[:4]] == [
+        "weights Q4_0, KV f32",
+        "weights Q4_0, KV f32, activations of 8 bits",
+        "weights Q4_0, KV f32",
+        "weights Q4_0, KV u8, activations of 8 bits",
+    ]
+
+
+def test_our_weights_are_those_of_the_file(tmp_path: Path) -> None:
+    file = small_gguf(tmp_path / "a.gguf", gguf.LlamaFileType.MOSTLY_Q4_1)
+    assert benchmark_compare.own_peer(str(file), "stored", "f32").weights == "Q4_1"
+    assert benchmark_compare.own_peer(str(file), "numbers", "f32").weights == "BF16"
+    with pytest.raises(ConfigError, match="is no GGUF"):
+        benchmark_compare.own_peer(str(tmp_path), "stored", "f32")
+
+
+def test_random_weights_of_a_shape_are_a_model(tmp_path: Path) -> None:
+    file, shape = tmp_path / "a.gguf", gguf_files.Shape(1, 64, 2, 32, 96, num_kv_heads=1)
+    gguf_files.write_random(shape, packaged_gguf(DEMO_MODEL), file, "Q4_0")
+    assert gguf_files.weights_of(file) == "Q4_0"
+    llm = LLM(file, max_model_len=32, num_gpu_blocks=1)
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 2
+    config = read_config_of(file)
+    sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)
+    assert sizes == (2, 1, 32, 96)
+    down = next(t for t in gguf.GGUFReader(file).tensors if t.name == "blk.0.ffn_down.weight")
+    values = gguf.quants.dequantize(down.data, down.tensor_type)
+    assert values.shape == (64, 96)
+    assert 0.018 < values.std() < 0.022
 
 
 def test_a_crash_is_told_and_the_others_go_on(fake: MakeFake, tmp_path: Path) -> None:
@@ -453,7 +508,7 @@ def test_nanoengine_beside_a_peer_from_the_command_line(
 ) -> None:
     """The real worker of nanoengine, tiny; a fake vLLM; a peer that cannot do this work."""
     monkeypatch.setattr(
-        benchmark_compare, "measure_limits", lambda num_threads: Limits(1000.0, 1e6)
+        benchmark_compare, "measure_limits", lambda num_threads, dtype: Limits(1000.0, 1e6)
     )
     file = small_gguf(tmp_path / "a.gguf", gguf.LlamaFileType.MOSTLY_BF16)
     benchmark.main(

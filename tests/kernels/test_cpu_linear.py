@@ -22,7 +22,7 @@ from nanoengine.kernels.cpu_linear import CpuLinear, PackedExperts
 from nanoengine.kernels.fused_ops import PackedOps
 from nanoengine.kernels.packed_weight import ADD, WeightArena
 from nanoengine.models.expert_layer import make_experts
-from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
+from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights, route
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -379,6 +379,36 @@ def test_experts_in_one_call_are_as_one_by_one(packer, kernels, hidden, inner, c
 def test_experts_in_one_call_in_float32(build_folder, kernels):
     packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32)
     compare_experts(packer, kernels, 61, 40, 9, 2)
+
+
+ROUTES = {
+    "softmax": ExpertsConfig(6, 3, 1, True),
+    "of DeepSeek-V2": ExpertsConfig(
+        160, 6, 1, False, scaling=1.5, num_groups=8, top_groups=3, group_best=1
+    ),
+    "of DeepSeek-V3": ExpertsConfig(24, 4, 1, True, (), "sigmoid", 2.5, 4, 2),
+    "sigmoid": ExpertsConfig(300, 8, 1, False, (), "sigmoid"),
+}
+
+
+@pytest.mark.parametrize("config", ROUTES.values(), ids=ROUTES)
+def test_rows_go_where_pytorch_sends_them(packer: CpuLinear, config: ExpertsConfig) -> None:
+    """Ties to the first; a row's bits do not depend on the others; a NaN names experts that are."""
+    generator = torch.Generator().manual_seed(config.count)
+    logits = torch.randn(90, config.count, generator=generator) * 3
+    logits[3], logits[4, ::2] = 0, 1
+    choice_bias = torch.randn(config.count, generator=generator)
+    for bias in (None, choice_bias) if config.scoring == "sigmoid" else (None,):
+        ids, weights = packer.route(config, logits, bias)
+        wanted, their_weights = route(config, logits, bias)
+        assert torch.equal(ids, wanted)
+        torch.testing.assert_close(weights, their_weights)
+        for row in (3, 89):
+            its, alone = packer.route(config, logits[row : row + 1], bias)
+            assert torch.equal(its[0], ids[row]) and same_bits(alone[0], weights[row])
+    logits[5] = torch.nan
+    ids, weights = packer.route(config, logits, None)
+    assert ids.min() >= 0 and ids.max() < config.count and weights[5].isnan().all()
 
 
 def compare_experts(packer, kernels, hidden, inner, count, top_k):
