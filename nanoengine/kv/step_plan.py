@@ -76,8 +76,8 @@ class StepTransfers:
 
     fills: host slots of each ring fill. fills_of: for each layer the numbers of the fills that it
     reads, in order; () if every layer reads all. block_ids: which block a host slot holds, for the
-    report if a copy of it fails. is_decode: one token a sequence, so that copies take as long as
-    the arithmetic.
+    report if a copy of it fails. is_decode: one token a sequence and its guesses, so that
+    copies take as long as the arithmetic of one core.
     """
 
     stores: tuple[Store, ...] = ()

@@ -224,7 +224,7 @@ class StepPlanner:
             fills=tuple(part.fill for part in parts if part.fill),
             fills_of=fills_of_layers(parts, unseen),
             block_ids={b.host_slot: b.block_id for b in moved if b.host_slot is not None},
-            is_decode=batch.num_tokens == len(batch.items),
+            is_decode=batch.is_decode,
         )
 
     def _count_transfers(

@@ -11,7 +11,7 @@ from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.kv.step_plan import DEVICE, HOST, Location
+from nanoengine.kv.step_plan import DEVICE, HOST, Location, StepPlan
 from nanoengine.kv.step_planner import StepPlanner
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import (
@@ -26,8 +26,12 @@ SIZE = 2  # tokens of a block, 64 bytes of a layer
 SPEC = KVSpec(3, 2, SIZE, 1, 4, torch.float32, 9, 2, 4, least_run_bytes=65)
 
 
-def places(spec: KVSpec, *lengths: tuple[bool, int]) -> list[Location]:
-    """Where a decode step reads blocks, each (is on the device, tokens in its host copy)."""
+def plan_of(
+    spec: KVSpec, *lengths: tuple[bool, int], num_tokens: int = 1, guesses: tuple[int, ...] = ()
+) -> StepPlan:
+    """A step over blocks, each (is on the device, tokens in its host copy), that fills them up:
+    with the last tokens of a sequence, or with the last one and guesses.
+    """
     assert sum(there for there, _ in lengths) == spec.num_blocks
     manager = BlockManager(spec.num_blocks, spec.num_host_blocks, 0)
     blocks = []
@@ -37,17 +41,21 @@ def places(spec: KVSpec, *lengths: tuple[bool, int]) -> list[Location]:
         block.host_slot = manager.host.allocate() if host_len else None
         block.host_len = host_len
         blocks.append(block)
-    num_tokens = SIZE * len(blocks)
-    blocks[-1].num_tokens -= 1
+    blocks[-1].num_tokens -= num_tokens
     request = Request(SamplingParams(), 0, frozenset(), 99)
-    seq = Sequence(0, [1] * num_tokens, 1, request, RequestMetrics(0.0))
-    seq.num_computed = num_tokens - 1
+    num_known = SIZE * len(blocks) - len(guesses)
+    seq = Sequence(0, [1] * num_known, 1, request, RequestMetrics(0.0))
+    seq.num_computed = SIZE * len(blocks) - num_tokens
     planner = StepPlanner(spec, manager, lambda slot: (0, slot))
-    batch = ScheduledBatch((ScheduledSequence(seq, 1),))
-    planned = planner.plan(batch, {0: BlockTable(seq, blocks, is_preempted=False)})
+    batch = ScheduledBatch((ScheduledSequence(seq, num_tokens, guesses=guesses),))
+    return planner.plan(batch, {0: BlockTable(seq, blocks, is_preempted=False)}).plan
+
+
+def places(spec: KVSpec, *lengths: tuple[bool, int]) -> list[Location]:
+    """Where a decode step reads blocks, each (is on the device, tokens in its host copy)."""
     return [
         (part.tier, part.fill[slot] if part.fill else slot)
-        for part in planned.plan.reads
+        for part in plan_of(spec, *lengths).reads
         for slot in part.spans[0].slots
     ]
 
@@ -80,3 +88,11 @@ def test_not_if_the_run_is_long() -> None:
 def test_not_from_a_lossy_host() -> None:
     lossy = replace(SPEC, host_codec=Int8Codec())
     assert places(lossy, HOST_ONLY, BOTH, HOST_ONLY, TAIL)[1] == (DEVICE, 0)
+
+
+def test_a_check_of_guesses_is_a_decode_step() -> None:
+    """So it leaves a core to the copies."""
+    blocks = HOST_ONLY, BOTH, HOST_ONLY, TAIL
+    assert plan_of(SPEC, *blocks).transfers.is_decode
+    assert plan_of(SPEC, *blocks, num_tokens=2, guesses=(5,)).transfers.is_decode
+    assert not plan_of(SPEC, *blocks, num_tokens=2).transfers.is_decode
