@@ -29,6 +29,7 @@ SETTINGS = {
         "dtype": "of weights and KV: auto, float32, bfloat16 or float16",
         "device": "where the model runs: auto, cpu, cuda, cuda:N, xpu or npu",
         "quantization": "weights in fewer bits",
+        "activation_dtype": "rows of products with codes in 8 bits (lossy, CPU)",
         "load_format": "how weights are stored (dummy: random ones)",
         "attention_backend": "kernels of attention",
         "num_threads": "CPU threads",

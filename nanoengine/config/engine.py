@@ -41,6 +41,7 @@ CHOICES = {
     "load_format": ("auto", "safetensors", "gguf", "dummy"),
     "attention_backend": ("auto", *ATTENTION_LIMITS),
     "quantization": ("none", "int8", "gguf"),
+    "activation_dtype": ("int8",),
     "offload_mode": ("auto", "stream", "in_place"),
     "kv_offload_dtype": ("int8",),
     "generation_config": ("auto", "vllm"),
@@ -103,6 +104,8 @@ class EngineConfig:
     GGUF keeps its codes as they are, Q4_0 to Q6_K, embeddings and head, too, where kernels take
     them. "gguf" insists on these, also on a GPU; "none" makes numbers of all codes. "int8", which
     is lossy, makes Q8_0 of weights: layers, embeddings and head.
+    activation_dtype: None, or lossy: "int8" rounds rows to 8 bits, with a scale for each 32 values,
+    before a product with weights that are codes of integers (CPU).
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
     set, else all cores that the process and its container may use and no other program keeps busy).
     tensor_parallel_size: processes that compute the model together, each with its heads and its
@@ -158,6 +161,7 @@ class EngineConfig:
     load_format: str = "auto"
     attention_backend: str = "auto"
     quantization: str | None = None
+    activation_dtype: str | None = None
     seed: int = 0
     num_threads: int | None = None
     tensor_parallel_size: int = 1
@@ -332,6 +336,7 @@ class Settings(TypedDict, total=False):
     load_format: str
     attention_backend: str
     quantization: str | None
+    activation_dtype: str | None
     seed: int
     num_threads: int | None
     tensor_parallel_size: int

@@ -19,20 +19,24 @@
 #ifndef MODE /* of numbers and activations: F32 or BF16_PAIRS */
 #define MODE BF16_PAIRS
 #endif
-#include "cpu_codes.h"
+#include "cpu_int8.h"
 #include "cpu_router.h"
 #include "cpu_tiles.h"
 
 enum { HALF = PANEL / 2, HALF_VECS = HALF / LANES, VECS = PANEL / LANES };
 enum { TURN = 16 };               /* outputs of gate and up that take turns */
-enum { ROWS = LANES == 16 ? 6 : 3 }; /* 6 * 4 accumulators of 32 registers, or 3 * 4 of 16 */
-enum { CHUNK = 1024 };            /* words of k: 256 KiB of a panel, which stay in L2 */
+enum { ROWS = LANES >= 8 ? 6 : 3 }; /* 6 * 4 accumulators of 32 registers, 6 * 2 of 16, or 3 * 8 */
+/* Words of k that stay in a cache while rows pass by: 256 KiB of a panel in L2, or, where there
+ * are fewer registers, 16 KiB of half a panel in L1. */
+enum { CHUNK = LANES == 16 ? 1024 : 128 };
+enum { COLD_ROWS = LANES == 16 ? ROWS : 3 }; /* of a register block that is as wide as what memory sends */
 enum { BLOCK_BYTES = 512 << 10 }; /* activations of a row block: with a panel's chunk, about L2 */
 enum { BLOCK_ROWS = 64 * 6 };
 enum { STRIP = 4, STRIP_BYTES = STRIP * PANEL * 4 };
-enum { PRIVATE_BYTES = 64 << 10 }; /* normed rows that every thread makes for itself */
-/* Groups of codes that are numbers at one time: of many rows in L2, of few in L1. */
-enum { MANY_GROUPS = 16, FEW_GROUPS = 1 };
+enum { PRIVATE_BYTES = 64 << 10 }; /* normed or rounded rows that every thread makes for itself */
+enum { ROUNDED_ROWS = 128 };       /* most of a block: their sums are in L1, or near it */
+/* Groups of codes that are numbers at one time: of many rows as CHUNK, of few in L1. */
+enum { MANY_GROUPS = LANES == 16 ? 16 : 4, FEW_GROUPS = 1 };
 /* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by. */
 enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS };
 enum { STEP_BYTES = HALF * TILE_K * 2, CHUNK_STEPS = 18 };
@@ -44,6 +48,7 @@ typedef struct { /* one packed weight: filled by cpu_linear.py */
     const char *norm_weight; /* [k], or NULL: norm the activations first */
     int64_t outputs, k, activation, is_tiled; /* activation: of gates, 0, SILU or GELU; is_tiled: in matrix tiles */
     int64_t format; /* DENSE, or of codes */
+    int64_t is_rounded; /* rows are rounded to 8 bits: see cpu_int8.h */
     double eps;
 } weight_t;
 
@@ -51,7 +56,7 @@ typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
     const weight_t *w;
     const char *x;
     char *out;
-    char *normed; /* [rows][k], where there is a norm and that is more than PRIVATE_BYTES */
+    char *made; /* [rows][k]: normed or rounded rows, where they are more than PRIVATE_BYTES */
     int64_t x_stride, out_stride, rows, epilogue, threads;
 } call_t;
 
@@ -70,9 +75,9 @@ int has_pairs(void) { return HAVE_PAIRS; }
  * for Zen 4; further ahead is slower, too). */
 enum { AHEAD = 4096, TILED_AHEAD = 1024 };
 
-/* acc[r][v] += x[r] . w[v] over `words` words of k. acc is [rows][PANEL]; `is_first` starts at 0. `is_odd`:
- * the last word of x is half a pair. */
-INLINE void multiply(const char *w, const char *x, int64_t x_stride, int64_t words, int is_odd,
+/* acc[r][v] += x[r] . w[v] over `words` words of k, `w_stride` bytes apart in w. acc is [rows][PANEL];
+ * `is_first` starts at 0. `is_odd`: the last word of x is half a pair. */
+INLINE void multiply(const char *w, int64_t w_stride, const char *x, int64_t x_stride, int64_t words, int is_odd,
                      int is_first, ahead_t ahead, float *acc, const int rows, const int vecs) {
     vf s[ROWS][VECS];
     UNROLL for (int r = 0; r < rows; r++)
@@ -93,7 +98,7 @@ INLINE void multiply(const char *w, const char *x, int64_t x_stride, int64_t wor
 #define HALF_A_PAIR(p) (*(const uint16_t *)(p))
     for (int64_t left = words - is_odd; left > 0; left -= STRIP) {
         prefetch_ahead(&ahead);
-        for (int64_t n = min64(left, STRIP); n > 0; n--, x += 4, x3 += 4, w += 4 * PANEL) STEP(WHOLE);
+        for (int64_t n = min64(left, STRIP); n > 0; n--, x += 4, x3 += 4, w += w_stride) STEP(WHOLE);
     }
     if (is_odd) STEP(HALF_A_PAIR);
     UNROLL for (int r = 0; r < rows; r++)
@@ -101,19 +106,22 @@ INLINE void multiply(const char *w, const char *x, int64_t x_stride, int64_t wor
 }
 
 #define MULTIPLY(rows, halves)                                                                      \
-    static void multiply_##rows##_##halves(const char *w, const char *x, int64_t x_stride,          \
-                                           int64_t words, int is_odd, int is_first, ahead_t ahead,  \
-                                           float *acc) {                                            \
-        multiply(w, x, x_stride, words, is_odd, is_first, ahead, acc, rows, halves * HALF_VECS);    \
+    static void multiply_##rows##_##halves(const char *w, int64_t w_stride, const char *x,          \
+                                           int64_t x_stride, int64_t words, int is_odd,             \
+                                           int is_first, ahead_t ahead, float *acc) {               \
+        const int vecs = LANES == 8 && rows > COLD_ROWS ? 2 : halves * HALF_VECS;                   \
+        for (int v = 0; v < halves * HALF_VECS; v += vecs, ahead.lines = 0)                         \
+            multiply(w + 4 * v * LANES, w_stride, x, x_stride, words, is_odd, is_first, ahead,      \
+                     acc + v * LANES, rows, vecs);                                                  \
     }
 #define MULTIPLY_BOTH(rows) MULTIPLY(rows, 1) MULTIPLY(rows, 2)
-#if LANES == 16
+#if LANES >= 8
 #define EACH_ROWS(f) f(1) f(2) f(3) f(4) f(5) f(6)
 #else
 #define EACH_ROWS(f) f(1) f(2) f(3)
 #endif
 EACH_ROWS(MULTIPLY_BOTH)
-typedef void multiply_t(const char *, const char *, int64_t, int64_t, int, int, ahead_t, float *);
+typedef void multiply_t(const char *, int64_t, const char *, int64_t, int64_t, int, int, ahead_t, float *);
 #define BOTH(rows) {multiply_##rows##_1, multiply_##rows##_2},
 static multiply_t *const MULTIPLIERS[ROWS][2] = {EACH_ROWS(BOTH)};
 
@@ -204,6 +212,11 @@ static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t b
         group(panel, begin, column % PANEL, columns, to);
 }
 
+/* Rows that go by codes, not by numbers made of them: where vectors are short, making these costs more. */
+INLINE int64_t most_few(int64_t format) {
+    return LANES != 8 ? FEW_ROWS : has_numbers((int)format) ? 4 * FEW_ROWS : 2 * FEW_ROWS;
+}
+
 /* The rows [row, row + rows), few, of the outputs [column, column + columns) of a weight of codes. */
 static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
                          float *acc) {
@@ -211,7 +224,7 @@ static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t col
     const char *panel = panel_of(w, column);
     for (int64_t end = row + rows, n; row < end; row += n) {
         n = end - row >= 4 ? FEW_ROWS : end - row >= 2 ? 2 : 1;
-        const int width = n == 1 && LANES == 16 ? PANEL : HALF;
+        const int width = n == 1 && LANES == 16 ? PANEL : n == 4 && LANES == 8 ? TURN : HALF;
         multiply_codes_t *const run = CODE_MULTIPLIERS[w->format][n - 1][width / PANEL];
         const char *x = c->x + row * c->x_stride;
         for (int at = 0; at < columns; at += width)
@@ -225,9 +238,11 @@ static void multiply_few(const call_t *c, int64_t row, int64_t rows, int64_t col
 static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
                            int is_warm, scratch_t *scratch) {
     const weight_t *w = c->w;
-    const int64_t all = words_of(w), groups = ceil_div(rows, ROWS);
+    const int64_t all = words_of(w);
+    const int64_t groups = ceil_div(rows, w->format == DENSE && rows <= ROWS ? COLD_ROWS : ROWS);
     const int64_t at_once = groups > 1 ? MANY_GROUPS : FEW_GROUPS;
     const int64_t step = w->format == DENSE ? CHUNK : at_once * GROUP_WORDS;
+    const int64_t stride = 4 * (w->format == DENSE ? PANEL : columns);
     const char *panel = panel_of(w, column) + column % PANEL * 4;
     float *acc = scratch->acc;
     for (int64_t at = 0; at < all; at += step) {
@@ -240,7 +255,7 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
         if (w->format != DENSE) {
             chunk = scratch->numbers, ahead = (ahead_t){0};
             unpack(w, column, columns, at / GROUP_WORDS, (at + words) / GROUP_WORDS,
-                   (unpacked_t){scratch->numbers, 4 * PANEL, 4 * TURN, GROUP_WORDS * 4 * PANEL});
+                   (unpacked_t){scratch->numbers, stride, 4 * TURN, GROUP_WORDS * stride});
         }
         for (int64_t g = 0, r = 0; g < groups; g++) {
             const int64_t n = (rows - r) / (groups - g);
@@ -250,7 +265,7 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
             }
             if (is_last) prefetch_out(c, row + r, n, column, columns);
             MULTIPLIERS[n - 1][columns / PANEL](
-                chunk, c->x + (row + r) * c->x_stride + 4 * at, c->x_stride, words,
+                chunk, stride, c->x + (row + r) * c->x_stride + 4 * at, c->x_stride, words,
                 is_last && w->k * ITEM % 4, at == 0, ahead, acc + r * PANEL);
             ahead.from += ceil_div(words, STRIP) * ahead.step;
             if (is_last) finish_rows(c, row + r, n, column, columns, acc + r * PANEL, PANEL);
@@ -299,11 +314,27 @@ static void multiply_half(const call_t *c, int64_t row, int64_t rows, int64_t ha
     }
 }
 
+/* As multiply_block, of rows that are rounded: c->x is [block of rows][group][row]. */
+static void multiply_few_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, int columns,
+                              float *acc) {
+    const weight_t *w = c->w;
+    const int64_t groups = w->k / GROUP;
+    ROUNDED_MULTIPLIERS[w->format](panel_of(w, column), groups, column % PANEL, columns,
+                                   (const rounded_t *)c->x + row * groups, rows, acc);
+    finish_rows(c, row, (int)rows, column, columns, acc, PANEL);
+}
+
 /* Units [begin, end): half panels, all of them for one row block after the other. */
 static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, int64_t begin,
                            int64_t end) {
     scratch_t scratch;
     int64_t shaped = 0;
+    for (int64_t u = begin, n; u < end && c->w->is_rounded; u += n) {
+        const int64_t row = u / halves * block_rows, half = u % halves;
+        n = half % 2 == 0 && half + 1 < halves && u + 1 < end ? 2 : 1;
+        multiply_few_bits(c, row, min64(block_rows, c->rows - row), half * HALF, (int)n * HALF, scratch.acc);
+    }
+    if (c->w->is_rounded) return;
     for (int64_t u = begin; u < end && c->w->is_tiled; u++) {
         const int64_t row = u / halves * block_rows, rows = min64(block_rows, c->rows - row);
         multiply_half(c, row, rows, u % halves, u > begin && rows > TILED_ROWS, &shaped, &scratch);
@@ -314,7 +345,7 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         const int64_t rows = min64(block_rows, c->rows - row);
         const int columns = is_whole ? PANEL : HALF;
         /* one row of half a panel has no function of its own */
-        const int is_few = rows <= FEW_ROWS && (is_whole || rows % 2 == 0 || LANES < 16);
+        const int is_few = rows <= most_few(c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
         if (c->w->format != DENSE && is_few)
             multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
         else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
@@ -323,10 +354,10 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
 }
 
 /* Rows of a block: what L2 holds, and less where there would be too few units for the threads. */
-static int64_t choose_block_rows(int64_t rows, int64_t words, int64_t halves, int64_t threads,
-                                 int64_t group) {
-    int64_t block = BLOCK_BYTES / (4 * min64(words, CHUNK));
-    block = min64(BLOCK_ROWS, block < 4 * ROWS ? 4 * ROWS : block);
+static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves, int64_t threads) {
+    const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
+    int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), CHUNK));
+    block = min64(w->is_rounded ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
     for (; block > 4 * ROWS; block /= 2) {
         const int64_t units = ceil_div(rows, block) * halves;
         if (units >= 16 * threads || (units >= 4 * threads && block <= 16 * ROWS)) break;
@@ -335,37 +366,52 @@ static int64_t choose_block_rows(int64_t rows, int64_t words, int64_t halves, in
     return blocks > 1 ? ceil_div(ceil_div(rows, blocks), group) * group : block;
 }
 
-/* The rows of x, normed: by every thread for itself, or together where they are many. */
+/* f(row) for all rows: by every thread for itself, or together where they are many. */
+#define EACH_ROW(is_private, rows, f)                                                               \
+    if (is_private) {                                                                               \
+        for (int64_t r = 0; r < (rows); r++) f(r);                                                  \
+    } else {                                                                                        \
+        _Pragma("omp for schedule(static)") for (int64_t r = 0; r < (rows); r++) f(r);              \
+    }
+
 static void norm_rows(const call_t *c, int is_private, char *out) {
     const weight_t *w = c->w;
     const float eps = (float)w->eps;
 #define NORM(r)                                                                                     \
     norm(c->x + (r) * c->x_stride, w->norm_weight, out + (r) * ITEM * w->k, w->k, eps, MODE)
-    if (is_private) {
-        for (int64_t r = 0; r < c->rows; r++) NORM(r);
-    } else {
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < c->rows; r++) NORM(r);
-    }
+    EACH_ROW(is_private, c->rows, NORM)
+}
+
+/* Normed, where that is asked for, and rounded. out: [block of rows][group][row]. */
+static void round_rows(const call_t *c, int64_t block_rows, int is_private, rounded_t *out) {
+    const weight_t *w = c->w;
+    const int64_t groups = w->k / GROUP;
+#define ROUND(r)                                                                                    \
+    do {                                                                                            \
+        const int64_t first = (r) / block_rows * block_rows, rows = min64(block_rows, c->rows - first); \
+        round_row(c->x + (r) * c->x_stride, w->norm_weight, (float)w->eps, w->k, w->format,         \
+                  out + first * groups + (r) - first, rows);                                        \
+    } while (0)
+    EACH_ROW(is_private, c->rows, ROUND)
 }
 
 /* One thread's part of a call. */
 static void linear_in_team(const call_t *call, int64_t threads) {
     const weight_t *w = call->w;
     const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), rows = call->rows;
-    const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
-    const int64_t block_rows = choose_block_rows(rows, words_of(w), halves, threads, group);
+    const int64_t block_rows = choose_block_rows(w, rows, halves, threads);
     const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
     const int64_t step = units < 8 * threads ? 1 : 2, steps = ceil_div(halves, step);
     call_t c = *call;
     char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
     if (w->activation) c.epilogue = w->activation == GELU ? GELU_MUL : SILU_MUL;
-    if (w->norm_weight) {
-        const int64_t stride = w->k * ITEM;
+    if (w->norm_weight || w->is_rounded) {
+        const int64_t stride = w->k * ITEM; /* rounded rows take 3/4 or 3/8 of it */
         const int is_private = rows * stride <= PRIVATE_BYTES;
-        char *normed = is_private ? buffer : call->normed;
-        norm_rows(call, is_private, normed);
-        c.x = normed, c.x_stride = stride;
+        char *made = is_private ? buffer : call->made;
+        if (w->is_rounded) round_rows(call, block_rows, is_private, (rounded_t *)made);
+        else norm_rows(call, is_private, made);
+        c.x = made, c.x_stride = stride;
     }
     if (blocks == 1) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
@@ -408,6 +454,7 @@ typedef struct { /* the experts of a layer for some rows, filled by cpu_linear.p
     char *sorted, *gated;     /* [rows * top_k][k] and [rows * top_k][inner]: by expert */
     int64_t *places, *starts; /* [rows * top_k]: of a row's choice in `sorted`; [experts + 1] */
     call_t *calls;            /* two for each expert that rows go to */
+    rounded_t *rounded;       /* the groups of rows * top_k rows, of k or of inner; where rows are rounded */
     int64_t experts, top_k, rows, threads;
 } experts_t;
 
@@ -441,8 +488,7 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
     for (int64_t i = 0; i < count; i++) {
         const weight_t *w = calls[i].w;
         const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF);
-        const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
-        const int64_t rows = choose_block_rows(calls[i].rows, words_of(w), halves, threads, group);
+        const int64_t rows = choose_block_rows(w, calls[i].rows, halves, threads);
         steps += ceil_div(calls[i].rows, rows) * ceil_div(halves, 2);
     }
 #pragma omp for schedule(dynamic, 1)
@@ -450,8 +496,7 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
         for (;; at++) { /* a thread's steps come in order */
             const weight_t *w = calls[at].w;
             const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), panels = ceil_div(halves, 2);
-            const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
-            const int64_t rows = choose_block_rows(calls[at].rows, words_of(w), halves, threads, group);
+            const int64_t rows = choose_block_rows(w, calls[at].rows, halves, threads);
             const int64_t own = ceil_div(calls[at].rows, rows) * panels;
             if (step >= before + own) {
                 before += own;
@@ -472,6 +517,20 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
 #else
 #define KEEP_APART(x) __asm__("" : "+m"(x))
 #endif
+
+/* Round the rows of each call whose weight wants that. `first`: the rows of the first one. */
+static void round_calls(const experts_t *e, call_t *calls, int64_t count, const char *first) {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; i++) {
+        const weight_t *w = calls[i].w;
+        if (!w->is_rounded) continue;
+        const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF);
+        const int64_t before = (calls[i].x - first) / calls[i].x_stride;
+        rounded_t *rounded = e->rounded + before * (w->k / GROUP);
+        round_rows(&calls[i], choose_block_rows(w, calls[i].rows, halves, e->threads), 1, rounded);
+        calls[i].x = (const char *)rounded;
+    }
+}
 
 /* The results of a row's experts times their weights, added in the order of its choices. Each product is
  * rounded before it is added, as an operator by itself does. */
@@ -499,7 +558,9 @@ void experts(const experts_t *e) {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < choices; i++)
             memcpy(e->sorted + e->places[i] * width, e->x + i / e->top_k * width, (size_t)width);
+        round_calls(e, e->calls, hit, e->sorted);
         multiply_calls(e->calls, hit, threads);
+        round_calls(e, e->calls + hit, hit, e->gated);
         multiply_calls(e->calls + hit, hit, threads);
         if (e->down[0]->is_tiled || e->gate_up[0]->is_tiled) release_tiles();
 #pragma omp for schedule(static)
@@ -566,19 +627,19 @@ void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, in
     }
 }
 
-/* One row of a weight. Codes become numbers 16 outputs at a time, of which one is wanted. */
+/* One row of a weight. Codes become numbers half a panel at a time, of which one is wanted. */
 static void gather_row(const weight_t *w, int64_t id, char *to) {
     if (w->format == DENSE) {
         for (int64_t i = 0; i < words_of(w); i++)
             memcpy(to + 4 * i, w->panels + 4 * word_at(w, id, i), bytes_at(w, i));
         return;
     }
-    char numbers[GROUP * 4 * TURN] __attribute__((aligned(64)));
-    const int64_t first = id / TURN * TURN;
+    char numbers[GROUP * 4 * HALF] __attribute__((aligned(64)));
+    const int64_t first = id / HALF * HALF;
     for (int64_t group = 0; group < w->k / GROUP; group++) {
-        unpack(w, first, TURN, group, group + 1, (unpacked_t){numbers, 4 * TURN, 0, 0});
+        unpack(w, first, HALF, group, group + 1, (unpacked_t){numbers, 4 * HALF, 4 * TURN, 0});
         for (int64_t i = 0; i < GROUP_WORDS; i++, to += 4)
-            memcpy(to, numbers + 4 * (i * TURN + id - first), 4);
+            memcpy(to, numbers + 4 * (i * HALF + id - first), 4);
     }
 }
 

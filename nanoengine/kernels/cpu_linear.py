@@ -23,6 +23,8 @@ from nanoengine.kernels.packed_weight import (
     ADD,
     CALL,
     FLOAT,
+    GROUP,
+    ROUNDED_GROUP_BYTES,
     STORE,
     PackedWeight,
     WeightPacker,
@@ -36,7 +38,7 @@ SOURCE = Path(__file__).with_name("cpu_linear.c")
 # Of activations, as in cpu_linear.c.
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # One field per member of experts_t in cpu_linear.c, in that order.
-_EXPERTS = struct.Struct("=11Q4q")
+_EXPERTS = struct.Struct("=12Q4q")
 _ROUTE = struct.Struct("=5Q9qd")  # and of route_t in cpu_router.h
 
 
@@ -217,18 +219,30 @@ class PackedExperts:
             buffer("places", (choices,), torch.int64),
             buffer("starts", (count + 1,), torch.int64),
             buffer("calls", (2 * min(count, choices), CALL.size), torch.uint8),
+            buffer("rounded", (self._rounded_bytes(choices),), torch.uint8),
         )
         numbers = count, top_k, tokens, torch.get_num_threads()
         packed = _EXPERTS.pack(*(tensor.data_ptr() for tensor in held), *numbers)
         gate_up.tape.call(gate_up.library.experts, (packed,), held)
         return out
 
+    def _rounded_bytes(self, rows: int) -> int:
+        """Of rows rounded to 8 bits, of the hidden or the inner size."""
+        weights = [each.weight for each in self._experts[0] if each.weight.is_rounded]
+        inputs = max((weight.inputs for weight in weights), default=0)
+        return rows * inputs // GROUP * ROUNDED_GROUP_BYTES
+
 
 class CpuLinear:
     """Bound C functions, and the memory that packed weights go to."""
 
     def __init__(
-        self, library: ctypes.CDLL, tape: CallTape, dtype: torch.dtype, with_codes: bool
+        self,
+        library: ctypes.CDLL,
+        tape: CallTape,
+        dtype: torch.dtype,
+        with_codes: bool,
+        rounds_rows: bool,
     ) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         library.linear.argtypes = [ctypes.c_char_p, integer]
@@ -239,7 +253,7 @@ class CpuLinear:
         self._route = library.route
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
-        self._packer = WeightPacker(library, tape, dtype, with_codes, has_tiles)
+        self._packer = WeightPacker(library, tape, dtype, with_codes, has_tiles, rounds_rows)
         self._workspace, self._tape = Workspace(), tape
         self.dtype = dtype
         self.with_codes = with_codes
@@ -257,10 +271,12 @@ class CpuLinear:
         extra_cflags: tuple[str, ...] = (),
         dtype: torch.dtype = torch.bfloat16,
         with_codes: bool = False,
+        rounds_rows: bool = False,
     ) -> CpuLinear:
         """Compile (or take from the cache) and bind.
 
         dtype: of activations, bfloat16 or float32. with_codes: weights may be codes, too.
+        rounds_rows: products with codes are of rows rounded to 8 bits, see cpu_int8.h.
         Raises KernelBuildError with the reason: this CPU, or a compiler that is too old for it.
         """
         if dtype is torch.bfloat16 and not is_supported():
@@ -273,7 +289,7 @@ class CpuLinear:
         library = load_library(SOURCE, folder, (*extra_cflags, *flags))
         if dtype is torch.bfloat16 and not library.has_pairs():
             raise KernelBuildError("the C compiler knows no AVX512-BF16: install gcc 10 or newer")
-        return cls(library, tape, dtype, with_codes)
+        return cls(library, tape, dtype, with_codes, rounds_rows)
 
     def pack(
         self,

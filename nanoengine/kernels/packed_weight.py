@@ -29,9 +29,12 @@ _NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values()))}
-_GROUP = 32
+GROUP = 32
+# Bytes of a rounded group of a row, and the formats that are multiplied with these, in cpu_int8.h.
+ROUNDED_GROUP_BYTES = 48
+INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
-_WEIGHT = struct.Struct("=3Q5qd")
+_WEIGHT = struct.Struct("=3Q6qd")
 CALL = struct.Struct("=4Q5q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
@@ -82,13 +85,16 @@ class PackedWeight:
         is_tiled: bool,
         dtype: torch.dtype,
         code_format: str,
+        is_rounded: bool,
     ) -> None:
         norm_weight, eps = norm or (None, 0.0)
         self.dtype = dtype
         self.library, self.panels, self.bias, self.norm_weight = library, panels, bias, norm_weight
         self.outputs, self.inputs = shape
         pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
-        kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format]
+        kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format], is_rounded
+        self._makes_rows = norm is not None or is_rounded
+        self.is_rounded = is_rounded
         record = _WEIGHT.pack(*pointers, *shape, *kinds, eps)
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
@@ -114,21 +120,21 @@ class PackedWeight:
                 f"a product of {tokens} rows is added to {name} rows of {self.outputs} values "
                 f"side by side: got {out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
             )
-        normed = None
-        if self.norm_weight is not None and tokens * width * x.itemsize > _PRIVATE_BYTES:
-            normed = x.new_empty(tokens, width)
+        made = None
+        if self._makes_rows and tokens * width * x.itemsize > _PRIVATE_BYTES:
+            made = x.new_empty(tokens, width)
         packed = CALL.pack(
             self.address,
             x.data_ptr(),
             out.data_ptr(),
-            0 if normed is None else normed.data_ptr(),
+            0 if made is None else made.data_ptr(),
             x_stride * x.itemsize,
             out.stride(0) * out.itemsize,
             tokens,
             epilogue,
             torch.get_num_threads(),
         )
-        return packed, normed
+        return packed, made
 
 
 class WeightPacker:
@@ -141,13 +147,17 @@ class WeightPacker:
         dtype: torch.dtype,
         with_codes: bool,
         has_tiles: bool,
+        rounds_rows: bool,
     ) -> None:
-        """dtype: of activations. has_tiles: there are matrix tiles, and they may be used."""
+        """dtype: of activations. has_tiles: there are matrix tiles, and they may be used.
+        rounds_rows: products with codes are of rows rounded to 8 bits.
+        """
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         library.pack.argtypes = [pointer, pointer, integer, integer, integer]
         library.pack.restype = None
         self._library, self._tape = library, tape
         self._dtype, self._with_codes, self._has_tiles = dtype, with_codes, has_tiles
+        self._rounds_rows = rounds_rows
         self._arena = WeightArena(library)
         self.saved_bytes = 0  # by holding numbers in 16 bits
 
@@ -174,6 +184,7 @@ class WeightPacker:
         columns = -(-outputs // _TURN) * _TURN * len(weights)
         padded = -(-columns // _PANEL) * _PANEL
         panels = self._arena.allocate(padded * self._row_bytes(inputs, code_format))
+        is_rounded = self._rounds_rows and code_format in INTEGER_FORMATS
         if inputs * self._dtype.itemsize % 4 or padded != outputs * len(weights):
             panels.zero_()  # products read the padding, too
         packed = PackedWeight(
@@ -184,9 +195,10 @@ class WeightPacker:
             norm and (norm[0].contiguous(), norm[1]),
             (outputs, inputs),
             activation,
-            self._has_tiles and inputs % _TILE_K == 0,
+            self._has_tiles and inputs % _TILE_K == 0 and not is_rounded,
             self._dtype,
             code_format,
+            is_rounded,
         )
         for which, rows in enumerate(held):
             stride = rows.stride(0) * rows.itemsize
@@ -211,7 +223,7 @@ class WeightPacker:
         """The same numbers, of a weight or of gate and up: in 16 bits where activations have 32,
         they all fit, and rows are whole groups.
         """
-        if self._dtype is not torch.float32 or numbers[0].shape[1] % _GROUP:
+        if self._dtype is not torch.float32 or numbers[0].shape[1] % GROUP:
             return numbers
         for dtype in _NARROW:
             if not torch.equal(numbers[0][0].to(dtype).float(), numbers[0][0]):

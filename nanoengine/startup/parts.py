@@ -25,6 +25,7 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
@@ -155,6 +156,8 @@ def load_compute_parts(
             "is codes of a GGUF" if method == "gguf" else "has rows of whole blocks of 32 inputs"
         )
         raise ConfigError(f"quantization={method!r}: no weight {lacks}; leave it out")
+    if config.activation_dtype and not INTEGER_FORMATS.intersection(model.codes):
+        raise ConfigError(f"{_asked_rows(config)}: {', '.join(model.codes)} are multiplied as numbers")
     setup = AttentionSetup(
         device.torch_device,
         dtype,
@@ -176,20 +179,28 @@ def load_compute_parts(
         dtype_reason=dtype_reason,
         weight_bytes=model.weight_bytes - ops.saved_bytes,
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
-        quantization=describe_codes(model.codes, dtype, method),
+        quantization=describe_codes(model.codes, dtype, config),
         invariance=describe_invariance(*invariant),
         is_invariant=invariant == (True, True, False),
     )
     return ComputeParts(folder, model, ops, attention, facts)
 
 
-def describe_codes(codes: Mapping[str, int], dtype: torch.dtype, method: str | None) -> str:
+def describe_codes(codes: Mapping[str, int], dtype: torch.dtype, config: EngineConfig) -> str:
     """A line for the plan, from how many weights are codes of each format; "" if none is."""
     if not codes:
         return ""
     counts = ", ".join(f"{count} of {name}" for name, count in sorted(codes.items()))
-    label = "int8 (lossy)" if method == "int8" else "codes as stored"
-    return f"{label}: {counts}; the rest in {str(dtype).removeprefix('torch.')}"
+    label = "int8 (lossy)" if config.quantization == "int8" else "codes as stored"
+    rows = f"; activations in {config.activation_dtype} (lossy)" if config.activation_dtype else ""
+    return f"{label}: {counts}; the rest in {str(dtype).removeprefix('torch.')}{rows}"
+
+
+def _asked_rows(config: EngineConfig) -> str:
+    return (
+        f"activation_dtype={config.activation_dtype!r} needs weights that are codes of integers: "
+        'take a GGUF or quantization="int8", or leave it out'
+    )
 
 
 def choose_dtype(config: EngineConfig, device: Device) -> tuple[torch.dtype, str]:
@@ -240,6 +251,10 @@ def _code_ops(
     kernels: or the reason for having none. Raises ConfigError if `quantization` needs them.
     """
     method = config.quantization
+    if device.name != "cpu" and config.activation_dtype:
+        raise ConfigError(
+            f"activation_dtype={config.activation_dtype!r} is for a CPU; leave it out on {device.name}"
+        )
     if device.name != "cpu":
         ops = choose_ops(config, device, None, dtype)
         if ops.takes_codes or method in (None, "none"):
@@ -248,16 +263,22 @@ def _code_ops(
             f"quantization={method!r} needs Triton on {device.name}, which has none; leave it out"
         )
     if method == "none" or (method is None and not holds_codes(folder)):
+        if config.activation_dtype:
+            raise ConfigError(_asked_rows(config))
         return None
     if not isinstance(kernels, str):
+        rounds_rows = config.activation_dtype == "int8"
         try:
-            products = CpuLinear.load(kernels.tape, dtype=dtype, with_codes=True)
+            products = CpuLinear.load(
+                kernels.tape, dtype=dtype, with_codes=True, rounds_rows=rounds_rows
+            )
             return PackedOps(kernels, products)
         except KernelBuildError as error:
             kernels = str(error)
-    if method is None:
+    if method is None and config.activation_dtype is None:
         return None
-    raise ConfigError(f"quantization={method!r} needs our C kernels on a CPU: {kernels}")
+    name = "activation_dtype" if method is None else "quantization"
+    raise ConfigError(f"{name}={getattr(config, name)!r} needs our C kernels on a CPU: {kernels}")
 
 
 def _gpu_ops(config: EngineConfig, device: Device) -> LayerOps:

@@ -1,0 +1,188 @@
+/* Products of rows that are rounded to 8 bits, with the codes of cpu_codes.h. Lossy; see activation_dtype.
+ *
+ * A group of 32 inputs of a row is about scale * code: the scale is max abs / 127, codes are the nearest
+ * of -127 to 127. Codes are multiplied and added as integers, which is exact. An output is one chain over
+ * its groups of k, in order: s += (d * scale) * integer, for Q6_K by halves, and where a format has minima
+ * s += m * (scale * sum of the row's codes). So a row's bits depend on no other row, and not on what the
+ * CPU multiplies bytes with.
+ *
+ * Instructions multiply bytes without a sign by bytes with one. So codes of a weight are held as
+ * code + bias, and each integer begins at -bias * sum of the row's codes.
+ */
+#ifndef NANOENGINE_CPU_INT8_H
+#define NANOENGINE_CPU_INT8_H
+#include "cpu_codes.h"
+
+typedef struct { /* a group of a row */
+    int8_t codes[GROUP];
+    float scale, sum;  /* sum: scale * the sum of the codes */
+    int32_t begins[2]; /* of the integers of both halves; where a group has one scale, only the first */
+} rounded_t;
+
+/* Formats whose products can be of integers; the others have numbers of their own. */
+INLINE int has_integers(int format) {
+    return format != DENSE && !has_numbers(format) && format != MXFP4 && format != FP8;
+}
+INLINE int has_minima(const int format) {
+    return format == Q4_1 || format == Q5_1 || format == Q4_K || format == Q5_K || format == INT4 ||
+           format == INT8;
+}
+INLINE int has_signs(const int format) { return format == Q8_0 || format == INT8; }
+
+/* ---- sums of bytes ---------------------------------------------------------------------------- */
+
+typedef int16_t vs __attribute__((vector_size(4 * LANES)));
+typedef int8_t vb __attribute__((vector_size(LANES)));
+
+#if LANES == 16 && defined(__AVX512VNNI__)
+#define DOT_BYTES(sum, codes, x) _mm512_dpbusd_epi32(sum, codes, x)
+#elif LANES == 8 && defined(__AVXVNNI__)
+#define DOT_BYTES(sum, codes, x) _mm256_dpbusd_avx_epi32(sum, codes, x)
+#elif LANES == 16
+#define ADD_PAIRS(codes, x) _mm512_maddubs_epi16(codes, x)
+#define ADD_WORDS(x) _mm512_madd_epi16(x, _mm512_set1_epi16(1))
+#elif LANES == 8
+#define ADD_PAIRS(codes, x) _mm256_maddubs_epi16(codes, x)
+#define ADD_WORDS(x) _mm256_madd_epi16(x, _mm256_set1_epi16(1))
+#endif
+#if LANES == 16
+typedef __m512i bytes_t;
+#elif LANES == 8
+typedef __m256i bytes_t;
+#endif
+
+/* What makes the codes of a weight positive. Pairs are added in 16 bits, where 255 * 127 * 2 has no room:
+ * there a sign goes to the other side. */
+INLINE int bias_of(const int format) {
+#if defined(ADD_PAIRS)
+    if (has_signs(format)) return 0;
+#endif
+    return has_signs(format) ? 128 : format == Q4_0 ? 8 : format == Q5_0 ? 16 : format == Q6_K ? 32 : 0;
+}
+
+#if defined(ADD_PAIRS)
+/* Pairs of products whose sum 16 bits hold: the largest code * 127 * 2 * this is below 2^15. */
+INLINE int pairs_in_16_bits(const int format) {
+    const int is_five = format == Q5_0 || format == Q5_1 || format == Q5_K;
+    return has_signs(format) ? 1 : format == Q6_K ? 2 : is_five ? 4 : 8;
+}
+
+/* The products of `codes` and x, whose signs may be on either side. */
+INLINE vs add_pairs(vu codes, vi x, const int format) {
+    if (!has_signs(format)) return (vs)ADD_PAIRS((bytes_t)codes, (bytes_t)x);
+#if LANES == 16
+    const __mmask64 is_negative = _mm512_movepi8_mask((bytes_t)codes);
+    x = (vi)_mm512_mask_sub_epi8((bytes_t)x, is_negative, _mm512_setzero_si512(), (bytes_t)x);
+    return (vs)ADD_PAIRS(_mm512_abs_epi8((bytes_t)codes), (bytes_t)x);
+#else
+    x = (vi)_mm256_sign_epi8((bytes_t)x, (bytes_t)codes);
+    return (vs)ADD_PAIRS(_mm256_abs_epi8((bytes_t)codes), (bytes_t)x);
+#endif
+}
+#endif
+
+/* begin + the sum of `count` words of codes times those of a row, in every lane. */
+INLINE vi dot_codes(const vu *codes, const int8_t *x, int32_t begin, const int count, const int format) {
+    vi sum = splat_i(begin);
+#if defined(ADD_PAIRS)
+    const int most = pairs_in_16_bits(format);
+    vs pairs = {0};
+#endif
+    UNROLL for (int i = 0; i < count; i++) {
+        const vi four = splat_i(*(const word_t *)(x + 4 * i));
+#if defined(DOT_BYTES)
+        sum = (vi)DOT_BYTES((bytes_t)sum, (bytes_t)codes[i], (bytes_t)four);
+#elif defined(ADD_PAIRS)
+        pairs += add_pairs(codes[i], four, format);
+        if ((i + 1) % most && i + 1 < count) continue;
+        sum += (vi)ADD_WORDS((bytes_t)pairs);
+        pairs = (vs){0};
+#else
+        UNROLL for (int n = 0; n < 4; n++)
+            sum += (vi)(codes[i] >> (8 * n) & 255) * ((four << (24 - 8 * n)) >> 24);
+#endif
+    }
+    return sum;
+}
+
+/* ---- products --------------------------------------------------------------------------------- */
+
+/* acc[r][c] = rows x of the outputs [column, column + columns) of a panel. x: [groups][rows]. */
+INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, int64_t columns,
+                             const rounded_t *x, int64_t rows, float *acc, const int format) {
+    const int64_t per_block = FORMAT[format].weights / GROUP;
+    const int halves = format == Q6_K ? 2 : 1, words = 8 / halves;
+    for (int64_t group = 0; group < groups; group++, x += rows)
+        for (int64_t c = 0; c < columns; c += LANES) {
+            const block_t b = block_at(panel, group / per_block, column + c, format);
+            const scales_t scales = scales_of(b, group % per_block, format);
+            vu codes[8];
+            UNROLL for (int i = 0; i < 8; i++) {
+                codes[i] = four_codes(b, group % per_block, i / 4, i % 4, format);
+                if (format == Q4_0 || format == Q4_1 || format == Q4_K || format == INT4)
+                    codes[i] &= 0x0f0f0f0fu;
+                if (has_signs(format) && bias_of(format)) codes[i] ^= 0x80808080u;
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                vf s = group ? load(acc + r * PANEL + c) : (vf){0};
+                UNROLL for (int h = 0; h < halves; h++) {
+                    const vi sum = dot_codes(codes + h * words, x[r].codes + 4 * h * words, x[r].begins[h],
+                                             words, format);
+                    s = fused(scales.d[h] * x[r].scale, __builtin_convertvector(sum, vf), s);
+                }
+                if (has_minima(format)) s = fused(scales.m[0], splat(x[r].sum), s);
+                store(acc + r * PANEL + c, s);
+            }
+        }
+}
+
+#define MULTIPLY_ROUNDED(format)                                                                    \
+    static void multiply_rounded_##format(const char *panel, int64_t groups, int64_t column,        \
+                                          int64_t columns, const rounded_t *x, int64_t rows,        \
+                                          float *acc) {                                             \
+        multiply_rounded(panel, groups, column, columns, x, rows, acc, format);                     \
+    }
+#if WITH_CODES
+#define EACH_INTEGERS(f) f(Q4_0) f(Q4_1) f(Q5_0) f(Q5_1) f(Q8_0) f(Q4_K) f(Q5_K) f(Q6_K) f(INT4) f(INT8)
+#else
+#define EACH_INTEGERS(f)
+#endif
+EACH_INTEGERS(MULTIPLY_ROUNDED)
+typedef void multiply_rounded_t(const char *, int64_t, int64_t, int64_t, const rounded_t *, int64_t, float *);
+#define ROUNDED_MULTIPLIER(format) [format] = multiply_rounded_##format,
+static multiply_rounded_t *const ROUNDED_MULTIPLIERS[FORMATS] = {EACH_INTEGERS(ROUNDED_MULTIPLIER)};
+
+/* ---- rounding --------------------------------------------------------------------------------- */
+
+/* Round a row of k inputs, first normed if there is a weight for it; out: a group every `stride`. */
+INLINE void round_row(const char *x, const char *norm_weight, float eps, int64_t dim, int64_t format,
+                      rounded_t *out, int64_t stride) {
+    const float norm_scale = norm_weight ? scale_of_norm(x, dim, eps, MODE) : 1.0f;
+    const int32_t bias = bias_of((int)format);
+    for (int64_t first = 0; first < dim; first += GROUP, out += stride) {
+        vf y[GROUP / LANES], top = {0}, broken = {0};
+        UNROLL for (int i = 0; i < GROUP / LANES; i++) {
+            const int64_t d = first + i * LANES;
+            y[i] = LOAD(x, d, MODE);
+            if (norm_weight)
+                y[i] = rounded(rounded(y[i] * norm_scale, MODE) * LOAD(norm_weight, d, MODE), MODE);
+            top = vmax(top, pick(y[i] < 0.0f, -y[i], y[i]));
+            broken += y[i] - y[i]; /* NaN where a number is none */
+        }
+        const float most = max_lane(top);
+        const int is_zero = most < 1e-30f; /* 127 / most would be no number */
+        int32_t sums[2] = {0};
+        UNROLL for (int i = 0; i < GROUP / LANES; i++) {
+            const vf inverse = splat(is_zero ? 0.0f : 127.0f / most);
+            const vf shifted = fused(y[i], inverse, splat(12582912.0f)); /* as in exp2v */
+            const vb codes = __builtin_convertvector((vi)shifted - 0x4b400000, vb);
+            memcpy(out->codes + i * LANES, &codes, sizeof codes);
+        }
+        UNROLL for (int i = 0; i < GROUP; i++) sums[i / 16] += out->codes[i];
+        out->scale = (is_zero ? 0.0f : most / 127.0f) + sum_lanes(broken);
+        out->sum = out->scale * (float)(sums[0] + sums[1]);
+        out->begins[0] = -bias * (format == Q6_K ? sums[0] : sums[0] + sums[1]);
+        out->begins[1] = -bias * sums[1];
+    }
+}
+#endif

@@ -1,0 +1,193 @@
+"""Products of rows rounded to 8 bits: exact where nothing is rounded, else as near as the codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from coded import random_rows, random_weight
+from marks import needs_compiler
+from torch import Tensor
+
+from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.kernels.cpu_linear import CpuLinear, is_supported
+from nanoengine.kernels.packed_weight import ADD, INTEGER_FORMATS
+from nanoengine.models.stored_codes import FORMATS, CodedWeight
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
+
+F32, BF16 = torch.float32, torch.bfloat16
+# (outputs, inputs): whole panels, less than one, and an odd number of half panels.
+SHAPES = [(64, 256), (33, 512), (200, 768)]
+# What bytes are multiplied with: this CPU's best, pairs in 16 bits, and numbers one by one.
+BUILDS = {
+    "native": (),
+    "no dot product": ("-mno-avx512vnni", "-mno-avxvnni"),
+    "AVX2": ("-march=haswell",),
+    "plain": ("-march=x86-64",),
+}
+
+
+def load(folder: Path, build: str = "native", dtype: torch.dtype = F32) -> CpuLinear:
+    flags = BUILDS[build]
+    return CpuLinear.load(CallTape(), folder, flags, dtype, with_codes=True, rounds_rows=True)
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def packer(build_folder: Path, request: pytest.FixtureRequest) -> CpuLinear:
+    return load(build_folder, request.param)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_rows(rows: int, inputs: int) -> Tensor:
+    """Rows that lose nothing: in each group integers up to 127, times a power of two."""
+    generator = torch.Generator().manual_seed(rows)
+    groups = torch.randint(-127, 128, (rows, inputs // 32, 32), generator=generator).float()
+    groups[..., 5] = 127
+    powers = torch.randint(-9, 9, (rows, inputs // 32, 1), generator=generator)
+    groups[:, 1], powers[:, 1] = 0, 0
+    return (groups * 2.0**powers).flatten(1)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", sorted(INTEGER_FORMATS))
+def test_codes_are_multiplied_exactly(packer: CpuLinear, name: str) -> None:
+    for outputs, inputs in SHAPES:
+        weight, x = random_weight(name, outputs, inputs, F32), whole_rows(300, inputs)
+        numbers, product = weight.numbers().double(), packer.pack(weight)
+        got = product(x)
+        # The minima and the codes' part cancel, so what is off is measured by both.
+        size = x.double().abs() @ (numbers.abs() + numbers.abs().amax(1, True)).T
+        assert ((got - x.double() @ numbers.T).abs() <= size * 2**-20).all()
+        for first, last in ((7, 8), (9, 11), (3, 6), (20, 25), (100, 240)):
+            assert same_bits(product(x[first:last]), got[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("name", sorted(INTEGER_FORMATS))
+def test_an_input_is_off_by_half_a_step_at_most(packer: CpuLinear, name: str) -> None:
+    weight, x = random_weight(name, 96, 512, F32), normal(40, 512)
+    numbers = weight.numbers().double()
+    steps = (x.view(40, -1, 32).abs().amax(2) / 127).double()
+    sizes = numbers.abs().view(96, -1, 32).sum(2)
+    got, exact = packer.pack(weight)(x).double(), x.double() @ numbers.T
+    most = steps @ sizes.T / 2
+    assert ((got - exact).abs() <= most * 1.001 + most.max() * 1e-6).all()
+    assert not torch.allclose(got, exact, rtol=1e-4, atol=0), "it is rounded at all"
+
+
+def test_no_thread_moves_a_bit(packer: CpuLinear) -> None:
+    product, x = packer.pack(random_weight("Q4_K", 300, 512, F32)), normal(400, 512)
+    want = product(x)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 33, 150, 400):
+            assert same_bits(product(x[:rows]), want[:rows])
+
+
+@pytest.mark.parametrize("rows", [1, 9, 200])
+def test_what_is_fused_is_as_one_by_one(
+    packer: CpuLinear, kernels: CpuKernels, rows: int
+) -> None:
+    """Norm, bias, residual sum; and silu of the gate. Rows of `x` have strides."""
+    weight, norm, bias = random_weight("Q5_0", 80, 256, F32), normal(256, seed=1), normal(80)
+    x, out = normal(rows, 300, seed=2)[:, :256], normal(rows, 80, seed=3)
+    normed, fused = torch.empty(rows, 256), out.clone()
+    product = packer.pack(weight, bias, (norm, 1e-5))
+    product.multiply(x, fused, ADD)
+    kernels.rms_norm(x, norm, 1e-5, normed)
+    want = out + packer.pack(weight, bias)(normed)
+    torch.testing.assert_close(fused, want, rtol=0, atol=0.05 * float(want.std()))
+    other = random_weight("Q5_0", 80, 256, F32)
+    gated = packer.pack_gate_up(weight, other)
+    assert gated is not None
+    gate, up = (packer.pack(each)(x) for each in (weight, other))
+    torch.testing.assert_close(gated(x), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-6)
+
+
+def test_norm_and_rounding_are_those_of_the_two(build_folder: Path, kernels: CpuKernels) -> None:
+    packer, weight = load(build_folder), random_weight("Q4_1", 64, 96, F32)
+    norm, x = normal(96), normal(5, 96, seed=1)
+    normed = torch.empty_like(x)
+    kernels.rms_norm(x, norm, 1e-5, normed)
+    assert same_bits(packer.pack(weight, norm=(norm, 1e-5))(x), packer.pack(weight)(normed))
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_row_stays_visible_and_alone(packer: CpuLinear, broken: float) -> None:
+    x, product = normal(6, 256), packer.pack(random_weight("Q4_0", 64, 256, F32))
+    want = product(x)
+    x[2, 77] = broken
+    got = product(x)
+    assert got[2].isnan().all()
+    others = torch.tensor([0, 1, 3, 4, 5])
+    assert same_bits(got[others], want[others])
+
+
+def test_zeros_and_the_least_numbers_give_zeros(packer: CpuLinear) -> None:
+    product = packer.pack(random_weight("Q4_0", 64, 256, F32))
+    x = torch.zeros(3, 256)
+    x[1] = 1e-40
+    x[2, :32] = 1e-31
+    assert (product(x) == 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - INTEGER_FORMATS))
+def test_codes_that_are_no_integers_are_multiplied_as_numbers(
+    build_folder: Path, name: str
+) -> None:
+    exact = CpuLinear.load(CallTape(), build_folder, (), F32, with_codes=True)
+    weight, x = random_weight(name, 64, 256, F32), normal(7, 256)
+    assert same_bits(load(build_folder).pack(weight)(x), exact.pack(weight)(x))
+
+
+def test_every_instruction_gives_the_same_bits(build_folder: Path) -> None:
+    builds = [load(build_folder, build) for build in BUILDS if build != "plain"]
+    for name in sorted(INTEGER_FORMATS):
+        weight = random_weight(name, 100, 512, F32)
+        for rows in (1, 2, 7):
+            x = normal(rows, 512)
+            first, *others = (packer.pack(weight)(x) for packer in builds)
+            assert all(same_bits(first, other) for other in others)
+
+
+def test_experts_are_as_one_by_one(packer: CpuLinear) -> None:
+    hidden, inner, count, top_k = 96, 64, 9, 3
+    experts = [
+        (
+            random_rows("Q4_0", inner, hidden, seed),
+            random_rows("Q4_0", inner, hidden, seed + 50),
+            random_rows("Q8_0", hidden, inner, seed + 90),
+        )
+        for seed in range(count)
+    ]
+    x, logits = normal(300, hidden), normal(300, count, seed=1)
+    weights, ids = torch.topk(logits.softmax(1), top_k)
+    packed = packer.experts(lambda rows: (ids[: len(rows)], weights[: len(rows)]), experts)  # type: ignore[arg-type]
+    want = torch.zeros(300, hidden)
+    for choice in range(top_k):
+        for number, (gate, up, down) in enumerate(experts):
+            rows = (ids[:, choice] == number).nonzero()[:, 0]
+            gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
+            assert gated is not None
+            made = packer.pack(CodedWeight((down,), F32))(gated(x[rows]))
+            want[rows] += made * weights[rows, choice, None]
+    for tokens in (1, 2, 33, 300):
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            assert same_bits(packed(x[:tokens]), want[:tokens]), (tokens, threads)
+
+
+def test_bfloat16_rows_are_rounded_alike(build_folder: Path) -> None:
+    if not is_supported():
+        pytest.skip("no AVX512-BF16")
+    packer, exact = load(build_folder, dtype=BF16), load(build_folder)
+    weight, x = random_weight("Q4_K", 64, 512, BF16), normal(9, 512).to(BF16)
+    assert same_bits(packer.pack(weight).in_float(x), exact.pack(weight)(x.float()))
