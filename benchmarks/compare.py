@@ -95,6 +95,7 @@ WORKS = {
 }
 
 
+ROUNDED = ", activations of 8 bits"
 KV_NAMES = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -116,7 +117,7 @@ class Peer:
     def precision(self) -> str:
         """Precision of weights and KV, as text, and of activations if it is less."""
         text = f"weights {self.weights}, KV {'u8' if self.kv == 'default' else self.kv}"
-        return text + ", activations of 8 bits" if self.rounds_activations else text
+        return text + ROUNDED if self.rounds_activations else text
 
     @property
     def rounds_activations(self) -> bool:
@@ -179,7 +180,7 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
             "weights": ours.weights,
         },
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "threads": args.num_threads,
             "load_average_before": round(load, 2),
             **asdict(limits),
@@ -190,17 +191,19 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
 
 
 def _rounding(peer: Peer) -> Peer:
-    return replace(peer, name=f"{peer.name}, activations of 8 bits", activations="int8")
+    return replace(peer, name=peer.name + ROUNDED, activations="int8")
 
 
 def _best_peers(rows: Iterable[Row]) -> dict[str, str]:
-    """For each part of the work, the fastest peer at equal precision."""
+    """For each part of the work, the fastest peer at equal precision; those that round their
+    activations are parts of their own.
+    """
     best: dict[str, Row] = {}
     for row in rows:
-        part = row.get("part", "")
-        if "ratio" in row and (
-            part not in best or row["ratio"]["median"] < best[part]["ratio"]["median"]
-        ):
+        if "ratio" not in row:
+            continue
+        part = row["part"] + (ROUNDED if row["precision"].endswith(ROUNDED) else "")
+        if part not in best or row["ratio"]["median"] < best[part]["ratio"]["median"]:
             best[part] = row
     return {part: row["engine"] for part, row in best.items()}
 
@@ -522,7 +525,8 @@ def _spread(values: Sequence[float]) -> Row:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the kernel calls this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
