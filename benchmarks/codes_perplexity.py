@@ -1,10 +1,12 @@
 """Perplexity with weights as codes beside that of numbers, in fp32.
 
-    python -m benchmarks.codes_perplexity [--of stored made] [--models MODEL ...] [--json FILE]
+    python -m benchmarks.codes_perplexity [--of stored rounded made] [--models MODEL ...]
 
 "stored": GGUF files with their codes as stored beside the same files dequantised. The demo model's
 weights are quantised again by the package gguf into each format; --models adds names or files as
 they are. Codes are exact, and what is dequantised is rounded to bfloat16.
+
+"rounded": the same files with activation_dtype="int8" beside exact activations.
 
 "made": int8, of the demo model and of --models, beside the model as it is. A file in codes has a
 grid in each block of 32 inputs, which int8 may find again. So there is a second row, for which
@@ -79,13 +81,33 @@ def _write_off_the_grid(source: Path, target: Path) -> None:
 
 def stored(models: list[str]) -> Iterator[dict[str, Any]]:
     """A row for each format of the demo model, then for each of `models`."""
+    for named, path in _files(models):
+        yield named | _compared(path)
+
+
+def rounded(models: list[str]) -> Iterator[dict[str, Any]]:
+    """As `stored`: with activations of 8 bits."""
+    for named, path in _files(models):
+        exact, _, num_tokens = _perplexity(path, "gguf")
+        found, held, _ = _perplexity(path, "gguf", "int8")
+        yield named | {
+            "tokens": num_tokens,
+            "rounded": round(found, 4),
+            "exact": round(exact, 4),
+            "difference_percent": round(100 * (found / exact - 1), 3),
+            "held": held,
+        }
+
+
+def _files(models: list[str]) -> Iterator[tuple[dict[str, str], str]]:
+    """The demo model in each format, then `models`: how a row names it, and what to load."""
     with tempfile.TemporaryDirectory() as folder:
         for kind in FORMATS:
             path = Path(folder) / f"{kind}.gguf"
             write_as(packaged_gguf(DEMO_MODEL), path, kind)
-            yield {"model": DEMO_MODEL, "format": kind} | _compared(str(path))
+            yield {"model": DEMO_MODEL, "format": kind}, str(path)
     for model in models:
-        yield {"model": model, "format": "as stored"} | _compared(model)
+        yield {"model": model, "format": "as stored"}, model
 
 
 def _compared(model: str) -> dict[str, Any]:
@@ -101,12 +123,15 @@ def _compared(model: str) -> dict[str, Any]:
     }
 
 
-def _perplexity(model: str, quantization: str) -> tuple[float, str, int]:
+def _perplexity(
+    model: str, quantization: str, activations: str | None = None
+) -> tuple[float, str, int]:
     """Of the text; what the plan says of the weights, and how many tokens the text has."""
     settings: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": MOST_TOKENS + 16,
         "kv_cache_gib": 0.5,
+        "activation_dtype": activations,
     }
     with LLM(model, quantization=quantization, max_num_seqs=1, **settings) as llm:
         ids = llm.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:MOST_TOKENS]
@@ -116,14 +141,14 @@ def _perplexity(model: str, quantization: str) -> tuple[float, str, int]:
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = ("stored", "made")
-    parser.add_argument("--of", nargs="+", choices=kinds, default=kinds, help="which rows")
+    kinds = {"stored": stored, "rounded": rounded, "made": made}
+    parser.add_argument("--of", nargs="+", choices=kinds, default=tuple(kinds), help="which rows")
     parser.add_argument("--models", nargs="*", default=[], help="names or GGUF files")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     found = []
     for each in arguments.of:
-        for row in {"stored": stored, "made": made}[each](arguments.models):
+        for row in kinds[each](arguments.models):
             found.append(row)
             print(json.dumps(row), flush=True)
     report = {

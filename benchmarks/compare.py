@@ -95,12 +95,15 @@ WORKS = {
 }
 
 
+ROUNDED = ", activations of 8 bits"
 KV_NAMES = {"bfloat16": "bf16", "float32": "f32"}
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine to run: `model` is what it loads, `weights` and `kv` their precision."""
+    """An engine to run: `model` is what it loads, `weights` and `kv` their precision. activations:
+    "int8" where it is asked for that.
+    """
 
     name: str
     kind: str
@@ -108,15 +111,21 @@ class Peer:
     model: str
     weights: str = "BF16"
     kv: str = "bf16"
+    activations: str = ""
 
     @property
     def precision(self) -> str:
         """Precision of weights and KV, as text, and of activations if it is less."""
         text = f"weights {self.weights}, KV {'u8' if self.kv == 'default' else self.kv}"
-        is_exact = self.kind == OURS or (self.kind == "openvino" and self.kv != "default")
-        if is_exact or self.weights in SIXTEEN_BITS:
-            return text
-        return text + ", activations of 8 bits"
+        return text + ROUNDED if self.rounds_activations else text
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether it multiplies 8-bit integers."""
+        if self.weights in SIXTEEN_BITS:
+            return False
+        can_choose = self.kind == OURS or (self.kind == "openvino" and self.kv != "default")
+        return self.activations == "int8" or not can_choose
 
     def with_kv(self, kv: str) -> Peer:
         """The same with KV in another type, if it is not to have its own choice."""
@@ -141,8 +150,8 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
     folder = resolve_model(args.model, keeps_codes=args.weights == "stored")
     config = read_model_config(folder)
     ours = own_peer(args.model, args.weights, KV_NAMES[args.dtype])
-    given = given_peers(args.peer, folder)
-    peers = [ours, *(peer.with_kv(ours.kv) for peer in given)]
+    own = [ours] if ours.weights in SIXTEEN_BITS else [ours, _rounding(ours)]
+    peers = [*own, *(peer.with_kv(ours.kv) for peer in given_peers(args.peer, folder))]
     kind = _rehearsal(WORKS[args.work]) if args.rehearsal else WORKS[args.work]
     work = make_work(kind, args, config.vocab_size, make_workload)
     able = [peer for peer in peers if peer.kind in kind.engines]
@@ -171,7 +180,7 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
             "weights": ours.weights,
         },
         "machine": {
-            "cpu": _cpu_name(),
+            "cpu": cpu_name(),
             "threads": args.num_threads,
             "load_average_before": round(load, 2),
             **asdict(limits),
@@ -181,14 +190,20 @@ def compare(args: argparse.Namespace, make_workload: MakeWorkload) -> Row:
     }
 
 
+def _rounding(peer: Peer) -> Peer:
+    return replace(peer, name=peer.name + ROUNDED, activations="int8")
+
+
 def _best_peers(rows: Iterable[Row]) -> dict[str, str]:
-    """For each part of the work, the fastest peer at equal precision."""
+    """For each part of the work, the fastest peer at equal precision; those that round their
+    activations are parts of their own.
+    """
     best: dict[str, Row] = {}
     for row in rows:
-        part = row.get("part", "")
-        if "ratio" in row and (
-            part not in best or row["ratio"]["median"] < best[part]["ratio"]["median"]
-        ):
+        if "ratio" not in row:
+            continue
+        part = row["part"] + (ROUNDED if row["precision"].endswith(ROUNDED) else "")
+        if part not in best or row["ratio"]["median"] < best[part]["ratio"]["median"]:
             best[part] = row
     return {part: row["engine"] for part, row in best.items()}
 
@@ -204,7 +219,8 @@ def own_peer(model: str, weights: str, kv: str) -> Peer:
 
 
 def parse_peer(text: str) -> list[Peer]:
-    """The engines that a --peer names; OpenVINO runs twice, with bf16 KV and with its default KV.
+    """The engines that a --peer names; OpenVINO runs with bf16 KV and with its default KV, and with
+    codes also with bf16 KV and activations of 8 bits.
 
     `model` is empty for engines that read no GGUF. Raises ConfigError for a text that is not one of
     PEER_FORMS, and for a missing file.
@@ -238,10 +254,11 @@ def _peers_with_file(kind: str, python: str, file: Path) -> list[Peer]:
     weights = weights_of(file)
     name = f"{kind} {weights}"
     if kind == "openvino":
-        return [
+        peers = [
             Peer(f"{name}, KV {kv}", kind, python, str(file), weights, setting)
             for kv, setting in (("bf16", "bf16"), ("u8", "default"))
         ]
+        return peers if weights in SIXTEEN_BITS else [*peers, _rounding(peers[0])]
     return [Peer(name, kind, python, str(file), weights)]
 
 
@@ -276,7 +293,7 @@ def _rehearsal(kind: Kind) -> Kind:
 def make_work(
     kind: Kind, args: argparse.Namespace, vocab_size: int, make_workload: MakeWorkload
 ) -> Work:
-    """Make the prompts from seed and sizes only; `model` and `kv` are filled in per engine."""
+    """Make the prompts from seed and sizes only; the rest is filled in per engine."""
     names = ("num_seqs", "min_input", "max_input", "min_output", "max_output")
     sizes = argparse.Namespace(seed=args.seed, **dict(zip(names, kind.shape, strict=True)))
     prompts, params = make_workload(sizes, vocab_size)
@@ -297,6 +314,7 @@ def make_work(
         kv=KV_NAMES[args.dtype],
         dtype=args.dtype,
         keeps_codes=args.weights == "stored",
+        activations="",
     )
 
 
@@ -332,7 +350,8 @@ def run_worker(peer: Peer, work: Work, folder: Path, timeout_s: float) -> Row:
     Raises WorkerError with the end of its standard error if it fails, hangs or prints nothing.
     """
     task = folder / "work.json"
-    task.write_text(json.dumps(asdict(work) | {"model": peer.model, "kv": peer.kv}))
+    own = {"model": peer.model, "kv": peer.kv, "activations": peer.activations}
+    task.write_text(json.dumps(asdict(work) | own))
     command = [peer.python, str(SCRIPT), peer.kind, str(task)]
     with (folder / "stderr").open("w+b") as stderr:
         start = time.perf_counter()
@@ -405,18 +424,25 @@ def _environment(peer: Peer) -> dict[str, str]:
 def make_rows(
     kind: Kind, part: str, peers: Sequence[Peer], runs: Mapping[str, list[Row] | str], model: Model
 ) -> list[Row]:
-    """One row per peer for one part of the work; nanoengine is the first of `peers`."""
-    ours = runs[peers[0].name]
+    """One row per peer for one part of the work; nanoengine is the first of `peers`. A peer stands
+    beside ours with the same activations, and one that rounds them also beside the exact ones.
+    """
+    exact = peers[0]
+    mine = {peer.rounds_activations: peer for peer in reversed(peers) if peer.kind == OURS}
     rows = []
     for peer in peers:
         own = runs[peer.name]
-        head = {"part": part, "engine": peer.name, "precision": peer.precision}
+        head: Row = {"part": part, "engine": peer.name, "precision": peer.precision}
         if isinstance(own, str):
             rows.append(head | {"error": own})
             continue
         row = head | _measured(kind, part, own)
         if peer.kind != OURS:
-            row |= _against(kind, part, peer, peers[0], ours, own)
+            alike = mine.get(peer.rounds_activations, exact)
+            row |= _against(kind, part, peer, alike, runs[alike.name], own)
+            if alike is not exact and "ratio" in row:
+                beside = _against(kind, part, peer, exact, runs[exact.name], own)
+                row["ratio_to_exact"] = beside.get("ratio")
         elif kind.is_warm:
             row |= share_of_limits([said["parts"][part] for said in own], model)
         rows.append(row)
@@ -499,7 +525,8 @@ def _spread(values: Sequence[float]) -> Row:
     }
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the kernel calls this machine's processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -508,12 +535,12 @@ def _cpu_name() -> str:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    lines = [f"{'part':6} {'engine':24} {'median (min-max)':28} {'ratio':22} {'MiB':>6}  note"]
+    lines = [f"{'part':6} {'engine':48} {'median (min-max)':28} {'ratio':22} {'MiB':>6}  note"]
     for row in rows:
         figure = next((row[k.figure] for k in WORKS.values() if k.figure in row), None)
         note = str(row.get("error", row.get("note", ""))).partition("\n")[0]
         lines.append(
-            f"{row.get('part', ''):6} {row['engine']:24} {_words(figure):28} "
+            f"{row.get('part', ''):6} {row['engine']:48} {_words(figure):28} "
             f"{_words(row.get('ratio')):22} {row.get('peak_memory_mib', ''):>6}  {note}"
         )
     return "\n".join(lines)

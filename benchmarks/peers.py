@@ -39,6 +39,7 @@ class Work:
 
     parts: names of equal runs over the prompts, one after the other. kv: "bf16", "f32" or
     "default", the engine's own choice. dtype: "bfloat16" or "float32". keeps_codes: of a GGUF file.
+    activations: "int8", of 8 bits where they meet codes.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Work:
     kv: str
     dtype: str
     keeps_codes: bool
+    activations: str
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def _nanoengine(work: Work) -> Engine:
         work.model,
         dtype=work.dtype,
         quantization="gguf" if work.keeps_codes else "none",
+        activation_dtype=work.activations or None,
         device="cpu",
         num_threads=work.num_threads,
         kv_cache_gib=work.kv_gib,
@@ -274,6 +277,7 @@ def _openvino(work: Work) -> Engine:
     }
     if work.kv in types:
         properties["KV_CACHE_PRECISION"] = types[work.kv]
+    if work.kv in types and not work.activations:
         # Beside weights in codes it makes 8-bit integers of activations by default.
         properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
     pipe = genai.ContinuousBatchingPipeline(work.model, scheduler, "CPU", properties)

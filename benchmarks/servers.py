@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import Peer, given_peers, peer_argument
+from benchmarks.compare import Peer, cpu_name, given_peers, peer_argument
 from benchmarks.ending import exit_on_sigterm
 from nanoengine.bench.report import versions
 from nanoengine.errors import EngineError
@@ -182,6 +182,7 @@ def offline_round(args: argparse.Namespace) -> Row:
     """The same work without a server."""
     command = [sys.executable, "bench.py", "offline", "--model", args.model]
     command += ["--max-num-seqs", "64", "--num-threads", str(args.num_threads)]
+    command += ["--quantization", "none"]  # as the server
     command += ["--num-seqs", str(args.num_prompts)]
     for name in ("min_input", "max_input", "min_output", "max_output"):
         command += ["--" + name.replace("_", "-"), str(getattr(args, name))]
@@ -238,7 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(number, "offline", json.dumps(rounds["offline"][-1]), flush=True)
             hidden = ("peer", "output")
             settings = {name: str(v) for name, v in vars(args).items() if name not in hidden}
-            report = {"settings": settings, "versions": versions(), "servers": summary(rounds)}
+            about = {"settings": settings, "cpu": cpu_name(), "versions": versions()}
+            report = about | {"servers": summary(rounds)}
             args.output.write_text(json.dumps(report, indent=2) + "\n")
 
 

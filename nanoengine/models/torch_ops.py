@@ -21,11 +21,14 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
 class Linear:
-    """A product by PyTorch. On a CPU bfloat16 weights are reordered once into oneDNN's layout."""
+    """A product by PyTorch. On a CPU bfloat16 weights are reordered once into oneDNN's layout, if
+    oneDNN has bfloat16 there; it wants AVX-512 or AVX-NE-CONVERT.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self._bias = bias
-        self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        self._packed = on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if self._packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
         self._weight = weight

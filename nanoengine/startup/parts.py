@@ -25,9 +25,9 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
-from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
+from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
@@ -157,7 +157,8 @@ def load_compute_parts(
         )
         raise ConfigError(f"quantization={method!r}: no weight {lacks}; leave it out")
     if config.activation_dtype and not INTEGER_FORMATS.intersection(model.codes):
-        raise ConfigError(f"{_asked_rows(config)}: {', '.join(model.codes)} are multiplied as numbers")
+        held = ", ".join(model.codes)
+        raise ConfigError(f"{_asked_rows(config)}; {held} is multiplied as numbers")
     setup = AttentionSetup(
         device.torch_device,
         dtype,
@@ -252,9 +253,8 @@ def _code_ops(
     """
     method = config.quantization
     if device.name != "cpu" and config.activation_dtype:
-        raise ConfigError(
-            f"activation_dtype={config.activation_dtype!r} is for a CPU; leave it out on {device.name}"
-        )
+        asked = f"activation_dtype={config.activation_dtype!r}"
+        raise ConfigError(f"{asked} is for a CPU; leave it out on {device.name}")
     if device.name != "cpu":
         ops = choose_ops(config, device, None, dtype)
         if ops.takes_codes or method in (None, "none"):

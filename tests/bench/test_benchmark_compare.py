@@ -241,6 +241,30 @@ def test_codes_are_compared_with_the_same_codes(fake: MakeFake) -> None:
     ]
 
 
+def test_a_peer_that_rounds_stands_beside_ours_that_does(fake: MakeFake) -> None:
+    """And beside the exact one, whose figure is another here."""
+
+    def with_file(kind: str, seconds: int, activations: str = "") -> Peer:
+        name, python = kind + activations, fake(kind + activations, f"answer({seconds})")
+        return Peer(name, kind, python, "", "Q4_0", "bf16", activations)
+
+    several = [
+        with_file("nanoengine", 4),
+        with_file("nanoengine", 1, "int8"),
+        with_file("llama.cpp", 2),
+        with_file("openvino", 8),
+        with_file("openvino", 4, "int8"),
+    ]
+    rows = {row["engine"]: row for row in rows_of(several)}
+    assert {name: row["ratio"]["median"] for name, row in rows.items() if "ratio" in row} == {
+        "llama.cpp": 2.0,
+        "openvino": 2.0,
+        "openvinoint8": 4.0,
+    }
+    assert rows["llama.cpp"]["ratio_to_exact"]["median"] == 0.5
+    assert "ratio_to_exact" not in rows["openvino"]
+
+
 def test_our_weights_are_those_of_the_file(tmp_path: Path) -> None:
     file = small_gguf(tmp_path / "a.gguf", gguf.LlamaFileType.MOSTLY_Q4_1)
     assert benchmark_compare.own_peer(str(file), "stored", "f32").weights == "Q4_1"
@@ -392,7 +416,8 @@ def test_peers_with_a_file_are_named_by_its_weights(tmp_path: Path) -> None:
     (llama,) = benchmark_compare.parse_peer(f"llama.cpp={sys.executable},{file}")
     assert (llama.name, llama.weights, llama.model) == ("llama.cpp Q4_1", "Q4_1", str(file))
     names = [p.name for p in benchmark_compare.parse_peer(f"openvino={sys.executable},{file}")]
-    assert names == ["openvino Q4_1, KV bf16", "openvino Q4_1, KV u8"]
+    exact, default = "openvino Q4_1, KV bf16", "openvino Q4_1, KV u8"
+    assert names == [exact, default, f"{exact}, activations of 8 bits"]
     (ours,) = benchmark_compare.parse_peer("transformers")
     assert ours.python == sys.executable
 

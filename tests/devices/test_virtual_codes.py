@@ -158,6 +158,11 @@ def test_codes_need_triton(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
         small_engine(tiny("llama"), device="cuda", quantization="int8")
 
 
+def test_rounded_activations_are_for_a_cpu(tiny: Tiny) -> None:
+    with VirtualGpu(), pytest.raises(ConfigError, match="is for a CPU; leave it out on cuda"):
+        small_engine(tiny("llama"), device="cuda", quantization="int8", activation_dtype="int8")
+
+
 def test_a_model_without_codes_is_refused(tiny: Tiny) -> None:
     with VirtualGpu(), pytest.raises(ConfigError, match="no weight is codes of a GGUF; leave it"):
         small_engine(tiny("llama"), device="cuda", quantization="gguf")

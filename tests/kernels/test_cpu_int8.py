@@ -93,9 +93,7 @@ def test_no_thread_moves_a_bit(packer: CpuLinear) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 9, 200])
-def test_what_is_fused_is_as_one_by_one(
-    packer: CpuLinear, kernels: CpuKernels, rows: int
-) -> None:
+def test_what_is_fused_is_as_one_by_one(packer: CpuLinear, kernels: CpuKernels, rows: int) -> None:
     """Norm, bias, residual sum; and silu of the gate. Rows of `x` have strides."""
     weight, norm, bias = random_weight("Q5_0", 80, 256, F32), normal(256, seed=1), normal(80)
     x, out = normal(rows, 300, seed=2)[:, :256], normal(rows, 80, seed=3)

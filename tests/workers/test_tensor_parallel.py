@@ -69,6 +69,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "guesses": {"num_gpu_blocks": 64, "speculative": "ngram:3"},
     "drafts": STREAM | {"speculative": "ngram:2+resident:3"},
     "int8 weights": {"num_gpu_blocks": 64, "quantization": "int8"},
+    "int8 activations": {"num_gpu_blocks": 64, "quantization": "int8", "activation_dtype": "int8"},
     "int8 KV": STREAM | {"kv_offload_dtype": "int8", "kvcache_block_size": 16},
 }
 KNOWN: dict[str, Any] = {"kvcache_block_size": BLOCK, "max_model_len": 96, "seed": 7}
