@@ -129,8 +129,10 @@ def measure_limits(
 
     Reads: sum, max and products with a vector over `num_bytes` of float32, too many for any cache,
     in large pages where the system has them (1.5 times as fast here). Products: square matrices of
-    `size` in `dtype`.
+    `size` in `dtype`, or in float32 where oneDNN has no bfloat16: PyTorch's own is 100 times slower.
     """
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtype = torch.float32
     before = torch.get_num_threads()
     memory = CpuDevice(num_threads).empty_host((num_bytes // 4,), torch.float32).fill_(1.0)
     rows, vector = memory.view(-1, 1024), torch.ones(1024)
