@@ -38,6 +38,7 @@ MEMORY = f"{COMMON} -fsanitize=address,undefined,float-cast-overflow -fsanitize-
 THREADS = f"{COMMON} -fsanitize=thread"
 PROGRAM = ("-std=gnu11", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast")
 NO_AMX = "-U__AMX_TILE__"
+FLOAT32 = "-DMODE=F32"
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,25 @@ NO_BARRIER = Fault(
 NONE_BETWEEN = Fault(
     "cpu_linear.c", "#pragma omp barrier\n", "\n", r"data race(?:.*\n)+.* linear_in_team "
 )
+ALL_ROUND = Fault(
+    "cpu_linear.c",
+    "EACH_ROW(is_private, c->rows, ROUND)",
+    "EACH_ROW(1, c->rows, ROUND)",
+    r"data race(?:.*\n)+.* round_rows ",
+)
+DYNAMIC = """#pragma omp for schedule(dynamic, 1)%s
+    for (int64_t i = 0; i < count; i++) {
+        const weight_t *w = calls[i].w;
+        if (!w->is_rounded)"""
+NO_WAIT = Fault(
+    "cpu_linear.c", DYNAMIC % "", DYNAMIC % " nowait", r"data race(?:.*\n)+.* round_calls "
+)
+ONE_SCRATCH = Fault(
+    "cpu_router.h",
+    "r->scratch + row * (2 * r->count + r->groups)",
+    "r->scratch",
+    r"data race(?:.*\n)+.* route_row ",
+)
 NO_ORDER = Fault(
     "shared_gather.c",
     "atomic_store(&mine->published, piece + 1);",
@@ -111,6 +131,7 @@ PRODUCTS = (
     "tests/kernels/test_cpu_bounds.py "
     "tests/kernels/test_call_tape.py"
 )
+ROUNDED = "tests/kernels/test_cpu_int8.py"
 ENGINES = "tests/sanitize/engine_smoke.py"
 GATHERS = "tests/workers/test_group.py"
 SILU = "tests/kernels/test_cpu_kernels.py::test_silu_mul -k native"
@@ -118,6 +139,7 @@ FLOAT64 = "tests/kernels/test_cpu_linear.py::test_against_float64 -k native"
 CHECKS = (  # the longest first
     Check("memory: kernels", KERNELS),
     Check("memory: products, bounds, call tape", PRODUCTS),
+    Check("memory: products of rounded rows", ROUNDED),
     Check("memory: engines", ENGINES),
     Check("memory: engines without AMX", ENGINES, cflags=NO_AMX),
     Check("memory: gathers", GATHERS),
@@ -127,10 +149,14 @@ CHECKS = (  # the longest first
     Check("threads: kernels without AMX", program="races_kernels", cflags=NO_AMX),
     Check("threads: products", program="races_linear", needs_avx512=True),
     Check("threads: products without AMX", "", "races_linear", NO_AMX, needs_avx512=True),
+    Check("threads: products of float32", "", "races_linear", FLOAT32),
     Check("threads: gathers", program="races_gather"),
     Check("planted: no order of gathers", program="races_gather", faults=(NO_ORDER,)),
     Check("planted: no barrier in attention", program="races_kernels", faults=(NO_BARRIER,)),
-    Check("planted: none of products", "", "races_linear", "", (NONE_BETWEEN,), needs_avx512=True),
+    Check("planted: none of products", "", "races_linear", FLOAT32, (NONE_BETWEEN,)),
+    Check("planted: rows rounded by all", "", "races_linear", FLOAT32, (ALL_ROUND,)),
+    Check("planted: no wait of experts", "", "races_linear", FLOAT32, (NO_WAIT,)),
+    Check("planted: one scratch of routes", "", "races_linear", FLOAT32, (ONE_SCRATCH,)),
 )
 
 

@@ -183,6 +183,21 @@ def test_experts_are_as_one_by_one(packer: CpuLinear) -> None:
             assert same_bits(packed(x[:tokens]), want[:tokens]), (tokens, threads)
 
 
+def test_small_experts_of_many_rows_are_as_one_by_one(build_folder: Path) -> None:
+    """Too few products for several threads, and rows of more than one block."""
+    packer, rows, hidden, inner = load(build_folder), 40, 64, 24
+    gate, up = (random_rows("Q4_0", inner, hidden, seed) for seed in range(2))
+    x, down = normal(rows, hidden), normal(hidden, inner, seed=1)
+    ids, weights = torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1)
+    packed = packer.experts(lambda _: (ids, weights), [(gate, up, down)])  # type: ignore[arg-type, list-item]
+    gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
+    assert gated is not None
+    want = packer.pack(down)(gated(x))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert same_bits(packed(x), want), threads
+
+
 def test_bfloat16_rows_are_rounded_alike(build_folder: Path) -> None:
     if not is_supported():
         pytest.skip("no AVX512-BF16")

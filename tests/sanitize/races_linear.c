@@ -1,15 +1,22 @@
-/* cpu_linear.c on two threads: for ThreadSanitizer, and against its own results on one. */
+/* cpu_linear.c on several threads: for ThreadSanitizer, and against its own results on one. With
+ * -DMODE=F32 in float32, which all CPUs do; else in bfloat16.
+ */
 #include "team.h"
 
+#if defined(MODE) || (defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__))
+#define IS_DONE_HERE
+#endif
 #define WITH_CODES 1
 #include "cpu_linear.c"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-enum { TOKENS_MOST = 1500 };
+#ifdef IS_DONE_HERE
+enum { IS_BF16 = MODE != F32 };
+enum { FEW = 17, TOKENS_MOST = 1500 };
+enum { NUMBERS, CODES, ROUNDED }; /* kinds of products: of codes, and of these with rounded rows */
 
 static int64_t panel_bytes(const weight_t *w) {
     const int64_t columns = ceil_div(w->outputs, TURN) * TURN * (w->activation ? 2 : 1);
-    const int64_t row = w->format == DENSE ? ceil_div(w->k, 2) * 4 : w->k / GROUP * block_bytes(Q4_0);
+    const int64_t row = w->format == DENSE ? 4 * words_of(w) : w->k / GROUP * block_bytes(Q4_0);
     return ceil_div(columns, PANEL) * PANEL * row;
 }
 
@@ -20,19 +27,20 @@ static char *some_codes(int64_t blocks) {
     return codes;
 }
 
-/* Packed from random numbers, or codes where `format` says so; gate and up where it is gated. */
+/* Packed from random numbers, or codes where `kind` says so; gate and up where it is gated. */
 static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int has_norm, int threads,
-                            int format) {
-    weight_t w = {.norm_weight = has_norm ? some_numbers(k, 1) : NULL, .outputs = outputs, .k = k,
-                  .activation = is_gated ? SILU : 0, .format = format, .eps = 1e-5};
-    w.is_tiled = HAVE_TILES && allow_tiles() == 0 && k % TILE_K == 0;
+                            int kind) {
+    weight_t w = {.norm_weight = has_norm ? some_numbers(k, IS_BF16) : NULL, .outputs = outputs, .k = k,
+                  .activation = is_gated ? SILU : 0, .format = kind == NUMBERS ? DENSE : Q4_0,
+                  .is_rounded = kind == ROUNDED, .eps = 1e-5};
+    w.is_tiled = IS_BF16 && HAVE_TILES && allow_tiles() == 0 && k % TILE_K == 0 && !w.is_rounded;
     const int64_t bytes = panel_bytes(&w), columns = outputs * (is_gated ? 4 : 2);
     char *memory = aligned_alloc(64, (size_t)ceil_div(bytes, 64) * 64);
     memset(memory, 0, (size_t)bytes);
     w.panels = memory, w.bias = some_numbers(ceil_div(columns, PANEL) * PANEL, 0);
     for (int which = 0; which <= is_gated; which++) {
-        const int64_t stride = format == DENSE ? 2 * k : k / GROUP * block_bytes(Q4_0);
-        char *rows = format == DENSE ? some_numbers(outputs * k, 1) : some_codes(outputs * k / GROUP);
+        const int64_t stride = kind == NUMBERS ? ITEM * k : k / GROUP * block_bytes(Q4_0);
+        char *rows = kind == NUMBERS ? some_numbers(outputs * k, IS_BF16) : some_codes(outputs * k / GROUP);
         pack(&w, rows, stride, which, threads);
         free(rows);
     }
@@ -41,100 +49,127 @@ static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int has_no
 
 typedef struct { weight_t out, gate_up, down, next_qkv; int64_t width, k, inner; } layer_t;
 
-static layer_t some_layer(int64_t width, int64_t k, int64_t inner, int threads, int format) {
+static layer_t some_layer(int64_t width, int64_t k, int64_t inner, int threads, int kind) {
     random_state = 1;
     layer_t l = {.width = width, .k = k, .inner = inner};
-    l.out = some_weight(width, k, 0, 0, threads, format);
-    l.gate_up = some_weight(inner, width, 1, 1, threads, format);
-    l.down = some_weight(width, inner, 0, 0, threads, format);
-    l.next_qkv = some_weight(k, width, 0, 1, threads, format);
+    l.out = some_weight(width, k, 0, 0, threads, kind);
+    l.gate_up = some_weight(inner, width, 1, 1, threads, kind);
+    l.down = some_weight(width, inner, 0, 0, threads, kind);
+    l.next_qkv = some_weight(k, width, 0, 1, threads, kind);
     return l;
 }
 
 /* As PackedAfterAttention in cpu_linear.py: four products, each of which reads what others wrote. */
 static char *after_attention(const layer_t *l, int64_t tokens, int threads) {
     random_state = 2;
-    char *x = some_numbers(tokens * l->k, 1), *residual = some_numbers(tokens * l->width, 1);
-    char *gated = malloc(tokens * l->inner * 2), *result = malloc(tokens * l->k * 2);
-    char *normed = malloc(tokens * l->width * 2);
-    const int64_t k = 2 * l->k, width = 2 * l->width, inner = 2 * l->inner;
+    char *x = some_numbers(tokens * l->k, IS_BF16), *residual = some_numbers(tokens * l->width, IS_BF16);
+    char *gated = malloc(tokens * l->inner * ITEM), *result = malloc(tokens * l->k * ITEM), *made[4];
+    const int64_t k = ITEM * l->k, width = ITEM * l->width, inner = ITEM * l->inner;
+    for (int i = 0; i < 4; i++) made[i] = malloc(tokens * max64(max64(k, width), inner));
     const call_t calls[] = {
-        {&l->out, x, residual, NULL, k, width, tokens, ADD, threads},
-        {&l->gate_up, residual, gated, normed, width, inner, tokens, STORE, threads},
-        {&l->down, gated, residual, NULL, inner, width, tokens, ADD, threads},
-        {&l->next_qkv, residual, result, normed, width, k, tokens, STORE, threads},
+        {&l->out, x, residual, made[0], k, width, tokens, ADD, threads},
+        {&l->gate_up, residual, gated, made[1], width, inner, tokens, STORE, threads},
+        {&l->down, gated, residual, made[2], inner, width, tokens, ADD, threads},
+        {&l->next_qkv, residual, result, made[3], width, k, tokens, STORE, threads},
     };
     linear(calls, sizeof calls / sizeof *calls);
-    free(x), free(residual), free(gated), free(normed);
+    free(x), free(residual), free(gated);
+    for (int i = 0; i < 4; i++) free(made[i]);
     return result;
 }
 
-static void check_layer(int64_t width, int64_t k, int64_t inner, int format) {
-    static const int64_t TOKENS[] = {1, 7, 33, 200, TOKENS_MOST};
-    const layer_t one = some_layer(width, k, inner, 1, format), two = some_layer(width, k, inner, 2, format);
+static void check_tokens(const layer_t *one, const layer_t *several, int64_t tokens, int threads) {
+    char *alone = after_attention(one, tokens, 1), what[80];
+    char *together = after_attention(several, tokens, threads);
+    snprintf(what, sizeof what, "after_attention of %d tokens, k %d", (int)tokens, (int)one->k);
+    expect_same(what, alone, together, tokens * ITEM * one->k);
+    free(alone), free(together);
+}
+
+static void check_layer(int64_t width, int64_t k, int64_t inner, int kind) {
+    static const int64_t TOKENS[] = {33, 200, TOKENS_MOST};
+    const layer_t one = some_layer(width, k, inner, 1, kind), two = some_layer(width, k, inner, 2, kind);
     expect_same("pack", one.gate_up.panels, two.gate_up.panels, panel_bytes(&one.gate_up));
-    for (size_t i = 0; i < sizeof TOKENS / sizeof *TOKENS; i++) {
-        char *alone = after_attention(&one, TOKENS[i], 1), what[80];
-        char *together = after_attention(&two, TOKENS[i], 2);
-        snprintf(what, sizeof what, "after_attention of %d tokens, k %d", (int)TOKENS[i], (int)k);
-        expect_same(what, alone, together, TOKENS[i] * 2 * k);
-        free(alone), free(together);
-    }
+    for (int64_t tokens = 1; tokens <= FEW; tokens++) check_tokens(&one, &two, tokens, 3);
+    for (size_t i = 0; i < sizeof TOKENS / sizeof *TOKENS; i++) check_tokens(&one, &two, TOKENS[i], 2);
     int64_t ids[300];
-    uint16_t *rows[2];
+    char *rows[2];
     for (int i = 0; i < 300; i++) ids[i] = (7 * i) % width;
     for (int i = 0; i < 2; i++) {
-        rows[i] = malloc(300 * k * 2);
-        if (gather_rows(&one.out, ids, 300, (char *)rows[i], i + 1)) abort();
+        rows[i] = malloc(300 * k * ITEM);
+        if (gather_rows(&one.out, ids, 300, rows[i], i + 1)) abort();
     }
-    expect_same("gather_rows", rows[0], rows[1], 300 * k * 2);
+    expect_same("gather_rows", rows[0], rows[1], 300 * k * ITEM);
 }
 
 enum { EXPERTS = 7, TOP_K = 3, ROWS_MOST = 120 };
 
 /* As PackedExperts in cpu_linear.py; row r goes to experts r, r + 1 and r + 3, and none to the last. */
-static char *some_experts(int64_t width, int64_t inner, int64_t rows, int threads, int format) {
+static char *some_experts(int64_t width, int64_t inner, int64_t rows, int threads, int kind) {
     random_state = 3;
     weight_t gate_up[EXPERTS], down[EXPERTS];
     const weight_t *gate_ups[EXPERTS], *downs[EXPERTS];
     for (int i = 0; i < EXPERTS; i++) {
-        gate_up[i] = some_weight(inner, width, 1, 0, 1, format), gate_ups[i] = &gate_up[i];
-        down[i] = some_weight(width, inner, 0, 0, 1, format), downs[i] = &down[i];
+        gate_up[i] = some_weight(inner, width, 1, 0, 1, kind), gate_ups[i] = &gate_up[i];
+        down[i] = some_weight(width, inner, 0, 0, 1, kind), downs[i] = &down[i];
     }
     const int64_t choices = rows * TOP_K;
-    char *x = some_numbers(rows * width, 1), *out = malloc(rows * width * 2);
-    char *sorted = malloc(choices * width * 2), *gated = malloc(choices * inner * 2);
+    char *x = some_numbers(rows * width, IS_BF16), *out = malloc(rows * width * ITEM);
+    char *sorted = malloc(choices * width * ITEM), *gated = malloc(choices * inner * ITEM);
+    rounded_t *rounded = malloc(choices * max64(width, inner) / GROUP * sizeof *rounded);
     int64_t ids[ROWS_MOST * TOP_K], places[ROWS_MOST * TOP_K], starts[EXPERTS + 1];
     float weights[ROWS_MOST * TOP_K];
     call_t calls[2 * EXPERTS];
     for (int64_t i = 0; i < choices; i++)
         ids[i] = (i / TOP_K + (i % TOP_K + 1) * (i % TOP_K) / 2) % (EXPERTS - 1), weights[i] = 0.3f;
     const experts_t e = {gate_ups, downs, x, ids, weights, out, sorted, gated, places, starts, calls,
-                         EXPERTS, TOP_K, rows, threads};
+                         rounded, EXPERTS, TOP_K, rows, threads};
     experts(&e);
-    free(x), free(sorted), free(gated);
+    free(x), free(sorted), free(gated), free(rounded);
     return out;
 }
 
-static void check_experts(int64_t width, int64_t inner, int format) {
+static void check_experts(int64_t width, int64_t inner, int kind) {
     static const int64_t ROWS[] = {1, 5, ROWS_MOST};
     for (size_t i = 0; i < sizeof ROWS / sizeof *ROWS; i++) {
-        char *alone = some_experts(width, inner, ROWS[i], 1, format), what[80];
-        char *together = some_experts(width, inner, ROWS[i], 2, format);
+        char *alone = some_experts(width, inner, ROWS[i], 1, kind), what[80];
+        char *together = some_experts(width, inner, ROWS[i], 2 + (int)i % 2, kind);
         snprintf(what, sizeof what, "experts of %d rows, k %d", (int)ROWS[i], (int)width);
-        expect_same(what, alone, together, ROWS[i] * 2 * width);
+        expect_same(what, alone, together, ROWS[i] * ITEM * width);
         free(alone), free(together);
     }
 }
 
+enum { ROUTED = 300, CHOICES = 16, CHOSEN = 4, GROUPS = 4 };
+
+/* Rows enough for several threads; in groups with scores by sigmoid and a bias, or with neither. */
+static void check_route(int has_groups) {
+    random_state = 4;
+    float *logits = some_numbers(ROUTED * CHOICES, 0), *bias = some_numbers(CHOICES, 0);
+    const int64_t groups = has_groups ? GROUPS : 1, scratch_bytes = ROUTED * (2 * CHOICES + groups) * 4;
+    int64_t ids[2][ROUTED * CHOSEN];
+    float weights[2][ROUTED * CHOSEN];
+    for (int i = 0; i < 2; i++) {
+        const route_t r = {logits, has_groups ? bias : NULL, ids[i], weights[i], malloc(scratch_bytes),
+                           ROUTED, CHOICES, CHOSEN, groups, 2, 2, has_groups, 1, 1 + 2 * i, 2.5};
+        route(&r);
+        free(r.scratch);
+    }
+    expect_same("route: ids", ids[0], ids[1], sizeof ids[0]);
+    expect_same("route: weights", weights[0], weights[1], sizeof weights[0]);
+    free(logits), free(bias);
+}
+
 int main(void) {
-    check_layer(160, 96, 224, DENSE);
-    check_layer(131, 61, 75, DENSE);
-    check_layer(160, 96, 224, Q4_0);
-    check_experts(160, 96, DENSE);
-    check_experts(131, 61, DENSE);
-    check_experts(160, 96, Q4_0);
-    return conclude("avx512_bf16", HAVE_TILES);
+    for (int kind = NUMBERS; kind <= ROUNDED; kind++) {
+        check_layer(160, 96, 224, kind);
+        check_experts(160, 96, kind);
+    }
+    check_layer(131, 61, 75, NUMBERS);
+    check_experts(131, 61, NUMBERS);
+    check_route(0);
+    check_route(1);
+    return conclude(IS_BF16 ? "avx512_bf16" : "float32", IS_BF16 && HAVE_TILES);
 }
 #else
 int main(void) {
