@@ -129,7 +129,7 @@ def measure_limits(
 
     Reads: sum, max and products with a vector over `num_bytes` of float32, too many for any cache,
     in large pages where the system has them (1.5 times as fast here). Products: square matrices of
-    `size` in `dtype`, or in float32 where oneDNN has no bfloat16: PyTorch's own is 100 times slower.
+    `size` in `dtype`; in float32 where oneDNN has no bfloat16, where PyTorch is 100 times slower.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtype = torch.float32

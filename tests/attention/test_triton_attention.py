@@ -138,8 +138,8 @@ def test_the_rows_of_a_call_move_no_bit(
 
 def dot_of_any_rows(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
     """NumPy's own product depends on how many rows there are, and where: each row is one call."""
-    product = np.concatenate([np.matmul(row, b.data, dtype=d.data.dtype) for row in a.data[:, None]])
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+    rows = [np.matmul(row, b.data, dtype=d.data.dtype) for row in a.data[:, None]]
+    return interpreter.TensorHandle(np.concatenate(rows) + d.data, d.dtype.scalar)
 
 
 def test_neighbours_move_no_bit() -> None:
