@@ -627,6 +627,17 @@ void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, in
     }
 }
 
+/* Whether `count` numbers of float32 are all bfloat16's, bit by bit; then `out` has them. */
+int narrow_numbers(const uint32_t *numbers, uint16_t *out, int64_t count, int64_t threads) {
+    uint32_t lost = 0;
+#pragma omp parallel for simd num_threads((int)threads) schedule(static) reduction(| : lost)
+    for (int64_t i = 0; i < count; i++) {
+        lost |= numbers[i] << 16;
+        out[i] = (uint16_t)(numbers[i] >> 16);
+    }
+    return !lost;
+}
+
 /* One row of a weight. Codes become numbers half a panel at a time, of which one is wanted. */
 static void gather_row(const weight_t *w, int64_t id, char *to) {
     if (w->format == DENSE) {

@@ -155,6 +155,7 @@ class WeightPacker:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         library.pack.argtypes = [pointer, pointer, integer, integer, integer]
         library.pack.restype = None
+        library.narrow_numbers.argtypes = [pointer, pointer, integer, integer]
         self._library, self._tape = library, tape
         self._dtype, self._with_codes, self._has_tiles = dtype, with_codes, has_tiles
         self._rounds_rows = rounds_rows
@@ -228,11 +229,19 @@ class WeightPacker:
         for dtype in _NARROW:
             if not torch.equal(numbers[0][0].to(dtype).float(), numbers[0][0]):
                 continue  # the first row tells most weights
-            narrow = [weight.to(dtype) for weight in numbers]
-            if all(map(torch.equal, map(Tensor.float, narrow), numbers)):
+            to_dtype = self._to_bfloat16 if dtype is torch.bfloat16 else _to_float16
+            narrow = [each for weight in numbers if (each := to_dtype(weight)) is not None]
+            if len(narrow) == len(numbers):
                 self.saved_bytes += sum(each.nbytes for each in narrow)
                 return narrow
         return numbers
+
+    def _to_bfloat16(self, weight: Tensor) -> Tensor | None:
+        """The same bits without the lower half; None if these are not all zero."""
+        weight, narrow = weight.contiguous(), torch.empty(weight.shape, dtype=torch.bfloat16)
+        pointers, threads = (weight.data_ptr(), narrow.data_ptr()), torch.get_num_threads()
+        fits = self._library.narrow_numbers(*pointers, weight.numel(), threads)
+        return narrow if fits else None
 
     def _row_bytes(self, inputs: int, code_format: str) -> int:
         if code_format in _NARROW.values():
@@ -268,6 +277,12 @@ def shape_of(weight: CodedRows | Tensor) -> tuple[int, ...]:
 def format_of(weight: CodedRows | Tensor) -> str:
     """A key of stored_codes.FORMATS; "" for numbers."""
     return weight.format if isinstance(weight, CodedRows) else ""
+
+
+def _to_float16(weight: Tensor) -> Tensor | None:
+    """The same numbers; None if they do not fit."""
+    narrow = weight.to(torch.float16)
+    return narrow if torch.equal(narrow.float(), weight) else None
 
 
 def _pack_biases(biases: tuple[Tensor, ...], columns: int) -> Tensor:

@@ -78,6 +78,15 @@ def test_what_is_fused_has_the_bits_of_32(packer):
         assert same_bits(ours, sums[:, :50])
 
 
+def test_numbers_that_are_none_fit_too(build_folder):
+    packer = CpuLinear.load(CallTape(), build_folder, (), torch.float32)
+    weight = stored(torch.bfloat16, 64, 96)
+    weight[3, 5], weight[4, 7] = torch.nan, torch.inf
+    packed = packer.pack(weight)
+    assert packer.saved_bytes == 64 * 96 * 2
+    assert same_bits(packed.gather_rows(torch.arange(64)), weight)
+
+
 def test_saved_bytes_are_counted(build_folder):
     packer = CpuLinear.load(CallTape(), build_folder, (), torch.float32)
     packer.pack(stored(torch.bfloat16, 64, 96))
@@ -90,6 +99,9 @@ def test_what_does_not_fit_stays_in_32_bits(build_folder):
     packer.pack(widened(stored(torch.bfloat16, 63, 96)))
     packer.pack(stored(torch.bfloat16, 64, 48))
     odd = stored(torch.bfloat16, 64, 96)
+    odd[3, 5] = WIDE
+    packer.pack(odd)
+    odd = stored(torch.float16, 64, 96)
     odd[3, 5] = torch.nan
     packer.pack(odd)
     both = packer.pack_gate_up(stored(torch.float16, 63, 96), widened(odd[:62]))
