@@ -1,6 +1,6 @@
 """Measures what a machine can do, and what share of it a run used.
 
-Owns two measured limits and the least bytes and FLOP that a dense decoder needs. Knows the lengths
+Owns two measured limits and the least bytes and FLOP that a decoder needs. Knows the lengths
 of prompts and outputs, not how an engine split them into steps.
 """
 
@@ -17,6 +17,7 @@ import torch
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import CpuDevice
+from nanoengine.models.weight_shapes import weight_shapes
 
 WEIGHT_BYTES = 2.0  # of a parameter as a number: float32 ones that bf16 holds are kept so
 
@@ -45,9 +46,10 @@ class Model:
 def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, Any]:
     """The least time that the work needs, over the time of the median round.
 
-    P: parameters of all linear layers but the head, H: of the head. Prefill computes each prompt
-    token that is not cached, 2 P FLOP, and the head once a request, 2 H. Then step i decodes every
-    request that wants more than i tokens: 2 (P + H) FLOP each. It reads all P + H weights once,
+    P: parameters of all linear layers but the head, H: of the head. Of experts, those of one token:
+    a step of several requests may need more. Prefill computes each prompt token that is not cached,
+    2 P FLOP, and the head once a request, 2 H. Then step i decodes every request that wants more
+    than i tokens: 2 (P + H) FLOP each. It reads all P + H weights once,
     model.weight_bytes each, and the K and V of every context (a shared prefix once). Attention adds
     4 x layers x heads x head_dim FLOP for each token of context. With B bytes and F FLOP a second:
 
@@ -102,21 +104,28 @@ def _prefill_flop(config: ModelConfig, num_in: int, cached: int) -> float:
 
 def _attention_flop(config: ModelConfig) -> int:
     """FLOP of one query token for each token it attends to."""
-    return 4 * config.num_layers * config.num_heads * config.head_dim
+    return 4 * len(config.attention_layers) * config.num_heads * config.head_dim
 
 
-def _num_parameters(config: ModelConfig) -> tuple[int, int]:
-    """Parameters of the linear layers, and of the head."""
-    hidden = config.hidden_size
-    attention = 2 * hidden * config.head_dim * (config.num_heads + config.num_kv_heads)
-    mlp = 3 * hidden * config.intermediate_size
-    return config.num_layers * (attention + mlp), hidden * config.vocab_size
+def _num_parameters(config: ModelConfig, of_all_experts: bool = False) -> tuple[int, int]:
+    """Parameters of the linear layers, and of the head; of experts, those of one token."""
+    layers, of_experts = 0, 0
+    for name, shape in weight_shapes(config).items():
+        if ".layers." not in name or len(shape) != 2:
+            continue
+        if ".experts." in name:
+            of_experts += math.prod(shape)
+        else:
+            layers += math.prod(shape)
+    if config.experts is not None and not of_all_experts:
+        of_experts = of_experts * config.experts.top_k // config.experts.count
+    return layers + of_experts, config.hidden_size * config.vocab_size
 
 
 def stored_bytes(folder: Path, config: ModelConfig) -> float:
     """Bytes of a parameter in the safetensors files of a folder, packed codes among them."""
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return num_bytes / sum(_num_parameters(config))
+    return num_bytes / sum(_num_parameters(config, of_all_experts=True))
 
 
 def measure_limits(

@@ -220,11 +220,13 @@ INLINE vf code(vu four, int n, const int format) {
 }
 
 /* What will be read soon is asked for a little at a time: CPUs drop what they are asked for all at once.
- * Whoever wants another part of a panel finds it in L2 then. One row reads as fast without. */
+ * Whoever wants another part of a panel finds it in L2 then. */
 enum { CODES_AHEAD = 8192 };
-INLINE const char *prefetch_eighth(const char *next, const int format) {
-    const int64_t bytes = block_bytes(format) * PANEL * GROUP / FORMAT[format].weights / 8;
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, 2);
+INLINE int64_t group_bytes(const int format) { /* of a panel */
+    return block_bytes(format) * PANEL * GROUP / FORMAT[format].weights;
+}
+INLINE const char *prefetch_part(const char *next, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at);
     return next + bytes;
 }
 
@@ -255,7 +257,7 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
                          unpacked_t to, const int format) {
     enum { HALF_VECTORS = PANEL / 2 / LANES };
     const int64_t per_block = FORMAT[format].weights / GROUP, g = group % per_block;
-    const char *next = panel + group * (block_bytes(format) * PANEL / per_block) + CODES_AHEAD;
+    const char *next = panel + group * group_bytes(format) + CODES_AHEAD;
     for (int64_t c = 0; c < columns; c += PANEL / 2) {
         block_t b[HALF_VECTORS];
         scales_t s[HALF_VECTORS];
@@ -267,7 +269,7 @@ INLINE void unpack_group(const char *panel, int64_t group, int64_t column, int64
         char *at = to.at + c / 16 * to.vector;
         UNROLL for (int h = 0; h < 2; h++)
             for (int i = 0; i < 4; i++) {
-                if (column + c == 0) next = prefetch_eighth(next, format);
+                if (column + c == 0) next = prefetch_part(next, group_bytes(format) / 8);
                 UNROLL for (int v = 0; v < HALF_VECTORS; v++) four[v] = four_weights(b[v], g, h, i, format);
                 UNROLL for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, at += to.word)
                     UNROLL for (int v = 0; v < HALF_VECTORS; v++)
@@ -324,7 +326,7 @@ INLINE void multiply_codes(const char *panel, int64_t groups, int64_t column, co
         }
         UNROLL for (int h = 0; h < 2; h++)
             for (int i = 0; i < 4; i++) {
-                if (column == 0 && rows > 1) next = prefetch_eighth(next, format);
+                if (column == 0) next = prefetch_part(next, group_bytes(format) / 8);
                 UNROLL for (int v = 0; v < vecs; v++) four[v] = four_weights(b[v], g, h, i, format);
                 UNROLL for (int n = 0; n < 4; n += MODE == F32 ? 1 : 2, x += 4) {
                     UNROLL for (int v = 0; v < vecs; v++)

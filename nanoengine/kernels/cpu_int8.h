@@ -112,8 +112,10 @@ INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, 
                              const rounded_t *x, int64_t rows, float *acc, const int format) {
     const int64_t per_block = FORMAT[format].weights / GROUP;
     const int halves = format == Q6_K ? 2 : 1, words = 8 / halves;
+    const char *next = panel + CODES_AHEAD;
     for (int64_t group = 0; group < groups; group++, x += rows)
         for (int64_t c = 0; c < columns; c += LANES) {
+            next = prefetch_part(next, group_bytes(format) * LANES / columns);
             const block_t b = block_at(panel, group / per_block, column + c, format);
             const scales_t scales = scales_of(b, group % per_block, format);
             vu codes[8];

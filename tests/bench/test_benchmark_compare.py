@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from benchmarks.limits import (
 )
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.main import workload
-from nanoengine.config.model import ModelConfig, RopeConfig
+from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.errors import ConfigError
 from nanoengine.loading.find_model import read_config_of
 from nanoengine.loading.packaged import DEMO_MODEL, packaged_gguf
@@ -432,6 +433,26 @@ def test_decode_steps_of_unequal_requests() -> None:
         (2 * weights + 7 * kv, 2 * weights + 7 * attention),
     ]
     assert decode_steps(MODEL, [(5, 1)]) == decode_steps(MODEL, []) == []
+
+
+def test_a_step_reads_the_experts_of_one_token_and_no_kv_of_recurrent_layers() -> None:
+    """The first layer has attention and experts; the second a recurrent state, which is no matrix,
+    and a feed-forward.
+    """
+    experts = ExpertsConfig(count=4, top_k=2, inner_size=6, renormalises=True, dense_layers=(1,))
+    delta = DeltaConfig(
+        (1,), num_key_heads=1, num_value_heads=2, key_dim=4, value_dim=4, conv_size=4
+    )
+    hybrid = replace(CONFIG, architecture="Qwen3_5MoeForCausalLM", experts=experts, delta=delta)
+    attention = 3 * 8 * 8 + 2 * 8 * 4  # q twice as wide, k and v, o
+    of_experts = 8 * 4 + 8 + 2 * 3 * 8 * 6  # the router, a gate, and two of four
+    recurrent = (
+        8 * (4 + 4 + 8) + 8 * 8 + 2 * 8 * 2 + 8 * 8
+    )  # q k v, gate, two vectors of heads, out
+    ((num_bytes, flop),) = decode_steps(Model(hybrid, 0, MODEL.limits), [(5, 2)])
+    weights = attention + of_experts + recurrent + 3 * 8 * 16 + HEAD
+    assert num_bytes == 2 * weights + 6 * 2 * 2 * 2 * 2  # K and V, heads, head_dim, bytes
+    assert flop == 2 * weights + 6 * 4 * 4 * 2
 
 
 def test_a_shared_beginning_is_read_once_a_step() -> None:
