@@ -63,10 +63,10 @@ NEEDLES = (
 )
 
 
-SERVERS = "serving/cpu.json"
+SERVERS = "serving/epyc_bfloat16.json"
 SERVER_NAMES = {
     "nanoengine": "nanoengine serve",
-    "llama.cpp F16": "llama-server F16",
+    "llama.cpp BF16": "llama-server BF16",
     "vllm": "vLLM 0.32",
 }
 # Label, key and unit of each row of the picture of servers.
@@ -218,7 +218,7 @@ def servers(axes: Any, scheme: Scheme) -> None:
     axes.set_xlim(0, 1.48)
     axes.set_xticks([])
     axes.set_title(
-        "32 clients of a server: SmolLM2-135M, float32, 2 CPU cores. Times: less is better"
+        "32 clients of a server: SmolLM2-135M, bfloat16, 2 CPU cores. Times: less is better"
     )
 
 

@@ -35,6 +35,7 @@ from nanoengine.models.weight_shapes import weight_shapes
 from nanoengine.text.checked_json import read_json
 
 DUMMY_ROWS = 256  # that are drawn with one seed
+COPIED_BYTES = 1 << 20  # of a tensor; larger ones are packed, or mapped on purpose
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ class _FinalWeights:
             if rows is not None:
                 return CodedWeight((rows,), self._dtype)
         dtype = torch.float32 if name.endswith(CHOICE_BIAS) else self._dtype
-        return stored.to(self._device, dtype)
+        # A vector that stays as it is would keep all of its file mapped, see CheckpointReader.
+        return stored.to(self._device, dtype, copy=stored.nbytes <= COPIED_BYTES)
 
 
 def _open(folder: Path, is_wrapped: bool) -> CheckpointReader:

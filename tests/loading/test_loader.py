@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from nanoengine import LLM
 from nanoengine.config.model import ModelConfig, RopeConfig
 from nanoengine.devices import cache_folders
 from nanoengine.errors import (
@@ -810,6 +811,13 @@ def test_pages_that_were_read_are_let_go(
             "one each, the one held and the last"
         )
     assert torch.equal(held, expected["model.embed_tokens.weight"])
+
+
+def test_a_loaded_model_keeps_no_file_mapped(tiny: Tiny, tmp_path: Path) -> None:
+    """Not even for its norms, which stay as the file has them."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "m")
+    with LLM(str(folder), dtype="float32", device="cpu", num_gpu_blocks=4):
+        assert f"{folder}/" not in Path("/proc/self/maps").read_text()
 
 
 def test_a_file_of_any_name_will_do(tmp_path: Path) -> None:
