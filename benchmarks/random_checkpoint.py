@@ -63,7 +63,8 @@ def write(name: str, folder: Path, changed: dict[str, Any] | None = None) -> int
     kind, sizes = SHAPES[name]
     config = AutoConfig.for_model(kind, **(COMMON | sizes | (changed or {})))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return int(model.num_parameters())
 

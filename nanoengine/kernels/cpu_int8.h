@@ -31,6 +31,7 @@ INLINE int has_signs(const int format) { return format == Q8_0 || format == INT8
 
 /* ---- sums of bytes ---------------------------------------------------------------------------- */
 
+enum { AT_ONCE = LANES == 16 ? 2 : 1 }; /* vectors of outputs, whose codes all lie in registers */
 typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 
@@ -81,31 +82,45 @@ INLINE vs add_pairs(vu codes, vi x, const int format) {
 }
 #endif
 
-/* begin + the sum of `count` words of codes times those of a row, in every lane. */
-INLINE vi dot_codes(const vu *codes, const int8_t *x, int32_t begin, const int count, const int format) {
-    vi sum = splat_i(begin);
+/* sums[v] += `count` words of codes[v] times those of a row. */
+INLINE void dot_codes(vu codes[][8], int first, const int8_t *x, const int count, const int format, vi *sums) {
 #if defined(ADD_PAIRS)
     const int most = pairs_in_16_bits(format);
-    vs pairs = {0};
-#endif
+    vs pairs[AT_ONCE] = {{0}};
     UNROLL for (int i = 0; i < count; i++) {
         const vi four = splat_i(*(const word_t *)(x + 4 * i));
-#if defined(DOT_BYTES)
-        sum = (vi)DOT_BYTES((bytes_t)sum, (bytes_t)codes[i], (bytes_t)four);
-#elif defined(ADD_PAIRS)
-        pairs += add_pairs(codes[i], four, format);
-        if ((i + 1) % most && i + 1 < count) continue;
-        sum += (vi)ADD_WORDS((bytes_t)pairs);
-        pairs = (vs){0};
-#else
-        UNROLL for (int n = 0; n < 4; n++)
-            sum += (vi)(codes[i] >> (8 * n) & 255) * ((four << (24 - 8 * n)) >> 24);
-#endif
+        UNROLL for (int v = 0; v < AT_ONCE; v++) {
+            const vs products = add_pairs(codes[v][first + i], four, format);
+            pairs[v] = i % most ? pairs[v] + products : products;
+            if ((i + 1) % most == 0 || i + 1 == count) sums[v] += (vi)ADD_WORDS((bytes_t)pairs[v]);
+        }
     }
-    return sum;
+#else
+    UNROLL for (int i = 0; i < count; i++) {
+        const vi four = splat_i(*(const word_t *)(x + 4 * i));
+        UNROLL for (int v = 0; v < AT_ONCE; v++) {
+            const vu its = codes[v][first + i];
+#if defined(DOT_BYTES)
+            sums[v] = (vi)DOT_BYTES((bytes_t)sums[v], (bytes_t)its, (bytes_t)four);
+#else
+            UNROLL for (int n = 0; n < 4; n++)
+                sums[v] += (vi)(its >> (8 * n) & 255) * ((four << (24 - 8 * n)) >> 24);
+#endif
+        }
+    }
+#endif
 }
 
 /* ---- products --------------------------------------------------------------------------------- */
+
+/* The codes of a group of LANES outputs, as instructions take them. */
+INLINE void bytes_of(block_t b, int64_t g, const int format, vu *codes) {
+    UNROLL for (int i = 0; i < 8; i++) {
+        codes[i] = four_codes(b, g, i / 4, i % 4, format);
+        if (format == Q4_0 || format == Q4_1 || format == Q4_K || format == INT4) codes[i] &= 0x0f0f0f0fu;
+        if (has_signs(format) && bias_of(format)) codes[i] ^= 0x80808080u;
+    }
+}
 
 /* acc[r][c] = rows x of the outputs [column, column + columns) of a panel. x: [groups][rows]. */
 INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, int64_t columns,
@@ -114,26 +129,33 @@ INLINE void multiply_rounded(const char *panel, int64_t groups, int64_t column, 
     const int halves = format == Q6_K ? 2 : 1, words = 8 / halves;
     const char *next = panel + CODES_AHEAD;
     for (int64_t group = 0; group < groups; group++, x += rows)
-        for (int64_t c = 0; c < columns; c += LANES) {
-            next = prefetch_part(next, group_bytes(format) * LANES / columns);
-            const block_t b = block_at(panel, group / per_block, column + c, format);
-            const scales_t scales = scales_of(b, group % per_block, format);
-            vu codes[8];
-            UNROLL for (int i = 0; i < 8; i++) {
-                codes[i] = four_codes(b, group % per_block, i / 4, i % 4, format);
-                if (format == Q4_0 || format == Q4_1 || format == Q4_K || format == INT4)
-                    codes[i] &= 0x0f0f0f0fu;
-                if (has_signs(format) && bias_of(format)) codes[i] ^= 0x80808080u;
+        for (int64_t c = 0; c < columns; c += AT_ONCE * LANES) {
+            next = prefetch_part(next, group_bytes(format) * AT_ONCE * LANES / columns);
+            scales_t scales[AT_ONCE];
+            vu codes[AT_ONCE][8];
+            UNROLL for (int v = 0; v < AT_ONCE; v++) {
+                const block_t b = block_at(panel, group / per_block, column + c + v * LANES, format);
+                scales[v] = scales_of(b, group % per_block, format);
+                bytes_of(b, group % per_block, format, codes[v]);
             }
             for (int64_t r = 0; r < rows; r++) {
-                vf s = group ? load(acc + r * PANEL + c) : (vf){0};
+                float *to = acc + r * PANEL + c;
+                vi sums[2][AT_ONCE];
+                vf s[AT_ONCE];
                 UNROLL for (int h = 0; h < halves; h++) {
-                    const vi sum = dot_codes(codes + h * words, x[r].codes + 4 * h * words, x[r].begins[h],
-                                             words, format);
-                    s = fused(scales.d[h] * x[r].scale, __builtin_convertvector(sum, vf), s);
+                    UNROLL for (int v = 0; v < AT_ONCE; v++) sums[h][v] = splat_i(x[r].begins[h]);
+                    dot_codes(codes, h * words, x[r].codes + 4 * h * words, words, format, sums[h]);
                 }
-                if (has_minima(format)) s = fused(scales.m[0], splat(x[r].sum), s);
-                store(acc + r * PANEL + c, s);
+                UNROLL for (int v = 0; v < AT_ONCE; v++) s[v] = group ? load(to + v * LANES) : (vf){0};
+                UNROLL for (int h = 0; h < halves; h++)
+                    UNROLL for (int v = 0; v < AT_ONCE; v++) {
+                        const vf scale = scales[v].d[h] * x[r].scale;
+                        s[v] = fused(scale, __builtin_convertvector(sums[h][v], vf), s[v]);
+                    }
+                UNROLL for (int v = 0; v < AT_ONCE; v++) {
+                    if (has_minima(format)) s[v] = fused(scales[v].m[0], splat(x[r].sum), s[v]);
+                    store(to + v * LANES, s[v]);
+                }
             }
         }
 }
