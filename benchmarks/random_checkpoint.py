@@ -56,12 +56,12 @@ COMMON = {
 SHAPES = {"qwen3.6-27b": ("qwen3_5_text", QWEN_27B), "qwen3-30b-a3b": ("qwen3_moe", QWEN_30B_A3B)}
 
 
-def write(name: str, folder: Path, changed: dict[str, Any] | None = None) -> int:
-    """Write a model of SHAPES in bfloat16; its number of parameters. changed: other sizes."""
+def write(name: str, folder: Path) -> int:
+    """Write a model of SHAPES in bfloat16; its number of parameters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, sizes = SHAPES[name]
-    config = AutoConfig.for_model(kind, **(COMMON | sizes | (changed or {})))
+    config = AutoConfig.for_model(kind, **(COMMON | sizes))
     torch.manual_seed(0)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config, dtype=torch.bfloat16)

@@ -220,7 +220,7 @@ INLINE vf code(vu four, int n, const int format) {
 }
 
 /* What will be read soon is asked for a little at a time: CPUs drop what they are asked for all at once.
- * Whoever wants another part of a panel finds it in L2 then. */
+ * Whoever wants another part of a panel finds it in a cache then. */
 enum { CODES_AHEAD = 8192 };
 INLINE int64_t group_bytes(const int format) { /* of a panel */
     return block_bytes(format) * PANEL * GROUP / FORMAT[format].weights;
