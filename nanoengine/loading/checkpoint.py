@@ -231,14 +231,14 @@ class CheckpointReader:
         return entry.T[rows].contiguous() if part.is_turned else entry[rows]
 
     def weight(self, name: str, dtype: torch.dtype) -> Weight:
-        """As `tensor`, but codes are a CodedWeight of this dtype, which is in memory."""
+        """As `tensor`, but codes are a CodedWeight of this dtype."""
         if self._parts[name].scales:
             rows = mxfp4_rows(*self._stored(name))
             return CodedWeight((CodedRows("MXFP4", rows),), dtype)
         tensor = self.tensor(name)
         if not self.code_format(name):
             return tensor
-        return CodedWeight((CodedRows(self.code_format(name), tensor.clone()),), dtype)
+        return CodedWeight((CodedRows(self.code_format(name), tensor),), dtype)
 
     def numbers(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """As `tensor`, and codes as the numbers that they stand for, in this dtype."""

@@ -57,12 +57,17 @@ def test_weights_are_those_of_the_package(packer, name):
 
 
 def test_every_number_of_fp8(packer):
-    """Also denormal and NaN, with scales at both ends."""
+    """Also denormal and NaN, with scales at both ends. Intel's instruction rounds a denormal to a
+    bfloat16 of 0, as products take it.
+    """
     for scale in (1.0, -0.3, 2.0**-120, 2.0**118):
         rows, numbers = every_e4m3(scale)
         made = packer.pack(CodedWeight((rows,), packer.dtype)).gather_rows(torch.arange(8))
         assert made.isnan().sum() == 2
         want = numbers.to(packer.dtype)
+        if packer.dtype is BF16:
+            smallest = torch.finfo(BF16).tiny
+            made, want = (each.where(~(each.abs() < smallest), 0.0) for each in (made, want))
         torch.testing.assert_close(made, want, rtol=0, atol=0, equal_nan=True)
 
 

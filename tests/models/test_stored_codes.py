@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nanoengine import SamplingParams
+from nanoengine import LLM, SamplingParams
 from nanoengine.cli.main import main
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError
@@ -37,7 +37,7 @@ from nanoengine.kernels.cpu_linear import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.gguf.convert import convert_gguf
-from nanoengine.models.stored_codes import FORMATS, numbers_of
+from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight, numbers_of
 
 Tiny = Callable[[str], Path]
 pytestmark = [needs_compiler, pytest.mark.usefixtures("one_cache")]
@@ -260,6 +260,23 @@ def test_where_no_kernel_takes_codes_the_plan_says_why(
         assert ("Q4_0 GGUF, dequantised to bfloat16" in text) and "quantised   " not in text
         assert (f"dequantised to bfloat16 ({why}" in text) == (quantization is None)
         engine.close()
+
+
+def test_codes_are_packed_from_the_mapped_file(tiny: Tiny, tmp_path: Path) -> None:
+    """A copy of each would cut the heap into pieces. And a loaded model keeps no file mapped."""
+    folder, _ = coded_checkpoint(tiny("llama"), tmp_path, {"": "Q4_0"})
+    with CheckpointReader(folder) as reader:
+        weight = reader.weight("model.layers.0.mlp.up_proj.weight", torch.float32)
+        assert isinstance(weight, CodedWeight)
+        (part,) = weight.parts
+        assert isinstance(part, CodedRows)
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        ranges = [line.split()[0].split("-") for line in maps if f"{folder}/" in line]
+        start = part.rows.data_ptr()
+        assert any(int(first, 16) <= start < int(last, 16) for first, last in ranges)
+    del weight, part, reader
+    with LLM(str(folder), dtype="float32", device="cpu", num_gpu_blocks=4):
+        assert f"{folder}/" not in Path("/proc/self/maps").read_text()
 
 
 def test_a_format_that_nobody_knows_is_refused(tiny: Tiny, tmp_path: Path) -> None:
