@@ -220,8 +220,13 @@ INLINE vf code(vu four, int n, const int format) {
 }
 
 /* What will be read soon is asked for a little at a time: CPUs drop what they are asked for all at once.
- * Whoever wants another part of a panel finds it in a cache then. */
+ * Whoever wants another part of a panel finds it in a cache then. Zen 5 has most from 8 KiB ahead. Two
+ * cores of a Xeon with AMX read 29 GB/s from 2 KiB ahead, 16 from 4 KiB on. */
+#if defined(__AMX_TILE__)
+enum { CODES_AHEAD = 2048 };
+#else
 enum { CODES_AHEAD = 8192 };
+#endif
 INLINE int64_t group_bytes(const int format) { /* of a panel */
     return block_bytes(format) * PANEL * GROUP / FORMAT[format].weights;
 }
@@ -374,8 +379,10 @@ static multiply_codes_t *const CODE_MULTIPLIERS[FORMATS][FEW_ROWS][2] = {EACH_FO
 /* 2^(code - 127) as a bfloat16; 255 is no number. */
 INLINE uint16_t power_of(uint8_t code) { return code == 0 ? 0x40 : code == 255 ? 0x7fc0 : code << 7; }
 
-/* Put one output's blocks, as the file has them, into its column of a panel. */
-INLINE void pack_column(const char *blocks, int64_t count, char *panel, int64_t column, int format) {
+/* Put the halves and the words [first, last) of one output's blocks, as the file has them, into its column
+ * of a panel. */
+INLINE void pack_column(const char *blocks, int64_t count, char *panel, int64_t column, int64_t first,
+                        int64_t last, int format) {
     const format_t f = FORMAT[format];
     for (int64_t b = 0; b < count; b++, blocks += file_bytes(format)) {
         char *to = panel + b * block_bytes(format) * PANEL;
@@ -385,7 +392,7 @@ INLINE void pack_column(const char *blocks, int64_t count, char *panel, int64_t 
             memcpy(to + 2 * (i * PANEL + column), from, 2);
         }
         to += f.halves * 2 * PANEL;
-        for (int64_t i = 0; i < f.words; i++)
+        for (int64_t i = first; i < last; i++)
             memcpy(to + 4 * (i * PANEL + column), blocks + f.words_at + 4 * i, 4);
     }
 }

@@ -11,7 +11,8 @@
  * Numbers lie in panels of PANEL outputs, word by word: [panel][word][output], padded with zeros. A
  * register block is up to ROWS rows times half a panel or a whole one; the panel streams past it. Work
  * is shared out in units of half a panel, so that 9 panels keep two threads busy alike. For matrix tiles
- * a half panel is one piece of memory: [half panel][step][vector][16 pairs][16 outputs][2].
+ * a half panel is one piece of memory: [half panel][step][vector][16 pairs][16 outputs][2]. Codes of 4 bits
+ * lie otherwise there: see cpu_lookup.h.
  */
 #include <omp.h>
 #include <sys/mman.h>
@@ -20,6 +21,7 @@
 #define MODE BF16_PAIRS
 #endif
 #include "cpu_int8.h"
+#include "cpu_lookup.h"
 #include "cpu_router.h"
 #include "cpu_tiles.h"
 
@@ -37,9 +39,11 @@ enum { PRIVATE_BYTES = 64 << 10 }; /* normed or rounded rows that every thread m
 enum { ROUNDED_ROWS = 128 };       /* most of a block: their sums are in L1, or near it */
 /* Groups of codes that are numbers at one time: of many rows as CHUNK, of few in L1. */
 enum { MANY_GROUPS = LANES == 16 ? 16 : 4, FEW_GROUPS = 1 };
-/* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by. */
-enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS };
-enum { STEP_BYTES = HALF * TILE_K * 2, CHUNK_STEPS = 18 };
+/* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by; as many of
+ * 256 rows are 288 KiB, which stay in L2 with the sums of 8 half panels. */
+enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS, STEP_BYTES = HALF * TILE_K * 2 };
+enum { CHUNK_STEPS = 18, FEW_STEPS = 2, HALVES_AT_ONCE = 8, TILED_BLOCK = 256 };
+enum { SUMS = HAVE_TILES ? TILED_BLOCK * HALVES_AT_ONCE * HALF : BLOCK_ROWS * PANEL };
 enum { STORE, ADD, FLOAT, SILU_MUL, GELU_MUL };
 
 typedef struct { /* one packed weight: filled by cpu_linear.py */
@@ -56,7 +60,7 @@ typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
     const weight_t *w;
     const char *x;
     char *out;
-    char *made; /* [rows][k]: normed or rounded rows, where they are more than PRIVATE_BYTES */
+    char *made; /* [rows][k]: normed or rounded rows, where they are more than PRIVATE_BYTES; then arranged ones */
     int64_t x_stride, out_stride, rows, epilogue, threads;
 } call_t;
 
@@ -193,7 +197,7 @@ INLINE ahead_t every_line(const char *p, int64_t bytes, int64_t passes) {
 /* Where a thread's codes become numbers, and its sums are. */
 typedef struct {
     char numbers[MANY_GROUPS * GROUP * PANEL * 4];
-    float acc[BLOCK_ROWS * PANEL];
+    float acc[SUMS];
 } __attribute__((aligned(64))) scratch_t;
 
 /* Where the panel with this output begins. */
@@ -210,6 +214,16 @@ static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t b
     unpack_t *const group = UNPACKERS[w->format];
     for (; begin < end; begin++, to.at += to.group)
         group(panel, begin, column % PANEL, columns, to);
+}
+
+/* The steps [begin, end) of half a panel of a tiled weight. */
+static void unpack_half(const weight_t *w, int64_t half, int64_t begin, int64_t end, char *to) {
+    if (!stands_left((int)w->format))
+        unpack(w, half * HALF, HALF, begin, end,
+               (unpacked_t){to, TILE_BYTES, TILE_PAIRS * TILE_BYTES, STEP_BYTES});
+    else
+        for (; begin < end; begin++, to += STEP_BYTES)
+            LOOKERS[w->format](panel_of(w, half * HALF), begin, half % 2, to);
 }
 
 /* Rows that go by codes, not by numbers made of them: where vectors are short, making these costs more. */
@@ -275,43 +289,108 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
     }
 }
 
-/* The rows [row, row + rows) of half panel `half` of a tiled weight, as multiply_block. `shaped`: rows
- * that this thread's tiles are shaped for; to shape them anew takes 50 ns. */
-static void multiply_half(const call_t *c, int64_t row, int64_t rows, int64_t half, int is_warm,
-                          int64_t *shaped, scratch_t *scratch) {
+/* ---- in matrix tiles -------------------------------------------------------------------------- */
+
+/* Whether codes are looked up, and stand left: see cpu_lookup.h. Then arranged rows are [16 rows][step]
+ * [pair][row]. */
+INLINE int looks_up(const weight_t *w) { return w->is_tiled && stands_left((int)w->format); }
+
+/* Arranged rows have a stride of 0. Those that numbers meet are [32 rows][step][row][32]: many rows that
+ * lie a power of 2 apart would push all else out of L1. */
+INLINE side_t rows_of_step(const call_t *c, int64_t row, int64_t at) {
+    const int64_t steps = c->w->k / TILE_K;
+    if (looks_up(c->w))
+        return (side_t){c->x + (row / PAIR_ROWS * steps + at) * PAIRS_STEP, 4 * PAIR_ROWS, PAIRS_STEP};
+    if (c->x_stride) return (side_t){c->x + row * c->x_stride + at * TILE_BYTES, c->x_stride, TILE_BYTES};
+    return (side_t){c->x + (row / TILED_ROWS * steps + at) * STEP_BYTES, TILE_BYTES, STEP_BYTES};
+}
+
+/* Shape this thread's tiles for n rows, if they are not. That takes 50 ns. */
+INLINE void shape_for(const call_t *c, int64_t n, int64_t *shaped) {
+    if (*shaped == n) return;
+    *shaped = n;
+    if (looks_up(c->w)) shape_columns(PAIR_ROWS, PAIR_ROWS);
+    else shape_tiles(min64(n, TILE_ROWS), n > TILE_ROWS ? n - TILE_ROWS : n);
+}
+
+/* sums += `steps` steps of up to 32 rows by half a panel; `numbers` are those of the steps. */
+INLINE void multiply_steps(const call_t *c, int64_t row, int64_t n, int64_t at, int64_t steps,
+                           const char *numbers, ahead_t ahead, float *sums) {
+    const side_t x = rows_of_step(c, row, at), weights = {numbers, TILE_BYTES, STEP_BYTES};
+    const int is_double = n > TILE_ROWS;
+    if (looks_up(c->w)) {
+        const product_t p = {weights, x, c->w->k / TILE_K * PAIRS_STEP, steps, 4 * TILED_ROWS};
+        if (is_double) multiply_tiles(p, ahead, sums, at == 0, 1, 1, RIGHT);
+        else multiply_tiles(p, ahead, sums, at == 0, 1, 0, RIGHT);
+        return;
+    }
+    const product_t p = {x, weights, STEP_BYTES / 2, steps, 4 * HALF};
+    if (is_double) multiply_tiles(p, ahead, sums, at == 0, 1, 1, LEFT);
+    else multiply_tiles(p, ahead, sums, at == 0, 0, 1, LEFT);
+}
+
+/* The rows [row, row + n) of half panel `half`, whose sums these are. */
+static void finish_half(const call_t *c, int64_t row, int64_t n, int64_t half, const float *sums) {
+    float turned[TILED_ROWS * HALF];
+    for (int v = 0; v < HALF && looks_up(c->w); v += TILE_ROWS)
+        for (int r = 0; r < n; r += PAIR_ROWS)
+            turn((const char *)(sums + v * TILED_ROWS + r), 4 * TILED_ROWS, TILE_ROWS,
+                 (char *)(turned + r * HALF + v), 4 * HALF);
+    finish_rows(c, row, (int)n, half * HALF, HALF, looks_up(c->w) ? turned : sums, HALF);
+}
+
+/* The rows [row, row + rows) of the half panels [half, half + count) of a tiled weight, as multiply_block.
+ * A chunk of k of the rows stays in L2 for all of these. */
+static void multiply_halves(const call_t *c, int64_t row, int64_t rows, int64_t half, int64_t count,
+                            int64_t *shaped, scratch_t *scratch) {
     const weight_t *w = c->w;
     const int64_t all = w->k / TILE_K, groups = ceil_div(rows, TILED_ROWS);
-    const int64_t chunks = ceil_div(all, CHUNK_STEPS);
-    const char *numbers = w->panels + half * all * STEP_BYTES;
-    for (int64_t i = 0, at = 0, steps; i < chunks; i++, at += steps, numbers += steps * STEP_BYTES) {
+    const int64_t most = w->format != DENSE && groups == 1 ? FEW_STEPS : CHUNK_STEPS;
+    const int64_t chunks = ceil_div(all, most);
+    int is_warm = 0;
+    for (int64_t i = 0, at = 0, steps; i < chunks; i++, at += steps) {
         steps = (all - at) / (chunks - i);
-        const char *chunk = numbers, *next = chunk + steps * STEP_BYTES;
-        ahead_t ahead = {chunk + TILED_AHEAD, STEP_BYTES / 64, STEP_BYTES};
-        if (is_warm) ahead = every_line(next, STEP_BYTES, groups);
-        if (w->format != DENSE) {
-            chunk = scratch->numbers, ahead = (ahead_t){0};
-            unpack(w, half * HALF, HALF, at, at + steps,
-                   (unpacked_t){scratch->numbers, TILE_BYTES, TILE_PAIRS * TILE_BYTES, STEP_BYTES});
-        }
-        const side_t columns = {chunk, TILE_BYTES, STEP_BYTES};
-        for (int64_t g = 0, r = 0; g < groups; g++, r += TILED_ROWS) {
-            const int64_t n = min64(TILED_ROWS, rows - r);
-            const char *x = c->x + (row + r) * c->x_stride + at * TILE_BYTES;
-            const product_t p = {{x, c->x_stride, TILE_BYTES}, columns, STEP_BYTES / 2, steps, HALF * 4};
-            float *sums = scratch->acc + (chunks > 1 ? r * HALF : 0);
-            if (*shaped != n) shape_tiles(min64(n, TILE_ROWS), n > TILE_ROWS ? n - TILE_ROWS : n);
-            *shaped = n;
-            if (w->format == DENSE) {
-                if (g == 1 && !is_warm) ahead = every_line(next, STEP_BYTES, groups - 1);
-                if (g > 0 && ahead.from >= next + steps * STEP_BYTES) ahead.lines = 0;
+        for (int64_t h = 0; h < count; h++) {
+            const char *numbers = w->panels + ((half + h) * all + at) * STEP_BYTES;
+            const char *next = h + 1 < count ? numbers + all * STEP_BYTES
+                                             : numbers + steps * STEP_BYTES - (count - 1) * all * STEP_BYTES;
+            ahead_t ahead = {numbers + TILED_AHEAD, STEP_BYTES / 64, STEP_BYTES};
+            if (is_warm) ahead = every_line(next, STEP_BYTES, groups);
+            if (w->format != DENSE) {
+                numbers = scratch->numbers, ahead = (ahead_t){0};
+                unpack_half(w, half + h, at, at + steps, scratch->numbers);
             }
-            if (n > TILE_ROWS) multiply_tiles(p, ahead, sums, at == 0, 1, 1, 1);
-            else multiply_tiles(p, ahead, sums, at == 0, 0, 1, 1);
-            ahead.from += steps * ahead.step;
-            if (i + 1 == chunks) finish_rows(c, row + r, n, half * HALF, HALF, sums, HALF);
+            for (int64_t g = 0, r = 0; g < groups; g++, r += TILED_ROWS) {
+                const int64_t n = min64(TILED_ROWS, rows - r);
+                float *sums = scratch->acc + (chunks > 1 ? (h * groups + g) * TILED_ROWS * HALF : 0);
+                shape_for(c, n, shaped);
+                if (w->format == DENSE) {
+                    if (g == 1 && !is_warm) ahead = every_line(next, STEP_BYTES, groups - 1);
+                    if (g > 0 && ahead.from >= next + steps * STEP_BYTES) ahead.lines = 0;
+                }
+                multiply_steps(c, row + r, n, at, steps, numbers, ahead, sums);
+                ahead.from += steps * ahead.step;
+                if (i + 1 == chunks) finish_half(c, row + r, n, half + h, sums);
+            }
+            is_warm = groups > 1;
         }
-        is_warm = groups > 1;
     }
+}
+
+/* As multiply_block, of up to 16 arranged rows of a weight that looks up, or of one row as it is. */
+static void multiply_few_lookups(const call_t *c, int64_t row, int64_t rows, int64_t column,
+                                 int columns, scratch_t *scratch) {
+    const weight_t *w = c->w;
+    const int64_t width = c->x_stride ? 1 : PAIR_ROWS, groups = w->k / GROUP;
+    const int64_t at = c->x_stride ? row * c->x_stride : row / PAIR_ROWS * groups * PAIRS_STEP;
+    const side_t x = {c->x + at, 4 * width, TILE_PAIRS * 4 * width};
+    float *acc = scratch->acc, *turned = acc;
+    multiply_looked_up(panel_of(w, column), groups, column % PANEL / HALF, columns / HALF, x, width,
+                       LOOKERS[w->format], scratch->numbers, acc);
+    if (width > 1) turned += PANEL * PAIR_ROWS;
+    for (int n = 0; n < columns && width > 1; n += TILE_ROWS)
+        turn((char *)(acc + n * width), 4 * width, TILE_ROWS, (char *)(turned + n), 4 * PANEL);
+    finish_rows(c, row, (int)rows, column, columns, turned, PANEL);
 }
 
 /* As multiply_block, of rows that are rounded: c->x is [block of rows][group][row]. */
@@ -335,9 +414,17 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         multiply_few_bits(c, row, min64(block_rows, c->rows - row), half * HALF, (int)n * HALF, scratch.acc);
     }
     if (c->w->is_rounded) return;
-    for (int64_t u = begin; u < end && c->w->is_tiled; u++) {
+    for (int64_t u = begin, n; u < end && c->w->is_tiled; u += n) {
         const int64_t row = u / halves * block_rows, rows = min64(block_rows, c->rows - row);
-        multiply_half(c, row, rows, u % halves, u > begin && rows > TILED_ROWS, &shaped, &scratch);
+        const int64_t half = u % halves;
+        const int is_few = looks_up(c->w) && (rows <= PAIR_ROWS || c->x_stride);
+        const int64_t at_once = c->x_stride ? 1 : PAIR_ROWS; /* of few */
+        const int64_t most = is_few ? 2 - half % 2 : rows > TILED_ROWS ? HALVES_AT_ONCE : 1;
+        n = min64(most, min64(halves - half, end - u));
+        for (int64_t r = 0; r < rows && is_few; r += at_once)
+            multiply_few_lookups(c, row + r, min64(at_once, rows - r), half * HALF, (int)n * HALF, &scratch);
+        if (is_few) shaped = 0;
+        else multiply_halves(c, row, rows, half, n, &shaped, &scratch);
     }
     for (int64_t u = begin; u < end && !c->w->is_tiled;) {
         const int64_t row = u / halves * block_rows, half = u % halves;
@@ -358,6 +445,7 @@ static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves
     const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
     int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), CHUNK));
     block = min64(w->is_rounded ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
+    if (w->is_tiled) block = TILED_BLOCK;
     for (; block > 4 * ROWS; block /= 2) {
         const int64_t units = ceil_div(rows, block) * halves;
         if (units >= 16 * threads || (units >= 4 * threads && block <= 16 * ROWS)) break;
@@ -395,23 +483,51 @@ static void round_rows(const call_t *c, int64_t block_rows, int is_private, roun
     EACH_ROW(is_private, c->rows, ROUND)
 }
 
+/* As rows_of_step takes them; out: with room for whole blocks. */
+static void arrange_rows(const call_t *c, const char *x, int64_t stride, char *out) {
+    const int64_t steps = c->w->k / TILE_K;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < c->rows; row += PAIR_ROWS) {
+        const char *from = x + row * stride;
+        const int64_t count = min64(PAIR_ROWS, c->rows - row);
+        char *to = out + row / PAIR_ROWS * steps * PAIRS_STEP;
+        if (looks_up(c->w)) {
+            pair_rows(from, stride, count, steps, to);
+            continue;
+        }
+        to = out + row / TILED_ROWS * steps * STEP_BYTES + row % TILED_ROWS * TILE_BYTES;
+        for (int64_t r = 0; r < count; r++)
+            for (int64_t i = 0; i < steps; i++)
+                memcpy(to + i * STEP_BYTES + r * TILE_BYTES, from + r * stride + i * TILE_BYTES,
+                       TILE_BYTES);
+    }
+}
+
 /* One thread's part of a call. */
 static void linear_in_team(const call_t *call, int64_t threads) {
     const weight_t *w = call->w;
     const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), rows = call->rows;
     const int64_t block_rows = choose_block_rows(w, rows, halves, threads);
     const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
-    const int64_t step = units < 8 * threads ? 1 : 2, steps = ceil_div(halves, step);
+    const int64_t most = w->is_tiled && units >= 32 * threads ? HALVES_AT_ONCE : 2;
+    const int64_t step = units < 8 * threads ? 1 : most, steps = ceil_div(halves, step);
     call_t c = *call;
+    if (rows == 1) c.x_stride = w->k * ITEM; /* never 0 */
     char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
     if (w->activation) c.epilogue = w->activation == GELU ? GELU_MUL : SILU_MUL;
+    const int is_arranged = w->is_tiled && rows > (looks_up(w) ? 1 : TILED_ROWS);
     if (w->norm_weight || w->is_rounded) {
         const int64_t stride = w->k * ITEM; /* rounded rows take 3/4 or 3/8 of it */
-        const int is_private = rows * stride <= PRIVATE_BYTES;
+        const int is_private = rows * stride <= PRIVATE_BYTES && !is_arranged;
         char *made = is_private ? buffer : call->made;
         if (w->is_rounded) round_rows(call, block_rows, is_private, (rounded_t *)made);
         else norm_rows(call, is_private, made);
         c.x = made, c.x_stride = stride;
+    }
+    if (is_arranged) {
+        char *made = call->made + (w->norm_weight ? rows * w->k * ITEM : 0);
+        arrange_rows(call, c.x, c.x_stride, made);
+        c.x = made, c.x_stride = 0;
     }
     if (blocks == 1) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
@@ -621,8 +737,13 @@ void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, in
         }
         for (int64_t n = n0; n < min64(n0 + TURN, w->outputs); n++) {
             const int64_t column = column_of(n, w->activation, which);
-            pack_column(rows + n * stride, w->k / FORMAT[w->format].weights,
-                        (char *)panel_of(w, column), column % PANEL, (int)w->format);
+            const int64_t blocks = w->k / FORMAT[w->format].weights;
+            const int format = (int)w->format, is_left = looks_up(w);
+            const int64_t first = is_left ? first_scale(format) : 0;
+            const int64_t last = is_left ? last_scale(format) : FORMAT[format].words;
+            char *panel = (char *)panel_of(w, column);
+            pack_column(rows + n * stride, blocks, panel, column % PANEL, first, last, format);
+            if (is_left) pack_left(rows + n * stride, blocks, panel, column, format);
         }
     }
 }
@@ -648,6 +769,12 @@ static void gather_row(const weight_t *w, int64_t id, char *to) {
     char numbers[GROUP * 4 * HALF] __attribute__((aligned(64)));
     const int64_t first = id / HALF * HALF;
     for (int64_t group = 0; group < w->k / GROUP; group++) {
+        if (looks_up(w)) {
+            LOOKERS[w->format](panel_of(w, id), group, id % PANEL / HALF, numbers);
+            memcpy(to, numbers + (id - first) * 2 * GROUP, 2 * GROUP);
+            to += 2 * GROUP;
+            continue;
+        }
         unpack(w, first, HALF, group, group + 1, (unpacked_t){numbers, 4 * HALF, 4 * TURN, 0});
         for (int64_t i = 0; i < GROUP_WORDS; i++, to += 4)
             memcpy(to, numbers + 4 * (i * HALF + id - first), 4);

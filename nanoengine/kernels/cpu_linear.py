@@ -253,8 +253,10 @@ class CpuLinear:
         self._route = library.route
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
-        self._packer = WeightPacker(library, tape, dtype, with_codes, has_tiles, rounds_rows)
         self._workspace, self._tape = Workspace(), tape
+        self._packer = WeightPacker(
+            library, tape, self._workspace, dtype, with_codes, has_tiles, rounds_rows
+        )
         self.dtype = dtype
         self.with_codes = with_codes
 

@@ -19,6 +19,7 @@
 
 enum { TILE_ROWS = 16, TILE_PAIRS = 16, TILE_BYTES = 64 }; /* bytes of a row: 32 bf16 or 16 floats */
 enum { NARROW = 4 };
+enum { NEITHER, LEFT, RIGHT }; /* sides of a product */
 
 typedef struct { /* what to prefetch into L2: so many lines for every step; bytes from step to step */
     const char *from;
@@ -77,6 +78,14 @@ INLINE void shape_tiles(int64_t rows0, int64_t rows1) {
     TILE_SHAPE(shapes);
 }
 
+/* Tiles 0, 2 and 6 get columns0 columns; 1, 3 and 7 columns1; all have 16 rows. */
+INLINE void shape_columns(int64_t columns0, int64_t columns1) {
+    tile_shapes_t shapes = {.palette = 1, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+    const int64_t columns[8] = {columns0, columns1, columns0, columns1, 16, 16, columns0, columns1};
+    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = (uint16_t)(4 * columns[i]);
+    TILE_SHAPE(shapes);
+}
+
 /* The same for few rows: 0, 1 and 4 get NARROW of them; 2, 3 and 5 as many columns. */
 INLINE void shape_narrow_tiles(void) {
     tile_shapes_t shapes = {.palette = 1, .rows = {NARROW, NARROW, 16, 16, NARROW, 16, 16, 16}};
@@ -88,9 +97,9 @@ INLINE void shape_narrow_tiles(void) {
 INLINE void release_tiles(void) { TILE_RELEASE(); }
 
 /* acc += left right, or = where it starts at 0. acc is [rows][columns], 32 of each that is double and
- * 16 else, as far as the tiles' shapes reach. `is_passing`: what is read of `left` passes L1 by. */
+ * 16 else, as far as the tiles' shapes reach. `passing`: the side that passes L1 by. */
 INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
-                           const int double_columns, const int is_passing) {
+                           const int double_columns, const int passing) {
     float *acc1 = acc + TILE_ROWS * p.out_stride / 4;
     const char *left1 = p.left.at + TILE_ROWS * p.left.stride;
 #define EACH_ACC(f)                                                                                 \
@@ -99,21 +108,21 @@ INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first,
 #define START(tile, at) TILE_ZERO(tile);
 #define RESUME(tile, at) TILE_LOAD(tile, at, p.out_stride);
 #define FINISH(tile, at) TILE_STORE(tile, at, p.out_stride);
-#define LEFT(tile, at)                                                                              \
-    if (is_passing) TILE_PASS(tile, at, p.left.stride);                                             \
-    else TILE_LOAD(tile, at, p.left.stride);
+#define SIDE(tile, side, its, at)                                                                   \
+    if (passing == side) TILE_PASS(tile, at, p.its.stride);                                         \
+    else TILE_LOAD(tile, at, p.its.stride);
     if (is_first) { EACH_ACC(START) } else { EACH_ACC(RESUME) }
     for (int64_t i = 0; i < p.steps; i++) {
         prefetch_ahead(&ahead);
-        LEFT(4, p.left.at)
-        TILE_LOAD(6, p.right.at, p.right.stride);
+        SIDE(4, LEFT, left, p.left.at)
+        SIDE(6, RIGHT, right, p.right.at)
         TILE_DOT(0, 4, 6);
         if (double_columns) {
-            TILE_LOAD(7, p.right.at + p.next, p.right.stride);
+            SIDE(7, RIGHT, right, p.right.at + p.next)
             TILE_DOT(1, 4, 7);
         }
         if (double_rows) {
-            LEFT(5, left1)
+            SIDE(5, LEFT, left, left1)
             TILE_DOT(2, 5, 6);
             if (double_columns) TILE_DOT(3, 5, 7);
         }
@@ -159,12 +168,13 @@ INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t s
 #else
 int allow_tiles(void) { return -1; }
 INLINE void shape_tiles(int64_t rows0, int64_t rows1) { (void)rows0, (void)rows1; }
+INLINE void shape_columns(int64_t columns0, int64_t columns1) { (void)columns0, (void)columns1; }
 INLINE void shape_narrow_tiles(void) {}
 INLINE void release_tiles(void) {}
 INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
-                           const int double_columns, const int is_passing) {
+                           const int double_columns, const int passing) {
     (void)p, (void)ahead, (void)acc, (void)is_first;
-    (void)double_rows, (void)double_columns, (void)is_passing;
+    (void)double_rows, (void)double_columns, (void)passing;
 }
 INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t steps, float *out,
                             int64_t width) {

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from nanoengine.errors import EngineError
 from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, CodedRows
 
 # As in cpu_linear.c: outputs of a panel, outputs of gate and up that take turns, k of a matrix
@@ -32,6 +33,9 @@ _FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.v
 GROUP = 32
 # Bytes of a rounded group of a row, and the formats that are multiplied with these, in cpu_int8.h.
 ROUNDED_GROUP_BYTES = 48
+# The formats that stand left where there are matrix tiles, in cpu_lookup.h.
+LEFT_FORMATS = frozenset(FORMATS) - {"Q5_0", "Q5_1", "Q5_K", "FP8"}
+_TILED_ROWS = 32  # of a block of rows for matrix tiles
 INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q6qd")
@@ -77,6 +81,7 @@ class PackedWeight:
         self,
         library: ctypes.CDLL,
         tape: CallTape,
+        workspace: Workspace,
         panels: Tensor,
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
@@ -93,7 +98,10 @@ class PackedWeight:
         self.outputs, self.inputs = shape
         pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
         kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format], is_rounded
-        self._makes_rows = norm is not None or is_rounded
+        self._workspace, self._has_norm = workspace, norm is not None
+        self._most_as_they_are = 0
+        if is_tiled:
+            self._most_as_they_are = 1 if code_format in LEFT_FORMATS else _TILED_ROWS
         self.is_rounded = is_rounded
         record = _WEIGHT.pack(*pointers, *shape, *kinds, eps)
         self._record = ctypes.create_string_buffer(record)
@@ -120,9 +128,9 @@ class PackedWeight:
                 f"a product of {tokens} rows is added to {name} rows of {self.outputs} values "
                 f"side by side: got {out.dtype}, shape {tuple(out.shape)}, strides {out.stride()}"
             )
-        made = None
-        if self._makes_rows and tokens * width * x.itemsize > _PRIVATE_BYTES:
-            made = x.new_empty(tokens, width)
+        num_made, made = self._num_made(tokens), None
+        if num_made:
+            made = self._workspace.buffer("rows", (num_made, width), self.dtype)
         packed = CALL.pack(
             self.address,
             x.data_ptr(),
@@ -136,6 +144,13 @@ class PackedWeight:
         )
         return packed, made
 
+    def _num_made(self, tokens: int) -> int:
+        """Rows that C makes of so many, normed or arranged; 0 if threads have room for them."""
+        if 0 < self._most_as_they_are < tokens:
+            return -(-tokens // _TILED_ROWS) * _TILED_ROWS + tokens * self._has_norm
+        is_large = tokens * self.inputs * self.dtype.itemsize > _PRIVATE_BYTES
+        return tokens if is_large and (self._has_norm or self.is_rounded) else 0
+
 
 class WeightPacker:
     """Packs weights for activations of one dtype."""
@@ -144,6 +159,7 @@ class WeightPacker:
         self,
         library: ctypes.CDLL,
         tape: CallTape,
+        workspace: Workspace,
         dtype: torch.dtype,
         with_codes: bool,
         has_tiles: bool,
@@ -159,7 +175,7 @@ class WeightPacker:
         self._library, self._tape = library, tape
         self._dtype, self._with_codes, self._has_tiles = dtype, with_codes, has_tiles
         self._rounds_rows = rounds_rows
-        self._arena = WeightArena(library)
+        self._arena, self._workspace = WeightArena(library), workspace
         self.saved_bytes = 0  # by holding numbers in 16 bits
 
     def pack(
@@ -191,6 +207,7 @@ class WeightPacker:
         packed = PackedWeight(
             self._library,
             self._tape,
+            self._workspace,
             panels,
             _pack_biases(biases, padded) if biases else None,
             norm and (norm[0].contiguous(), norm[1]),

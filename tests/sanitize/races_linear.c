@@ -63,18 +63,18 @@ static layer_t some_layer(int64_t width, int64_t k, int64_t inner, int threads, 
 static char *after_attention(const layer_t *l, int64_t tokens, int threads) {
     random_state = 2;
     char *x = some_numbers(tokens * l->k, IS_BF16), *residual = some_numbers(tokens * l->width, IS_BF16);
-    char *gated = malloc(tokens * l->inner * ITEM), *result = malloc(tokens * l->k * ITEM), *made[4];
+    char *gated = malloc(tokens * l->inner * ITEM), *result = malloc(tokens * l->k * ITEM);
     const int64_t k = ITEM * l->k, width = ITEM * l->width, inner = ITEM * l->inner;
-    for (int i = 0; i < 4; i++) made[i] = malloc(tokens * max64(max64(k, width), inner));
+    /* one after the other makes its rows here: normed ones, and these arranged */
+    char *made = malloc((2 * tokens + TILED_ROWS) * max64(max64(k, width), inner));
     const call_t calls[] = {
-        {&l->out, x, residual, made[0], k, width, tokens, ADD, threads},
-        {&l->gate_up, residual, gated, made[1], width, inner, tokens, STORE, threads},
-        {&l->down, gated, residual, made[2], inner, width, tokens, ADD, threads},
-        {&l->next_qkv, residual, result, made[3], width, k, tokens, STORE, threads},
+        {&l->out, x, residual, made, k, width, tokens, ADD, threads},
+        {&l->gate_up, residual, gated, made, width, inner, tokens, STORE, threads},
+        {&l->down, gated, residual, made, inner, width, tokens, ADD, threads},
+        {&l->next_qkv, residual, result, made, width, k, tokens, STORE, threads},
     };
     linear(calls, sizeof calls / sizeof *calls);
-    free(x), free(residual), free(gated);
-    for (int i = 0; i < 4; i++) free(made[i]);
+    free(x), free(residual), free(gated), free(made);
     return result;
 }
 
