@@ -108,10 +108,9 @@ ALL_ROUND = Fault(
 )
 DYNAMIC = """#pragma omp for schedule(dynamic, 1)%s
     for (int64_t i = 0; i < count; i++) {
-        const weight_t *w = calls[i].w;
-        if (!w->is_rounded)"""
+        call_t *c = &calls[i];"""
 NO_WAIT = Fault(
-    "cpu_linear.c", DYNAMIC % "", DYNAMIC % " nowait", r"data race(?:.*\n)+.* round_calls "
+    "cpu_linear.c", DYNAMIC % "", DYNAMIC % " nowait", r"data race(?:.*\n)+.* make_rows "
 )
 ONE_SCRATCH = Fault(
     "cpu_router.h",

@@ -417,14 +417,12 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
     for (int64_t u = begin, n; u < end && c->w->is_tiled; u += n) {
         const int64_t row = u / halves * block_rows, rows = min64(block_rows, c->rows - row);
         const int64_t half = u % halves;
-        const int is_few = looks_up(c->w) && (rows <= PAIR_ROWS || c->x_stride);
-        const int64_t at_once = c->x_stride ? 1 : PAIR_ROWS; /* of few */
+        const int is_few = looks_up(c->w) && rows <= PAIR_ROWS;
         const int64_t most = is_few ? 2 - half % 2 : rows > TILED_ROWS ? HALVES_AT_ONCE : 1;
         n = min64(most, min64(halves - half, end - u));
-        for (int64_t r = 0; r < rows && is_few; r += at_once)
-            multiply_few_lookups(c, row + r, min64(at_once, rows - r), half * HALF, (int)n * HALF, &scratch);
-        if (is_few) shaped = 0;
+        if (is_few) multiply_few_lookups(c, row, rows, half * HALF, (int)n * HALF, &scratch);
         else multiply_halves(c, row, rows, half, n, &shaped, &scratch);
+        if (is_few) shaped = 0;
     }
     for (int64_t u = begin; u < end && !c->w->is_tiled;) {
         const int64_t row = u / halves * block_rows, half = u % halves;
@@ -483,24 +481,25 @@ static void round_rows(const call_t *c, int64_t block_rows, int is_private, roun
     EACH_ROW(is_private, c->rows, ROUND)
 }
 
-/* As rows_of_step takes them; out: with room for whole blocks. */
-static void arrange_rows(const call_t *c, const char *x, int64_t stride, char *out) {
-    const int64_t steps = c->w->k / TILE_K;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < c->rows; row += PAIR_ROWS) {
-        const char *from = x + row * stride;
-        const int64_t count = min64(PAIR_ROWS, c->rows - row);
-        char *to = out + row / PAIR_ROWS * steps * PAIRS_STEP;
-        if (looks_up(c->w)) {
-            pair_rows(from, stride, count, steps, to);
-            continue;
-        }
-        to = out + row / TILED_ROWS * steps * STEP_BYTES + row % TILED_ROWS * TILE_BYTES;
-        for (int64_t r = 0; r < count; r++)
-            for (int64_t i = 0; i < steps; i++)
-                memcpy(to + i * STEP_BYTES + r * TILE_BYTES, from + r * stride + i * TILE_BYTES,
-                       TILE_BYTES);
+/* `count` rows from `row` on, up to 16, as rows_of_step takes them; out: of all rows, with room for whole
+ * blocks. */
+static void arrange_block(const weight_t *w, const char *x, int64_t stride, int64_t row, int64_t count,
+                          char *out) {
+    const int64_t steps = w->k / TILE_K;
+    const char *from = x + row * stride;
+    if (looks_up(w)) {
+        pair_rows(from, stride, count, steps, out + row / PAIR_ROWS * steps * PAIRS_STEP);
+        return;
     }
+    out += row / TILED_ROWS * steps * STEP_BYTES + row % TILED_ROWS * TILE_BYTES;
+    for (int64_t r = 0; r < count; r++, from += stride, out += TILE_BYTES)
+        for (int64_t i = 0; i < steps; i++) memcpy(out + i * STEP_BYTES, from + i * TILE_BYTES, TILE_BYTES);
+}
+
+static void arrange_rows(const call_t *c, const char *x, int64_t stride, char *out) {
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < c->rows; row += PAIR_ROWS)
+        arrange_block(c->w, x, stride, row, min64(PAIR_ROWS, c->rows - row), out);
 }
 
 /* One thread's part of a call. */
@@ -570,7 +569,7 @@ typedef struct { /* the experts of a layer for some rows, filled by cpu_linear.p
     char *sorted, *gated;     /* [rows * top_k][k] and [rows * top_k][inner]: by expert */
     int64_t *places, *starts; /* [rows * top_k]: of a row's choice in `sorted`; [experts + 1] */
     call_t *calls;            /* two for each expert that rows go to */
-    rounded_t *rounded;       /* the groups of rows * top_k rows, of k or of inner; where rows are rounded */
+    char *made;               /* the rows of all calls, rounded or arranged, where weights want that */
     int64_t experts, top_k, rows, threads;
 } experts_t;
 
@@ -634,17 +633,23 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
 #define KEEP_APART(x) __asm__("" : "+m"(x))
 #endif
 
-/* Round the rows of each call whose weight wants that. `first`: the rows of the first one. */
-static void round_calls(const experts_t *e, call_t *calls, int64_t count, const char *first) {
+/* The rows of each call, of `first` and those after it, rounded or arranged where its weight wants that. */
+static void make_rows(const experts_t *e, call_t *calls, int64_t count, const char *first) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
-        const weight_t *w = calls[i].w;
-        if (!w->is_rounded) continue;
-        const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF);
-        const int64_t before = (calls[i].x - first) / calls[i].x_stride;
-        rounded_t *rounded = e->rounded + before * (w->k / GROUP);
-        round_rows(&calls[i], choose_block_rows(w, calls[i].rows, halves, e->threads), 1, rounded);
-        calls[i].x = (const char *)rounded;
+        call_t *c = &calls[i];
+        const int64_t halves = ceil_div(c->w->outputs, c->w->activation ? TURN : HALF);
+        const int64_t before = (c->x - first) / c->x_stride;
+        if (c->w->is_rounded) {
+            rounded_t *rounded = (rounded_t *)e->made + before * (c->w->k / GROUP);
+            round_rows(c, choose_block_rows(c->w, c->rows, halves, e->threads), 1, rounded);
+            c->x = (const char *)rounded;
+        } else if (looks_up(c->w) && c->rows > 1) { /* a call's blocks may begin a block later than its rows */
+            char *made = e->made + (before / PAIR_ROWS + i) * PAIR_ROWS * c->x_stride;
+            for (int64_t row = 0; row < c->rows; row += PAIR_ROWS)
+                arrange_block(c->w, c->x, c->x_stride, row, min64(PAIR_ROWS, c->rows - row), made);
+            c->x = made, c->x_stride = 0;
+        }
     }
 }
 
@@ -674,9 +679,9 @@ void experts(const experts_t *e) {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < choices; i++)
             memcpy(e->sorted + e->places[i] * width, e->x + i / e->top_k * width, (size_t)width);
-        round_calls(e, e->calls, hit, e->sorted);
+        make_rows(e, e->calls, hit, e->sorted);
         multiply_calls(e->calls, hit, threads);
-        round_calls(e, e->calls + hit, hit, e->gated);
+        make_rows(e, e->calls + hit, hit, e->gated);
         multiply_calls(e->calls + hit, hit, threads);
         if (e->down[0]->is_tiled || e->gate_up[0]->is_tiled) release_tiles();
 #pragma omp for schedule(static)

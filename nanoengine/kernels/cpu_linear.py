@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from nanoengine.kernels.packed_weight import (
     CALL,
     FLOAT,
     GROUP,
+    PAIR_ROWS,
     ROUNDED_GROUP_BYTES,
     STORE,
     PackedWeight,
@@ -60,6 +61,11 @@ class PackedProduct:
     def num_bytes(self) -> int:
         """What its weights take."""
         return sum(weight.panels.nbytes for weight in self._weights)
+
+    @property
+    def has_one_weight(self) -> bool:
+        """Whether all of it is of one format."""
+        return len(self._weights) == 1
 
     @property
     def weight(self) -> PackedWeight:
@@ -219,18 +225,21 @@ class PackedExperts:
             buffer("places", (choices,), torch.int64),
             buffer("starts", (count + 1,), torch.int64),
             buffer("calls", (2 * min(count, choices), CALL.size), torch.uint8),
-            buffer("rounded", (self._rounded_bytes(choices),), torch.uint8),
+            buffer("made", (self._made_bytes(choices),), torch.uint8),
         )
         numbers = count, top_k, tokens, torch.get_num_threads()
         packed = _EXPERTS.pack(*(tensor.data_ptr() for tensor in held), *numbers)
         gate_up.tape.call(gate_up.library.experts, (packed,), held)
         return out
 
-    def _rounded_bytes(self, rows: int) -> int:
-        """Of rows rounded to 8 bits, of the hidden or the inner size."""
-        weights = [each.weight for each in self._experts[0] if each.weight.is_rounded]
-        inputs = max((weight.inputs for weight in weights), default=0)
-        return rows * inputs // GROUP * ROUNDED_GROUP_BYTES
+    def _made_bytes(self, rows: int) -> int:
+        """Of so many rows of the hidden or the inner size, rounded or in blocks for each expert."""
+        blocks = rows + PAIR_ROWS * min(rows, len(self._experts))
+        each = [part.weight for expert in self._experts for part in expert]
+        rounded = max((weight.inputs for weight in each if weight.is_rounded), default=0)
+        arranged = max((weight.inputs for weight in each if weight.is_left), default=0)
+        itemsize = each[0].dtype.itemsize
+        return max(rows * rounded // GROUP * ROUNDED_GROUP_BYTES, blocks * arranged * itemsize)
 
 
 class CpuLinear:
@@ -339,14 +348,10 @@ class CpuLinear:
         return held
 
     def experts(
-        self, router: Router, weights: Iterable[tuple[Tensor, Tensor, Tensor]]
+        self, router: Router, experts: Sequence[tuple[PackedGateUp, PackedLinear]]
     ) -> PackedExperts:
-        """weights: gate, up and down of each expert, as `pack_gate_up` and `pack` take them."""
-        packed = [
-            (PackedGateUp((self._packer.pack((gate, up), (), None, "silu"),)), self.pack(down))
-            for gate, up, down in weights
-        ]
-        return PackedExperts(self._workspace, router, packed)
+        """experts: gate and up, and down of each, of one weight each, the former with silu."""
+        return PackedExperts(self._workspace, router, experts)
 
     def route(
         self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None

@@ -21,6 +21,7 @@ from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_
 from nanoengine.models.experts import (
     ON_A_GPU,
     CodedExpert,
+    Experts,
     ExpertWeights,
     GroupedExperts,
     Map,
@@ -29,7 +30,7 @@ from nanoengine.models.experts import (
     RouterWeights,
 )
 from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, NormedProduct, Product
-from nanoengine.models.stored_codes import CodedWeight, Weight, numbers_of
+from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.models.torch_ops import TorchOps
 
 
@@ -214,16 +215,37 @@ class PackedOps(KernelOps):
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
-        """One call of C if all products are packed, of numbers."""
+        """One call of C if each expert is two packed weights."""
         is_plain = config.has_bias is False and weights.before_router is None
-        if self.takes_codes or activation != "silu" or not is_plain:
+        if activation != "silu" or not is_plain:
             return super().experts(config, weights, norm, activation)
-        each = (
-            (numbers_of(expert.gate), numbers_of(expert.up), numbers_of(expert.down))
-            for expert in weights.experts
+        each = [self._expert(expert, activation) for expert in weights.experts]
+        router, experts = make_router(self, config, weights), self._together(each)
+        made = (
+            Experts(router, [MLP(*parts) for parts in each])
+            if experts is None
+            else self._products.experts(router, experts)
         )
-        experts = self._products.experts(make_router(self, config, weights), each)
-        return finish_experts(self, experts, weights, norm, activation)
+        return finish_experts(self, made, weights, norm, activation)
+
+    def _expert(self, expert: ExpertWeights, activation: str) -> tuple[Product, PackedLinear]:
+        """Gate and up, in one weight where they can be; and down."""
+        packed = self._products.pack_gate_up(expert.gate, expert.up, activation=activation)
+        if packed is not None:
+            return packed, self._products.pack(expert.down)
+        both = super().gate_up(expert.gate, expert.up, None, None, activation)
+        return both, self._products.pack(expert.down)
+
+    def _together(
+        self, experts: list[tuple[Product, PackedLinear]]
+    ) -> list[tuple[PackedGateUp, PackedLinear]] | None:
+        """Those of one call of C; None: an expert has more weights."""
+        found = [
+            (gate_up, down)
+            for gate_up, down in experts
+            if isinstance(gate_up, PackedGateUp) and down.has_one_weight
+        ]
+        return found if len(found) == len(experts) else None
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -35,7 +35,8 @@ GROUP = 32
 ROUNDED_GROUP_BYTES = 48
 # The formats that stand left where there are matrix tiles, in cpu_lookup.h.
 LEFT_FORMATS = frozenset(FORMATS) - {"Q5_0", "Q5_1", "Q5_K", "FP8"}
-_TILED_ROWS = 32  # of a block of rows for matrix tiles
+# Rows of a block for matrix tiles: of numbers, and of what stands left.
+_TILED_ROWS, PAIR_ROWS = 32, 16
 INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q6qd")
@@ -99,9 +100,10 @@ class PackedWeight:
         pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
         kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format], is_rounded
         self._workspace, self._has_norm = workspace, norm is not None
+        self.is_left = is_tiled and code_format in LEFT_FORMATS
         self._most_as_they_are = 0
         if is_tiled:
-            self._most_as_they_are = 1 if code_format in LEFT_FORMATS else _TILED_ROWS
+            self._most_as_they_are = 1 if self.is_left else _TILED_ROWS
         self.is_rounded = is_rounded
         record = _WEIGHT.pack(*pointers, *shape, *kinds, eps)
         self._record = ctypes.create_string_buffer(record)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear, is_supported
+from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear, is_supported
 from nanoengine.kernels.packed_weight import ADD, INTEGER_FORMATS
-from nanoengine.models.stored_codes import FORMATS, CodedWeight
+from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -156,6 +156,14 @@ def test_every_instruction_gives_the_same_bits(build_folder: Path) -> None:
             assert all(same_bits(first, other) for other in others)
 
 
+def packed_expert(
+    packer: CpuLinear, gate: CodedRows, up: CodedRows, down: CodedRows | Tensor
+) -> tuple[PackedGateUp, PackedLinear]:
+    gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
+    assert gated is not None
+    return gated, packer.pack(CodedWeight((down,), F32))
+
+
 def test_experts_are_as_one_by_one(packer: CpuLinear) -> None:
     hidden, inner, count, top_k = 96, 64, 9, 3
     experts = [
@@ -168,7 +176,10 @@ def test_experts_are_as_one_by_one(packer: CpuLinear) -> None:
     ]
     x, logits = normal(300, hidden), normal(300, count, seed=1)
     weights, ids = torch.topk(logits.softmax(1), top_k)
-    packed = packer.experts(lambda rows: (ids[: len(rows)], weights[: len(rows)]), experts)  # type: ignore[arg-type]
+    packed = packer.experts(
+        lambda rows: (ids[: len(rows)], weights[: len(rows)]),
+        [packed_expert(packer, *expert) for expert in experts],
+    )
     want = torch.zeros(300, hidden)
     for choice in range(top_k):
         for number, (gate, up, down) in enumerate(experts):
@@ -189,7 +200,7 @@ def test_small_experts_of_many_rows_are_as_one_by_one(build_folder: Path) -> Non
     gate, up = (random_rows("Q4_0", inner, hidden, seed) for seed in range(2))
     x, down = normal(rows, hidden), normal(hidden, inner, seed=1)
     ids, weights = torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1)
-    packed = packer.experts(lambda _: (ids, weights), [(gate, up, down)])  # type: ignore[arg-type, list-item]
+    packed = packer.experts(lambda _: (ids, weights), [packed_expert(packer, gate, up, down)])
     gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
     assert gated is not None
     want = packer.pack(down)(gated(x))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from coded import random_rows
 from marks import BUILDS, needs_compiler, use_our_products, use_tiles
 from torch import Tensor
 
@@ -22,7 +23,8 @@ from nanoengine.kernels.cpu_linear import CpuLinear, PackedExperts
 from nanoengine.kernels.fused_ops import PackedOps
 from nanoengine.kernels.packed_weight import ADD, WeightArena
 from nanoengine.models.expert_layer import make_experts
-from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights, route
+from nanoengine.models.experts import Experts, ExpertWeights, MixtureWeights, RouterWeights, route
+from nanoengine.models.stored_codes import CodedWeight
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -411,12 +413,48 @@ def test_rows_go_where_pytorch_sends_them(packer: CpuLinear, config: ExpertsConf
     assert ids.min() >= 0 and ids.max() < config.count and weights[5].isnan().all()
 
 
-def compare_experts(packer, kernels, hidden, inner, count, top_k):
+@pytest.mark.parametrize(
+    "formats",
+    [("Q4_0", "Q4_0", "Q8_0"), ("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q5_0", "Q5_0")],
+    ids="-".join,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts_of_codes_in_one_call_are_as_one_by_one(
+    build_folder, kernels, monkeypatch, formats, dtype
+):
+    if dtype is torch.bfloat16:
+        use_our_products(monkeypatch)
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=dtype, with_codes=True)
+    weights = coded_experts(formats, 9, 256, 512, dtype)
+    compare_experts(packer, kernels, 512, 256, 9, 2, weights)
+
+
+def test_experts_of_mixed_formats_go_one_by_one(build_folder, kernels):
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
+    weights = coded_experts(("Q4_0", "Q8_0", "Q4_0"), 3, 64, 96, torch.float32)
+    compare_experts(packer, kernels, 96, 64, 3, 2, weights, Experts)
+
+
+def coded_experts(formats, count, inner, hidden, dtype):
+    shapes = (inner, hidden), (inner, hidden), (hidden, inner)
+    return [
+        ExpertWeights(
+            *(
+                CodedWeight((random_rows(name, *shape, 3 * seed + at),), dtype)
+                for at, (name, shape) in enumerate(zip(formats, shapes, strict=True))
+            )
+        )
+        for seed in range(count)
+    ]
+
+
+def compare_experts(packer, kernels, hidden, inner, count, top_k, weights=None, kind=PackedExperts):
     def normal(*shape, seed):
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(packer.dtype)
 
-    gates, ups, downs = (normal(count, inner, hidden, seed=seed) for seed in range(3))
-    weights = [ExpertWeights(*each, d.T) for *each, d in zip(gates, ups, downs, strict=True)]
+    if weights is None:
+        gates, ups, downs = (normal(count, inner, hidden, seed=seed) for seed in range(3))
+        weights = [ExpertWeights(*each, d.T) for *each, d in zip(gates, ups, downs, strict=True)]
     router = normal(count, hidden, seed=3) / 10
     router[1] -= 100  # to which no row goes
     config = ExpertsConfig(count, top_k, inner, renormalises=True)
@@ -425,7 +463,7 @@ def compare_experts(packer, kernels, hidden, inner, count, top_k):
         make(config, MixtureWeights(RouterWeights(router), iter(weights)), None, "silu")
         for make in (partial(make_experts, ops), ops.experts)
     )
-    assert isinstance(packed, PackedExperts)
+    assert isinstance(packed, kind)
     x = normal(700, hidden, seed=4).abs()
     want = one_by_one(x)
     for tokens in (700, 1, 2, 7, 33, 300):
@@ -433,5 +471,7 @@ def compare_experts(packer, kernels, hidden, inner, count, top_k):
             torch.set_num_threads(threads)
             assert same_bits(packed(x[:tokens]), want[:tokens]), (tokens, threads)
             assert same_bits(packed(x[-tokens:]), want[-tokens:]), (tokens, threads)
+    if kind is Experts:
+        return
     with pytest.raises(EngineError, match=r"packed experts take contiguous .*float.* rows"):
         packed(normal(3, 2 * hidden, seed=5)[:, :hidden])

@@ -116,16 +116,16 @@ static char *some_experts(int64_t width, int64_t inner, int64_t rows, int thread
     const int64_t choices = rows * TOP_K;
     char *x = some_numbers(rows * width, IS_BF16), *out = malloc(rows * width * ITEM);
     char *sorted = malloc(choices * width * ITEM), *gated = malloc(choices * inner * ITEM);
-    rounded_t *rounded = malloc(choices * max64(width, inner) / GROUP * sizeof *rounded);
+    char *made = malloc((choices + EXPERTS * PAIR_ROWS) * max64(width, inner) * ITEM);
     int64_t ids[ROWS_MOST * TOP_K], places[ROWS_MOST * TOP_K], starts[EXPERTS + 1];
     float weights[ROWS_MOST * TOP_K];
     call_t calls[2 * EXPERTS];
     for (int64_t i = 0; i < choices; i++)
         ids[i] = (i / TOP_K + (i % TOP_K + 1) * (i % TOP_K) / 2) % (EXPERTS - 1), weights[i] = 0.3f;
     const experts_t e = {gate_ups, downs, x, ids, weights, out, sorted, gated, places, starts, calls,
-                         rounded, EXPERTS, TOP_K, rows, threads};
+                         made, EXPERTS, TOP_K, rows, threads};
     experts(&e);
-    free(x), free(sorted), free(gated), free(rounded);
+    free(x), free(sorted), free(gated), free(made);
     return out;
 }
 
