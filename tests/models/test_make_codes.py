@@ -238,12 +238,16 @@ def test_resident_and_streamed_are_bitwise_equal(tiny: Tiny, dtype: str) -> None
 
 
 @needs_compiler
-def test_a_decode_is_replayed_and_moves_no_bit(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_decode_is_replayed_and_moves_no_bit(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Also one with experts of codes."""
     replays = watch_replays(monkeypatch)
-    taped = logits_of(tiny("llama"), "int8")
+    taped = logits_of(tiny(name), "int8")
     assert replays
     monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
-    assert all(map(torch.equal, taped, logits_of(tiny("llama"), "int8")))
+    assert all(map(torch.equal, taped, logits_of(tiny(name), "int8")))
 
 
 @needs_compiler
