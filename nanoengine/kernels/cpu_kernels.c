@@ -21,8 +21,9 @@
  *   decode   segments in parallel, each into partial states in memory, which are then merged row by row.
  *            Lanes run along keys (scores) and head_dim; K and V are read once for a group of heads, in
  *            matrix tiles also once for all sequences that share the segment.
- *   prefill  query tiles in parallel, each over all its segments one after the other. Lanes run along rows
- *            (query, head of the group), so a softmax needs no sum across lanes.
+ *   prefill  query tiles in parallel, each over all its segments one after the other. A group of rows goes
+ *            over a whole segment and merges it before the next group begins: its state stays in the L1
+ *            cache. Lanes run along rows (query, head of the group): a softmax needs no sum across lanes.
  *
  * Sums that both make are spelled with `fused`: a compiler that chose by itself what to fuse could choose
  * differently in two loops.
@@ -493,13 +494,13 @@ typedef struct { /* per-thread scratch; words are 4 bytes: one float or one pair
     float *all_top, *all_sum;   /* and of all before it */
     int32_t *pos;               /* [row] */
     float *scores;              /* [key][row], then p in its place, [key or pair of keys][row] */
-    float *keys, *values;       /* the tile, widened, or its V in pairs of keys */
+    float *keys, *values;       /* the tiles of a segment, widened, or their V in pairs of keys */
     int64_t padded;             /* head_dim, rounded up */
 } workspace;
 
 static int64_t workspace_words(int64_t dim) {
     const int64_t rows = ROWS_PER_ITEM, padded = ceil_div(dim, 32) * 32;
-    return rows * (3 * padded + 5) + TILE * RVECS * LANES + 2 * TILE * padded;
+    return rows * (3 * padded + 5) + TILE * RVECS * LANES + 2 * SEG * padded;
 }
 
 static workspace carve(float *p, int64_t dim) {
@@ -509,8 +510,8 @@ static workspace carve(float *p, int64_t dim) {
     w.acc = p, p += rows * w.padded;
     w.all_acc = p, p += rows * w.padded;
     w.scores = p, p += TILE * RVECS * LANES;
-    w.keys = p, p += TILE * w.padded;
-    w.values = p, p += TILE * w.padded;
+    w.keys = p, p += SEG * w.padded;
+    w.values = p, p += SEG * w.padded;
     w.top = p, p += rows;
     w.sum = p, p += rows;
     w.all_top = p, p += rows;
@@ -730,30 +731,32 @@ static const char *whole_keys(const char *k, int64_t *stride, int count, int64_t
     return (const char *)copy;
 }
 
-/* Bring a tile into the shape that the loops above read: nothing to do for fp32 and for K in pairs. */
+/* Bring a tile, which begins `from` keys after its segment, into the shape that the loops above read:
+ * nothing to do for fp32 and for K in pairs. */
 static tile_t prepare_tile(const attend_args *a, const workspace *w, const char *k, const char *v,
-                           int64_t stride, int count, int64_t pos, int mode) {
+                           int64_t stride, int count, int64_t pos, int64_t from, int mode) {
     const int64_t dim = a->head_dim;
+    float *const keys = w->keys + from * w->padded, *const values = w->values + from * w->padded;
     tile_t t = {.k = k, .v = (const float *)v, .k_stride = stride, .v_stride = stride / 4, .pos = pos,
                 .count = count, .window = a->window, .scale = a->scale, .softcap = a->softcap};
     if (mode == F32) return t;
     const int64_t padded = w->padded;
     if (mode == BF16_TILES) {
-        t.v = w->values;
-        transpose_values(v, stride, count, dim, (char *)w->values);
-        t.k = whole_keys(k, &t.k_stride, count, dim, w->keys);
+        t.v = values;
+        transpose_values(v, stride, count, dim, (char *)values);
+        t.k = whole_keys(k, &t.k_stride, count, dim, keys);
         return t;
     }
-    t.v = w->values, t.v_stride = padded;
+    t.v = values, t.v_stride = padded;
     if (mode == BF16_PAIRS) {
-        pair_values(v, stride, count, dim, w->values, padded);
+        pair_values(v, stride, count, dim, values, padded);
         return t;
     }
-    t.k = (const char *)w->keys, t.k_stride = 4 * padded;
+    t.k = (const char *)keys, t.k_stride = 4 * padded;
     for (int i = 0; i < count; i++)
         for (int64_t d = 0; d < dim; d += LANES) {
-            store(w->keys + i * padded + d, load_f32(k + i * stride + 2 * d, dim - d, mode));
-            store(w->values + i * padded + d, load_f32(v + i * stride + 2 * d, dim - d, mode));
+            store(keys + i * padded + d, load_f32(k + i * stride + 2 * d, dim - d, mode));
+            store(values + i * padded + d, load_f32(v + i * stride + 2 * d, dim - d, mode));
         }
     return t;
 }
@@ -832,51 +835,53 @@ static void store_rows(const attend_args *a, const entry_t *e, const item_t *it,
 
 /* The segment's state of every row into that of all before it, and a fresh one in its place. A row that
  * saw no key of it (top is -inf, so old is 1 and add 0) stays as it is. */
-static void merge_groups(const workspace *w, group_t *groups, int count, int64_t dim) {
-    for (group_t *g = groups; g < groups + count; g++) {
-        if (g->is_fresh) continue;
-        const int64_t width = g->vecs * LANES;
-        for (int64_t lane = 0; lane < width; lane += LANES) {
-            const int64_t row = g->row + lane, at = g->row * w->padded + lane;
-            const merge_t m = merge_of(load(w->all_top + row), load(w->top + row));
-            store(w->all_top + row, m.top);
-            store(w->all_sum + row, merged(&m, load(w->all_sum + row), load(w->sum + row)));
-            store(w->top + row, splat(-INFINITY));
-            store(w->sum + row, splat(0));
-            if (g->is_empty) /* 0 * old + acc * 1: the same bits */
-                for (int64_t i = at; i < at + dim * width; i += width)
-                    store(w->all_acc + i, load(w->acc + i) + 0.0f);
-            else
-                for (int64_t i = at; i < at + dim * width; i += width)
-                    store(w->all_acc + i, merged(&m, load(w->all_acc + i), load(w->acc + i)));
-        }
-        g->is_fresh = 1, g->is_empty = 0;
+static void merge_group(const workspace *w, group_t *g, int64_t dim) {
+    const int64_t width = g->vecs * LANES;
+    for (int64_t lane = 0; lane < width; lane += LANES) {
+        const int64_t row = g->row + lane, at = g->row * w->padded + lane;
+        const merge_t m = merge_of(load(w->all_top + row), load(w->top + row));
+        store(w->all_top + row, m.top);
+        store(w->all_sum + row, merged(&m, load(w->all_sum + row), load(w->sum + row)));
+        store(w->top + row, splat(-INFINITY));
+        store(w->sum + row, splat(0));
+        if (g->is_empty) /* 0 * old + acc * 1: the same bits */
+            for (int64_t i = at; i < at + dim * width; i += width)
+                store(w->all_acc + i, load(w->acc + i) + 0.0f);
+        else
+            for (int64_t i = at; i < at + dim * width; i += width)
+                store(w->all_acc + i, merged(&m, load(w->all_acc + i), load(w->acc + i)));
     }
+    g->is_fresh = 1, g->is_empty = 0;
 }
 
-/* keep_state of the rows of an item that saw a tile of a segment. */
+/* keep_state of the rows of a group, which saw a tile of a segment. */
 static void keep_states(const attend_args *a, const entry_t *e, const item_t *it, const workspace *w,
-                        const group_t *groups, int count, int64_t block, int is_first) {
-    for (const group_t *g = groups; g < groups + count; g++)
-        for (int64_t r = g->row, end = min64(r + g->vecs * LANES, it->rows); r < end && !g->is_fresh; r++)
-            keep_state(a, token_of(a, e, it, r) * a->heads + head_of(a, it, r), block, is_first,
-                       w->top[r], w->sum[r]);
+                        const group_t *g, int64_t block, int is_first) {
+    for (int64_t r = g->row, end = min64(r + g->vecs * LANES, it->rows); r < end; r++)
+        keep_state(a, token_of(a, e, it, r) * a->heads + head_of(a, it, r), block, is_first, w->top[r],
+                   w->sum[r]);
 }
 
-/* Keys [from, end) of a segment that begins at `pos`, k and v, a tile at a time. */
-static void prefill_segment(const attend_args *a, const workspace *w, const char *k, const char *v,
-                            int64_t pos, int64_t from, int64_t end, group_t *groups, int count) {
+/* The tiles of keys [from, end) of a segment that begins at `pos`, k and v. Returns how many. */
+static int prepare_tiles(const attend_args *a, const workspace *w, const char *k, const char *v,
+                         int64_t pos, int64_t from, int64_t end, tile_t *tiles) {
     const int mode = mode_of(a);
-    const int64_t dim = a->head_dim, stride = a->kv_heads * dim * (mode == F32 ? 4 : 2);
-    for (int64_t t = from; t < end; t += TILE) {
-        const tile_t tile = prepare_tile(a, w, k + t * stride, v + t * stride, stride,
-                                         min64(TILE, end - t), pos + t, mode);
-        for (int g = 0; g < count; g++)
-            (mode == BF16_TILES   ? tile_in_tiles
-             : mode == BF16_PAIRS ? tile_in_pairs
-             : mode == BF16_WIDE  ? tile_in_wide
-                                  : tile_in_floats)(&tile, w, &groups[g], dim);
-    }
+    const int64_t stride = a->kv_heads * a->head_dim * (mode == F32 ? 4 : 2);
+    int count = 0;
+    for (int64_t t = from; t < end; t += TILE)
+        tiles[count++] = prepare_tile(a, w, k + t * stride, v + t * stride, stride,
+                                      min64(TILE, end - t), pos + t, t, mode);
+    return count;
+}
+
+/* All rows of a group over the tiles of a segment. */
+static void group_over_tiles(const tile_t *tiles, int count, const workspace *w, group_t *g, int64_t dim,
+                             int mode) {
+    for (int t = 0; t < count; t++)
+        (mode == BF16_TILES   ? tile_in_tiles
+         : mode == BF16_PAIRS ? tile_in_pairs
+         : mode == BF16_WIDE  ? tile_in_wide
+                              : tile_in_floats)(&tiles[t], w, g, dim);
 }
 
 static void prefill_item(const attend_args *a, const item_t *it, float *scratch) {
@@ -886,9 +891,11 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
     const int64_t group = a->heads / a->kv_heads;
     const int64_t end = min64(e.key_end, e.first_pos + (it->row + it->rows - 1) / group + 1);
     const int64_t begin = max64(e.key_begin, e.first_pos + it->row / group + 1 - a->window);
+    const int mode = mode_of(a);
     group_t groups[GROUPS];
+    tile_t tiles[SEG / TILE];
     if (end <= begin) return;
-    const int count = load_rows(a, &e, it, &w, groups, mode_of(a));
+    const int count = load_rows(a, &e, it, &w, groups, mode);
     const int64_t first = (begin - e.key_begin) / a->block_size;
     for (int64_t b = first, start = e.key_begin + b * a->block_size; start < end;
          start += a->block_size, b++) {
@@ -896,12 +903,15 @@ static void prefill_item(const attend_args *a, const item_t *it, float *scratch)
         const char *v = a->v + size * (e.blocks[b] * a->v_block_stride + it->kv_head * dim);
         const int64_t block_end = min64(a->block_size, end - start), skipped = max64(0, begin - start);
         for (int64_t off = skipped / SEG * SEG; off < block_end; off += SEG) {
-            prefill_segment(a, &w, k + off * stride, v + off * stride, start + off,
-                            max64(0, skipped - off) / TILE * TILE, min64(SEG, block_end - off), groups,
-                            count);
-            if (a->mass)
-                keep_states(a, &e, it, &w, groups, count, a->first_block[it->entry] + b, off == 0);
-            merge_groups(&w, groups, count, dim);
+            const int num_tiles = prepare_tiles(a, &w, k + off * stride, v + off * stride, start + off,
+                                                max64(0, skipped - off) / TILE * TILE,
+                                                min64(SEG, block_end - off), tiles);
+            for (group_t *g = groups; g < groups + count; g++) { /* its state stays in the L1 cache */
+                group_over_tiles(tiles, num_tiles, &w, g, dim, mode);
+                if (g->is_fresh) continue;
+                if (a->mass) keep_states(a, &e, it, &w, g, a->first_block[it->entry] + b, off == 0);
+                merge_group(&w, g, dim);
+            }
         }
     }
     store_rows(a, &e, it, &w, groups, count);
