@@ -43,7 +43,8 @@ class AttentionSetup:
     """What a backend must compute, and where.
 
     dtype: of q, k and v; block_size: tokens of a KV block; config: the model's attention. kernels:
-    the C kernels; no_kernels: the reason for having none.
+    the C kernels; no_kernels: the reason for having none. checked_rows: most rows with which a step
+    checks the guesses of a sequence.
     """
 
     device: torch.device
@@ -52,6 +53,7 @@ class AttentionSetup:
     config: AttentionConfig
     kernels: CpuKernels | None = None
     no_kernels: str = ""
+    checked_rows: int = 1
 
 
 def make_attention(wanted: str, setup: AttentionSetup) -> tuple[AttentionBackend, str]:
@@ -118,4 +120,5 @@ def _make_triton(setup: AttentionSetup) -> Found:
         )
     except ImportError as error:
         return None, f"Triton: {error}"
-    return TritonAttention(setup.config, setup.dtype, setup.device), ""
+    made = TritonAttention(setup.config, setup.dtype, setup.device, setup.checked_rows)
+    return made, ""

@@ -51,8 +51,9 @@ class _Partitions:
     """Softmax states of sequences with few queries, one for each partition and query.
 
     start: int32 [n], index of the first state of sequence i, that of the first partition that any
-    layer sees. few: the largest number of queries that counts as few; queries: the most queries of
-    such a sequence in this step. at_once: partitions that are merged together.
+    layer sees. few: the largest number of queries that counts as few; queries: the kernel has rows
+    for so many, the most of such a sequence in this step or more. at_once: partitions that are
+    merged together.
     """
 
     start: Tensor
@@ -79,8 +80,18 @@ class TritonAttention:
     reports_mass = True
     is_batch_invariant = False  # tiles have a fixed order; the compiler orders sums inside a tile
 
-    def __init__(self, config: AttentionConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: AttentionConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        checked_rows: int = 1,
+    ) -> None:
+        """checked_rows: most queries with which a sequence checks guesses; with fewer of them the
+        same kernel runs.
+        """
         self._config = config
+        self._checked_rows = checked_rows
         self.name = f"Triton {triton.__version__}"
         # Without a softcap the kernels use powers of two instead of e.
         self._scale = config.score_scale * (1 if config.softcap else LOG2E.value)
@@ -128,7 +139,8 @@ class TritonAttention:
         if counts:
             start = self._first_states(ctx, few)
             states = _states(q, self._most_states(chunk, ctx, few))
-            buffers.parts = _Partitions(start, states, few, max(counts), self._at_once(chunk))
+            queries = max(*counts, min(self._checked_rows, few))
+            buffers.parts = _Partitions(start, states, few, queries, self._at_once(chunk))
         if len(counts) < len(ctx.lengths):
             buffers.states = _states(q, 0 if chunk.is_last else 2 * len(q))
         return buffers

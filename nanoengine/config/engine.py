@@ -219,6 +219,11 @@ class EngineConfig:
         return self._guessers.get("resident", 0)
 
     @property
+    def checked_rows(self) -> int:
+        """Most rows with which a step checks the guesses of a request; 0: nobody asked for any."""
+        return 1 + max(self._guessers.values()) if self.asks_for_guesses else 0
+
+    @property
     def _guessers(self) -> dict[str, int]:
         """The K of each part of `speculative`; empty if there is none, or it is misspelled."""
         named = {None: DEFAULT_SPECULATIVE, "auto": AUTO_SPECULATIVE}

@@ -24,14 +24,13 @@ from nanoengine.engine.output_processor import OutputProcessor, RequestState
 from nanoengine.engine.ranks import Ranks, start_ranks
 from nanoengine.engine.scheduler import Scheduler
 from nanoengine.errors import EngineClosedError, EngineError
-from nanoengine.kernels.cuda_graph import graph_size
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.model_cache import in_use
 from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import Sequence
 from nanoengine.startup.memory_plan import plan_memory
-from nanoengine.startup.parts import make_engine_device
+from nanoengine.startup.parts import make_engine_device, step_padding
 from nanoengine.startup.plan import MemoryPlan
 from nanoengine.startup.probe import DecodeCosts, predict_speed, profiled_bytes
 
@@ -71,14 +70,13 @@ class LLMEngine:
         self.plan: MemoryPlan = plan_memory(
             config, part, ranks.share_of(device), parts.facts, profiled
         )
-        uses_graphs = parts.can_use_graphs and not (config.enforce_eager or device.is_checked)
         self.kv = HybridKVCacheManager(
             self.plan.kv,
             device,
             config.enable_prefix_caching,
             config.decode_reserve_blocks,
             config.debug_kv,
-            pad_decode=graph_size if uses_graphs else None,
+            step_padding(config, parts, device),
             make_memory=ranks.make_memory,
         )
         started.callback(self.kv.close)

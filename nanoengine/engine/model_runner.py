@@ -29,6 +29,7 @@ class OpenStep(Protocol):
     """One step's KV cache, laid out for `num_rows` sequences (kv.open_step.OpenStep)."""
 
     num_rows: int
+    num_padding: int
 
     @property
     def kv(self) -> KVCache: ...
@@ -119,6 +120,7 @@ class ModelRunner:
             nothing = torch.empty(0, dtype=torch.int64)
             return StepTokens(batch, nothing, nothing, scores, drafts)
         logits = self.model.logits(hidden[ctx.logit_rows])
+        logits = logits[: len(logits) - step.num_padding]
         known = drafts.read(batch, self._device)
         drawn = [
             (item.seq, item.start + item.num_tokens - num_after, item.guesses[:number])
@@ -147,7 +149,13 @@ class ModelRunner:
             for item in batch.items
         ]
         ctx = forward_context(
-            rows, step.num_rows, step.kv, self.attention, self._device, step.block_mass
+            rows,
+            step.num_rows,
+            step.kv,
+            self.attention,
+            self._device,
+            step.block_mass,
+            step.num_padding,
         )
         starts = [0, *accumulate(item.num_tokens for item in batch.items)]
         if before is not None:

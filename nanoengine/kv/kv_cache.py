@@ -18,7 +18,7 @@ from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.kv.open_step import OpenStep
 from nanoengine.kv.prefix_cache import PrefixCache, PrefixHits
 from nanoengine.kv.state_slots import StateSlots
-from nanoengine.kv.step_planner import PadDecode, StepPlanner
+from nanoengine.kv.step_planner import StepPadding, StepPlanner
 from nanoengine.kv.transfers import FailedTransfer, TransferCounters
 from nanoengine.sequence import Admission, ScheduledBatch, Sequence
 
@@ -37,11 +37,11 @@ class HybridKVCacheManager:
         enable_prefix_caching: bool = True,
         decode_reserve_blocks: int = 0,
         debug: bool = False,
-        pad_decode: PadDecode | None = None,
+        padding: StepPadding | None = None,
         make_memory: Callable[[KVSpec, Device, bool], KVMemory] = KVMemory,
     ) -> None:
         """decode_reserve_blocks: blocks that admission leaves free for running sequences. debug:
-        freed memory is filled with NaN. pad_decode: see StepPlanner. Raises OutOfMemoryError.
+        freed memory is filled with NaN. padding: see StepPlanner. Raises OutOfMemoryError.
         """
         self.spec = spec
         self._link_bytes = spec.streamed_bytes, spec.host_block_bytes
@@ -54,7 +54,7 @@ class HybridKVCacheManager:
         resumable = self._states.num_resumable
         self._prefix_cache = PrefixCache(self.blocks, spec, enable_prefix_caching, resumable)
         locate = self.memory.offload.host.locate if self.memory.offload else None
-        self._planner = StepPlanner(spec, self.blocks, locate, pad_decode, self._states)
+        self._planner = StepPlanner(spec, self.blocks, locate, padding, self._states)
         self._heat = BlockHeat(device)
         self._budget = StepBudget(0)
 

@@ -30,7 +30,7 @@ class DraftStep:
 
 class OpenStep:
     """kv: what the forward pass writes and reads; num_rows: the sequences that it is laid out
-    for; drafts: what is drafted before.
+    for; num_padding: as in StepPlan; drafts: what is drafted before.
     """
 
     def __init__(
@@ -49,7 +49,8 @@ class OpenStep:
         self._heat = heat
         self._counters = memory.counters
         self._before = replace(memory.counters)
-        self.num_rows = planned.plan.num_rows or len(batch.items)
+        self.num_padding = planned.plan.num_padding
+        self.num_rows = planned.plan.num_rows or len(batch.items) + self.num_padding
         run = memory.start(planned.plan.transfers)
         self.kv = StepKV.open(planned.plan, memory, run)
 

@@ -110,7 +110,8 @@ class StepKV:
         tensor = memory.device.tensor
         slots = _token_slots(plan, memory.block_size, memory.parts)
         num_stored = sum(write.num_tokens for write in plan.writes)
-        is_whole = num_stored == plan.num_tokens
+        # Kernels of steps that are replayed skip the rows of nobody.
+        is_whole = num_stored == (plan.num_tokens if plan.num_rows else len(slots[0]))
         rows = tensor(slots, torch.int64).unbind()
         fills = count()
         return cls(
@@ -190,7 +191,8 @@ class StepKV:
 
 def _token_slots(plan: StepPlan, block_size: int, parts: int) -> npt.NDArray[np.int64]:
     """[parts, tokens]: the rows of a layer's pool for each token; -1: not stored."""
-    slots = np.full((parts, max(plan.num_tokens, plan.num_rows)), -1)
+    num_rows = max(plan.num_tokens + plan.num_padding, plan.num_rows)
+    slots = np.full((parts, num_rows), -1)
     for write in plan.writes:
         for part, rows in enumerate(slots):
             first = (write.slot * parts + part) * block_size + write.offset

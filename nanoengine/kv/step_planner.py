@@ -31,8 +31,30 @@ from nanoengine.kv.step_plan import (
 )
 from nanoengine.sequence import RequestMetrics, ScheduledBatch
 
-PadDecode = Callable[[int], int]
 Locate = Callable[[int], tuple[int, int]]
+# Rows of a step that are padded, at most: more take longer, on a GPU too.
+MOST_CHECKED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StepPadding:
+    """How decode steps are padded by rows of nobody.
+
+    laid_out: number of sequences -> the number that a step is laid out for, so that there are fewer
+    kinds of steps; None: as many as it has. checked_rows: rows that each sequence gets at least, so
+    that products do not depend on how many guesses are checked; 0: no more than it has.
+    """
+
+    laid_out: Callable[[int], int] | None = None
+    checked_rows: int = 0
+
+    def of(self, batch: ScheduledBatch) -> int:
+        """How many rows of nobody a step gets, so that guesses do not show."""
+        num_rows = len(batch.items) * self.checked_rows
+        if num_rows > MOST_CHECKED or not batch.is_decode:
+            return 0
+        laid_out = self.laid_out(num_rows) if self.laid_out else num_rows
+        return max(0, laid_out - batch.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +78,11 @@ class StepPlanner:
         spec: KVSpec,
         blocks: BlockManager,
         locate: Locate | None,
-        pad_decode: PadDecode | None = None,
+        padding: StepPadding | None = None,
         states: StateSlots | None = None,
     ) -> None:
         """locate: host slot -> (segment of the host pool, place in it); None without a host tier.
-        pad_decode: number of sequences of a decode step -> the number that it is laid out for, so
-        that there are fewer kinds of steps (None: as many as it has). states: of recurrent layers;
-        None: the model has none.
+        padding: None: no step is padded. states: of recurrent layers; None: the model has none.
         """
         self.states = states
         self._spec = spec
@@ -70,7 +90,7 @@ class StepPlanner:
         self._block_bytes = spec.host_block_bytes
         self._blocks = blocks
         self._locate = locate
-        self._pad_decode = pad_decode
+        self._padding = padding or StepPadding()
 
     def plan(self, batch: ScheduledBatch, tables: Mapping[int, BlockTable]) -> PlannedStep:
         """Place the blocks that the batch writes, and plan what it reads and moves."""
@@ -91,7 +111,9 @@ class StepPlanner:
         metrics = [item.seq.metrics for item in batch.items]
         self._count_transfers(metrics, seen, placement, parts, unseen)
         streamed = {span.sequence for part in parts if part.tier != DEVICE for span in part.spans}
-        num_rows = self._num_rows(parts, batch)
+        num_padding = self._padding.of(batch)
+        num_rows = self._num_rows(parts, batch, num_padding)
+        num_sequences = max(num_rows, len(batch.items) + num_padding)
         plan = StepPlan(
             num_tokens=batch.num_tokens,
             num_rows=num_rows,
@@ -103,7 +125,8 @@ class StepPlanner:
             reads=tuple(parts),
             unseen=unseen,
             transfers=self._transfers(batch, placement, parts, unseen, seen),
-            state_slots=self.states.begin(batch, num_rows) if self.states else (),
+            state_slots=self.states.begin(batch, num_sequences) if self.states else (),
+            num_padding=num_padding,
         )
         counted = tuple(metrics[index] for index in streamed)
         drafts = tuple(self._drafts(batch, step, placement))
@@ -111,8 +134,9 @@ class StepPlanner:
 
     def plan_draft(self, drafts: Sequence[DraftReads], number: int) -> StepPlan:
         """The step in which each of these sequences makes draft `number`."""
-        pad = self._pad_decode or (lambda num_rows: 0)
-        return plan_draft(drafts, number, self._spec.block_size, pad(len(drafts)))
+        laid_out = self._padding.laid_out
+        num_rows = laid_out(len(drafts)) if laid_out else 0
+        return plan_draft(drafts, number, self._spec.block_size, num_rows)
 
     def _drafts(
         self, batch: ScheduledBatch, step: list[BlockTable], placement: Placement
@@ -198,13 +222,14 @@ class StepPlanner:
         segment, place = self._locate(block.host_slot)
         return HOST + segment, place
 
-    def _num_rows(self, parts: list[Part], batch: ScheduledBatch) -> int:
+    def _num_rows(self, parts: list[Part], batch: ScheduledBatch, num_padding: int) -> int:
         """Sequences that a step is padded to; 0: it is not."""
         is_resident = len(parts) == 1 and parts[0].tier == DEVICE
         is_plain = batch.num_tokens == len(batch.items)
-        if self._pad_decode is None or not is_plain or not is_resident:
+        laid_out, num_sequences = self._padding.laid_out, len(batch.items)
+        if laid_out is None or not is_plain or not is_resident:
             return 0
-        return self._pad_decode(len(batch.items))
+        return num_sequences + num_padding if num_padding else laid_out(num_sequences)
 
     def _transfers(
         self,

@@ -25,9 +25,10 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
-from nanoengine.kernels.cuda_graph import CudaGraphs
+from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
 from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
+from nanoengine.kv.step_planner import StepPadding
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
 from nanoengine.loading.generation_config import read_sampling_params
 from nanoengine.loading.loader import LoadedModel, holds_codes, load_model
@@ -58,11 +59,6 @@ class Parts(ComputeParts):
 
     tokenizer: Tokenizer | None
     default_params: SamplingParams
-
-    @property
-    def can_use_graphs(self) -> bool:
-        """Whether decode steps can be replayed as CUDA graphs."""
-        return isinstance(self.ops, GpuOps) and self.attention.can_replay
 
 
 class RecordedSharding(Sharding, Protocol):
@@ -106,6 +102,14 @@ def usable_settings(config: EngineConfig, parts: ComputeParts, device: Device) -
     if config.speculative is None and not drafts:
         return replace(config, speculative="off")
     return config
+
+
+def step_padding(config: EngineConfig, parts: ComputeParts, device: Device) -> StepPadding:
+    """How decode steps are padded: for graphs, and where guesses must not show in products."""
+    can_use_graphs = isinstance(parts.ops, GpuOps) and parts.attention.can_replay
+    uses_graphs = can_use_graphs and not (config.enforce_eager or device.is_checked)
+    checked_rows = 0 if parts.facts.is_invariant else config.checked_rows
+    return StepPadding(graph_size if uses_graphs else None, checked_rows)
 
 
 def find_folder(config: EngineConfig, device: Device) -> Path:
@@ -166,6 +170,7 @@ def load_compute_parts(
         model.config.attention,
         kernels,
         no_kernels,
+        max(1, config.checked_rows),
     )
     attention, reasons = make_attention(config.attention_backend, setup)
     is_lossy = config.kv_offload_dtype == "int8"

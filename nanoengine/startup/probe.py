@@ -224,7 +224,7 @@ class ScratchKV:
         lengths: list[int],
     ) -> None:
         """size: tokens of a block. lengths: tokens of the sequences, none of which has KV yet."""
-        self.num_rows = len(lengths)
+        self.num_rows, self.num_padding = len(lengths), 0
         self.block_mass = None
         parts, counts = model.kv_parts, [-(-length // size) for length in lengths]
         firsts = [*accumulate(counts, initial=0)]

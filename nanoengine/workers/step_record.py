@@ -25,7 +25,7 @@ from nanoengine.kv.step_plan import (
     Store,
 )
 
-MAGIC, VERSION = 0x4345524E, 2
+MAGIC, VERSION = 0x4345524E, 3
 NUM_BYTES = 4
 
 Item = TypeVar("Item")
@@ -49,7 +49,8 @@ class StepRecord:
 def encode(record: StepRecord) -> bytes:
     """The record as little-endian int32. Raises EngineError for a number that does not fit."""
     plan, moves = record.plan, record.plan.transfers
-    numbers = [MAGIC, VERSION, plan.num_tokens, plan.num_rows, moves.is_decode, record.may_replay]
+    numbers = [MAGIC, VERSION, plan.num_tokens, plan.num_rows, plan.num_padding]
+    numbers += (moves.is_decode, record.may_replay)
     numbers += _rows(plan.writes)
     numbers += _list(plan.write_slots)
     numbers.append(len(plan.reads))
@@ -82,7 +83,7 @@ def decode(body: bytes) -> StepRecord:
     found = reader.number(), reader.number()
     if found != (MAGIC, VERSION):
         raise _damaged(f"it begins with {found}, and not with {(MAGIC, VERSION)}")
-    num_tokens, num_rows = reader.number(), reader.number()
+    num_tokens, num_rows, num_padding = (reader.number() for _ in range(3))
     is_decode, may_replay = reader.flag(), reader.flag()
     plan = StepPlan(
         num_tokens,
@@ -100,6 +101,7 @@ def decode(body: bytes) -> StepRecord:
             block_ids=dict(reader.pairs()),
             is_decode=is_decode,
         ),
+        num_padding=num_padding,
     )
     lengths = tuple(reader.pairs())
     positions = reader.numbers()

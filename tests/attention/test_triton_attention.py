@@ -9,7 +9,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from compiled import compiled_by
@@ -32,7 +31,7 @@ from nanoengine.models.torch_ops import TorchOps, clamped_swiglu, gelu_mul, silu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from triton.runtime import interpreter
+from any_rows import use_dots_of_any_rows
 
 from nanoengine.attention import triton_attention
 from nanoengine.attention.triton_attention import TritonAttention, query_tiles
@@ -124,7 +123,7 @@ def test_the_rows_of_a_call_move_no_bit(
     monkeypatch: pytest.MonkeyPatch, window: int | None, shape: dict[str, Any]
 ) -> None:
     """All queries of a sequence at once, and few at a time; across partitions, tiles and blocks."""
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot_of_any_rows)
+    use_dots_of_any_rows(monkeypatch)
     monkeypatch.setattr(triton_attention, "PARTITION", 128)
     batch = make_batch((26, 2, 20), (160, 300, 140), dtype=torch.float32, **shape)
     sinks = torch.randn(batch.q.shape[1]) * 3 if window else None
@@ -136,10 +135,25 @@ def test_the_rows_of_a_call_move_no_bit(
     assert {1, 2, 5, 18} <= sizes
 
 
-def dot_of_any_rows(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-    """NumPy's own product depends on how many rows there are, and where: each row is one call."""
-    rows = [np.matmul(row, b.data, dtype=d.data.dtype) for row in a.data[:, None]]
-    return interpreter.TensorHandle(np.concatenate(rows) + d.data, d.dtype.scalar)
+def test_one_kernel_runs_with_any_number_of_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler may order the sums of another one otherwise."""
+    kernel, kinds = triton_attention.decode, []
+
+    class Noted:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def run(*args: Any, **options: Any) -> None:
+                kinds.append((options["ROWS"], options["num_warps"]))
+                kernel[grid](*args, **options)
+
+            return run
+
+    monkeypatch.setattr(triton_attention, "decode", Noted())
+    for num_queries in (1, 3, 9):
+        batch = make_batch((num_queries,), (60,), dtype=torch.float32)
+        config = AttentionConfig(batch.q.shape[-1])
+        backend = TritonAttention(config, batch.q.dtype, DEVICE, checked_rows=9)
+        backend.run(0, batch.q.to(DEVICE), context(batch, whole(batch)))
+    assert len(kinds) == 3 and len(set(kinds)) == 1
 
 
 def test_neighbours_move_no_bit() -> None:

@@ -7,16 +7,21 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from nanoengine.context import MakeTensor
 from nanoengine.engine.drafter import Drafts, DraftStep
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 
 
+def _on_host(numbers: object, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype)
+
+
 class FixedDrafter:
     """Makes the drafts of a function of (sequence id, position), without a model."""
 
-    def __init__(self, token: Callable[[int, int], int]) -> None:
-        self._token = token
+    def __init__(self, token: Callable[[int, int], int], tensor: MakeTensor = _on_host) -> None:
+        self._token, self._tensor = token, tensor
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
         made: list[int] = []
@@ -25,7 +30,7 @@ class FixedDrafter:
             for item, position in zip(step.items, step.positions, strict=True):
                 places.setdefault(item, []).append(len(made))
                 made.append(self._token(batch.items[item].seq.seq_id, position + 1))
-        tokens = torch.tensor(made, dtype=torch.int64)
+        tokens = self._tensor(made, torch.int64)
         return Drafts(tokens, places)
 
 

@@ -53,6 +53,7 @@ plans = st.builds(
     unseen=several(few.map(frozenset)),
     state_slots=few,
     transfers=transfers,
+    num_padding=numbers,
 )
 
 
@@ -135,13 +136,13 @@ def test_every_flipped_bit_of_one_record() -> None:
 @pytest.mark.parametrize(
     ("at", "value", "text"),
     [
-        (0, 7, r"it begins with \(7, 2\), and not with"),
-        (1, VERSION + 1, rf"it begins with \({MAGIC}, 3\), and not with"),
+        (0, 7, r"it begins with \(7, 3\), and not with"),
+        (1, VERSION + 1, rf"it begins with \({MAGIC}, 4\), and not with"),
         (2, -1, "a negative number"),
-        (4, 2, "2 at 4, where 0 or 1 should be"),
-        (5, -1, "-1 at 5, where 0 or 1 should be"),
-        (6, 2**31 - 1, r"8589934588 numbers at 7 of \d+"),
-        (6, -1, "-4 numbers at 7 of"),
+        (5, 2, "2 at 5, where 0 or 1 should be"),
+        (6, -1, "-1 at 6, where 0 or 1 should be"),
+        (7, 2**31 - 1, r"8589934588 numbers at 8 of \d+"),
+        (7, -1, "-4 numbers at 8 of"),
     ],
 )
 def test_what_is_damaged_is_said(at: int, value: int, text: str) -> None:
@@ -188,6 +189,7 @@ def a_record() -> StepRecord:
             block_ids={8: 80, 9: 90},
             is_decode=True,
         ),
+        num_padding=2,
     )
     return StepRecord(plan, (11, -1, 13), (0, 1, 2), ((2, 10), (1, 5)), may_replay=True)
 
