@@ -324,6 +324,46 @@ def test_a_streamed_step_takes_as_long_as_its_copies_or_its_arithmetic(
 
 
 @pytest.mark.breadth
+def test_a_hybrid_at_256k_takes_as_long_as_the_kv_of_its_attention_layers_on_the_link(
+    gpu: VirtualGpu, tiny: Callable[[str], Path]
+) -> None:
+    """Virtual time in the proportions of Qwen3.6-27B in four bits on a card of 24 GB: 15 GB of
+    weights at 1 TB/s, 64 KiB of KV a token at 25 GB/s on the link. Of 256K tokens 96K are on the
+    device. Each token here stands for 2,048.
+    """
+    token_bytes, link, memory = 2048 * 65_536, 25e9, 1e12
+    settings = STREAMED | {"num_gpu_blocks": 7, "ring_slots": 4, "max_model_len": 192}
+    made = engine(tiny("qwen3.5"), enable_prefix_caching=False, **settings)
+    spec = made.plan.kv
+    compute, h2d = gpu.streams[:2]
+    with decoding(made, [16 * BLOCK]):
+        for _ in range(3):
+            made.step()
+        gpu.costs, before = Costs(operation_s=1.0), compute.busy
+        made.step()
+        num_operations = compute.busy - before
+        gpu.costs = Costs(
+            operation_s=15e9 / memory / num_operations,
+            block_s=BLOCK * token_bytes / memory / spec.num_layers,
+            link_bytes_per_s=spec.block_bytes / BLOCK / token_bytes * link,
+        )
+        times = []
+        for _ in range(4):
+            before = gpu.host_time, compute.busy, h2d.busy
+            made.step()
+            after = gpu.host_time, compute.busy, h2d.busy
+            times.append([b - a for a, b in zip(before, after, strict=True)])
+        (table,) = made.kv.tables.values()
+        on_host = sum(block.device_slot is None for block in table.blocks)
+    step_s, compute_s, copy_s = times[2]
+    assert 9 <= on_host <= 11
+    assert abs(copy_s / (on_host * BLOCK * token_bytes / link) - 1) < 0.01
+    assert compute_s < 0.1 * copy_s
+    assert abs(step_s / copy_s - 1) < 0.02
+    made.close()
+
+
+@pytest.mark.breadth
 def test_an_offloaded_prefill_waits_for_no_copy(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:
