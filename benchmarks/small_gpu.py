@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nanoengine.config.engine import GIB, make_config
-from nanoengine.config.model import ExpertsConfig, ModelConfig, RopeConfig
+from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
 from nanoengine.startup.forecast import CodeCounts, Forecast, Forecaster, Hardware
 from nanoengine.startup.plan import gib_up
 
@@ -72,6 +72,21 @@ GPT_OSS_20B = ModelConfig(
     experts=ExpertsConfig(32, 4, 2880, renormalises=True, has_bias=True),
     codes="MXFP4",
 )
+QWEN3_6_27B = ModelConfig(
+    architecture="Qwen3_5ForCausalLM",
+    vocab_size=248320,
+    hidden_size=5120,
+    intermediate_size=17408,
+    num_layers=64,
+    num_heads=24,
+    num_kv_heads=4,
+    head_dim=256,
+    rms_norm_eps=1e-6,
+    max_position=262144,
+    tie_word_embeddings=False,
+    rope=RopeConfig(10000000.0),
+    delta=DeltaConfig(tuple(i for i in range(64) if i % 4 != 3), 16, 48, 128, 128, 4),
+)
 # llama.cpp's Q4_K_M: v and down of every other layer are Q6_K, and so is the head.
 Q4_K_M: CodeCounts = {"layers": {"Q4_K": 85, "Q6_K": 15}, "ends": {"Q4_K": 1, "Q6_K": 1}}
 
@@ -84,6 +99,7 @@ class Model:
     shape: ModelConfig
     cards: tuple[str, ...]
     codes: CodeCounts | None = None
+    contexts: tuple[int, ...] = CONTEXTS
 
 
 ROWS = (
@@ -92,6 +108,7 @@ ROWS = (
     Model("gpt-oss 20B, MXFP4", GPT_OSS_20B, ("16 GB", "24 GB")),
     Model("Llama 3.1 8B, bfloat16", LLAMA_8B, ("24 GB",)),
     Model("Qwen3 30B-A3B, Q4_K_M", QWEN3_30B_A3B, ("24 GB",), Q4_K_M),
+    Model("Qwen3.6 27B, Q4_K_M", QWEN3_6_27B, ("24 GB",), Q4_K_M, (*CONTEXTS, 262_144)),
 )
 
 
@@ -101,7 +118,7 @@ def table() -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for model in ROWS:
         for card in model.cards:
-            for context in CONTEXTS:
+            for context in model.contexts:
                 yield _row(card, model, context)
 
 
