@@ -1337,14 +1337,16 @@ int attend(const attend_args *a) {
 typedef struct { /* as attend_args: filled by cpu_kernels.py */
     const void *x, *weight;
     void *out;
-    int64_t tokens, heads, dim, x_token, x_head, out_token, out_head, is_bf16, threads;
+    int64_t tokens, heads, dim, x_token, x_head, out_token, out_head, is_bf16, is_weight_bf16, threads;
     double eps;
 } norm_args;
 
 INLINE void norm_row(const norm_args *a, int64_t row, int mode) {
     const int64_t token = row / a->heads, head = row % a->heads;
-    norm(AT(a->x, token * a->x_token + head * a->x_head, mode), a->weight,
-         AT(a->out, token * a->out_token + head * a->out_head, mode), a->dim, (float)a->eps, mode);
+    const char *x = AT(a->x, token * a->x_token + head * a->x_head, mode);
+    char *out = AT(a->out, token * a->out_token + head * a->out_head, mode);
+    if (a->is_weight_bf16) norm(x, a->weight, out, a->dim, (float)a->eps, mode, BF16_WIDE);
+    else norm(x, a->weight, out, a->dim, (float)a->eps, mode, F32);
 }
 void rms_norm(const norm_args *a) {
 #define ROW(i, mode) norm_row(a, i, mode)

@@ -25,7 +25,7 @@ from nanoengine.models.delta_net import DeltaNet
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; and
 # of delta_args in cpu_delta.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
-_NORM_ARGS = struct.Struct("=3Q9qd")
+_NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _DELTA_ARGS = struct.Struct("=12Q10qd")
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
@@ -167,7 +167,8 @@ class CpuKernels:
         self.tape.call(self._attend, (packed,), pointed_to, out, mass, sinks)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm.
+        """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm; or, with
+        a weight in float32, of Gemma3RMSNorm, which rounds the result alone.
 
         x, out  [tokens, dim] or [tokens, heads, dim], last dimension contiguous; may be the same
         """
@@ -184,6 +185,7 @@ class CpuKernels:
             out.stride(0),
             out.stride(-2),
             _IS_BF16[x.dtype],
+            _IS_BF16[weight.dtype],
             torch.get_num_threads(),
             eps,
         )

@@ -53,6 +53,7 @@ typedef struct { /* one packed weight: filled by cpu_linear.py */
     int64_t outputs, k, activation, is_tiled; /* activation: of gates, 0, SILU or GELU; is_tiled: in matrix tiles */
     int64_t format; /* DENSE, or of codes */
     int64_t is_rounded; /* rows are rounded to 8 bits: see cpu_int8.h */
+    int64_t is_norm_bf16; /* norm_weight is in bfloat16, else in float32 */
     double eps;
 } weight_t;
 
@@ -460,11 +461,12 @@ static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves
         _Pragma("omp for schedule(static)") for (int64_t r = 0; r < (rows); r++) f(r);              \
     }
 
+static void norm_row(const weight_t *w, const char *x, char *out) {
+    if (w->is_norm_bf16) norm(x, w->norm_weight, out, w->k, (float)w->eps, MODE, BF16_WIDE);
+    else norm(x, w->norm_weight, out, w->k, (float)w->eps, MODE, F32);
+}
 static void norm_rows(const call_t *c, int is_private, char *out) {
-    const weight_t *w = c->w;
-    const float eps = (float)w->eps;
-#define NORM(r)                                                                                     \
-    norm(c->x + (r) * c->x_stride, w->norm_weight, out + (r) * ITEM * w->k, w->k, eps, MODE)
+#define NORM(r) norm_row(c->w, c->x + (r) * c->x_stride, out + (r) * ITEM * c->w->k)
     EACH_ROW(is_private, c->rows, NORM)
 }
 
@@ -472,11 +474,12 @@ static void norm_rows(const call_t *c, int is_private, char *out) {
 static void round_rows(const call_t *c, int64_t block_rows, int is_private, rounded_t *out) {
     const weight_t *w = c->w;
     const int64_t groups = w->k / GROUP;
+    const int norm_mode = w->is_norm_bf16 ? BF16_WIDE : F32;
 #define ROUND(r)                                                                                    \
     do {                                                                                            \
         const int64_t first = (r) / block_rows * block_rows, rows = min64(block_rows, c->rows - first); \
-        round_row(c->x + (r) * c->x_stride, w->norm_weight, (float)w->eps, w->k, w->format,         \
-                  out + first * groups + (r) - first, rows);                                        \
+        round_row(c->x + (r) * c->x_stride, w->norm_weight, norm_mode, (float)w->eps, w->k,         \
+                  w->format, out + first * groups + (r) - first, rows);                             \
     } while (0)
     EACH_ROW(is_private, c->rows, ROUND)
 }

@@ -311,7 +311,8 @@ class CpuLinear:
         """Pack weight [outputs, inputs] and bias [outputs] on the CPU, in the dtype of activations;
         or the codes of a weight, as they are.
 
-        norm: (weight [inputs], eps) of an RMSNorm of the activations before the product.
+        norm: (weight [inputs], eps) of an RMSNorm of the activations before the product; with a
+        weight in float32 only its result is rounded.
         """
         parts = weight.parts if isinstance(weight, CodedWeight) else (weight,)
         if bias is not None:

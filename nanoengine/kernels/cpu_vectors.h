@@ -296,17 +296,19 @@ INLINE void restore_denormals(unsigned saved) {
 #define LOAD(p, i, mode) load_f32(AT(p, i, mode), min64(dim - d, LANES), mode)
 #define STORE(p, i, x, mode) store_n(AT(p, i, mode), x, min64(dim - d, LANES), mode)
 
-/* transformers' LlamaRMSNorm: statistics in fp32, rounded before the weight is applied. */
+/* transformers' LlamaRMSNorm: statistics in fp32, rounded before the weight is applied; or Gemma3RMSNorm,
+ * where the weight is in fp32 and only the result is rounded. */
 INLINE float scale_of_norm(const void *x, int64_t dim, float eps, int mode) {
     vf squares = {0};
     for (int64_t d = 0; d < dim; d += LANES)
         squares = fused(LOAD(x, d, mode), LOAD(x, d, mode), squares);
     return 1.0f / sqrtf(sum_lanes(squares) / dim + eps);
 }
-INLINE void norm(const void *x, const void *weight, void *out, int64_t dim, float eps, int mode) {
+INLINE void norm(const void *x, const void *weight, void *out, int64_t dim, float eps, int mode,
+                 int weight_mode) {
     const float scale = scale_of_norm(x, dim, eps, mode);
     for (int64_t d = 0; d < dim; d += LANES)
-        STORE(out, d, rounded(LOAD(x, d, mode) * scale, mode) * LOAD(weight, d, mode), mode);
+        STORE(out, d, rounded(LOAD(x, d, mode) * scale, weight_mode) * LOAD(weight, d, weight_mode), mode);
 }
 
 /* x / (1 + e^-u); exp of -|u| cannot overflow. */

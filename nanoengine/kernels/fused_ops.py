@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -80,11 +80,6 @@ class KernelOps(TorchOps):
         self._recorder = recorder
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if norm.in_fp32 and x.dtype is not torch.float32:
-            return self._rms_norm(x.float(), norm).to(x.dtype)
-        return self._rms_norm(x, norm)
-
-    def _rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = x.new_empty(x.shape)
         self._kernels.rms_norm(x, norm.weight, norm.eps, out)
         return out
@@ -149,21 +144,9 @@ class PackedOps(KernelOps):
 
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
-    ) -> Product:
-        packed, other_norm = self._pack(weight, bias, norm)
-        return self._normed(other_norm, packed)
-
-    def _pack(
-        self, weight: Weight, bias: Tensor | None, norm: Norm | None
-    ) -> tuple[PackedLinear, Norm | None]:
-        """The product with the norm fused onto it, or the product alone and the norm."""
-        if norm is None or not self._fuses(norm):
-            return self._products.pack(weight, bias), norm
-        return self._products.pack(weight, bias, (norm.weight, norm.eps)), None
-
-    def _fuses(self, norm: Norm) -> bool:
-        """Whether a product can do this norm, which rounds twice."""
-        return not norm.in_fp32 or self._products.dtype is torch.float32
+    ) -> PackedLinear:
+        fused = None if norm is None else (norm.weight, norm.eps)
+        return self._products.pack(weight, bias, fused)
 
     def gate_up(
         self,
@@ -173,8 +156,7 @@ class PackedOps(KernelOps):
         norm: Norm | None,
         activation: str,
     ) -> Product:
-        is_fused = norm is not None and self._fuses(norm) and activation in ACTIVATIONS
-        if norm is None or not is_fused:
+        if norm is None or activation not in ACTIVATIONS:
             return super().gate_up(gate, up, biases, norm, activation)
         fused = norm.weight, norm.eps
         packed = self._products.pack_gate_up(gate, up, biases, fused, activation)
@@ -194,8 +176,8 @@ class PackedOps(KernelOps):
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""
-        packed, other_norm = self._pack(weight, None, norm)
-        return packed.gather_rows, self._normed(other_norm, packed.in_float)
+        packed = self.linear(weight, None, norm)
+        return packed.gather_rows, packed.in_float
 
     def router(self, weights: RouterWeights) -> Product:
         return self._products.pack(weights.weight, weights.bias).in_float
@@ -350,7 +332,7 @@ class GpuOps(KernelOps):
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         first = mlp.gate_up if isinstance(mlp, MLP) else mlp
-        if not _is_fusible(first) or not (next_qkv is None or _is_fusible(next_qkv)):
+        if not isinstance(first, NormedProduct) or not isinstance(next_qkv, NormedProduct | None):
             return super().after_attention(out, mlp, next_qkv)
 
         def run(x: Tensor, attended: Tensor) -> Tensor:
@@ -369,8 +351,3 @@ class GpuOps(KernelOps):
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
         return x if self._graphs is None else self._graphs.to_static_buffer(x)
-
-
-def _is_fusible(product: Product) -> TypeGuard[NormedProduct]:
-    """Whether a kernel can fuse its norm with a sum before it."""
-    return isinstance(product, NormedProduct) and not product.norm.in_fp32

@@ -291,7 +291,7 @@ class LayerBuilder:
     def _router_norm(self, layer: str) -> Product:
         """The norm before a router with one of its own, divided by the root of its size."""
         weight = self._numbers(layer + "router.scale").float() * self._config.hidden_size**-0.5
-        norm = Norm(weight, self._config.rms_norm_eps, in_fp32=True)
+        norm = Norm(weight, self._config.rms_norm_eps)
         return lambda x: self._ops.rms_norm(x, norm)
 
     def _numbers_if(self, is_there: bool, name: str) -> Tensor | None:
@@ -334,7 +334,7 @@ class LayerBuilder:
     def _norm(self, name: str) -> Norm:
         weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset
         if offset is not None:  # a small weight would be lost beside it in 16 bits
-            return Norm(weight.float() + offset, self._config.rms_norm_eps, in_fp32=True)
+            weight = weight.float() + offset
         return Norm(weight, self._config.rms_norm_eps)
 
 

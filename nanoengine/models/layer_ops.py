@@ -26,14 +26,12 @@ AfterAttention = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm: x / rms(x) * weight (arXiv 1910.07467), in fp32 until x / rms(x) is rounded.
-
-    in_fp32: weight is fp32, and only the result is rounded. No kernel fuses such a norm.
+    """RMSNorm: x / rms(x) * weight (arXiv 1910.07467), in fp32 until x / rms(x) is rounded to the
+    dtype of the weight. So with a weight in fp32 only the result is rounded.
     """
 
     weight: Tensor
     eps: float
-    in_fp32: bool = False
 
 
 class LayerOps(Protocol):

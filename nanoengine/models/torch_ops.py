@@ -128,9 +128,7 @@ class TorchOps:
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-        if norm.in_fp32:
-            return (norm.weight * (wide * scale)).to(x.dtype)
-        return norm.weight * (wide * scale).to(x.dtype)
+        return (norm.weight * (wide * scale).to(norm.weight.dtype)).to(x.dtype)
 
     def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
         return self.rms_norm(x.view(len(x), -1), norm).view(x.shape)

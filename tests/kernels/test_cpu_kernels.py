@@ -17,7 +17,8 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.models.torch_ops import clamped_swiglu, gelu_mul, silu_mul
+from nanoengine.models.layer_ops import Norm
+from nanoengine.models.torch_ops import TorchOps, clamped_swiglu, gelu_mul, silu_mul
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)
@@ -415,6 +416,16 @@ def test_rms_norm(variant, dtype, tokens, dim):
     out = torch.full_like(x, torch.nan)
     variant.rms_norm(x, weight, 1e-5, out)
     assert_same_rounding(out, llama_norm(x, weight, 1e-5)) if tokens else None
+
+
+@pytest.mark.parametrize("tokens, dim", [(1, 576), (200, 576), (3, 61)])
+def test_rms_norm_with_a_weight_in_float32_rounds_once(variant, tokens, dim):
+    """With weights that bfloat16 would lose beside 1."""
+    x = normal(tokens, dim, dtype=torch.bfloat16)
+    weight = 1 + normal(dim, dtype=torch.float32, seed=1) / 1000
+    out = torch.full_like(x, torch.nan)
+    variant.rms_norm(x, weight, 1e-5, out)
+    assert_same_rounding(out, TorchOps().rms_norm(x, Norm(weight, 1e-5)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

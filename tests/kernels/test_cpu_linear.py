@@ -225,9 +225,10 @@ def test_silu_of_extreme_gates(packer, kernels):
     assert torch.equal(gate_up(x), want)
 
 
+@pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens, inputs", [(1, 576), (9, 61), (20, 2500), (700, 61), (700, 96)])
-def test_norm_is_the_kernel_then_the_product(packer, kernels, tokens, inputs):
-    weight, norm_weight = normal(100, inputs), normal(inputs, seed=1)
+def test_norm_is_the_kernel_then_the_product(packer, kernels, tokens, inputs, norm_dtype):
+    weight, norm_weight = normal(100, inputs), normal(inputs, seed=1).to(norm_dtype) + 1
     x = normal(tokens, 3 * inputs, seed=2)[:, inputs : 2 * inputs]
     normed = torch.empty(tokens, inputs, dtype=torch.bfloat16)
     kernels.rms_norm(x, norm_weight, 1e-5, normed)
@@ -328,6 +329,8 @@ def test_wrong_weights_are_refused(packer):
         packer.pack(weight, bias=normal(41))
     with pytest.raises(EngineError, match=r"shape \(61,\)"):
         packer.pack(weight, norm=(normal(40), 1e-5))
+    with pytest.raises(EngineError, match=r"bfloat16 .* got torch.float16"):
+        packer.pack(weight, norm=(normal(61).half(), 1e-5))
     with pytest.raises(EngineError, match=r"shape \(40, 61\): got .* shape \(40, 60\)"):
         packer.pack_gate_up(weight, weight[:, :60])
     with pytest.raises(EngineError, match=r"shape \(0, 61\)"):
