@@ -1403,14 +1403,11 @@ void rope_store(const rope_args *a) {
 #undef ROW
 }
 
-/* activation(gate) * up with the first rounded first, as torch does in two steps. */
 INLINE void gate_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
                      const int activation, int mode) {
     const char *gate = AT(gate_up, row * stride, mode), *up = AT(gate, dim, mode);
-    for (int64_t d = 0; d < dim; d += LANES) {
-        const vf y = rounded(activated(LOAD(gate, d, mode), activation), mode);
-        STORE(out, row * dim + d, y * LOAD(up, d, mode), mode);
-    }
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(out, row * dim + d, gated(LOAD(gate, d, mode), LOAD(up, d, mode), activation, mode), mode);
 }
 void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
               int64_t is_bf16, int64_t threads) {
@@ -1425,30 +1422,26 @@ void gelu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t
 #undef ROW
 }
 
-/* x += y, in fp32 and rounded once, as torch does. */
-INLINE void add_row(void *x, const void *y, int64_t dim, int mode) {
-    for (int64_t d = 0; d < dim; d += LANES) STORE(x, d, LOAD(x, d, mode) + LOAD(y, d, mode), mode);
-}
-void add(void *x, const void *y, int64_t rows, int64_t dim, int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) add_row(AT(x, (i) * dim, mode), AT(y, (i) * dim, mode), dim, mode)
+void clamped_swiglu(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
+                    int64_t is_bf16, int64_t threads) {
+#define ROW(i, mode) gate_row(gate_up, out, i, dim, stride, SWIGLU, mode)
     FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
 #undef ROW
 }
 
-/* gate * sigmoid(ALPHA gate) * (up + 1), clamped to LIMIT, as gpt-oss has it; rounded once. */
-INLINE void clamped_swiglu_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
-                               int mode) {
-    const vf alpha = splat(1.702f), limit = splat(7.0f);
-    const char *gate = AT(gate_up, row * stride, mode), *up = AT(gate, dim, mode);
+/* x += y, in fp32 and rounded once, as torch does; with a gate, y times its sigmoid, rounded before. */
+INLINE void add_row(void *x, const void *y, const float *gate, int64_t dim, int mode) {
+    const float share = gate ? (float)(1 / (1 + exp(-(double)*gate))) : 1.0f;
     for (int64_t d = 0; d < dim; d += LANES) {
-        const vf g = LOAD(gate, d, mode), u = LOAD(up, d, mode), low = pick(u < -limit, -limit, u);
-        const vf x = pick(g > limit, limit, g), y = pick(low > limit, limit, low);
-        STORE(out, row * dim + d, silu(alpha * x) / alpha * (y + 1.0f), mode);
+        vf term = rounded(LOAD(y, d, mode) * share, mode);
+        KEEP_APART(term);
+        STORE(x, d, LOAD(x, d, mode) + term, mode);
     }
 }
-void clamped_swiglu(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
-                    int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) clamped_swiglu_row(gate_up, out, i, dim, stride, mode)
+void add(void *x, const void *y, const float *gates, int64_t rows, int64_t dim, int64_t is_bf16,
+         int64_t threads) {
+#define ROW(i, mode)                                                                                \
+    add_row(AT(x, (i) * dim, mode), AT(y, (i) * dim, mode), gates ? gates + (i) : NULL, dim, mode)
     FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
 #undef ROW
 }

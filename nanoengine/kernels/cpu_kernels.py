@@ -84,7 +84,7 @@ class CpuKernels:
             function.argtypes = [ctypes.c_char_p]
         self._rms_norm.restype = self._rope_store.restype = None
         self._add = library.add
-        self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4, None
+        self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul, self._gelu_mul = library.silu_mul, library.gelu_mul
@@ -237,19 +237,24 @@ class CpuKernels:
         )
         return out
 
-    def add(self, x: Tensor, summand: Tensor) -> None:
-        """x += summand; both [tokens, dim], contiguous and of one dtype."""
+    def add(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> None:
+        """As LayerOps.accumulate."""
         tokens, dim = x.shape
         assert summand.shape == x.shape and x.is_contiguous() and summand.is_contiguous()
+        if gate is not None:
+            assert (
+                gate.dtype is torch.float32 and gate.shape == (tokens, 1) and gate.is_contiguous()
+            )
         args = (
             x.data_ptr(),
             summand.data_ptr(),
+            None if gate is None else gate.data_ptr(),
             tokens,
             dim,
             _IS_BF16[x.dtype],
             torch.get_num_threads(),
         )
-        self.tape.call(self._add, args, x, summand)
+        self.tape.call(self._add, args, x, summand, gate)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""

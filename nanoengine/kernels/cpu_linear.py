@@ -32,7 +32,7 @@ from nanoengine.kernels.packed_weight import (
     format_of,
     shape_of,
 )
-from nanoengine.models.experts import Router
+from nanoengine.models.experts import Map, Router
 from nanoengine.models.stored_codes import CodedWeight, Weight
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
@@ -198,15 +198,18 @@ class PackedExperts:
         workspace: Workspace,
         router: Router,
         experts: Sequence[tuple[PackedGateUp, PackedLinear]],
+        before: Map | None = None,
     ) -> None:
-        """experts: of gate, up and down, each a product of one weight."""
+        """experts: of gate, up and down, each a product of one weight. before: as of Experts."""
         self._workspace, self._router, self._experts = workspace, router, experts
+        self._before = before
         addresses = ([each.weight.address for each in part] for part in zip(*experts, strict=True))
         self._gate_up, self._down = (torch.tensor(part) for part in addresses)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]. Rounds where `models.experts` does."""
         ids, weights = self._router(x)
+        x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
         gate_up, down = (each.weight for each in self._experts[0])
         dtype = gate_up.dtype
@@ -349,10 +352,13 @@ class CpuLinear:
         return held
 
     def experts(
-        self, router: Router, experts: Sequence[tuple[PackedGateUp, PackedLinear]]
+        self,
+        router: Router,
+        experts: Sequence[tuple[PackedGateUp, PackedLinear]],
+        before: Map | None = None,
     ) -> PackedExperts:
-        """experts: gate and up, and down of each, of one weight each, the former with silu."""
-        return PackedExperts(self._workspace, router, experts)
+        """experts: gate and up, and down of each, of one weight each. before: as of Experts."""
+        return PackedExperts(self._workspace, router, experts, before)
 
     def route(
         self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None

@@ -324,7 +324,26 @@ INLINE vf gelu(vf x) {
     return times_sigmoid(x, 1.5957691216057308f * fused(cube, x, x));
 }
 
-/* What a gate goes through. */
-enum { SILU = 1, GELU };
-INLINE vf activated(vf gate, const int activation) { return activation == GELU ? gelu(gate) : silu(gate); }
+/* gate * sigmoid(ALPHA gate) * (up + 1), clamped to LIMIT: that of gpt-oss. */
+INLINE vf clamped_swiglu_of(vf gate, vf up) {
+    const vf alpha = splat(1.702f), limit = splat(7.0f), low = pick(up < -limit, -limit, up);
+    const vf x = pick(gate > limit, limit, gate), y = pick(low > limit, limit, low);
+    return silu(alpha * x) / alpha * (y + 1.0f);
+}
+
+/* activation(gate) * up; the first is rounded first, as torch does in two steps, but in SWIGLU. */
+enum { SILU = 1, GELU, SWIGLU };
+INLINE vf gated(vf gate, vf up, const int activation, int mode) {
+    if (activation == SWIGLU) return clamped_swiglu_of(gate, up);
+    return rounded(activation == GELU ? gelu(gate) : silu(gate), mode) * up;
+}
+
+/* A product that no compiler fuses with the sum after it. */
+#if defined(__x86_64__)
+#define KEEP_APART(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define KEEP_APART(x) __asm__("" : "+w"(x))
+#else
+#define KEEP_APART(x) __asm__("" : "+m"(x))
+#endif
 #endif

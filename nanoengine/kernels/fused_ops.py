@@ -15,7 +15,6 @@ from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayK
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedHeads, PackedLinear
-from nanoengine.kernels.packed_weight import ACTIVATIONS
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import (
@@ -156,7 +155,7 @@ class PackedOps(KernelOps):
         norm: Norm | None,
         activation: str,
     ) -> Product:
-        if norm is None or activation not in ACTIVATIONS:
+        if norm is None:
             return super().gate_up(gate, up, biases, norm, activation)
         fused = norm.weight, norm.eps
         packed = self._products.pack_gate_up(gate, up, biases, fused, activation)
@@ -190,33 +189,35 @@ class PackedOps(KernelOps):
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._cpu_kernels.tape.call(super().copy, (target, source))
 
-    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
-        self._cpu_kernels.add(x, summand)
+    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
+        self._cpu_kernels.add(x, summand, gate)
         return x
 
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
         """One call of C if each expert is two packed weights."""
-        is_plain = config.has_bias is False and weights.before_router is None
-        if activation != "silu" or not is_plain:
-            return super().experts(config, weights, norm, activation)
         each = [self._expert(expert, activation) for expert in weights.experts]
         router, experts = make_router(self, config, weights), self._together(each)
+        before = norm_of_experts(self, weights, norm)
         made = (
-            Experts(router, [MLP(*parts) for parts in each])
+            Experts(router, [MLP(*parts) for parts in each], before)
             if experts is None
-            else self._products.experts(router, experts)
+            else self._products.experts(router, experts, before)
         )
         return finish_experts(self, made, weights, norm, activation)
 
     def _expert(self, expert: ExpertWeights, activation: str) -> tuple[Product, PackedLinear]:
         """Gate and up, in one weight where they can be; and down."""
-        packed = self._products.pack_gate_up(expert.gate, expert.up, activation=activation)
-        if packed is not None:
-            return packed, self._products.pack(expert.down)
-        both = super().gate_up(expert.gate, expert.up, None, None, activation)
-        return both, self._products.pack(expert.down)
+        biases, of_down = None, None
+        if expert.biases is not None:
+            *of_both, of_down = expert.biases
+            biases = of_both[0], of_both[1]
+        gate_up = self._products.pack_gate_up(expert.gate, expert.up, biases, None, activation)
+        down = self._products.pack(expert.down, of_down)
+        if gate_up is not None:
+            return gate_up, down
+        return super().gate_up(expert.gate, expert.up, biases, None, activation), down
 
     def _together(
         self, experts: list[tuple[Product, PackedLinear]]

@@ -26,8 +26,8 @@ _PRIVATE_BYTES = 64 << 10
 STORE, ADD, FLOAT = 0, 1, 2
 # The dtypes of numbers that are held in 16 bits and multiplied in float32.
 _NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
-# What gates of a packed weight go through, by transformers' names, as in cpu_vectors.h.
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
+# What gates of a packed weight go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values()))}
 GROUP = 32

@@ -164,7 +164,7 @@ class SharedExpert:
         experts: Map,
         shared: Map,
         gate: Map | None,
-        accumulate: Callable[[Tensor, Tensor], Tensor],
+        accumulate: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     ) -> None:
         """gate: [tokens, hidden] -> fp32 [tokens, 1], before its sigmoid. accumulate: LayerOps'."""
         self._experts, self._shared, self._gate = experts, shared, gate
@@ -172,10 +172,8 @@ class SharedExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        shared = self._shared(x)
-        if self._gate is not None:
-            shared = (shared.float() * _sigmoid(self._gate(x))).to(x.dtype)
-        return self._accumulate(self._experts(x), shared)
+        gate = None if self._gate is None else self._gate(x)
+        return self._accumulate(self._experts(x), self._shared(x), gate)
 
 
 def route(
@@ -218,14 +216,14 @@ def _softmax(logits: Tensor) -> Tensor:
     return logits.softmax(-1)
 
 
-def _sigmoid(logits: Tensor) -> Tensor:
+def sigmoid(logits: Tensor) -> Tensor:
     """In double: a vector's last elements go through other code than the first."""
     return logits.double().sigmoid().float()
 
 
 # By ExpertsConfig.scoring. The softmax is over all experts; divided by the sum of the chosen, it is
 # the softmax over these.
-SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": _sigmoid}
+SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": sigmoid}
 
 
 def _only_rows(weight: Weight) -> CodedRows | None:

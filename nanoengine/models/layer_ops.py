@@ -105,8 +105,11 @@ class LayerOps(Protocol):
         """target = source, in place; both may have strides."""
         ...
 
-    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
-        """x += summand, in place, and x; both are contiguous and of one dtype."""
+    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
+        """x += summand, in place, and x; both are contiguous and of one dtype.
+
+        gate: contiguous fp32 [tokens, 1]: summand is multiplied by its sigmoid and rounded first.
+        """
         ...
 
     def experts(

@@ -13,7 +13,7 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.expert_layer import make_experts
-from nanoengine.models.experts import MixtureWeights, RouterWeights, route
+from nanoengine.models.experts import MixtureWeights, RouterWeights, route, sigmoid
 from nanoengine.models.layer_ops import AfterAttention, Embed, Norm, NormedProduct, Product
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
@@ -122,7 +122,9 @@ class TorchOps:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
+    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is not None:
+            summand = (summand.float() * sigmoid(gate)).to(x.dtype)
         return x.add_(summand)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:

@@ -103,8 +103,8 @@ class ShardedOps:
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._ops.copy(target, source)
 
-    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
-        return self._ops.accumulate(x, summand)
+    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self._ops.accumulate(x, summand, gate)
 
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str

@@ -149,6 +149,8 @@ def test_small_operators_take_each_row_by_itself(
         kernels.silu_mul(part, gated)
         kernels.gelu_mul(part, by_gelu)
         kernels.clamped_swiglu(part, clamped)
+        added = normed.clone()
+        kernels.add(added, gated, part[:, :1].float().contiguous())
         turned = part[:, : 4 * 36].clone().view(len(part), 4, 36)
         q, k, v = turned.split([2, 1, 1], dim=1)
         angles = part[:, -18:].float().contiguous()
@@ -156,7 +158,7 @@ def test_small_operators_take_each_row_by_itself(
         pool = torch.zeros(2 * len(part), 1, 36, dtype=dtype)
         target = KVTarget(pool, slots, slots + len(part))
         kernels.rope_store(q, k, v, angles.cos(), angles.sin(), target)
-        given = normed, widely, gated, by_gelu, clamped, turned
+        given = normed, widely, gated, by_gelu, clamped, added, turned
         return [*given, pool[: len(part)], kernels.argmax(part)]
 
     whole = operate(x)

@@ -75,10 +75,12 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("gemma3", "float32"),
         ("gemma3", "bfloat16"),
         ("qwen3.5", "bfloat16"),
+        ("qwen3.5-moe", "bfloat16"),
+        ("gpt-oss", "bfloat16"),
         ("glm4-moe-lite", "float32"),
         *(
             pytest.param(name, "bfloat16", marks=pytest.mark.breadth)
-            for name in ("olmoe", "mixtral", "olmo2", "qwen3-next")
+            for name in ("olmoe", "mixtral", "olmo2", "qwen3-next", "qwen2-moe")
         ),
     ],
 )

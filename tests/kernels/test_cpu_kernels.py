@@ -473,6 +473,22 @@ def test_rope_store(variant, dtype, tokens, head_dim, parts):
     assert torch.equal(pool, want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, dim", [(1, 576), (200, 576), (3, 61)])
+def test_add_with_a_gate(variant, dtype, tokens, dim):
+    """Gates far from zero, too; the product is rounded before the sum, in float32 as well."""
+    x, y = normal(tokens, dim, dtype=dtype), normal(tokens, dim, dtype=dtype, seed=1)
+    gate = normal(tokens, 1, dtype=torch.float32, seed=2) * 30
+    without, want = x.clone(), TorchOps().accumulate(x.clone(), y, gate)
+    variant.add(x, y, gate)
+    if dtype is torch.float32:
+        torch.testing.assert_close(x, want, rtol=1e-7, atol=1e-7)
+    else:
+        assert_same_rounding(x, want)
+    variant.add(without, y)
+    assert torch.equal(without, normal(tokens, dim, dtype=dtype) + y)
+
+
 GATED = pytest.mark.parametrize("tokens, dim", [(1, 1536), (40, 1536), (3, 37)])
 
 
