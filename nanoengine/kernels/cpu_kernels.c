@@ -1373,6 +1373,12 @@ INLINE void turn(void *x, const float *cos, const float *sin, int64_t dim, int m
     }
 }
 
+INLINE void turn_heads(const rope_args *a, char *x, int64_t heads, int64_t row, int mode) {
+    const int64_t dim = a->head_dim, half = dim / 2;
+    for (int64_t h = 0; h < heads; h++)
+        turn(AT(x, h * dim, mode), a->cos + row * half, a->sin + row * half, half, mode);
+}
+
 /* Where a row of k or v goes, and how long it is. */
 INLINE char *place(const rope_args *a, int64_t slot, int mode) {
     return AT(a->pool, slot * a->kv_heads * a->head_dim, mode);
@@ -1380,17 +1386,16 @@ INLINE char *place(const rope_args *a, int64_t slot, int mode) {
 
 INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
     enum { AHEAD = 4 }; /* a store waits for its line; those of later rows can be on their way */
-    const int64_t dim = a->head_dim, half = dim / 2, slot = a->k_slots[row];
-    const size_t bytes = a->kv_heads * dim * (mode == F32 ? 4 : 2);
-    const float *cos = a->cos + row * half, *sin = a->sin + row * half;
+    const int64_t slot = a->k_slots[row];
+    const size_t bytes = a->kv_heads * a->head_dim * (mode == F32 ? 4 : 2);
     char *q = AT(a->q, row * a->q_token, mode), *k = AT(a->k, row * a->k_token, mode);
     if (row + AHEAD < a->tokens)
         for (size_t b = 0; b < bytes; b += 64) {
             __builtin_prefetch(place(a, a->k_slots[row + AHEAD], mode) + b, 1);
             if (a->v_slots) __builtin_prefetch(place(a, a->v_slots[row + AHEAD], mode) + b, 1);
         }
-    for (int64_t h = 0; h < a->heads; h++) turn(AT(q, h * dim, mode), cos, sin, half, mode);
-    for (int64_t h = 0; h < a->kv_heads; h++) turn(AT(k, h * dim, mode), cos, sin, half, mode);
+    turn_heads(a, q, a->heads, row, mode);
+    turn_heads(a, k, a->kv_heads, row, mode);
     if (slot < 0) return;
     memcpy(place(a, slot, mode), k, bytes);
     if (!a->v_slots) return; /* k is v, too */
@@ -1400,6 +1405,13 @@ void rope_store(const rope_args *a) {
 #define ROW(i, mode) rope_row(a, i, mode)
     const int64_t width = (a->heads + 2 * a->kv_heads) * a->head_dim;
     FOR_ROWS(a->tokens, a->tokens * width, a->is_bf16, a->threads, ROW);
+#undef ROW
+}
+
+/* q alone. */
+void rotate(const rope_args *a) {
+#define ROW(i, mode) turn_heads(a, AT(a->q, (i) * a->q_token, mode), a->heads, i, mode)
+    FOR_ROWS(a->tokens, a->tokens * a->heads * a->head_dim, a->is_bf16, a->threads, ROW);
 #undef ROW
 }
 

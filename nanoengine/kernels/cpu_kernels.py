@@ -78,11 +78,11 @@ class CpuKernels:
         self.tape = tape or CallTape()
         self._attend = library.attend
         self._rms_norm = library.rms_norm
-        self._rope_store = library.rope_store
+        self._rope_store, self._rotate = library.rope_store, library.rotate
         self._gated_delta = library.gated_delta
-        for function in (self._attend, self._rms_norm, self._rope_store, self._gated_delta):
-            function.argtypes = [ctypes.c_char_p]
-        self._rms_norm.restype = self._rope_store.restype = None
+        for function in (self._rms_norm, self._rope_store, self._rotate):
+            function.argtypes, function.restype = [ctypes.c_char_p], None
+        self._attend.argtypes = self._gated_delta.argtypes = [ctypes.c_char_p]
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
         self._argmax = library.argmax
@@ -223,6 +223,17 @@ class CpuKernels:
             torch.get_num_threads(),
         )
         self.tape.call(self._rope_store, (packed,), q, k, v, cos, sin, k_slots, v_slots, pool)
+
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """As rope_store, of q alone."""
+        tokens, heads, head_dim = q.shape
+        packed = _ROPE_ARGS.pack(
+            *(q.data_ptr(), 0, 0, cos.data_ptr(), sin.data_ptr(), 0, 0, 0),
+            *(tokens, heads, 0, head_dim, q.stride(0), 0, 0),
+            _IS_BF16[q.dtype],
+            torch.get_num_threads(),
+        )
+        self.tape.call(self._rotate, (packed,), q, cos, sin)
 
     def argmax(self, x: Tensor) -> Tensor:
         """int64 [rows]: where each row of x [rows, dim] is largest, the first place if several."""

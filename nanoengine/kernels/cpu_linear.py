@@ -40,7 +40,7 @@ SOURCE = Path(__file__).with_name("cpu_linear.c")
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # One field per member of experts_t in cpu_linear.c, in that order.
 _EXPERTS = struct.Struct("=12Q4q")
-_ROUTE = struct.Struct("=5Q9qd")  # and of route_t in cpu_router.h
+_ROUTE = struct.Struct("=6Q9qd")  # and of route_t in cpu_router.h
 
 
 def is_supported() -> bool:
@@ -361,7 +361,11 @@ class CpuLinear:
         return PackedExperts(self._workspace, router, experts, before)
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """As models.experts.route; logits contiguous."""
         rows, count = logits.shape
@@ -371,7 +375,7 @@ class CpuLinear:
         scratch = self._workspace.buffer("scores", shape, torch.float32)
         packed = _ROUTE.pack(
             logits.data_ptr(),
-            0 if choice_bias is None else choice_bias.data_ptr(),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (choice_bias, scale)),
             *(tensor.data_ptr() for tensor in (ids, weights, scratch)),
             *(rows, count, config.top_k),
             *(config.num_groups, config.top_groups, config.group_best),
@@ -380,7 +384,7 @@ class CpuLinear:
             torch.get_num_threads(),
             config.scaling,
         )
-        self._tape.call(self._route, (packed,), logits, choice_bias, ids, weights, scratch)
+        self._tape.call(self._route, (packed,), logits, choice_bias, scale, ids, weights, scratch)
         return ids, weights
 
     def after_attention(

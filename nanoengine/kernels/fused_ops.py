@@ -182,12 +182,23 @@ class PackedOps(KernelOps):
         return self._products.pack(weights.weight, weights.bias).in_float
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return self._products.route(config, logits, choice_bias)
+        return self._products.route(config, logits, choice_bias, scale)
+
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        self._cpu_kernels.rotate(q, cos, sin)
+        return q
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._cpu_kernels.tape.call(super().copy, (target, source))
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        self._cpu_kernels.tape.call(super().scale, (x, factor))
 
     def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
         self._cpu_kernels.add(x, summand, gate)

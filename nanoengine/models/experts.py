@@ -177,10 +177,13 @@ class SharedExpert:
 
 
 def route(
-    config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None = None
+    config: ExpertsConfig,
+    logits: Tensor,
+    choice_bias: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """fp32 [tokens, experts] -> the experts of each row, int64 [tokens, top_k], the first choice
-    first, and their weights, fp32 [tokens, top_k].
+    first, and their weights, fp32 [tokens, top_k]. choice_bias, scale: of MixtureWeights.
     """
     scores = SCORES[config.scoring](logits)
     choice = scores if choice_bias is None else scores + choice_bias
@@ -193,7 +196,8 @@ def route(
         for slot in range(1, config.top_k):
             total += weights[:, slot : slot + 1]
         weights = weights / total
-    return ids, weights * config.scaling
+    weights = weights * config.scaling
+    return ids, weights if scale is None else weights * scale[ids]
 
 
 def _in_top_groups(config: ExpertsConfig, choice: Tensor) -> Tensor:

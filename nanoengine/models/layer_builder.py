@@ -126,6 +126,7 @@ class LayerBuilder:
         if self._config.layer_input_size:
             project = self._ops.summand(self._source(layer + "per_layer_projection.weight"))
             gate = InputGate(
+                self._ops,
                 self._ops.linear(self._source(layer + "per_layer_input_gate.weight")),
                 self._ops.gated(self._architecture.activation),
                 self._then_normed(project, self._norm(layer + "post_per_layer_input_norm")),
@@ -260,7 +261,8 @@ class LayerBuilder:
         after_dense, before, after = (self._norm(layer + name) for name in expert_names.beside)
         dense = self._dense(prefix, norm, after_dense)
         sparse = self._then_normed(self._experts(experts, prefix, before, layer), after)
-        return self._then_normed(lambda x: dense(x) + sparse(x), norm_after)
+        both = self._ops.accumulate
+        return self._then_normed(lambda x: both(dense(x), sparse(x)), norm_after)
 
     def _dense(self, prefix: str, norm: Norm | None, norm_after: Norm | None) -> Product:
         gate_up = self._gate_up(prefix, norm)

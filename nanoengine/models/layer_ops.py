@@ -96,13 +96,21 @@ class LayerOps(Protocol):
         ...
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """As experts.route, of what `router` gives."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """target = source, in place; both may have strides."""
+        ...
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        """x *= factor, in place."""
         ...
 
     def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
@@ -157,7 +165,7 @@ class LayerOps(Protocol):
         ...
 
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As rotate_and_store, of q alone."""
+        """As rotate_and_store, of q alone, which may be overwritten."""
         ...
 
     def gated(self, activation: str) -> Product:

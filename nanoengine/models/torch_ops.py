@@ -100,9 +100,13 @@ class TorchOps:
         return lambda x: product(x.float())
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return route(config, logits, choice_bias)
+        return route(config, logits, choice_bias, scale)
 
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
@@ -121,6 +125,9 @@ class TorchOps:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        x.mul_(factor)
 
     def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
         if gate is not None:

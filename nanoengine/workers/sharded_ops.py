@@ -96,12 +96,19 @@ class ShardedOps:
         return self._ops.router(weights)
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return self._ops.route(config, logits, choice_bias)
+        return self._ops.route(config, logits, choice_bias, scale)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._ops.copy(target, source)
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        self._ops.scale(x, factor)
 
     def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
         return self._ops.accumulate(x, summand, gate)

@@ -77,6 +77,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ("qwen3.5", "bfloat16"),
         ("qwen3.5-moe", "bfloat16"),
         ("gpt-oss", "bfloat16"),
+        *((name, "bfloat16") for name in ("gemma4", "gemma4-moe", "gemma4-shared")),
         ("glm4-moe-lite", "float32"),
         *(
             pytest.param(name, "bfloat16", marks=pytest.mark.breadth)

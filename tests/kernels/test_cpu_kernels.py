@@ -471,6 +471,9 @@ def test_rope_store(variant, dtype, tokens, head_dim, parts):
         stored = torch.stack((k[token], v[token])[:parts])
         want[slot // block_size, :, slot % block_size] = stored
     assert torch.equal(pool, want)
+    q = before[:, 1:heads]
+    variant.rotate(q, angles.cos(), angles.sin())
+    assert torch.equal(q, fused[:, 1:heads])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

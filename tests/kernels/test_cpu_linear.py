@@ -430,16 +430,17 @@ def test_rows_go_where_pytorch_sends_them(packer: CpuLinear, config: ExpertsConf
     logits = torch.randn(90, config.count, generator=generator) * 3
     logits[3], logits[4, ::2] = 0, 1
     choice_bias = torch.randn(config.count, generator=generator)
-    for bias in (None, choice_bias) if config.scoring == "sigmoid" else (None,):
-        ids, weights = packer.route(config, logits, bias)
-        wanted, their_weights = route(config, logits, bias)
+    scales = torch.rand(config.count, generator=generator)
+    for bias, scale in ((None, scales), (choice_bias, None)):
+        ids, weights = packer.route(config, logits, bias, scale)
+        wanted, their_weights = route(config, logits, bias, scale)
         assert torch.equal(ids, wanted)
         torch.testing.assert_close(weights, their_weights)
         for row in (3, 89):
-            its, alone = packer.route(config, logits[row : row + 1], bias)
+            its, alone = packer.route(config, logits[row : row + 1], bias, scale)
             assert torch.equal(its[0], ids[row]) and same_bits(alone[0], weights[row])
     logits[5] = torch.nan
-    ids, weights = packer.route(config, logits, None)
+    ids, weights = packer.route(config, logits, None, None)
     assert ids.min() >= 0 and ids.max() < config.count and weights[5].isnan().all()
 
 

@@ -109,6 +109,7 @@ static void check_rows(int is_bf16) {
         const rope_args rope = {turned[i], k, v, cos, sin, slots, v_slots, pool[i], TOKENS, HEADS,
                                 KV_HEADS, DIM, wide, wide, wide, is_bf16, threads};
         rope_store(&rope);
+        rotate(&rope);
     }
     expect_same("rms_norm", normed[0], normed[1], TOKENS * wide * size);
     expect_same("rms_norm, weight in float32", widely[0], widely[1], TOKENS * wide * size);

@@ -151,8 +151,9 @@ static void check_route(int has_groups) {
     int64_t ids[2][ROUTED * CHOSEN];
     float weights[2][ROUTED * CHOSEN];
     for (int i = 0; i < 2; i++) {
-        const route_t r = {logits, has_groups ? bias : NULL, ids[i], weights[i], malloc(scratch_bytes),
-                           ROUTED, CHOICES, CHOSEN, groups, 2, 2, has_groups, 1, 1 + 2 * i, 2.5};
+        const route_t r = {logits, has_groups ? bias : NULL, has_groups ? NULL : bias, ids[i],
+                           weights[i], malloc(scratch_bytes), ROUTED, CHOICES, CHOSEN, groups, 2, 2,
+                           has_groups, 1, 1 + 2 * i, 2.5};
         route(&r);
         free(r.scratch);
     }
