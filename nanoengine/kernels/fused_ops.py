@@ -28,7 +28,15 @@ from nanoengine.models.experts import (
     Router,
     RouterWeights,
 )
-from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, NormedProduct, Product
+from nanoengine.models.layer_ops import (
+    MLP,
+    AfterAttention,
+    Embed,
+    Norm,
+    NormedProduct,
+    Product,
+    TiledProduct,
+)
 from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.models.torch_ops import TorchOps
 
@@ -245,6 +253,9 @@ class PackedOps(KernelOps):
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         """One call of C if all products are packed with what goes around them."""
+        if isinstance(out, TiledProduct):
+            then, tiled = self.after_attention(out.product, mlp, next_qkv), out.tiled
+            return lambda x, attended: then(x, tiled(attended))
         if (
             isinstance(out, PackedLinear)
             and isinstance(mlp, MLP)

@@ -15,7 +15,7 @@ from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNa
 from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
-from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product
+from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.layers import (
     Attention,
     DeltaLayer,
@@ -220,6 +220,7 @@ class LayerBuilder:
     ) -> tuple[Product, AnyAttention, Product]:
         shape, source = self._config.delta, self._numbers
         assert shape is not None
+        tiles = Tiles(shape.out_tiles, shape.value_dim) if shape.out_tiles > 1 else None
         net = DeltaNet(
             shape,
             conv=source(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
@@ -231,7 +232,7 @@ class LayerBuilder:
         return (
             self._ops.linear(self._projections(prefix, shape), None, norm),
             DeltaLayer(self._ops, shape.layers.index(index), net),
-            self._ops.summand(self._source(prefix + "out_proj.weight")),
+            self._ops.summand(self._source(prefix + "out_proj.weight"), tiles=tiles),
         )
 
     def _projections(self, prefix: str, shape: DeltaConfig) -> Weight:

@@ -34,6 +34,17 @@ class Norm:
     eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The order of heads in a weight's inputs: so many tiles, each with one head of every group.
+
+    Activations have the heads of a group, `count`, side by side. size: numbers of a head.
+    """
+
+    count: int
+    size: int
+
+
 class LayerOps(Protocol):
     """Makes the products of a model and runs the small operators between them."""
 
@@ -58,8 +69,12 @@ class LayerOps(Protocol):
         """norm(x) @ weight.T + bias; weight is [out_features, in_features]."""
         ...
 
-    def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
-        """x @ weight.T + bias, whose result is added to the residual stream."""
+    def summand(
+        self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
+    ) -> Product:
+        """x @ weight.T + bias, whose result is added to the residual stream. tiles: the order of
+        the weight's inputs, where it is not that of x.
+        """
         ...
 
     def per_head(self, weights: Tensor) -> Product:
@@ -213,6 +228,27 @@ class NormedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features]."""
         return self.product(self._ops.rms_norm(x, self.norm))
+
+
+class TiledProduct:
+    """product(x), whose weight has heads in the order of `tiles`. The two are kept apart: a kernel
+    may fuse the product with what follows.
+    """
+
+    def __init__(self, ops: LayerOps, tiles: Tiles, product: Product) -> None:
+        self._ops, self._tiles, self.product = ops, tiles, product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features]."""
+        return self.product(self.tiled(x))
+
+    def tiled(self, x: Tensor) -> Tensor:
+        """A copy of x, [tokens, in_features], in the order of the weight."""
+        count, size = self._tiles.count, self._tiles.size
+        groups = x.view(len(x), x.shape[1] // (count * size), count, size)
+        tiles, copy = groups.transpose(1, 2), x.new_empty(x.shape)
+        self._ops.copy(copy.view(tiles.shape), tiles)
+        return copy
 
 
 @dataclass(frozen=True, slots=True)

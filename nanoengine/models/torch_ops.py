@@ -14,7 +14,15 @@ from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayK
 from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import MixtureWeights, RouterWeights, route, sigmoid
-from nanoengine.models.layer_ops import AfterAttention, Embed, Norm, NormedProduct, Product
+from nanoengine.models.layer_ops import (
+    AfterAttention,
+    Embed,
+    Norm,
+    NormedProduct,
+    Product,
+    TiledProduct,
+    Tiles,
+)
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -59,8 +67,11 @@ class TorchOps:
     ) -> Product:
         return self._normed(norm, Linear(numbers_of(weight), bias))
 
-    def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
-        return self.linear(weight, bias)
+    def summand(
+        self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
+    ) -> Product:
+        product = self.linear(weight, bias)
+        return product if tiles is None else TiledProduct(self, tiles, product)
 
     def per_head(self, weights: Tensor) -> Product:
         turned = weights.transpose(1, 2).contiguous()
