@@ -70,6 +70,8 @@ class LatentConfig:
 class DeltaConfig:
     """`layers` with a gated delta rule (arXiv 2412.06464) instead of attention. A key head serves
     neighbouring value heads. conv_size: tokens that the convolution before the rule sees.
+    out_tiles: the inputs of the output projection are so many tiles, the first with the first value
+    head of every key head, the second with the second; 1: value heads are in order.
     """
 
     layers: tuple[int, ...]
@@ -78,6 +80,7 @@ class DeltaConfig:
     key_dim: int
     value_dim: int
     conv_size: int
+    out_tiles: int = 1
 
     @property
     def value_size(self) -> int:

@@ -19,7 +19,8 @@ from nanoengine.errors import EngineError
 
 CFunction = Callable[..., int | None]  # of C, or a small one of PyTorch
 # Operators that compute nothing, so a replay can leave them out.
-_SHAPING = {"empty", "new_empty", "view", "split_with_sizes", "slice", "select", "unbind", "detach"}
+_SHAPING = {"empty", "new_empty", "view", "transpose"}
+_SHAPING |= {"split_with_sizes", "slice", "select", "unbind", "detach"}
 
 
 class CallTape:

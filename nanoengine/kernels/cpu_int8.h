@@ -179,8 +179,8 @@ static multiply_rounded_t *const ROUNDED_MULTIPLIERS[FORMATS] = {EACH_INTEGERS(R
 /* ---- rounding --------------------------------------------------------------------------------- */
 
 /* Round a row of k inputs, first normed if there is a weight for it; out: a group every `stride`. */
-INLINE void round_row(const char *x, const char *norm_weight, float eps, int64_t dim, int64_t format,
-                      rounded_t *out, int64_t stride) {
+INLINE void round_row(const char *x, const char *norm_weight, int norm_mode, float eps, int64_t dim,
+                      int64_t format, rounded_t *out, int64_t stride) {
     const float norm_scale = norm_weight ? scale_of_norm(x, dim, eps, MODE) : 1.0f;
     const int32_t bias = bias_of((int)format);
     for (int64_t first = 0; first < dim; first += GROUP, out += stride) {
@@ -189,7 +189,7 @@ INLINE void round_row(const char *x, const char *norm_weight, float eps, int64_t
             const int64_t d = first + i * LANES;
             y[i] = LOAD(x, d, MODE);
             if (norm_weight)
-                y[i] = rounded(rounded(y[i] * norm_scale, MODE) * LOAD(norm_weight, d, MODE), MODE);
+                y[i] = rounded(rounded(y[i] * norm_scale, norm_mode) * LOAD(norm_weight, d, norm_mode), MODE);
             top = vmax(top, pick(y[i] < 0.0f, -y[i], y[i]));
             broken += y[i] - y[i]; /* NaN where a number is none */
         }

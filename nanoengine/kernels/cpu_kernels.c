@@ -1337,14 +1337,16 @@ int attend(const attend_args *a) {
 typedef struct { /* as attend_args: filled by cpu_kernels.py */
     const void *x, *weight;
     void *out;
-    int64_t tokens, heads, dim, x_token, x_head, out_token, out_head, is_bf16, threads;
+    int64_t tokens, heads, dim, x_token, x_head, out_token, out_head, is_bf16, is_weight_bf16, threads;
     double eps;
 } norm_args;
 
 INLINE void norm_row(const norm_args *a, int64_t row, int mode) {
     const int64_t token = row / a->heads, head = row % a->heads;
-    norm(AT(a->x, token * a->x_token + head * a->x_head, mode), a->weight,
-         AT(a->out, token * a->out_token + head * a->out_head, mode), a->dim, (float)a->eps, mode);
+    const char *x = AT(a->x, token * a->x_token + head * a->x_head, mode);
+    char *out = AT(a->out, token * a->out_token + head * a->out_head, mode);
+    if (a->is_weight_bf16) norm(x, a->weight, out, a->dim, (float)a->eps, mode, BF16_WIDE);
+    else norm(x, a->weight, out, a->dim, (float)a->eps, mode, F32);
 }
 void rms_norm(const norm_args *a) {
 #define ROW(i, mode) norm_row(a, i, mode)
@@ -1371,6 +1373,12 @@ INLINE void turn(void *x, const float *cos, const float *sin, int64_t dim, int m
     }
 }
 
+INLINE void turn_heads(const rope_args *a, char *x, int64_t heads, int64_t row, int mode) {
+    const int64_t dim = a->head_dim, half = dim / 2;
+    for (int64_t h = 0; h < heads; h++)
+        turn(AT(x, h * dim, mode), a->cos + row * half, a->sin + row * half, half, mode);
+}
+
 /* Where a row of k or v goes, and how long it is. */
 INLINE char *place(const rope_args *a, int64_t slot, int mode) {
     return AT(a->pool, slot * a->kv_heads * a->head_dim, mode);
@@ -1378,17 +1386,16 @@ INLINE char *place(const rope_args *a, int64_t slot, int mode) {
 
 INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
     enum { AHEAD = 4 }; /* a store waits for its line; those of later rows can be on their way */
-    const int64_t dim = a->head_dim, half = dim / 2, slot = a->k_slots[row];
-    const size_t bytes = a->kv_heads * dim * (mode == F32 ? 4 : 2);
-    const float *cos = a->cos + row * half, *sin = a->sin + row * half;
+    const int64_t slot = a->k_slots[row];
+    const size_t bytes = a->kv_heads * a->head_dim * (mode == F32 ? 4 : 2);
     char *q = AT(a->q, row * a->q_token, mode), *k = AT(a->k, row * a->k_token, mode);
     if (row + AHEAD < a->tokens)
         for (size_t b = 0; b < bytes; b += 64) {
             __builtin_prefetch(place(a, a->k_slots[row + AHEAD], mode) + b, 1);
             if (a->v_slots) __builtin_prefetch(place(a, a->v_slots[row + AHEAD], mode) + b, 1);
         }
-    for (int64_t h = 0; h < a->heads; h++) turn(AT(q, h * dim, mode), cos, sin, half, mode);
-    for (int64_t h = 0; h < a->kv_heads; h++) turn(AT(k, h * dim, mode), cos, sin, half, mode);
+    turn_heads(a, q, a->heads, row, mode);
+    turn_heads(a, k, a->kv_heads, row, mode);
     if (slot < 0) return;
     memcpy(place(a, slot, mode), k, bytes);
     if (!a->v_slots) return; /* k is v, too */
@@ -1401,14 +1408,18 @@ void rope_store(const rope_args *a) {
 #undef ROW
 }
 
-/* activation(gate) * up with the first rounded first, as torch does in two steps. */
+/* q alone. */
+void rotate(const rope_args *a) {
+#define ROW(i, mode) turn_heads(a, AT(a->q, (i) * a->q_token, mode), a->heads, i, mode)
+    FOR_ROWS(a->tokens, a->tokens * a->heads * a->head_dim, a->is_bf16, a->threads, ROW);
+#undef ROW
+}
+
 INLINE void gate_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
                      const int activation, int mode) {
     const char *gate = AT(gate_up, row * stride, mode), *up = AT(gate, dim, mode);
-    for (int64_t d = 0; d < dim; d += LANES) {
-        const vf y = rounded(activated(LOAD(gate, d, mode), activation), mode);
-        STORE(out, row * dim + d, y * LOAD(up, d, mode), mode);
-    }
+    for (int64_t d = 0; d < dim; d += LANES)
+        STORE(out, row * dim + d, gated(LOAD(gate, d, mode), LOAD(up, d, mode), activation, mode), mode);
 }
 void silu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
               int64_t is_bf16, int64_t threads) {
@@ -1423,30 +1434,26 @@ void gelu_mul(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t
 #undef ROW
 }
 
-/* x += y, in fp32 and rounded once, as torch does. */
-INLINE void add_row(void *x, const void *y, int64_t dim, int mode) {
-    for (int64_t d = 0; d < dim; d += LANES) STORE(x, d, LOAD(x, d, mode) + LOAD(y, d, mode), mode);
-}
-void add(void *x, const void *y, int64_t rows, int64_t dim, int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) add_row(AT(x, (i) * dim, mode), AT(y, (i) * dim, mode), dim, mode)
+void clamped_swiglu(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
+                    int64_t is_bf16, int64_t threads) {
+#define ROW(i, mode) gate_row(gate_up, out, i, dim, stride, SWIGLU, mode)
     FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
 #undef ROW
 }
 
-/* gate * sigmoid(ALPHA gate) * (up + 1), clamped to LIMIT, as gpt-oss has it; rounded once. */
-INLINE void clamped_swiglu_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,
-                               int mode) {
-    const vf alpha = splat(1.702f), limit = splat(7.0f);
-    const char *gate = AT(gate_up, row * stride, mode), *up = AT(gate, dim, mode);
+/* x += y, in fp32 and rounded once, as torch does; with a gate, y times its sigmoid, rounded before. */
+INLINE void add_row(void *x, const void *y, const float *gate, int64_t dim, int mode) {
+    const float share = gate ? (float)(1 / (1 + exp(-(double)*gate))) : 1.0f;
     for (int64_t d = 0; d < dim; d += LANES) {
-        const vf g = LOAD(gate, d, mode), u = LOAD(up, d, mode), low = pick(u < -limit, -limit, u);
-        const vf x = pick(g > limit, limit, g), y = pick(low > limit, limit, low);
-        STORE(out, row * dim + d, silu(alpha * x) / alpha * (y + 1.0f), mode);
+        vf term = rounded(LOAD(y, d, mode) * share, mode);
+        KEEP_APART(term);
+        STORE(x, d, LOAD(x, d, mode) + term, mode);
     }
 }
-void clamped_swiglu(const void *gate_up, void *out, int64_t rows, int64_t dim, int64_t stride,
-                    int64_t is_bf16, int64_t threads) {
-#define ROW(i, mode) clamped_swiglu_row(gate_up, out, i, dim, stride, mode)
+void add(void *x, const void *y, const float *gates, int64_t rows, int64_t dim, int64_t is_bf16,
+         int64_t threads) {
+#define ROW(i, mode)                                                                                \
+    add_row(AT(x, (i) * dim, mode), AT(y, (i) * dim, mode), gates ? gates + (i) : NULL, dim, mode)
     FOR_ROWS(rows, rows * dim, is_bf16, threads, ROW);
 #undef ROW
 }

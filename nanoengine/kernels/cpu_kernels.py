@@ -25,7 +25,7 @@ from nanoengine.models.delta_net import DeltaNet
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; and
 # of delta_args in cpu_delta.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
-_NORM_ARGS = struct.Struct("=3Q9qd")
+_NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _DELTA_ARGS = struct.Struct("=12Q10qd")
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
@@ -78,13 +78,13 @@ class CpuKernels:
         self.tape = tape or CallTape()
         self._attend = library.attend
         self._rms_norm = library.rms_norm
-        self._rope_store = library.rope_store
+        self._rope_store, self._rotate = library.rope_store, library.rotate
         self._gated_delta = library.gated_delta
-        for function in (self._attend, self._rms_norm, self._rope_store, self._gated_delta):
-            function.argtypes = [ctypes.c_char_p]
-        self._rms_norm.restype = self._rope_store.restype = None
+        for function in (self._rms_norm, self._rope_store, self._rotate):
+            function.argtypes, function.restype = [ctypes.c_char_p], None
+        self._attend.argtypes = self._gated_delta.argtypes = [ctypes.c_char_p]
         self._add = library.add
-        self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 4, None
+        self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul, self._gelu_mul = library.silu_mul, library.gelu_mul
@@ -167,7 +167,8 @@ class CpuKernels:
         self.tape.call(self._attend, (packed,), pointed_to, out, mass, sinks)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm.
+        """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm; or, with
+        a weight in float32, of Gemma3RMSNorm, which rounds the result alone.
 
         x, out  [tokens, dim] or [tokens, heads, dim], last dimension contiguous; may be the same
         """
@@ -184,6 +185,7 @@ class CpuKernels:
             out.stride(0),
             out.stride(-2),
             _IS_BF16[x.dtype],
+            _IS_BF16[weight.dtype],
             torch.get_num_threads(),
             eps,
         )
@@ -222,6 +224,17 @@ class CpuKernels:
         )
         self.tape.call(self._rope_store, (packed,), q, k, v, cos, sin, k_slots, v_slots, pool)
 
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """As rope_store, of q alone."""
+        tokens, heads, head_dim = q.shape
+        packed = _ROPE_ARGS.pack(
+            *(q.data_ptr(), 0, 0, cos.data_ptr(), sin.data_ptr(), 0, 0, 0),
+            *(tokens, heads, 0, head_dim, q.stride(0), 0, 0),
+            _IS_BF16[q.dtype],
+            torch.get_num_threads(),
+        )
+        self.tape.call(self._rotate, (packed,), q, cos, sin)
+
     def argmax(self, x: Tensor) -> Tensor:
         """int64 [rows]: where each row of x [rows, dim] is largest, the first place if several."""
         out = torch.empty(x.shape[0], dtype=torch.int64)
@@ -235,19 +248,24 @@ class CpuKernels:
         )
         return out
 
-    def add(self, x: Tensor, summand: Tensor) -> None:
-        """x += summand; both [tokens, dim], contiguous and of one dtype."""
+    def add(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> None:
+        """As LayerOps.accumulate."""
         tokens, dim = x.shape
         assert summand.shape == x.shape and x.is_contiguous() and summand.is_contiguous()
+        if gate is not None:
+            assert (
+                gate.dtype is torch.float32 and gate.shape == (tokens, 1) and gate.is_contiguous()
+            )
         args = (
             x.data_ptr(),
             summand.data_ptr(),
+            None if gate is None else gate.data_ptr(),
             tokens,
             dim,
             _IS_BF16[x.dtype],
             torch.get_num_threads(),
         )
-        self.tape.call(self._add, args, x, summand)
+        self.tape.call(self._add, args, x, summand, gate)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up; gate_up is [tokens, 2 * dim], out [tokens, dim] contiguous."""

@@ -44,15 +44,16 @@ enum { MANY_GROUPS = LANES == 16 ? 16 : 4, FEW_GROUPS = 1 };
 enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS, STEP_BYTES = HALF * TILE_K * 2 };
 enum { CHUNK_STEPS = 18, FEW_STEPS = 2, HALVES_AT_ONCE = 8, TILED_BLOCK = 256 };
 enum { SUMS = HAVE_TILES ? TILED_BLOCK * HALVES_AT_ONCE * HALF : BLOCK_ROWS * PANEL };
-enum { STORE, ADD, FLOAT, SILU_MUL, GELU_MUL };
+enum { STORE, ADD, FLOAT, SILU_MUL = FLOAT + SILU, GELU_MUL, SWIGLU_MUL };
 
 typedef struct { /* one packed weight: filled by cpu_linear.py */
     const char *panels;
     const float *bias;       /* [panels * PANEL] in the order of the panels, or NULL */
     const char *norm_weight; /* [k], or NULL: norm the activations first */
-    int64_t outputs, k, activation, is_tiled; /* activation: of gates, 0, SILU or GELU; is_tiled: in matrix tiles */
+    int64_t outputs, k, activation, is_tiled; /* activation: of gates, or 0; is_tiled: in matrix tiles */
     int64_t format; /* DENSE, or of codes */
     int64_t is_rounded; /* rows are rounded to 8 bits: see cpu_int8.h */
+    int64_t is_norm_bf16; /* norm_weight is in bfloat16, else in float32 */
     double eps;
 } weight_t;
 
@@ -131,11 +132,6 @@ static multiply_t *const MULTIPLIERS[ROWS][2] = {EACH_ROWS(BOTH)};
 
 /* ---- epilogues -------------------------------------------------------------------------------- */
 
-/* activation(gate) * up, each rounded on its way as the steps one by one would. */
-INLINE vf gated(vf gate, vf up, const int activation) {
-    return rounded(activated(rounded(gate, MODE), activation), MODE) * rounded(up, MODE);
-}
-
 INLINE vf with_bias(const float *acc, const float *bias) {
     return bias ? load(acc) + load(bias) : load(acc);
 }
@@ -153,7 +149,7 @@ INLINE void put(char *out, int64_t first, int64_t left, vf y, int64_t epilogue) 
 INLINE void finish(const call_t *c, int64_t row, int rows, int64_t column, int columns, const float *acc,
                    int64_t width, int64_t epilogue) {
     const float *bias = c->w->bias ? c->w->bias + column : NULL;
-    const int activation = epilogue == SILU_MUL ? SILU : epilogue == GELU_MUL ? GELU : 0;
+    const int activation = epilogue > FLOAT ? (int)(epilogue - FLOAT) : 0;
     const int turns = activation ? 2 : 1;
     for (int r = 0; r < rows; r++, acc += width) {
         char *out = c->out + (row + r) * c->out_stride;
@@ -161,8 +157,10 @@ INLINE void finish(const call_t *c, int64_t row, int rows, int64_t column, int c
             UNROLL for (int i = at; i < at + TURN; i += LANES) {
                 const int64_t first = (column + at) / turns + i - at;
                 vf y = with_bias(acc + i, bias ? bias + i : NULL);
-                if (activation)
-                    y = gated(y, with_bias(acc + i + TURN, bias ? bias + i + TURN : NULL), activation);
+                if (activation) { /* rounded on the way as the steps one by one would */
+                    const vf up = with_bias(acc + i + TURN, bias ? bias + i + TURN : NULL);
+                    y = gated(rounded(y, MODE), rounded(up, MODE), activation, MODE);
+                }
                 put(out, first, c->w->outputs - first, y, epilogue);
             }
     }
@@ -174,6 +172,7 @@ static void finish_rows(const call_t *c, int64_t row, int rows, int64_t column, 
     case FLOAT: finish(c, row, rows, column, columns, acc, width, FLOAT); break;
     case SILU_MUL: finish(c, row, rows, column, columns, acc, width, SILU_MUL); break;
     case GELU_MUL: finish(c, row, rows, column, columns, acc, width, GELU_MUL); break;
+    case SWIGLU_MUL: finish(c, row, rows, column, columns, acc, width, SWIGLU_MUL); break;
     default: finish(c, row, rows, column, columns, acc, width, STORE);
     }
 }
@@ -460,11 +459,12 @@ static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves
         _Pragma("omp for schedule(static)") for (int64_t r = 0; r < (rows); r++) f(r);              \
     }
 
+static void norm_row(const weight_t *w, const char *x, char *out) {
+    if (w->is_norm_bf16) norm(x, w->norm_weight, out, w->k, (float)w->eps, MODE, BF16_WIDE);
+    else norm(x, w->norm_weight, out, w->k, (float)w->eps, MODE, F32);
+}
 static void norm_rows(const call_t *c, int is_private, char *out) {
-    const weight_t *w = c->w;
-    const float eps = (float)w->eps;
-#define NORM(r)                                                                                     \
-    norm(c->x + (r) * c->x_stride, w->norm_weight, out + (r) * ITEM * w->k, w->k, eps, MODE)
+#define NORM(r) norm_row(c->w, c->x + (r) * c->x_stride, out + (r) * ITEM * c->w->k)
     EACH_ROW(is_private, c->rows, NORM)
 }
 
@@ -472,11 +472,12 @@ static void norm_rows(const call_t *c, int is_private, char *out) {
 static void round_rows(const call_t *c, int64_t block_rows, int is_private, rounded_t *out) {
     const weight_t *w = c->w;
     const int64_t groups = w->k / GROUP;
+    const int norm_mode = w->is_norm_bf16 ? BF16_WIDE : F32;
 #define ROUND(r)                                                                                    \
     do {                                                                                            \
         const int64_t first = (r) / block_rows * block_rows, rows = min64(block_rows, c->rows - first); \
-        round_row(c->x + (r) * c->x_stride, w->norm_weight, (float)w->eps, w->k, w->format,         \
-                  out + first * groups + (r) - first, rows);                                        \
+        round_row(c->x + (r) * c->x_stride, w->norm_weight, norm_mode, (float)w->eps, w->k,         \
+                  w->format, out + first * groups + (r) - first, rows);                             \
     } while (0)
     EACH_ROW(is_private, c->rows, ROUND)
 }
@@ -513,7 +514,7 @@ static void linear_in_team(const call_t *call, int64_t threads) {
     call_t c = *call;
     if (rows == 1) c.x_stride = w->k * ITEM; /* never 0 */
     char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
-    if (w->activation) c.epilogue = w->activation == GELU ? GELU_MUL : SILU_MUL;
+    if (w->activation) c.epilogue = FLOAT + w->activation;
     const int is_arranged = w->is_tiled && rows > (looks_up(w) ? 1 : TILED_ROWS);
     if (w->norm_weight || w->is_rounded) {
         const int64_t stride = w->k * ITEM; /* rounded rows take 3/4 or 3/8 of it */
@@ -590,7 +591,8 @@ static int64_t plan_experts(const experts_t *e) {
         const weight_t *gate_up = e->gate_up[id], *down = e->down[id];
         const int64_t width = ITEM * gate_up->k, inner = ITEM * down->k;
         char *sorted = e->sorted + first * width, *gated = e->gated + first * inner;
-        e->calls[n] = (call_t){gate_up, sorted, gated, NULL, width, inner, rows, SILU_MUL, e->threads};
+        const int64_t epilogue = FLOAT + gate_up->activation;
+        e->calls[n] = (call_t){gate_up, sorted, gated, NULL, width, inner, rows, epilogue, e->threads};
         e->calls[hit + n++] = (call_t){down, gated, sorted, NULL, inner, width, rows, STORE, e->threads};
     }
     for (int64_t i = 0; i < choices; i++) e->places[i] = e->starts[e->ids[i]]++;
@@ -623,15 +625,6 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
         }
     }
 }
-
-/* A product that no compiler fuses with the sum after it. */
-#if defined(__x86_64__)
-#define KEEP_APART(x) __asm__("" : "+x"(x))
-#elif defined(__aarch64__)
-#define KEEP_APART(x) __asm__("" : "+w"(x))
-#else
-#define KEEP_APART(x) __asm__("" : "+m"(x))
-#endif
 
 /* The rows of each call, of `first` and those after it, rounded or arranged where its weight wants that. */
 static void make_rows(const experts_t *e, call_t *calls, int64_t count, const char *first) {
@@ -669,7 +662,7 @@ static void add_up(const experts_t *e, int64_t row) {
     }
 }
 
-/* out = for each row the sum over its experts of weight * down(silu(gate(x)) * up(x)). */
+/* out = for each row the sum over its experts of weight * down(activation(gate(x)) * up(x)). */
 void experts(const experts_t *e) {
     const int64_t hit = plan_experts(e), width = ITEM * e->down[0]->outputs;
     const int64_t choices = e->rows * e->top_k, products = choices * width * e->down[0]->k;

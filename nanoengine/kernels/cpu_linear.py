@@ -32,7 +32,7 @@ from nanoengine.kernels.packed_weight import (
     format_of,
     shape_of,
 )
-from nanoengine.models.experts import Router
+from nanoengine.models.experts import Map, Router
 from nanoengine.models.stored_codes import CodedWeight, Weight
 
 SOURCE = Path(__file__).with_name("cpu_linear.c")
@@ -40,7 +40,7 @@ SOURCE = Path(__file__).with_name("cpu_linear.c")
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 # One field per member of experts_t in cpu_linear.c, in that order.
 _EXPERTS = struct.Struct("=12Q4q")
-_ROUTE = struct.Struct("=5Q9qd")  # and of route_t in cpu_router.h
+_ROUTE = struct.Struct("=6Q9qd")  # and of route_t in cpu_router.h
 
 
 def is_supported() -> bool:
@@ -198,15 +198,18 @@ class PackedExperts:
         workspace: Workspace,
         router: Router,
         experts: Sequence[tuple[PackedGateUp, PackedLinear]],
+        before: Map | None = None,
     ) -> None:
-        """experts: of gate, up and down, each a product of one weight."""
+        """experts: of gate, up and down, each a product of one weight. before: as of Experts."""
         self._workspace, self._router, self._experts = workspace, router, experts
+        self._before = before
         addresses = ([each.weight.address for each in part] for part in zip(*experts, strict=True))
         self._gate_up, self._down = (torch.tensor(part) for part in addresses)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]. Rounds where `models.experts` does."""
         ids, weights = self._router(x)
+        x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
         gate_up, down = (each.weight for each in self._experts[0])
         dtype = gate_up.dtype
@@ -311,7 +314,8 @@ class CpuLinear:
         """Pack weight [outputs, inputs] and bias [outputs] on the CPU, in the dtype of activations;
         or the codes of a weight, as they are.
 
-        norm: (weight [inputs], eps) of an RMSNorm of the activations before the product.
+        norm: (weight [inputs], eps) of an RMSNorm of the activations before the product; with a
+        weight in float32 only its result is rounded.
         """
         parts = weight.parts if isinstance(weight, CodedWeight) else (weight,)
         if bias is not None:
@@ -348,13 +352,20 @@ class CpuLinear:
         return held
 
     def experts(
-        self, router: Router, experts: Sequence[tuple[PackedGateUp, PackedLinear]]
+        self,
+        router: Router,
+        experts: Sequence[tuple[PackedGateUp, PackedLinear]],
+        before: Map | None = None,
     ) -> PackedExperts:
-        """experts: gate and up, and down of each, of one weight each, the former with silu."""
-        return PackedExperts(self._workspace, router, experts)
+        """experts: gate and up, and down of each, of one weight each. before: as of Experts."""
+        return PackedExperts(self._workspace, router, experts, before)
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """As models.experts.route; logits contiguous."""
         rows, count = logits.shape
@@ -364,7 +375,7 @@ class CpuLinear:
         scratch = self._workspace.buffer("scores", shape, torch.float32)
         packed = _ROUTE.pack(
             logits.data_ptr(),
-            0 if choice_bias is None else choice_bias.data_ptr(),
+            *(0 if tensor is None else tensor.data_ptr() for tensor in (choice_bias, scale)),
             *(tensor.data_ptr() for tensor in (ids, weights, scratch)),
             *(rows, count, config.top_k),
             *(config.num_groups, config.top_groups, config.group_best),
@@ -373,7 +384,7 @@ class CpuLinear:
             torch.get_num_threads(),
             config.scaling,
         )
-        self._tape.call(self._route, (packed,), logits, choice_bias, ids, weights, scratch)
+        self._tape.call(self._route, (packed,), logits, choice_bias, scale, ids, weights, scratch)
         return ids, weights
 
     def after_attention(

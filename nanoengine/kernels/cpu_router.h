@@ -6,6 +6,7 @@
 
 typedef struct { /* filled by cpu_linear.py with struct.pack: keep both in step */
     const float *logits, *bias; /* [rows, count]; [count], added for the choice alone, or NULL */
+    const float *scale;         /* [count], by which the weights of the chosen are multiplied, or NULL */
     int64_t *ids; /* [rows, top_k] */
     float *weights, *scratch; /* [rows, top_k]; [rows, 2 * count + groups] */
     int64_t rows, count, top_k, groups, top_groups, group_best, by_sigmoid, renormalises, threads;
@@ -62,8 +63,10 @@ static void route_row(const route_t *r, int64_t row) {
         weights[i] = scores[ids[i]];
         total += weights[i] + (i ? 0 : 1e-20f); /* not 0, by which nothing can be divided */
     }
-    for (int64_t i = 0; i < r->top_k; i++)
+    for (int64_t i = 0; i < r->top_k; i++) {
         weights[i] = (r->renormalises ? weights[i] / total : weights[i]) * (float)r->scaling;
+        if (r->scale) weights[i] *= r->scale[ids[i]];
+    }
 }
 
 void route(const route_t *r) {

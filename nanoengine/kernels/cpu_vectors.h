@@ -296,17 +296,19 @@ INLINE void restore_denormals(unsigned saved) {
 #define LOAD(p, i, mode) load_f32(AT(p, i, mode), min64(dim - d, LANES), mode)
 #define STORE(p, i, x, mode) store_n(AT(p, i, mode), x, min64(dim - d, LANES), mode)
 
-/* transformers' LlamaRMSNorm: statistics in fp32, rounded before the weight is applied. */
+/* transformers' LlamaRMSNorm: statistics in fp32, rounded before the weight is applied; or Gemma3RMSNorm,
+ * where the weight is in fp32 and only the result is rounded. */
 INLINE float scale_of_norm(const void *x, int64_t dim, float eps, int mode) {
     vf squares = {0};
     for (int64_t d = 0; d < dim; d += LANES)
         squares = fused(LOAD(x, d, mode), LOAD(x, d, mode), squares);
     return 1.0f / sqrtf(sum_lanes(squares) / dim + eps);
 }
-INLINE void norm(const void *x, const void *weight, void *out, int64_t dim, float eps, int mode) {
+INLINE void norm(const void *x, const void *weight, void *out, int64_t dim, float eps, int mode,
+                 int weight_mode) {
     const float scale = scale_of_norm(x, dim, eps, mode);
     for (int64_t d = 0; d < dim; d += LANES)
-        STORE(out, d, rounded(LOAD(x, d, mode) * scale, mode) * LOAD(weight, d, mode), mode);
+        STORE(out, d, rounded(LOAD(x, d, mode) * scale, weight_mode) * LOAD(weight, d, weight_mode), mode);
 }
 
 /* x / (1 + e^-u); exp of -|u| cannot overflow. */
@@ -322,7 +324,26 @@ INLINE vf gelu(vf x) {
     return times_sigmoid(x, 1.5957691216057308f * fused(cube, x, x));
 }
 
-/* What a gate goes through. */
-enum { SILU = 1, GELU };
-INLINE vf activated(vf gate, const int activation) { return activation == GELU ? gelu(gate) : silu(gate); }
+/* gate * sigmoid(ALPHA gate) * (up + 1), clamped to LIMIT: that of gpt-oss. */
+INLINE vf clamped_swiglu_of(vf gate, vf up) {
+    const vf alpha = splat(1.702f), limit = splat(7.0f), low = pick(up < -limit, -limit, up);
+    const vf x = pick(gate > limit, limit, gate), y = pick(low > limit, limit, low);
+    return silu(alpha * x) / alpha * (y + 1.0f);
+}
+
+/* activation(gate) * up; the first is rounded first, as torch does in two steps, but in SWIGLU. */
+enum { SILU = 1, GELU, SWIGLU };
+INLINE vf gated(vf gate, vf up, const int activation, int mode) {
+    if (activation == SWIGLU) return clamped_swiglu_of(gate, up);
+    return rounded(activation == GELU ? gelu(gate) : silu(gate), mode) * up;
+}
+
+/* A product that no compiler fuses with the sum after it. */
+#if defined(__x86_64__)
+#define KEEP_APART(x) __asm__("" : "+x"(x))
+#elif defined(__aarch64__)
+#define KEEP_APART(x) __asm__("" : "+w"(x))
+#else
+#define KEEP_APART(x) __asm__("" : "+m"(x))
+#endif
 #endif

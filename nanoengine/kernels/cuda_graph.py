@@ -29,9 +29,9 @@ class CudaGraphs:
     def __init__(self, vendor: VendorGraphs) -> None:
         self._vendor = vendor
         self._graphs: dict[object, _Graph | None] = {}
-        # By rows: the static buffers of residual streams, and of the attended values of all layers.
+        # By rows: the static buffers of residual streams; by shape: of the layers' attended values.
         self._residuals: dict[int, Tensor] = {}
-        self._attended: dict[int, Tensor] = {}
+        self._attended: dict[tuple[int, int], Tensor] = {}
         self._pool: Any = None
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
@@ -65,9 +65,10 @@ class CudaGraphs:
             whole = self._residuals.get(size)
             if whole is None or whole.data_ptr() != x.data_ptr():
                 return after_attention(x, attended)
-            if size not in self._attended:
-                self._attended[size] = attended.new_zeros(size, attended.shape[1])
-            static = self._attended[size]
+            shape = size, attended.shape[1]
+            if shape not in self._attended:
+                self._attended[shape] = attended.new_zeros(shape)
+            static = self._attended[shape]
             static[:num_rows].copy_(attended)
             key = (after_attention, size)
             return self._replay(key, (), lambda: after_attention(whole, static))[:num_rows]

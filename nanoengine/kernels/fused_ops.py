@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import chain
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayK
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedHeads, PackedLinear
-from nanoengine.kernels.packed_weight import ACTIVATIONS
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import (
@@ -29,7 +28,15 @@ from nanoengine.models.experts import (
     Router,
     RouterWeights,
 )
-from nanoengine.models.layer_ops import MLP, AfterAttention, Embed, Norm, NormedProduct, Product
+from nanoengine.models.layer_ops import (
+    MLP,
+    AfterAttention,
+    Embed,
+    Norm,
+    NormedProduct,
+    Product,
+    TiledProduct,
+)
 from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.models.torch_ops import TorchOps
 
@@ -80,11 +87,6 @@ class KernelOps(TorchOps):
         self._recorder = recorder
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        if norm.in_fp32 and x.dtype is not torch.float32:
-            return self._rms_norm(x.float(), norm).to(x.dtype)
-        return self._rms_norm(x, norm)
-
-    def _rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         out = x.new_empty(x.shape)
         self._kernels.rms_norm(x, norm.weight, norm.eps, out)
         return out
@@ -149,21 +151,9 @@ class PackedOps(KernelOps):
 
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
-    ) -> Product:
-        packed, other_norm = self._pack(weight, bias, norm)
-        return self._normed(other_norm, packed)
-
-    def _pack(
-        self, weight: Weight, bias: Tensor | None, norm: Norm | None
-    ) -> tuple[PackedLinear, Norm | None]:
-        """The product with the norm fused onto it, or the product alone and the norm."""
-        if norm is None or not self._fuses(norm):
-            return self._products.pack(weight, bias), norm
-        return self._products.pack(weight, bias, (norm.weight, norm.eps)), None
-
-    def _fuses(self, norm: Norm) -> bool:
-        """Whether a product can do this norm, which rounds twice."""
-        return not norm.in_fp32 or self._products.dtype is torch.float32
+    ) -> PackedLinear:
+        fused = None if norm is None else (norm.weight, norm.eps)
+        return self._products.pack(weight, bias, fused)
 
     def gate_up(
         self,
@@ -173,8 +163,7 @@ class PackedOps(KernelOps):
         norm: Norm | None,
         activation: str,
     ) -> Product:
-        is_fused = norm is not None and self._fuses(norm) and activation in ACTIVATIONS
-        if norm is None or not is_fused:
+        if norm is None:
             return super().gate_up(gate, up, biases, norm, activation)
         fused = norm.weight, norm.eps
         packed = self._products.pack_gate_up(gate, up, biases, fused, activation)
@@ -194,47 +183,60 @@ class PackedOps(KernelOps):
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""
-        packed, other_norm = self._pack(weight, None, norm)
-        return packed.gather_rows, self._normed(other_norm, packed.in_float)
+        packed = self.linear(weight, None, norm)
+        return packed.gather_rows, packed.in_float
 
     def router(self, weights: RouterWeights) -> Product:
         return self._products.pack(weights.weight, weights.bias).in_float
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return self._products.route(config, logits, choice_bias)
+        return self._products.route(config, logits, choice_bias, scale)
+
+    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        self._cpu_kernels.rotate(q, cos, sin)
+        return q
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._cpu_kernels.tape.call(super().copy, (target, source))
 
-    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
-        self._cpu_kernels.add(x, summand)
+    def scale(self, x: Tensor, factor: float) -> None:
+        self._cpu_kernels.tape.call(super().scale, (x, factor))
+
+    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
+        self._cpu_kernels.add(x, summand, gate)
         return x
 
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
         """One call of C if each expert is two packed weights."""
-        is_plain = config.has_bias is False and weights.before_router is None
-        if activation != "silu" or not is_plain:
-            return super().experts(config, weights, norm, activation)
         each = [self._expert(expert, activation) for expert in weights.experts]
         router, experts = make_router(self, config, weights), self._together(each)
+        before = norm_of_experts(self, weights, norm)
         made = (
-            Experts(router, [MLP(*parts) for parts in each])
+            Experts(router, [MLP(*parts) for parts in each], before)
             if experts is None
-            else self._products.experts(router, experts)
+            else self._products.experts(router, experts, before)
         )
         return finish_experts(self, made, weights, norm, activation)
 
     def _expert(self, expert: ExpertWeights, activation: str) -> tuple[Product, PackedLinear]:
         """Gate and up, in one weight where they can be; and down."""
-        packed = self._products.pack_gate_up(expert.gate, expert.up, activation=activation)
-        if packed is not None:
-            return packed, self._products.pack(expert.down)
-        both = super().gate_up(expert.gate, expert.up, None, None, activation)
-        return both, self._products.pack(expert.down)
+        biases, of_down = None, None
+        if expert.biases is not None:
+            *of_both, of_down = expert.biases
+            biases = of_both[0], of_both[1]
+        gate_up = self._products.pack_gate_up(expert.gate, expert.up, biases, None, activation)
+        down = self._products.pack(expert.down, of_down)
+        if gate_up is not None:
+            return gate_up, down
+        return super().gate_up(expert.gate, expert.up, biases, None, activation), down
 
     def _together(
         self, experts: list[tuple[Product, PackedLinear]]
@@ -251,6 +253,9 @@ class PackedOps(KernelOps):
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         """One call of C if all products are packed with what goes around them."""
+        if isinstance(out, TiledProduct):
+            then, tiled = self.after_attention(out.product, mlp, next_qkv), out.tiled
+            return lambda x, attended: then(x, tiled(attended))
         if (
             isinstance(out, PackedLinear)
             and isinstance(mlp, MLP)
@@ -350,7 +355,7 @@ class GpuOps(KernelOps):
         self, out: Product, mlp: Product, next_qkv: Product | None
     ) -> AfterAttention:
         first = mlp.gate_up if isinstance(mlp, MLP) else mlp
-        if not _is_fusible(first) or not (next_qkv is None or _is_fusible(next_qkv)):
+        if not isinstance(first, NormedProduct) or not isinstance(next_qkv, NormedProduct | None):
             return super().after_attention(out, mlp, next_qkv)
 
         def run(x: Tensor, attended: Tensor) -> Tensor:
@@ -369,8 +374,3 @@ class GpuOps(KernelOps):
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
         return x if self._graphs is None else self._graphs.to_static_buffer(x)
-
-
-def _is_fusible(product: Product) -> TypeGuard[NormedProduct]:
-    """Whether a kernel can fuse its norm with a sum before it."""
-    return isinstance(product, NormedProduct) and not product.norm.in_fp32

@@ -26,8 +26,8 @@ _PRIVATE_BYTES = 64 << 10
 STORE, ADD, FLOAT = 0, 1, 2
 # The dtypes of numbers that are held in 16 bits and multiplied in float32.
 _NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
-# What gates of a packed weight go through, by transformers' names, as in cpu_vectors.h.
-ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2}
+# What gates of a packed weight go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
+ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 # The formats of cpu_codes.h, in its order.
 _FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values()))}
 GROUP = 32
@@ -39,7 +39,7 @@ LEFT_FORMATS = frozenset(FORMATS) - {"Q5_0", "Q5_1", "Q5_K", "FP8"}
 _TILED_ROWS, PAIR_ROWS = 32, 16
 INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
-_WEIGHT = struct.Struct("=3Q6qd")
+_WEIGHT = struct.Struct("=3Q7qd")
 CALL = struct.Struct("=4Q5q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
@@ -98,6 +98,7 @@ class PackedWeight:
         self.library, self.panels, self.bias, self.norm_weight = library, panels, bias, norm_weight
         self.outputs, self.inputs = shape
         pointers = (0 if t is None else t.data_ptr() for t in (panels, bias, norm_weight))
+        is_norm_bf16 = norm is not None and norm[0].dtype is torch.bfloat16
         kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format], is_rounded
         self._workspace, self._has_norm = workspace, norm is not None
         self.is_left = is_tiled and code_format in LEFT_FORMATS
@@ -105,7 +106,7 @@ class PackedWeight:
         if is_tiled:
             self._most_as_they_are = 1 if self.is_left else _TILED_ROWS
         self.is_rounded = is_rounded
-        record = _WEIGHT.pack(*pointers, *shape, *kinds, eps)
+        record = _WEIGHT.pack(*pointers, *shape, *kinds, is_norm_bf16, eps)
         self._record = ctypes.create_string_buffer(record)
         self.address = ctypes.addressof(self._record)
         self.tape = tape
@@ -198,7 +199,8 @@ class WeightPacker:
         for bias in biases:
             self.check(bias, shape[:1])
         if norm is not None:
-            self.check(norm[0], shape[1:])
+            is_wide = norm[0].dtype is torch.float32
+            self.check(norm[0], shape[1:], torch.float32 if is_wide else self._dtype)
         held, code_format = self._held(weights)
         columns = -(-outputs // _TURN) * _TURN * len(weights)
         padded = -(-columns // _PANEL) * _PANEL
@@ -269,10 +271,18 @@ class WeightPacker:
             return inputs // FORMATS[code_format][0] * HELD_BYTES[code_format]
         return -(-inputs * self._dtype.itemsize // 4) * 4
 
-    def check(self, weight: CodedRows | Tensor, shape: tuple[int, ...]) -> None:
-        """Raise EngineError for a weight, or a vector, that is not to be packed as this shape."""
+    def check(
+        self,
+        weight: CodedRows | Tensor,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Raise EngineError for a weight, or a vector, that is not to be packed as this shape.
+
+        dtype: of numbers; None: that of activations.
+        """
         rows = weight.rows if isinstance(weight, CodedRows) else weight
-        dtype = torch.uint8 if isinstance(weight, CodedRows) else self._dtype
+        dtype = torch.uint8 if isinstance(weight, CodedRows) else dtype or self._dtype
         if (
             rows.dtype is not dtype
             or rows.device.type != "cpu"

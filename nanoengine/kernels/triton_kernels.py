@@ -41,9 +41,9 @@ def _rms_norm(
         tl.store(residual + row * SIZE + d, values, mask=mask)
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    normed = (wide * scale).to(out.dtype.element_ty)
+    normed = (wide * scale).to(weight.dtype.element_ty)
     weights = tl.load(weight + d, mask=mask, other=0.0)
-    tl.store(out + row * SIZE + d, normed * weights, mask=mask)
+    tl.store(out + row * SIZE + d, (normed * weights).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -138,7 +138,7 @@ class TritonKernels:
     """Launches the kernels (fused_ops.GpuKernels)."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """out = x / rms(x) * weight over the last dimension.
+        """out = x / rms(x) * weight over the last dimension; see CpuKernels.rms_norm.
 
         x is [tokens, dim] or [tokens, heads, dim], its last dimension contiguous; out contiguous.
         """

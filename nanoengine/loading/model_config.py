@@ -33,7 +33,7 @@ from nanoengine.loading.refused import (
 )
 from nanoengine.loading.rope_json import read_rope, read_ropes_by_kind
 from nanoengine.loading.wrappers import WRAPPERS, text_config
-from nanoengine.models.architectures import ARCHITECTURES, Architecture
+from nanoengine.models.architectures import ARCHITECTURES, OUT_IS_TILED, Architecture
 from nanoengine.text.checked_json import (
     CheckedJson,
     has_file,
@@ -220,6 +220,8 @@ def _delta(content: CheckedJson, num_layers: int) -> DeltaConfig:
         value_dim=content.size("linear_value_head_dim", limit=MAX_STATE_DIM),
         conv_size=content.size("linear_conv_kernel_dim", limit=MAX_CONV_SIZE),
     )
+    if content.flag(OUT_IS_TILED):
+        delta = replace(delta, out_tiles=delta.num_value_heads // delta.num_key_heads)
     if delta.num_value_heads % delta.num_key_heads or delta.conv_size < 2:
         raise UnsupportedModelError(
             f"{content.path}: {delta.num_value_heads} linear value heads, {delta.num_key_heads} "

@@ -134,7 +134,13 @@ _HYBRID: dict[str, Any] = {
     "max_position_embeddings": 32768,
     "partial_rotary_factor": 0.25,
 }
-_HYBRID_READS = ("partial_rotary_factor", *(key for key in _HYBRID if key.startswith("linear_")))
+# In the order of a GGUF, whose codes cannot move: see DeltaConfig.out_tiles. Conversions say so.
+OUT_IS_TILED = "linear_out_proj_is_tiled"
+_HYBRID_READS = (
+    "partial_rotary_factor",
+    OUT_IS_TILED,
+    *(key for key in _HYBRID if key.startswith("linear_")),
+)
 _HYBRID_REQUIRES: dict[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu", "swish"),
     "attn_output_gate": (None, True),

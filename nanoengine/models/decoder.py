@@ -81,7 +81,7 @@ class Decoder:
             after_attention = ops.after_attention(part.out, part.mlp, next_qkv)
             return _Layer(part.attention, after_attention, rope, None)
         after_attention = ops.after_attention(part.out, part.mlp, None)
-        return _Layer(part.attention, after_attention, rope, LayerEnd(*part.end, next_qkv))
+        return _Layer(part.attention, after_attention, rope, LayerEnd(ops, *part.end, next_qkv))
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""

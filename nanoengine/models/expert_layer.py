@@ -32,12 +32,11 @@ def make_experts(
 
 def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -> Router:
     """Chooses the experts of rows."""
-    product, before, scale = ops.router(weights.router), weights.before_router, weights.scale
+    product, before = ops.router(weights.router), weights.before_router
 
     def choose(x: Tensor) -> tuple[Tensor, Tensor]:
         logits = product(x if before is None else before(x))
-        ids, chosen = ops.route(config, logits, weights.choice_bias)
-        return ids, chosen if scale is None else chosen * scale[ids]
+        return ops.route(config, logits, weights.choice_bias, weights.scale)
 
     return choose
 

@@ -164,7 +164,7 @@ class SharedExpert:
         experts: Map,
         shared: Map,
         gate: Map | None,
-        accumulate: Callable[[Tensor, Tensor], Tensor],
+        accumulate: Callable[[Tensor, Tensor, Tensor | None], Tensor],
     ) -> None:
         """gate: [tokens, hidden] -> fp32 [tokens, 1], before its sigmoid. accumulate: LayerOps'."""
         self._experts, self._shared, self._gate = experts, shared, gate
@@ -172,17 +172,18 @@ class SharedExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]."""
-        shared = self._shared(x)
-        if self._gate is not None:
-            shared = (shared.float() * _sigmoid(self._gate(x))).to(x.dtype)
-        return self._accumulate(self._experts(x), shared)
+        gate = None if self._gate is None else self._gate(x)
+        return self._accumulate(self._experts(x), self._shared(x), gate)
 
 
 def route(
-    config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None = None
+    config: ExpertsConfig,
+    logits: Tensor,
+    choice_bias: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """fp32 [tokens, experts] -> the experts of each row, int64 [tokens, top_k], the first choice
-    first, and their weights, fp32 [tokens, top_k].
+    first, and their weights, fp32 [tokens, top_k]. choice_bias, scale: of MixtureWeights.
     """
     scores = SCORES[config.scoring](logits)
     choice = scores if choice_bias is None else scores + choice_bias
@@ -195,7 +196,8 @@ def route(
         for slot in range(1, config.top_k):
             total += weights[:, slot : slot + 1]
         weights = weights / total
-    return ids, weights * config.scaling
+    weights = weights * config.scaling
+    return ids, weights if scale is None else weights * scale[ids]
 
 
 def _in_top_groups(config: ExpertsConfig, choice: Tensor) -> Tensor:
@@ -218,14 +220,14 @@ def _softmax(logits: Tensor) -> Tensor:
     return logits.softmax(-1)
 
 
-def _sigmoid(logits: Tensor) -> Tensor:
+def sigmoid(logits: Tensor) -> Tensor:
     """In double: a vector's last elements go through other code than the first."""
     return logits.double().sigmoid().float()
 
 
 # By ExpertsConfig.scoring. The softmax is over all experts; divided by the sum of the chosen, it is
 # the softmax over these.
-SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": _sigmoid}
+SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": sigmoid}
 
 
 def _only_rows(weight: Weight) -> CodedRows | None:

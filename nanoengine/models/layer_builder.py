@@ -15,7 +15,7 @@ from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNa
 from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
-from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product
+from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.layers import (
     Attention,
     DeltaLayer,
@@ -126,6 +126,7 @@ class LayerBuilder:
         if self._config.layer_input_size:
             project = self._ops.summand(self._source(layer + "per_layer_projection.weight"))
             gate = InputGate(
+                self._ops,
                 self._ops.linear(self._source(layer + "per_layer_input_gate.weight")),
                 self._ops.gated(self._architecture.activation),
                 self._then_normed(project, self._norm(layer + "post_per_layer_input_norm")),
@@ -219,6 +220,7 @@ class LayerBuilder:
     ) -> tuple[Product, AnyAttention, Product]:
         shape, source = self._config.delta, self._numbers
         assert shape is not None
+        tiles = Tiles(shape.out_tiles, shape.value_dim) if shape.out_tiles > 1 else None
         net = DeltaNet(
             shape,
             conv=source(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
@@ -230,7 +232,7 @@ class LayerBuilder:
         return (
             self._ops.linear(self._projections(prefix, shape), None, norm),
             DeltaLayer(self._ops, shape.layers.index(index), net),
-            self._ops.summand(self._source(prefix + "out_proj.weight")),
+            self._ops.summand(self._source(prefix + "out_proj.weight"), tiles=tiles),
         )
 
     def _projections(self, prefix: str, shape: DeltaConfig) -> Weight:
@@ -260,7 +262,8 @@ class LayerBuilder:
         after_dense, before, after = (self._norm(layer + name) for name in expert_names.beside)
         dense = self._dense(prefix, norm, after_dense)
         sparse = self._then_normed(self._experts(experts, prefix, before, layer), after)
-        return self._then_normed(lambda x: dense(x) + sparse(x), norm_after)
+        both = self._ops.accumulate
+        return self._then_normed(lambda x: both(dense(x), sparse(x)), norm_after)
 
     def _dense(self, prefix: str, norm: Norm | None, norm_after: Norm | None) -> Product:
         gate_up = self._gate_up(prefix, norm)
@@ -291,7 +294,7 @@ class LayerBuilder:
     def _router_norm(self, layer: str) -> Product:
         """The norm before a router with one of its own, divided by the root of its size."""
         weight = self._numbers(layer + "router.scale").float() * self._config.hidden_size**-0.5
-        norm = Norm(weight, self._config.rms_norm_eps, in_fp32=True)
+        norm = Norm(weight, self._config.rms_norm_eps)
         return lambda x: self._ops.rms_norm(x, norm)
 
     def _numbers_if(self, is_there: bool, name: str) -> Tensor | None:
@@ -334,7 +337,7 @@ class LayerBuilder:
     def _norm(self, name: str) -> Norm:
         weight, offset = self._numbers(f"{name}.weight"), self._architecture.norm_offset
         if offset is not None:  # a small weight would be lost beside it in 16 bits
-            return Norm(weight.float() + offset, self._config.rms_norm_eps, in_fp32=True)
+            weight = weight.float() + offset
         return Norm(weight, self._config.rms_norm_eps)
 
 

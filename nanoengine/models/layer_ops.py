@@ -26,14 +26,23 @@ AfterAttention = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm: x / rms(x) * weight (arXiv 1910.07467), in fp32 until x / rms(x) is rounded.
-
-    in_fp32: weight is fp32, and only the result is rounded. No kernel fuses such a norm.
+    """RMSNorm: x / rms(x) * weight (arXiv 1910.07467), in fp32 until x / rms(x) is rounded to the
+    dtype of the weight. So with a weight in fp32 only the result is rounded.
     """
 
     weight: Tensor
     eps: float
-    in_fp32: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The order of heads in a weight's inputs: so many tiles, each with one head of every group.
+
+    Activations have the heads of a group, `count`, side by side. size: numbers of a head.
+    """
+
+    count: int
+    size: int
 
 
 class LayerOps(Protocol):
@@ -60,8 +69,12 @@ class LayerOps(Protocol):
         """norm(x) @ weight.T + bias; weight is [out_features, in_features]."""
         ...
 
-    def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
-        """x @ weight.T + bias, whose result is added to the residual stream."""
+    def summand(
+        self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
+    ) -> Product:
+        """x @ weight.T + bias, whose result is added to the residual stream. tiles: the order of
+        the weight's inputs, where it is not that of x.
+        """
         ...
 
     def per_head(self, weights: Tensor) -> Product:
@@ -98,7 +111,11 @@ class LayerOps(Protocol):
         ...
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """As experts.route, of what `router` gives."""
         ...
@@ -107,8 +124,15 @@ class LayerOps(Protocol):
         """target = source, in place; both may have strides."""
         ...
 
-    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
-        """x += summand, in place, and x; both are contiguous and of one dtype."""
+    def scale(self, x: Tensor, factor: float) -> None:
+        """x *= factor, in place."""
+        ...
+
+    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
+        """x += summand, in place, and x; both are contiguous and of one dtype.
+
+        gate: contiguous fp32 [tokens, 1]: summand is multiplied by its sigmoid and rounded first.
+        """
         ...
 
     def experts(
@@ -156,7 +180,7 @@ class LayerOps(Protocol):
         ...
 
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As rotate_and_store, of q alone."""
+        """As rotate_and_store, of q alone, which may be overwritten."""
         ...
 
     def gated(self, activation: str) -> Product:
@@ -204,6 +228,27 @@ class NormedProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in_features] -> [tokens, out_features]."""
         return self.product(self._ops.rms_norm(x, self.norm))
+
+
+class TiledProduct:
+    """product(x), whose weight has heads in the order of `tiles`. The two are kept apart: a kernel
+    may fuse the product with what follows.
+    """
+
+    def __init__(self, ops: LayerOps, tiles: Tiles, product: Product) -> None:
+        self._ops, self._tiles, self.product = ops, tiles, product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features]."""
+        return self.product(self.tiled(x))
+
+    def tiled(self, x: Tensor) -> Tensor:
+        """A copy of x, [tokens, in_features], in the order of the weight."""
+        count, size = self._tiles.count, self._tiles.size
+        groups = x.view(len(x), x.shape[1] // (count * size), count, size)
+        tiles, copy = groups.transpose(1, 2), x.new_empty(x.shape)
+        self._ops.copy(copy.view(tiles.shape), tiles)
+        return copy
 
 
 @dataclass(frozen=True, slots=True)

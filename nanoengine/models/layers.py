@@ -6,7 +6,6 @@ Activations are [tokens, features]: the tokens of all sequences laid end to end.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from nanoengine.config.model import LatentConfig
@@ -167,13 +166,16 @@ class LayerInputs:
 class InputGate:
     """What a layer makes of its vector of LayerInputs."""
 
-    def __init__(self, gate: Product, gated: Product, project: Product) -> None:
+    def __init__(self, ops: LayerOps, gate: Product, gated: Product, project: Product) -> None:
         """gated: [tokens, 2 x size] -> activation(first half) * second half."""
-        self._gate, self._gated, self._project = gate, gated, project
+        self._ops, self._gate, self._gated, self._project = ops, gate, gated, project
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor:
         """[tokens, hidden] and [tokens, size] -> [tokens, hidden], to be added to x."""
-        return self._project(self._gated(torch.cat((self._gate(x), given), dim=1)))
+        both = given.new_empty(len(given), 2, given.shape[1])
+        self._ops.copy(both[:, 0], self._gate(x))
+        self._ops.copy(both[:, 1], given)
+        return self._project(self._gated(both.view(len(given), -1)))
 
 
 class LayerEnd:
@@ -183,12 +185,14 @@ class LayerEnd:
     x = x * scalar
     """
 
-    def __init__(self, gate: InputGate | None, scalar: float, next_qkv: Product | None) -> None:
-        self._gate, self._scalar, self._next_qkv = gate, scalar, next_qkv
+    def __init__(
+        self, ops: LayerOps, gate: InputGate | None, scalar: float, next_qkv: Product | None
+    ) -> None:
+        self._ops, self._gate, self._scalar, self._next_qkv = ops, gate, scalar, next_qkv
 
     def __call__(self, x: Tensor, given: Tensor | None) -> Tensor:
         """x and the layer's inputs -> the next layer's qkv, or x after the last layer."""
         if self._gate is not None and given is not None:
-            x += self._gate(x, given)
-        x *= self._scalar
+            self._ops.accumulate(x, self._gate(x, given))
+        self._ops.scale(x, self._scalar)
         return x if self._next_qkv is None else self._next_qkv(x)

@@ -37,12 +37,7 @@ CODES_KEY = "codes"
 # that are multiplied as numbers even if they are stored as codes.
 ROUTERS = ("mlp.gate.weight", "block_sparse_moe.gate.weight", "expert_gate.weight")
 TAKEN_APART = ("self_attn.kv_b_proj.weight",)  # by latent attention
-NEVER_CODES = (
-    *ROUTERS,
-    *TAKEN_APART,
-    *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a", "qkvz", "ba")),
-    "linear_attn.out_proj.weight",
-)
+NEVER_CODES = (*ROUTERS, *TAKEN_APART)
 FP8_SCALES = 2.0**119  # kernels multiply by 256 x scale: below this it is no infinity
 _ROWS_AT_ONCE = 1024
 

@@ -13,8 +13,16 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.expert_layer import make_experts
-from nanoengine.models.experts import MixtureWeights, RouterWeights, route
-from nanoengine.models.layer_ops import AfterAttention, Embed, Norm, NormedProduct, Product
+from nanoengine.models.experts import MixtureWeights, RouterWeights, route, sigmoid
+from nanoengine.models.layer_ops import (
+    AfterAttention,
+    Embed,
+    Norm,
+    NormedProduct,
+    Product,
+    TiledProduct,
+    Tiles,
+)
 from nanoengine.models.stored_codes import Weight, joined, numbers_of
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -59,8 +67,11 @@ class TorchOps:
     ) -> Product:
         return self._normed(norm, Linear(numbers_of(weight), bias))
 
-    def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
-        return self.linear(weight, bias)
+    def summand(
+        self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
+    ) -> Product:
+        product = self.linear(weight, bias)
+        return product if tiles is None else TiledProduct(self, tiles, product)
 
     def per_head(self, weights: Tensor) -> Product:
         turned = weights.transpose(1, 2).contiguous()
@@ -100,9 +111,13 @@ class TorchOps:
         return lambda x: product(x.float())
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return route(config, logits, choice_bias)
+        return route(config, logits, choice_bias, scale)
 
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
@@ -122,15 +137,18 @@ class TorchOps:
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
+    def scale(self, x: Tensor, factor: float) -> None:
+        x.mul_(factor)
+
+    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is not None:
+            summand = (summand.float() * sigmoid(gate)).to(x.dtype)
         return x.add_(summand)
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-        if norm.in_fp32:
-            return (norm.weight * (wide * scale)).to(x.dtype)
-        return norm.weight * (wide * scale).to(x.dtype)
+        return (norm.weight * (wide * scale).to(norm.weight.dtype)).to(x.dtype)
 
     def rms_norm_of_all(self, x: Tensor, norm: Norm) -> Tensor:
         return self.rms_norm(x.view(len(x), -1), norm).view(x.shape)

@@ -17,7 +17,7 @@ from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayK
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import MixtureWeights, RouterWeights
-from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.shard import Shard
 from nanoengine.models.stored_codes import Weight
 from nanoengine.workers.group import Group
@@ -51,9 +51,11 @@ class ShardedOps:
     ) -> Product:
         return self._ops.linear(weight, bias, norm)
 
-    def summand(self, weight: Weight, bias: Tensor | None = None) -> Product:
-        """Its input is this rank's part, its result is whole."""
-        product, gather = self._ops.summand(weight, bias), self._group.gather
+    def summand(
+        self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
+    ) -> Product:
+        """Its input is this rank's part, its result is whole. A tile has heads of all ranks."""
+        product, gather = self._ops.summand(weight, bias, tiles), self._group.gather
         inputs = self._shard.widths(weight.shape[1])
         outputs = self._shard.widths(self._model.hidden_size)
         return lambda x: gather(product(gather(x, inputs)), outputs)
@@ -96,15 +98,22 @@ class ShardedOps:
         return self._ops.router(weights)
 
     def route(
-        self, config: ExpertsConfig, logits: Tensor, choice_bias: Tensor | None
+        self,
+        config: ExpertsConfig,
+        logits: Tensor,
+        choice_bias: Tensor | None,
+        scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return self._ops.route(config, logits, choice_bias)
+        return self._ops.route(config, logits, choice_bias, scale)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._ops.copy(target, source)
 
-    def accumulate(self, x: Tensor, summand: Tensor) -> Tensor:
-        return self._ops.accumulate(x, summand)
+    def scale(self, x: Tensor, factor: float) -> None:
+        self._ops.scale(x, factor)
+
+    def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self._ops.accumulate(x, summand, gate)
 
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str

@@ -143,11 +143,14 @@ def test_small_operators_take_each_row_by_itself(
     weight = x[0, :dim].clone()
 
     def operate(part: Tensor) -> list[Tensor]:
-        normed, gated, clamped, by_gelu = (torch.empty(len(part), dim, dtype=dtype) for _ in "1234")
+        normed, widely, gated, clamped, by_gelu = torch.empty(5, len(part), dim, dtype=dtype)
         kernels.rms_norm(part[:, :dim], weight, 1e-5, normed)
+        kernels.rms_norm(part[:, :dim], weight.float(), 1e-5, widely)
         kernels.silu_mul(part, gated)
         kernels.gelu_mul(part, by_gelu)
         kernels.clamped_swiglu(part, clamped)
+        added = normed.clone()
+        kernels.add(added, gated, part[:, :1].float().contiguous())
         turned = part[:, : 4 * 36].clone().view(len(part), 4, 36)
         q, k, v = turned.split([2, 1, 1], dim=1)
         angles = part[:, -18:].float().contiguous()
@@ -155,7 +158,8 @@ def test_small_operators_take_each_row_by_itself(
         pool = torch.zeros(2 * len(part), 1, 36, dtype=dtype)
         target = KVTarget(pool, slots, slots + len(part))
         kernels.rope_store(q, k, v, angles.cos(), angles.sin(), target)
-        return [normed, gated, by_gelu, clamped, turned, pool[: len(part)], kernels.argmax(part)]
+        given = normed, widely, gated, by_gelu, clamped, added, turned
+        return [*given, pool[: len(part)], kernels.argmax(part)]
 
     whole = operate(x)
     for first, last in ((0, 1), (3, 5), (10, 27), (699, 700)):

@@ -211,6 +211,9 @@ def test_norms(dtype: torch.dtype) -> None:
     out = torch.empty_like(heads, memory_format=torch.contiguous_format)
     kernels.rms_norm(heads, weight, 1e-5, out)
     torch.testing.assert_close(out, ops.rms_norm(heads, Norm(weight, 1e-5)))
+    wide = 1 + weight.float() / 1000  # would lose that in 16 bits
+    kernels.rms_norm(heads, wide, 1e-5, out)
+    torch.testing.assert_close(out, ops.rms_norm(heads, Norm(wide, 1e-5)))
     x, residual = normal(5, 360, dtype=dtype), 2 * normal(5, 360, dtype=dtype)
     weight, expected = normal(360, dtype=dtype), residual + x
     out = torch.empty_like(x)

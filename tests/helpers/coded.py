@@ -74,7 +74,7 @@ def coded_checkpoint(source: Path, target: Path, formats: Mapping[str, str]) -> 
         for part, kind in formats.items():
             is_matrix = name.endswith(".weight") and tensor.dim() == 2 and name not in held
             if part in name and is_matrix and tensor.shape[1] % FORMATS[kind][0] == 0:
-                coded = _of_size(random_rows(kind, len(tensor), tensor.shape[1], seed), 0.1)
+                coded = of_size(random_rows(kind, len(tensor), tensor.shape[1], seed), 0.1)
                 held[name], stored[name] = kind, coded.rows
                 plain[name] = coded.numbers(torch.float32)
     assert held
@@ -84,7 +84,7 @@ def coded_checkpoint(source: Path, target: Path, formats: Mapping[str, str]) -> 
     return ours, theirs
 
 
-def _of_size(coded: CodedRows, size: float) -> CodedRows:
+def of_size(coded: CodedRows, size: float) -> CodedRows:
     """With other scales, so that the root mean square of its numbers is about `size`."""
     blocks = coded.rows.view(-1, FORMATS[coded.format][1])
     times = size / coded.numbers(torch.float32).square().mean().sqrt()

@@ -73,10 +73,15 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         *((name, "bfloat16") for name in ("llama", "qwen3", "smollm3", "mistral-window")),
         ("qwen3-window", "bfloat16"),
         ("gemma3", "float32"),
+        ("gemma3", "bfloat16"),
+        ("qwen3.5", "bfloat16"),
+        ("qwen3.5-moe", "bfloat16"),
+        ("gpt-oss", "bfloat16"),
+        *((name, "bfloat16") for name in ("gemma4", "gemma4-moe", "gemma4-shared")),
         ("glm4-moe-lite", "float32"),
         *(
             pytest.param(name, "bfloat16", marks=pytest.mark.breadth)
-            for name in ("olmoe", "mixtral")
+            for name in ("olmoe", "mixtral", "olmo2", "qwen3-next", "qwen2-moe")
         ),
     ],
 )

@@ -110,9 +110,14 @@ def test_what_is_fused_is_as_one_by_one(packer: CpuLinear, kernels: CpuKernels, 
     torch.testing.assert_close(gated(x), torch.nn.functional.silu(gate) * up, rtol=1e-5, atol=1e-6)
 
 
-def test_norm_and_rounding_are_those_of_the_two(build_folder: Path, kernels: CpuKernels) -> None:
-    packer, weight = load(build_folder), random_weight("Q4_1", 64, 96, F32)
-    norm, x = normal(96), normal(5, 96, seed=1)
+@pytest.mark.parametrize(("dtype", "of_norm"), [(F32, F32), (BF16, BF16), (BF16, F32)], ids=str)
+def test_norm_and_rounding_are_those_of_the_two(
+    build_folder: Path, kernels: CpuKernels, dtype: torch.dtype, of_norm: torch.dtype
+) -> None:
+    if dtype is BF16 and not is_supported():
+        pytest.skip("no AVX512-BF16 here")
+    packer, weight = load(build_folder, dtype=dtype), random_weight("Q4_1", 64, 96, dtype)
+    norm, x = normal(96).to(of_norm), normal(5, 96, seed=1).to(dtype)
     normed = torch.empty_like(x)
     kernels.rms_norm(x, norm, 1e-5, normed)
     assert same_bits(packer.pack(weight, norm=(norm, 1e-5))(x), packer.pack(weight)(normed))

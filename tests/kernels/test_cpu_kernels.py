@@ -17,7 +17,8 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.models.torch_ops import clamped_swiglu, gelu_mul, silu_mul
+from nanoengine.models.layer_ops import Norm
+from nanoengine.models.torch_ops import TorchOps, clamped_swiglu, gelu_mul, silu_mul
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 DTYPES = list(TOLERANCE)
@@ -417,6 +418,16 @@ def test_rms_norm(variant, dtype, tokens, dim):
     assert_same_rounding(out, llama_norm(x, weight, 1e-5)) if tokens else None
 
 
+@pytest.mark.parametrize("tokens, dim", [(1, 576), (200, 576), (3, 61)])
+def test_rms_norm_with_a_weight_in_float32_rounds_once(variant, tokens, dim):
+    """With weights that bfloat16 would lose beside 1."""
+    x = normal(tokens, dim, dtype=torch.bfloat16)
+    weight = 1 + normal(dim, dtype=torch.float32, seed=1) / 1000
+    out = torch.full_like(x, torch.nan)
+    variant.rms_norm(x, weight, 1e-5, out)
+    assert_same_rounding(out, TorchOps().rms_norm(x, Norm(weight, 1e-5)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_of_heads_in_place(kernels, dtype):
     fused = normal(5, 9, 40, dtype=dtype)
@@ -460,6 +471,25 @@ def test_rope_store(variant, dtype, tokens, head_dim, parts):
         stored = torch.stack((k[token], v[token])[:parts])
         want[slot // block_size, :, slot % block_size] = stored
     assert torch.equal(pool, want)
+    q = before[:, 1:heads]
+    variant.rotate(q, angles.cos(), angles.sin())
+    assert torch.equal(q, fused[:, 1:heads])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens, dim", [(1, 576), (200, 576), (3, 61)])
+def test_add_with_a_gate(variant, dtype, tokens, dim):
+    """Gates far from zero, too; the product is rounded before the sum, in float32 as well."""
+    x, y = normal(tokens, dim, dtype=dtype), normal(tokens, dim, dtype=dtype, seed=1)
+    gate = normal(tokens, 1, dtype=torch.float32, seed=2) * 30
+    without, want = x.clone(), TorchOps().accumulate(x.clone(), y, gate)
+    variant.add(x, y, gate)
+    if dtype is torch.float32:
+        torch.testing.assert_close(x, want, rtol=1e-7, atol=1e-7)
+    else:
+        assert_same_rounding(x, want)
+    variant.add(without, y)
+    assert torch.equal(without, normal(tokens, dim, dtype=dtype) + y)
 
 
 GATED = pytest.mark.parametrize("tokens, dim", [(1, 1536), (40, 1536), (3, 37)])

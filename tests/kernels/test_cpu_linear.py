@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -200,19 +201,25 @@ def test_adding_is_a_product_and_a_sum(packer, k, outputs, tokens):
 
 @pytest.mark.parametrize(
     ("with_bias", "activation"),
-    [(False, "silu"), (True, "silu"), (True, "gelu_pytorch_tanh")],
+    [(False, "silu"), (True, "silu"), (True, "gelu_pytorch_tanh"), (True, "clamped_swiglu")],
 )
 @pytest.mark.parametrize("outputs, tokens", [(32, 1), (16, 7), (37, 7), (100, 300)])
 def test_gate_up_is_two_products_and_their_gating(
     packer, k, kernels, outputs, tokens, with_bias, activation
 ):
     gate, up, x = normal(outputs, k), normal(outputs, k, seed=1), normal(tokens, k, seed=2)
+    if activation == "clamped_swiglu":
+        x *= 2  # some far beyond 7
     biases = (normal(outputs, seed=3), normal(outputs, seed=4)) if with_bias else None
     gate_bias, up_bias = biases or (None, None)
     products = packer.pack(gate, gate_bias)(x), packer.pack(up, up_bias)(x)
     want = torch.empty(tokens, outputs, dtype=torch.bfloat16)
-    gating = kernels.silu_mul if activation == "silu" else kernels.gelu_mul
-    gating(torch.cat(products, dim=1), want)
+    gating = {
+        "silu": kernels.silu_mul,
+        "gelu_pytorch_tanh": kernels.gelu_mul,
+        "clamped_swiglu": kernels.clamped_swiglu,
+    }
+    gating[activation](torch.cat(products, dim=1), want)
     assert same_bits(packer.pack_gate_up(gate, up, biases, None, activation)(x), want)
 
 
@@ -225,9 +232,10 @@ def test_silu_of_extreme_gates(packer, kernels):
     assert torch.equal(gate_up(x), want)
 
 
+@pytest.mark.parametrize("norm_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("tokens, inputs", [(1, 576), (9, 61), (20, 2500), (700, 61), (700, 96)])
-def test_norm_is_the_kernel_then_the_product(packer, kernels, tokens, inputs):
-    weight, norm_weight = normal(100, inputs), normal(inputs, seed=1)
+def test_norm_is_the_kernel_then_the_product(packer, kernels, tokens, inputs, norm_dtype):
+    weight, norm_weight = normal(100, inputs), normal(inputs, seed=1).to(norm_dtype) + 1
     x = normal(tokens, 3 * inputs, seed=2)[:, inputs : 2 * inputs]
     normed = torch.empty(tokens, inputs, dtype=torch.bfloat16)
     kernels.rms_norm(x, norm_weight, 1e-5, normed)
@@ -328,6 +336,8 @@ def test_wrong_weights_are_refused(packer):
         packer.pack(weight, bias=normal(41))
     with pytest.raises(EngineError, match=r"shape \(61,\)"):
         packer.pack(weight, norm=(normal(40), 1e-5))
+    with pytest.raises(EngineError, match=r"bfloat16 .* got torch.float16"):
+        packer.pack(weight, norm=(normal(61).half(), 1e-5))
     with pytest.raises(EngineError, match=r"shape \(40, 61\): got .* shape \(40, 60\)"):
         packer.pack_gate_up(weight, weight[:, :60])
     with pytest.raises(EngineError, match=r"shape \(0, 61\)"):
@@ -378,6 +388,26 @@ def test_experts_in_one_call_are_as_one_by_one(packer, kernels, hidden, inner, c
     compare_experts(packer, kernels, hidden, inner, count, top_k)
 
 
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "clamped_swiglu"])
+def test_experts_with_biases_in_one_call_are_as_one_by_one(packer, kernels, activation):
+    """And with other activations; of odd sizes."""
+    weights = some_experts(packer, 61, 40, 9)
+    for seed, expert in enumerate(weights):
+        biases = tuple(normal(size, seed=seed) for size in (40, 40, 61))
+        weights[seed] = replace(expert, biases=biases)
+    compare_experts(packer, kernels, 61, 40, 9, 2, weights, activation=activation)
+
+
+def test_experts_of_mxfp4_with_biases_in_one_call(build_folder, kernels):
+    """As gpt-oss has them."""
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
+    weights = coded_experts(("MXFP4",) * 3, 5, 64, 96, torch.float32)
+    for seed, expert in enumerate(weights):
+        biases = tuple(normal(size, seed=seed).float() for size in (64, 64, 96))
+        weights[seed] = replace(expert, biases=biases)
+    compare_experts(packer, kernels, 96, 64, 5, 2, weights, activation="clamped_swiglu")
+
+
 def test_experts_in_one_call_in_float32(build_folder, kernels):
     packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32)
     compare_experts(packer, kernels, 61, 40, 9, 2)
@@ -400,16 +430,17 @@ def test_rows_go_where_pytorch_sends_them(packer: CpuLinear, config: ExpertsConf
     logits = torch.randn(90, config.count, generator=generator) * 3
     logits[3], logits[4, ::2] = 0, 1
     choice_bias = torch.randn(config.count, generator=generator)
-    for bias in (None, choice_bias) if config.scoring == "sigmoid" else (None,):
-        ids, weights = packer.route(config, logits, bias)
-        wanted, their_weights = route(config, logits, bias)
+    scales = torch.rand(config.count, generator=generator)
+    for bias, scale in ((None, scales), (choice_bias, None)):
+        ids, weights = packer.route(config, logits, bias, scale)
+        wanted, their_weights = route(config, logits, bias, scale)
         assert torch.equal(ids, wanted)
         torch.testing.assert_close(weights, their_weights)
         for row in (3, 89):
-            its, alone = packer.route(config, logits[row : row + 1], bias)
+            its, alone = packer.route(config, logits[row : row + 1], bias, scale)
             assert torch.equal(its[0], ids[row]) and same_bits(alone[0], weights[row])
     logits[5] = torch.nan
-    ids, weights = packer.route(config, logits, None)
+    ids, weights = packer.route(config, logits, None, None)
     assert ids.min() >= 0 and ids.max() < config.count and weights[5].isnan().all()
 
 
@@ -448,19 +479,34 @@ def coded_experts(formats, count, inner, hidden, dtype):
     ]
 
 
-def compare_experts(packer, kernels, hidden, inner, count, top_k, weights=None, kind=PackedExperts):
+def some_experts(packer, hidden, inner, count):
+    gates, ups, downs = (
+        normal(count, inner, hidden, seed=seed).to(packer.dtype) for seed in range(3)
+    )
+    return [ExpertWeights(*each, d.T) for *each, d in zip(gates, ups, downs, strict=True)]
+
+
+def compare_experts(
+    packer,
+    kernels,
+    hidden,
+    inner,
+    count,
+    top_k,
+    weights=None,
+    kind=PackedExperts,
+    activation="silu",
+):
     def normal(*shape, seed):
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(packer.dtype)
 
-    if weights is None:
-        gates, ups, downs = (normal(count, inner, hidden, seed=seed) for seed in range(3))
-        weights = [ExpertWeights(*each, d.T) for *each, d in zip(gates, ups, downs, strict=True)]
+    weights = weights or some_experts(packer, hidden, inner, count)
     router = normal(count, hidden, seed=3) / 10
     router[1] -= 100  # to which no row goes
     config = ExpertsConfig(count, top_k, inner, renormalises=True)
     ops = PackedOps(kernels, packer)
     one_by_one, packed = (
-        make(config, MixtureWeights(RouterWeights(router), iter(weights)), None, "silu")
+        make(config, MixtureWeights(RouterWeights(router), iter(weights)), None, activation)
         for make in (partial(make_experts, ops), ops.experts)
     )
     assert isinstance(packed, kind)

@@ -119,7 +119,9 @@ def test_older_and_newer_files(tiny: Tiny, tmp_path: Path) -> None:
 def test_rows_and_columns_move_after_they_are_coded(
     tiny: Tiny, tmp_path: Path, name: str, keeps_codes: bool
 ) -> None:
-    """Codes have the numbers of a file that holds these numbers."""
+    """Codes have the numbers of a file that holds these numbers. The columns of Qwen 3.5's outputs
+    stay where they are in the file: value heads 0 and 2, which are of two key heads, then 1 and 3.
+    """
     coded, plain = model_of(tiny(name), name), model_of(tiny(name), name)
     kind = QuantType.Q8_0
     for each, values in plain.tensors.items():
@@ -132,8 +134,10 @@ def test_rows_and_columns_move_after_they_are_coded(
         is_coded = [each for each in ours.names() if ours.code_format(each)]
         assert any(".experts.4." in each for each in is_coded) == keeps_codes
         for each in sorted(ours.names()):
-            numbers = numbers_of(ours.weight(each, torch.float32))
-            assert torch.equal(numbers.bfloat16(), b.tensor(each).bfloat16()), each
+            numbers, theirs = numbers_of(ours.weight(each, torch.float32)), b.tensor(each)
+            if keeps_codes and name == "qwen3.5-moe" and "out_proj" in each:
+                theirs = torch.cat([theirs.chunk(4, 1)[head] for head in (0, 2, 1, 3)], 1)
+            assert torch.equal(numbers.bfloat16(), theirs.bfloat16()), each
 
 
 @pytest.mark.parametrize("keeps_codes", [False, True])

@@ -1,4 +1,4 @@
-"""What only Gemma 3 has: its norm, its keys in config.json, and layers that nothing is fused in.
+"""What only Gemma 3 has: its norm, its keys in config.json, and norms after attention and MLP.
 
 Logits and ids in fp32, on every tier, are tested with the other architectures' (TINY).
 """
@@ -6,7 +6,7 @@ Logits and ids in fp32, on every tier, are tested with the other architectures' 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,16 @@ import pytest
 import torch
 from checkpoints import TINY, reference, reference_logits
 from driver import Driver, assert_tiers_agree, host_gib
+from marks import needs_compiler
+from replays import watch_replays
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3TextConfig
+from transformers import Gemma3TextConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from nanoengine import SamplingParams
 from nanoengine.config.model import ModelConfig
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
-from nanoengine.kernels.call_tape import _Pass
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.models.layer_ops import Norm
 from nanoengine.models.torch_ops import TorchOps
@@ -62,39 +63,16 @@ def run(
     return driver, ids, [torch.stack(driver.logits[output.request_id]) for output in outputs]
 
 
+@needs_compiler
+@pytest.mark.usefixtures("our_products")
 @pytest.mark.parametrize("name", ["gemma3", "gemma3-softcap"])
-def test_bfloat16_is_as_near_as_transformers_own(tiny: Callable[[str], Path], name: str) -> None:
-    """To transformers' fp32, on the same tokens. A norm's 1 + weight rounded would show here."""
-    folder = tiny(name)
-    rounded = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation="eager"
-    ).eval()
-    ours: list[Tensor] = []
-    theirs: list[Tensor] = []
-    for prompt, ids, logits in zip(PROMPTS, *run(folder, **LAYOUTS["resident"])[1:], strict=True):
-        exact = reference_logits(reference(folder), ids)[len(prompt) - 1 : -1]
-        ours.append(logits.float() - exact)
-        theirs.append(reference_logits(rounded, ids)[len(prompt) - 1 : -1].float() - exact)
-    error, allowed = torch.cat(ours).square().mean(), torch.cat(theirs).square().mean()
-    assert 0 < error.sqrt() < 1.25 * allowed.sqrt()
-
-
-@pytest.mark.parametrize("name", ["gemma3", "gemma3-softcap"])
-def test_bfloat16_on_every_tier_has_the_same_bits_and_nothing_is_replayed(
+def test_bfloat16_on_every_tier_has_the_same_bits_and_is_replayed(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The call tape notices that PyTorch computes between the calls."""
-    replays: list[int] = []
-    replay = _Pass.replay
-
-    def counted(this: _Pass, tensors: Sequence[Tensor]) -> Tensor:
-        replays.append(1)
-        return replay(this, tensors)
-
-    monkeypatch.setattr(_Pass, "replay", counted)
+    replays = watch_replays(monkeypatch)
     runs = {layout: run(tiny(name), **settings) for layout, settings in LAYOUTS.items()}
     assert_tiers_agree(runs)
-    assert not replays
+    assert replays
 
 
 def test_heads_of_256_as_every_published_gemma_has(tmp_path: Path) -> None:
@@ -113,7 +91,7 @@ def test_the_norm_is_transformers_to_the_bit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     theirs = Gemma3RMSNorm(48).to(dtype)
     theirs.weight.data = (torch.randn(48, generator=generator) * 1e-3).to(dtype)
-    ours = Norm(theirs.weight.float() + 1, 1e-6, in_fp32=True)
+    ours = Norm(theirs.weight.float() + 1, 1e-6)
     x = torch.randn(9, 5, 48, generator=generator).to(dtype)
     for rows in (x[:, 0], x[:, 1:4]):
         assert torch.equal(TorchOps().rms_norm(rows, ours), theirs(rows))

@@ -17,6 +17,7 @@ import torch
 from checkpoints import reference
 from driver import Driver, assert_greedy, assert_logits_are_transformers, small_engine
 from marks import needs_compiler, needs_no_gpu
+from replays import watch_replays
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -81,7 +82,7 @@ def test_experts_in_mxfp4(
     if not has_kernels:
         monkeypatch.setattr(parts, "_code_ops", lambda *_: None)
     packed, plain = both_kinds(tiny, tmp_path)
-    config = read_model_config(packed)
+    config, replays = read_model_config(packed), watch_replays(monkeypatch)
     with CheckpointReader(packed) as ours, CheckpointReader(plain) as theirs:
         for reader in (ours, theirs):
             reader.rename(expert_parts(config, reader))
@@ -99,6 +100,7 @@ def test_experts_in_mxfp4(
     driver = Driver(LLMEngine(packed, dtype="float32", num_gpu_blocks=64, kvcache_block_size=8))
     outputs = driver.run(PROMPTS, GREEDY)
     assert_greedy(plain, PROMPTS, outputs, GREEDY.max_tokens or 0)
+    assert replays or not has_kernels
     plan = str(driver.engine.plan)
     assert ("GiB of experts in MXFP4 became" in plan) is not has_kernels
     assert ("codes as stored: 45 of MXFP4; the rest in float32" in plan) is has_kernels

@@ -86,18 +86,22 @@ static void check_attend(const batch_t *b) {
 static void check_rows(int is_bf16) {
     enum { TOKENS = 70, HEADS = 6, KV_HEADS = 2, DIM = 128, ALL = HEADS + 2 * KV_HEADS };
     const int64_t size = is_bf16 ? 2 : 4, wide = ALL * DIM, half = DIM / 2;
-    char *normed[2], *gated[2], *turned[2], *pool[2];
+    char *normed[2], *widely[2], *gated[2], *turned[2], *pool[2];
     int64_t largest[2][TOKENS], slots[TOKENS], v_slots[TOKENS];
     void *weight = some_numbers(wide, is_bf16), *x = some_numbers(TOKENS * wide, is_bf16);
+    void *wide_weight = some_numbers(wide, 0);
     void *cos = some_numbers(TOKENS * half, 0), *sin = some_numbers(TOKENS * half, 0);
     for (int i = 0; i < TOKENS; i++) slots[i] = 2 * (TOKENS - 1 - i), v_slots[i] = slots[i] + 1;
     for (int i = 0; i < 2; i++) {
         const int threads = i + 1;
-        normed[i] = malloc(TOKENS * wide * size), gated[i] = malloc(TOKENS * half * ALL * size);
+        normed[i] = malloc(TOKENS * wide * size), widely[i] = malloc(TOKENS * wide * size);
+        gated[i] = malloc(TOKENS * half * ALL * size);
         turned[i] = malloc(TOKENS * wide * size), pool[i] = calloc(2 * TOKENS * KV_HEADS * DIM, size);
         memcpy(turned[i], x, TOKENS * wide * size);
-        const norm_args norm = {x, weight, normed[i], TOKENS, 1, wide, wide, wide, wide, wide, is_bf16,
-                                threads, 1e-5};
+        norm_args norm = {x, weight, normed[i], TOKENS, 1, wide, wide, wide, wide, wide, is_bf16, is_bf16,
+                          threads, 1e-5};
+        rms_norm(&norm);
+        norm.weight = wide_weight, norm.out = widely[i], norm.is_weight_bf16 = 0;
         rms_norm(&norm);
         silu_mul(x, gated[i], TOKENS, half * ALL, wide, is_bf16, threads);
         argmax(x, largest[i], TOKENS, wide, wide, is_bf16, threads);
@@ -105,8 +109,10 @@ static void check_rows(int is_bf16) {
         const rope_args rope = {turned[i], k, v, cos, sin, slots, v_slots, pool[i], TOKENS, HEADS,
                                 KV_HEADS, DIM, wide, wide, wide, is_bf16, threads};
         rope_store(&rope);
+        rotate(&rope);
     }
     expect_same("rms_norm", normed[0], normed[1], TOKENS * wide * size);
+    expect_same("rms_norm, weight in float32", widely[0], widely[1], TOKENS * wide * size);
     expect_same("silu_mul", gated[0], gated[1], TOKENS * half * ALL * size);
     expect_same("argmax", largest[0], largest[1], sizeof largest[0]);
     expect_same("rope_store: turned", turned[0], turned[1], TOKENS * wide * size);

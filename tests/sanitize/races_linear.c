@@ -13,6 +13,7 @@
 enum { IS_BF16 = MODE != F32 };
 enum { FEW = 17, TOKENS_MOST = 1500 };
 enum { NUMBERS, CODES, ROUNDED }; /* kinds of products: of codes, and of these with rounded rows */
+enum { NO_NORM, NORM, WIDE_NORM }; /* with a weight as activations, and in float32 */
 
 static int64_t panel_bytes(const weight_t *w) {
     const int64_t columns = ceil_div(w->outputs, TURN) * TURN * (w->activation ? 2 : 1);
@@ -28,11 +29,11 @@ static char *some_codes(int64_t blocks) {
 }
 
 /* Packed from random numbers, or codes where `kind` says so; gate and up where it is gated. */
-static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int has_norm, int threads,
-                            int kind) {
-    weight_t w = {.norm_weight = has_norm ? some_numbers(k, IS_BF16) : NULL, .outputs = outputs, .k = k,
-                  .activation = is_gated ? SILU : 0, .format = kind == NUMBERS ? DENSE : Q4_0,
-                  .is_rounded = kind == ROUNDED, .eps = 1e-5};
+static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int norm, int threads, int kind) {
+    weight_t w = {.outputs = outputs, .k = k, .activation = is_gated ? SILU : 0,
+                  .format = kind == NUMBERS ? DENSE : Q4_0, .is_rounded = kind == ROUNDED,
+                  .is_norm_bf16 = IS_BF16 && norm == NORM, .eps = 1e-5};
+    if (norm) w.norm_weight = some_numbers(k, w.is_norm_bf16);
     w.is_tiled = IS_BF16 && HAVE_TILES && allow_tiles() == 0 && k % TILE_K == 0 && !w.is_rounded;
     const int64_t bytes = panel_bytes(&w), columns = outputs * (is_gated ? 4 : 2);
     char *memory = aligned_alloc(64, (size_t)ceil_div(bytes, 64) * 64);
@@ -52,10 +53,10 @@ typedef struct { weight_t out, gate_up, down, next_qkv; int64_t width, k, inner;
 static layer_t some_layer(int64_t width, int64_t k, int64_t inner, int threads, int kind) {
     random_state = 1;
     layer_t l = {.width = width, .k = k, .inner = inner};
-    l.out = some_weight(width, k, 0, 0, threads, kind);
-    l.gate_up = some_weight(inner, width, 1, 1, threads, kind);
-    l.down = some_weight(width, inner, 0, 0, threads, kind);
-    l.next_qkv = some_weight(k, width, 0, 1, threads, kind);
+    l.out = some_weight(width, k, 0, NO_NORM, threads, kind);
+    l.gate_up = some_weight(inner, width, 1, NORM, threads, kind);
+    l.down = some_weight(width, inner, 0, NO_NORM, threads, kind);
+    l.next_qkv = some_weight(k, width, 0, WIDE_NORM, threads, kind);
     return l;
 }
 
@@ -110,8 +111,8 @@ static char *some_experts(int64_t width, int64_t inner, int64_t rows, int thread
     weight_t gate_up[EXPERTS], down[EXPERTS];
     const weight_t *gate_ups[EXPERTS], *downs[EXPERTS];
     for (int i = 0; i < EXPERTS; i++) {
-        gate_up[i] = some_weight(inner, width, 1, 0, 1, kind), gate_ups[i] = &gate_up[i];
-        down[i] = some_weight(width, inner, 0, 0, 1, kind), downs[i] = &down[i];
+        gate_up[i] = some_weight(inner, width, 1, NO_NORM, 1, kind), gate_ups[i] = &gate_up[i];
+        down[i] = some_weight(width, inner, 0, NO_NORM, 1, kind), downs[i] = &down[i];
     }
     const int64_t choices = rows * TOP_K;
     char *x = some_numbers(rows * width, IS_BF16), *out = malloc(rows * width * ITEM);
@@ -150,8 +151,9 @@ static void check_route(int has_groups) {
     int64_t ids[2][ROUTED * CHOSEN];
     float weights[2][ROUTED * CHOSEN];
     for (int i = 0; i < 2; i++) {
-        const route_t r = {logits, has_groups ? bias : NULL, ids[i], weights[i], malloc(scratch_bytes),
-                           ROUTED, CHOICES, CHOSEN, groups, 2, 2, has_groups, 1, 1 + 2 * i, 2.5};
+        const route_t r = {logits, has_groups ? bias : NULL, has_groups ? NULL : bias, ids[i],
+                           weights[i], malloc(scratch_bytes), ROUTED, CHOICES, CHOSEN, groups, 2, 2,
+                           has_groups, 1, 1 + 2 * i, 2.5};
         route(&r);
         free(r.scratch);
     }

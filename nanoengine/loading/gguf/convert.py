@@ -30,12 +30,13 @@ from nanoengine.loading.checkpoint import DTYPES
 from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.loading.gguf.settings import ROPE_TENSORS, check_supported, model_config
 from nanoengine.loading.gguf.structure import check_structure
-from nanoengine.loading.gguf.tensors import GgufTensor, hf_tensors
+from nanoengine.loading.gguf.tensors import TILED, GgufTensor, hf_tensors
 from nanoengine.loading.gguf.tokenizer import write_tokenizer
+from nanoengine.models.architectures import OUT_IS_TILED
 from nanoengine.models.stored_codes import CODES_KEY, FORMATS, NEVER_CODES, TAKEN_APART
 
 logger = logging.getLogger(__name__)
-CONVERTER_VERSION = 2  # part of the cache key: raise it when the written folder changes
+CONVERTER_VERSION = 3  # part of the cache key: raise it when the written folder changes
 
 CHUNK_ELEMENTS = 4 << 20  # dequantised at a time: 16 MiB of float32
 LARGE_GROWTH = 1 << 30  # bytes; a user wants to know of these before they are written
@@ -58,6 +59,8 @@ def convert_gguf(source: Path, target: Path, keeps_codes: bool = False) -> str:
     stored = {tensor.name: tensor for tensor in reader.tensors}
     _check_types(source, stored)
     config = model_config(metadata, stored)
+    if keeps_codes:
+        config |= _order_of_codes(metadata)
     weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
     tensors = list(hf_tensors(metadata, config, weights))
     kind = _main_type(stored)
@@ -86,12 +89,20 @@ def read_code_counts(source: Path) -> dict[str, Counter[str]]:
     """
     metadata, stored = _described(source)
     weights = {name: tensor for name, tensor in stored.items() if name not in ROPE_TENSORS}
+    config = model_config(metadata, stored) | _order_of_codes(metadata)
     counts: dict[str, Counter[str]] = {"layers": Counter(), "ends": Counter()}
-    for tensor in hf_tensors(metadata, model_config(metadata, stored), weights):
+    for tensor in hf_tensors(metadata, config, weights):
         if len(tensor.shape) == 2 and not tensor.name.endswith(NEVER_CODES):
             place = counts["layers" if ".layers." in tensor.name else "ends"]
             place[_with_codes(tensor).code_format] += math.prod(tensor.shape)
     return counts
+
+
+def _order_of_codes(metadata: Metadata) -> dict[str, Any]:
+    """What config.json says where codes stay: a block of them has inputs of several heads, so
+    inputs stay where they are.
+    """
+    return {OUT_IS_TILED: True} if metadata.architecture in TILED else {}
 
 
 def _described(source: Path) -> tuple[Metadata, dict[str, Any]]:

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from nanoengine.errors import CorruptModelError, UnsupportedModelError
 from nanoengine.loading.gguf.metadata import Metadata
-from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
+from nanoengine.models.architectures import (
+    ARCHITECTURES,
+    CHOICE_BIAS,
+    OUT_IS_TILED,
+    ExpertNames,
+)
 
 Order = npt.NDArray[np.intp]
 Config = Mapping[str, Any]  # the content of config.json
@@ -281,13 +286,14 @@ class _Layer:
 @dataclass(frozen=True, slots=True)
 class _HeadOrder:
     """The heads of a gated delta rule. value_heads: for each of Hugging Face's, its place in the
-    file.
+    file. moves_columns: of the output projection.
     """
 
     key_heads: int
     key_dim: int
     value_dim: int
     value_heads: Order
+    moves_columns: bool
 
     @classmethod
     def of(cls, config: Config, is_tiled: bool) -> _HeadOrder:
@@ -298,6 +304,7 @@ class _HeadOrder:
             config["linear_key_head_dim"],
             config["linear_value_head_dim"],
             heads.reshape(-1, keys).T.reshape(-1) if is_tiled else heads,
+            is_tiled and not config.get(OUT_IS_TILED),
         )
 
     @property
@@ -328,14 +335,13 @@ def _whole(name: str, rows_of: Callable[[_HeadOrder], Order]) -> Callable[..., _
 
 
 def _out(order: _HeadOrder, stored: Any, path: Path) -> _Parts:
-    """Its columns are of value heads, so they move after it is dequantised."""
+    """Its columns are of value heads, so they move after it is dequantised, if at all."""
     columns = order.values()
     if int(stored.shape[0]) != len(columns):
         raise CorruptModelError(
             f"{path}: tensor {stored.name!r} has {stored.shape[0]} columns, not {len(columns)}"
         )
-    is_sorted = bool((np.diff(columns) > 0).all())
-    change = None if is_sorted else partial(_columns, columns)
+    change = partial(_columns, columns) if order.moves_columns else None
     return [("out_proj.weight", np.arange(int(stored.shape[-1])), change)]
 
 
