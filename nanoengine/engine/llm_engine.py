@@ -164,7 +164,7 @@ class LLMEngine:
         batch, token_ids = step.read()
         step.scores.append_to_sequences(batch, token_ids)
         failed = self.kv.take_failures(batch)
-        ended = scheduler.postprocess(batch, token_ids, failed)
+        ended = scheduler.postprocess(batch, token_ids, failed, step.next_guesses())
         if not scheduler.running:
             self._under_way = None  # no sequence is left that wants its tokens
         return self.outputs.finish(ended, batch.num_tokens)

@@ -17,6 +17,7 @@ from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device, Readable
 from nanoengine.engine.drafter import Drafter, Drafts, DraftStep
 from nanoengine.engine.logprobs import StepScores, TokenScorer
+from nanoengine.engine.mtp_drafter import MtpDrafter
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.engine.token_masks import masked, step_masks
@@ -51,7 +52,8 @@ class StepTokens:
     after its guesses.
 
     tokens: int64 [n], on the device. drafts: the guesses that the step made itself. numbers: both
-    on their way to the host, as are the scores that requests ask for.
+    on their way to the host, then what the model's own head guesses after each token, if it has
+    one; so are the scores that requests ask for.
     """
 
     batch: ScheduledBatch
@@ -67,6 +69,10 @@ class StepTokens:
         numbers = self.numbers.tolist()
         num_tokens = len(self.tokens)
         return self.drafts.fill(self.batch, numbers[num_tokens:]), numbers[:num_tokens]
+
+    def next_guesses(self) -> list[int]:
+        """What the model's own head guesses after each of its tokens; []: it has none."""
+        return self.numbers.tolist()[len(self.tokens) + len(self.drafts.tokens) :]
 
     def places(self, batch: ScheduledBatch, starts: list[int]) -> list[tuple[int, int]]:
         """Rows of a batch, which begin at `starts`, whose tokens this step samples, and where."""
@@ -89,13 +95,16 @@ class ModelRunner:
         kv: StepOpener,
         sampler: Sampler,
         device: Device,
+        mtp: MtpDrafter | None = None,
     ) -> None:
+        """mtp: guesses by the model's own head; None: it has none, or nobody asked for it."""
         self.model = model
         self.attention = attention
         self._kv = kv
         self.sampler = sampler
         self._scorer = TokenScorer(model.logits, device)
-        self.drafter = Drafter(model, attention, sampler, device)
+        self.mtp = mtp
+        self.drafter = mtp or Drafter(model, attention, sampler, device)
         self._device = device
 
     def run(self, batch: ScheduledBatch) -> list[int]:
@@ -111,12 +120,21 @@ class ModelRunner:
             drafts = self.drafter.draft(batch, step.draft_steps())
             ctx = self._context(batch, step, before, drafts)
             hidden = self.model.forward(ctx)
+            made = self._sample(batch, ctx, hidden, drafts)
             step.mark_written()
         finally:
             step.close()
+        return made
+
+    def _sample(
+        self, batch: ScheduledBatch, ctx: ForwardContext, hidden: Tensor, drafts: Drafts
+    ) -> StepTokens:
+        """The tokens of a step, of which the model has computed [tokens, hidden]."""
         scores = self._scorer.score_prompts(batch, hidden)
         if not len(ctx.logit_rows):
             nothing = torch.empty(0, dtype=torch.int64)
+            if self.mtp is not None:
+                self.mtp.guess(batch, ctx, hidden, nothing)
             return StepTokens(batch, nothing, nothing, scores, drafts)
         logits = self.model.logits(hidden[ctx.logit_rows])
         known = drafts.read(batch, self._device)
@@ -128,8 +146,10 @@ class ModelRunner:
         seqs, positions, ahead = zip(*drawn, strict=True)
         allowed = masked(logits, step_masks(known), self._device)
         tokens = self.sampler.sample(allowed, seqs, positions, ahead)
-        both = torch.cat((tokens, drafts.tokens)) if drafts.places else tokens
-        numbers = self._device.read_back(both)
+        parts = [tokens, *([drafts.tokens] if drafts.places else [])]
+        if self.mtp is not None:
+            parts.append(self.mtp.guess(batch, ctx, hidden, tokens))
+        numbers = self._device.read_back(torch.cat(parts) if len(parts) > 1 else tokens)
         scores = self._scorer.score_sampled(scores, seqs, logits, tokens)
         return StepTokens(batch, tokens, numbers, scores, drafts)
 
@@ -153,7 +173,9 @@ class ModelRunner:
         if before is not None:
             self._fill(ctx.token_ids, before.places(batch, starts), before.tokens)
         places = (
-            (starts[i] + 1 + n, at) for i, ats in drafts.places.items() for n, at in enumerate(ats)
+            (starts[i] + 1 + len(batch.items[i].guesses) + n, at)
+            for i, ats in drafts.places.items()
+            for n, at in enumerate(ats)
         )
         self._fill(ctx.token_ids, [*places], drafts.tokens)
         return ctx
@@ -175,5 +197,8 @@ def _known_tokens(item: ScheduledSequence) -> list[int]:
 
 def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
     """The runner of an engine's parts over a KV cache."""
-    sampler = Sampler(parts.ops.argmax, device.tensor)
-    return ModelRunner(parts.model.decoder, parts.attention, kv, sampler, device)
+    sampler, mtp = Sampler(parts.ops.argmax, device.tensor), None
+    if parts.model.mtp is not None:
+        own = Sampler(parts.ops.argmax, device.tensor)
+        mtp = MtpDrafter(parts.model.mtp, parts.attention, own, device)
+    return ModelRunner(parts.model.decoder, parts.attention, kv, sampler, device, mtp)
