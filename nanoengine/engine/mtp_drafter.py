@@ -107,7 +107,8 @@ class MtpDrafter:
     def guess(
         self, batch: ScheduledBatch, ctx: ForwardContext, hidden: Tensor, tokens: Tensor
     ) -> Tensor:
-        """Run the head over a step; returns the guess after each token that it samples, int64 [n].
+        """Run the head over a step; returns the guess after each token that it samples, int64 [n];
+        [0] where nobody is going to check one.
 
         hidden: [tokens, hidden], of the model's last layer. tokens: what is sampled, int64 [n].
         """
@@ -123,7 +124,12 @@ class MtpDrafter:
         following[ctx.logit_rows] = tokens.clamp(min=0)  # NO_TOKEN: of a request that fails
         made = self._head(ctx, following, self._head.of_model(hidden))[ctx.logit_rows]
         self._made = _Made(made, {(s.seq_id, at): row for row, (s, at) in enumerate(sampled)})
-        if not sampled:
-            return torch.empty(0, dtype=torch.int64)
+        if not any(map(_wants_guess, dict(sampled))):
+            return tokens[:0]
         seqs, positions = zip(*sampled, strict=True)
         return self._draw(made, seqs, [at + 2 for at in positions])
+
+
+def _wants_guess(seq: Sequence) -> bool:
+    """Whether the next step may check one: the output head costs as much as some layers."""
+    return seq.may_guess and (seq.mtp_length is None or seq.mtp_length.is_due)

@@ -65,9 +65,16 @@ def heads(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head guesses in every step, and no guess is checked."""
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 0)
+    monkeypatch.setattr(PayingDrafts, "is_due", True)
+
+
+@pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every decode checks as many guesses as it may, whether they pay or not."""
-    monkeypatch.setattr(PayingDrafts, "choose", lambda self: self._most)
+    monkeypatch.setattr(PayingDrafts, "_number", lambda self: self._most)
 
 
 def watch_head(engine: LLMEngine, say: Say | None = None) -> list[tuple[int, int, Tensor]]:
@@ -100,12 +107,12 @@ def plain(path: Path, **settings: Any) -> list[tuple[list[int], Tensor]]:
     return outputs
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("name", MODELS)
 def test_it_says_what_transformers_layers_say(
-    tiny: Callable[[str], Path], heads: Any, monkeypatch: pytest.MonkeyPatch, name: str
+    tiny: Callable[[str], Path], heads: Any, name: str
 ) -> None:
     """Of every token, in chunks too: transformers' decoder layer over the whole text."""
-    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 0)
     engine = small_engine(heads(name), speculative="mtp:1", **CHUNKS)
     said = watch_head(engine)
     outputs = run(engine)
@@ -185,7 +192,7 @@ def test_no_bit_depends_on_the_head(
     expected = plain(path, **settings)
     texts = [prompt + ids for prompt, (ids, _) in zip(PROMPTS, expected, strict=True)]
     numbers = cycle([MOST, MOST, 1, 2, 0])
-    monkeypatch.setattr(PayingDrafts, "choose", lambda self: next(numbers))
+    monkeypatch.setattr(PayingDrafts, "_number", lambda self: next(numbers))
     engine = small_engine(path, speculative=f"mtp:{MOST}", **settings)
     watch_head(engine, half_right(texts))
     for _ in range(2):
@@ -346,10 +353,19 @@ def test_guesses_are_made_where_they_pay(tiny: Callable[[str], Path], tmp_path: 
     engine.close()
 
 
-def test_the_text_model_of_one_for_images_has_it_too(
-    heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 0)
+def test_nobody_guesses_where_it_does_not_pay(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output head is not asked either, and beams never ask it."""
+    engine = small_engine(heads("qwen3.5"), speculative="mtp:2")
+    said = watch_head(engine)
+    monkeypatch.setattr(PayingDrafts, "_number", lambda self: 0)
+    outputs = Driver(engine).run(PROMPTS, PARAMS)
+    assert len(said) == len(PROMPTS)  # of the steps before anything is timed
+    assert not any(output.metrics.num_guessed for output in outputs)
+    engine.close()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_text_model_of_one_for_images_has_it_too(heads: Any, tmp_path: Path) -> None:
     path = wrap(heads("qwen3.5"), tmp_path / "wrapped")
     found = []
     for folder in (heads("qwen3.5"), path):
