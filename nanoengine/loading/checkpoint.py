@@ -282,7 +282,7 @@ def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
     """
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
     head = f"model.layers.{config.num_layers}."
-    has_one = ARCHITECTURES[config.architecture].mtp == "layer"
+    has_one = bool(ARCHITECTURES[config.architecture].mtp)
     shared = (i for i, shape in enumerate(config.shapes) if shape.source != i)
     unread = (f"model.layers.{i}.self_attn.{part}" for i in shared for part in ("k_", "v_"))
     return (*COMPUTED_BUFFERS, *tied, *([head] if has_one else []), *unread)

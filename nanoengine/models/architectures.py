@@ -73,7 +73,7 @@ class Architecture:
     is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
     activation: of the gate; a key of torch_ops.GATED.
     mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
-    names that begin so; "layer", as one more layer; "": it holds none.
+    names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
     multiplied by the gate's sigmoid.

@@ -4,7 +4,7 @@ and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from driver import STREAMED, Driver, small_engine
 from fixed_drafts import scored
 from marks import named, needs_compiler
-from mtp_models import chained, head_logits, knowing_head, with_head, wrap
+from mtp_models import Say, chained, head_logits, knowing_head, watch_head, with_head, wrap
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
@@ -37,7 +37,6 @@ PARAMS = [
     SamplingParams(max_tokens=24, **GREEDY | {"temperature": 0.9, "seed": 5}),
     SamplingParams(max_tokens=40, **GREEDY),
 ]
-Say = Callable[[EngineSequence, int], int]
 DEBUG: dict[str, Any] = {"debug_kv": True, "measure_speed": False}
 IN_TWO_TIERS = STREAMED | {"num_gpu_blocks": 7, "max_num_seqs": 3}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -75,25 +74,6 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every decode checks as many guesses as it may, whether they pay or not."""
     monkeypatch.setattr(PayingDrafts, "_number", lambda self: self._most)
-
-
-def watch_head(engine: LLMEngine, say: Say | None = None) -> list[tuple[int, int, Tensor]]:
-    """(sequence, position, logits) of each guess from now on, which are finite. say: what is
-    guessed instead.
-    """
-    sampler, said = engine.runner.mtp._sampler, []
-    sample = sampler.sample
-
-    def watched(logits: Tensor, seqs: Sequence[EngineSequence], positions: Sequence[int]) -> Tensor:
-        assert logits.isfinite().all()
-        rows = zip(seqs, positions, logits, strict=True)
-        said.extend((seq.seq_id, position, row.clone()) for seq, position, row in rows)
-        if say is None:
-            return sample(logits, seqs, positions)
-        return torch.tensor([say(*each) for each in zip(seqs, positions, strict=True)])
-
-    sampler.sample = watched
-    return said
 
 
 def run(engine: LLMEngine) -> list[RequestOutput]:

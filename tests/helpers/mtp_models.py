@@ -8,7 +8,7 @@ import copy
 import functools
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.sequence import Sequence as EngineSequence
+
+Say = Callable[[EngineSequence, int], int]
 FILE = "model.safetensors"
 # What is beside the layer: Qwen's names, and those of DeepSeek and GLM.
 OTHERS = {
@@ -65,9 +69,13 @@ def randomize(head: Head, seed: int) -> None:
         weight.normal_(float(weight.dim() == 1 and not is_bias), 0.2, generator=generator)
 
 
-def stored(model: PreTrainedModel, head: Head, splits_experts: bool) -> dict[str, Tensor]:
-    """Its tensors by a checkpoint's names, with one for each expert, or one for all of them."""
-    is_qwen = model.config.model_type.startswith("qwen")
+def stored(
+    model: PreTrainedModel, head: Head, splits_experts: bool, as_layer: bool
+) -> dict[str, Tensor]:
+    """Its tensors by a checkpoint's names, with one for each expert, or one for all of them.
+    as_layer: by DeepSeek's names, whatever the model is.
+    """
+    is_qwen = model.config.model_type.startswith("qwen") and not as_layer
     layer = f"model.layers.{model.config.num_hidden_layers}."
     found: dict[str, Tensor] = {}
     for name, tensor in _with_experts(head, splits_experts):
@@ -99,11 +107,13 @@ def _with_experts(head: Head, splits: bool) -> list[tuple[str, Tensor]]:
     return found
 
 
-def write_head(source: Path, target: Path, head: Head, splits_experts: bool = False) -> Path:
+def write_head(
+    source: Path, target: Path, head: Head, splits_experts: bool = False, as_layer: bool = False
+) -> Path:
     """A copy of the checkpoint `source` with the tensors of the head beside its own."""
     shutil.copytree(source, target)
     tensors = load_file(source / FILE)
-    more = stored(reference(source), head, splits_experts)
+    more = stored(reference(source), head, splits_experts, as_layer)
     save_file(tensors | more, target / FILE, {"format": "pt"})
     return target
 
@@ -185,3 +195,22 @@ def wrap(path: Path, target: Path) -> Path:
     }
     save_file(tensors, target / FILE, {"format": "pt"})
     return target
+
+
+def watch_head(engine: LLMEngine, say: Say | None = None) -> list[tuple[int, int, Tensor]]:
+    """(sequence, position, logits) of each guess from now on, which are finite. say: what is
+    guessed instead.
+    """
+    sampler, said = engine.runner.mtp._sampler, []
+    sample = sampler.sample
+
+    def watched(logits: Tensor, seqs: Sequence[EngineSequence], positions: Sequence[int]) -> Tensor:
+        assert logits.isfinite().all()
+        rows = zip(seqs, positions, logits, strict=True)
+        said.extend((seq.seq_id, position, row.clone()) for seq, position, row in rows)
+        if say is None:
+            return sample(logits, seqs, positions)
+        return torch.tensor([say(*each) for each in zip(seqs, positions, strict=True)])
+
+    sampler.sample = watched
+    return said
