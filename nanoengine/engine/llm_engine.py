@@ -1,7 +1,7 @@
 """LLMEngine: the list of parts, and the loop over them.
 
     step:  batch  = scheduler.schedule()
-           batch, tokens = runner.launch(batch).read()
+           batch, tokens, _ = runner.launch(batch).read()
            done   = scheduler.postprocess(batch, tokens)
 
 Not thread-safe: one thread at a time may call an engine.
@@ -161,10 +161,10 @@ class LLMEngine:
             self._under_way = step
         ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
         self._under_way = runner.launch(ahead, step) if ahead else None
-        batch, token_ids = step.read()
+        batch, token_ids, next_guesses = step.read()
         step.scores.append_to_sequences(batch, token_ids)
         failed = self.kv.take_failures(batch)
-        ended = scheduler.postprocess(batch, token_ids, failed, step.next_guesses())
+        ended = scheduler.postprocess(batch, token_ids, failed, next_guesses)
         if not scheduler.running:
             self._under_way = None  # no sequence is left that wants its tokens
         return self.outputs.finish(ended, batch.num_tokens)

@@ -62,17 +62,14 @@ class StepTokens:
     scores: StepScores
     drafts: Drafts
 
-    def read(self) -> tuple[ScheduledBatch, list[int]]:
-        """Wait for the step: its batch with the drafts as guesses, and the tokens that its items
-        sample.
+    def read(self) -> tuple[ScheduledBatch, list[int], list[int]]:
+        """Wait for the step: its batch with the drafts as guesses, the tokens that its items sample,
+        and what the model's own head guesses after each; []: nothing.
         """
         numbers = self.numbers.tolist()
-        num_tokens = len(self.tokens)
-        return self.drafts.fill(self.batch, numbers[num_tokens:]), numbers[:num_tokens]
-
-    def next_guesses(self) -> list[int]:
-        """What the model's own head guesses after each of its tokens; []: it has none."""
-        return self.numbers.tolist()[len(self.tokens) + len(self.drafts.tokens) :]
+        num_tokens, num_drafts = len(self.tokens), len(self.drafts.tokens)
+        tokens, others = numbers[:num_tokens], numbers[num_tokens:]
+        return self.drafts.fill(self.batch, others), tokens, others[num_drafts:]
 
     def places(self, batch: ScheduledBatch, starts: list[int]) -> list[tuple[int, int]]:
         """Rows of a batch, which begin at `starts`, whose tokens this step samples, and where."""
@@ -120,11 +117,12 @@ class ModelRunner:
             drafts = self.drafter.draft(batch, step.draft_steps())
             ctx = self._context(batch, step, before, drafts)
             hidden = self.model.forward(ctx)
-            made = self._sample(batch, ctx, hidden, drafts)
+            # The model's own head stores KV in the step, of the tokens that it samples.
+            made = self._sample(batch, ctx, hidden, drafts) if self.mtp else None
             step.mark_written()
         finally:
             step.close()
-        return made
+        return made or self._sample(batch, ctx, hidden, drafts)
 
     def _sample(
         self, batch: ScheduledBatch, ctx: ForwardContext, hidden: Tensor, drafts: Drafts
