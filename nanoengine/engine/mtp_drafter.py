@@ -121,7 +121,8 @@ class MtpDrafter:
             sampled += [(item.seq, at) for at in range(stop - item.num_samples, stop)]
         next_ids += [0] * (len(ctx.token_ids) - len(next_ids))
         following = self._device.tensor(next_ids, torch.int64)
-        following[ctx.logit_rows] = tokens.clamp(min=0)  # NO_TOKEN: of a request that fails
+        if sampled:
+            following[ctx.logit_rows] = tokens.clamp(min=0)  # NO_TOKEN: of a request that fails
         made = self._head(ctx, following, self._head.of_model(hidden))[ctx.logit_rows]
         self._made = _Made(made, {(s.seq_id, at): row for row, (s, at) in enumerate(sampled)})
         if not any(map(_wants_guess, dict(sampled))):
