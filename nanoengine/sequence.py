@@ -214,8 +214,10 @@ class Sequence:
     computes the next ones. At the first admission `num_cached` of them were found in the prefix
     cache, `num_cached_on_host` of these on the host only. prompt_owner: the sequence whose prompt
     this one shares: completion 0 of its request, or the beam that it was forked from. guesser,
-    draft_length: for speculation; history: for penalties; grammar: of the form that the output must
-    have, until it ends. may_guess: whether a step may check guesses at its next tokens.
+    draft_length: for speculation; mtp_length: as the latter, for guesses by the model's own head,
+    which guesses that next_guess follows the newest token (None: it has not seen that one).
+    history: for penalties; grammar: of the form that the output must have, until it ends.
+    may_guess: whether a step may check guesses at its next tokens.
     """
 
     seq_id: int
@@ -231,6 +233,8 @@ class Sequence:
     may_guess: bool = True
     guesser: Guesser | None = None
     draft_length: DraftLength | None = None
+    mtp_length: DraftLength | None = None
+    next_guess: int | None = None
     history: TokenHistory | None = None
     grammar: Grammar | None = None
     output: SequenceOutput = field(default_factory=SequenceOutput)
@@ -344,7 +348,8 @@ class Sequence:
 class ScheduledSequence:
     """`num_tokens` tokens of `seq`, from its first uncomputed one on; `num_ahead` further on where
     the step before this one is still computing so many. The last ones may be `guesses`, to be
-    checked; or `num_drafts` of them that the step itself is to make, and `has_drafted` then.
+    checked, and `num_drafts` of them that the step itself is to make. has_drafted: guesses are
+    drafts, by this step or by the model's own head after the one before.
 
     start: position of the first of them. samples: this step computes the newest token, so the next
     one can be sampled. Both as of now: they hold when the sequence has gone on or ended.
@@ -371,7 +376,8 @@ class ScheduledSequence:
 
     def with_drafts(self, drafts: tuple[int, ...]) -> ScheduledSequence:
         """The same with the drafts that were made."""
-        return replace(self, guesses=drafts, num_drafts=0, has_drafted=True) if drafts else self
+        guesses = (*self.guesses, *drafts)
+        return replace(self, guesses=guesses, num_drafts=0, has_drafted=True) if drafts else self
 
     def accepted(self, sampled: list[int]) -> list[int]:
         """The sampled tokens up to and including the one in place of the first wrong guess. As each
@@ -405,6 +411,11 @@ class ScheduledBatch:
     def num_drafts(self) -> int:
         """Tokens of these that the step is to draft itself."""
         return sum(item.num_drafts for item in self.items)
+
+    @property
+    def is_drafted(self) -> bool:
+        """Whether some of its tokens are drafts, made or to be made."""
+        return any(item.has_drafted or item.num_drafts for item in self.items)
 
     def split(self, samples: Iterable[Sample]) -> list[list[Sample]]:
         """What belongs to each item, of what the step samples or scores for all, in order."""

@@ -322,7 +322,7 @@ def _parser(prog: str | None, kind: type[argparse.ArgumentParser]) -> argparse.A
     add("--kvcache-block-size", _positive, "tokens of a block")
     add("--max-model-len", _positive, "most tokens of a request")
     add("--max-num-seqs", _positive, "requests running at once")
-    add("--speculative", str, "auto, ngram:K, resident:K or both joined by +: guesses, same result")
+    add("--speculative", str, "auto, ngram:K, resident:K, mtp:K: guesses, same result")
     add = _adder(parser.add_argument_group("result"))
     add("--min-score", float, "exit 0 only from this score on", 100.0)
     add("--baseline", Path, "--json file of another run, to compare texts with", metavar="FILE")

@@ -61,7 +61,8 @@ SETTINGS = {
         "max_long_partial_prefills": "most long ones among them",
         "long_prefill_token_threshold": "tokens above which a prompt is long",
         "decode_reserve_blocks": "KV blocks kept free for running requests",
-        "speculative": "off, auto, ngram:K, resident:K or both joined by +: K guesses a step",
+        "speculative": "off, auto, ngram:K, resident:K, mtp:K, or ngram:K and another with a +: "
+        "K guesses a step",
     },
     "sampling and debugging": {
         "seed": "of requests, an integer",

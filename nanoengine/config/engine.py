@@ -133,8 +133,10 @@ class EngineConfig:
     speculative: guesses tokens and checks them in one forward pass; the output does not change.
     "off": one token a step. "ngram:K": up to K tokens per step and request, by prompt lookup.
     "resident:K": up to K for requests whose KV is streamed, or has half the bytes of the weights,
-    by decode steps over a part of the KV on the device; fewer where they do not pay.
-    "ngram:K+resident:K": lookup first. "auto": both with K = 8. None: "resident:8" if KV is
+    by decode steps over a part of the KV on the device; fewer where they do not pay. "mtp:K": up to
+    K by the model's own head for multi-token prediction, if it has one; fewer where they do not
+    pay. "ngram:K+resident:K", "ngram:K+mtp:K": lookup first. "auto": lookup and drafts over the KV
+    on the device with K = 8. None: "resident:8" if KV is
     streamed and the plan says "the same bits in any batch", as on a CPU in bfloat16; all requests
     of a step then have max_num_seqs guesses, or 32 if that is less; else "off".
     generation_config: default sampling parameters of requests. "auto": those of the model's
@@ -198,9 +200,15 @@ class EngineConfig:
         self._check_offload()
         if not (self._guessers or is_one_of(self.speculative, ("off",))):
             raise ConfigError(
-                'speculative must be "auto", "off", "ngram:K", "resident:K" or '
-                f'"ngram:K+resident:K" with K from 1 to {MAX_GUESSES}, got '
+                'speculative must be "auto", "off", "ngram:K", "resident:K", "mtp:K", '
+                f'"ngram:K+resident:K" or "ngram:K+mtp:K" with K from 1 to {MAX_GUESSES}, got '
                 f"{shown(self.speculative)}"
+            )
+        if self.num_mtp and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"speculative={self.speculative!r} needs tensor_parallel_size=1, got "
+                f"{self.tensor_parallel_size}: the model's own head is computed by one process; "
+                'take "ngram:K" or "resident:K"'
             )
 
     @property
@@ -219,6 +227,11 @@ class EngineConfig:
         return self._guessers.get("resident", 0)
 
     @property
+    def num_mtp(self) -> int:
+        """Most tokens guessed by the model's own head per step and request; 0: none."""
+        return self._guessers.get("mtp", 0)
+
+    @property
     def checked_rows(self) -> int:
         """Most rows with which a step checks the guesses of a request; 0: nobody asked for any."""
         return 1 + max(self._guessers.values()) if self.asks_for_guesses else 0
@@ -230,7 +243,7 @@ class EngineConfig:
         asked = self.speculative if isinstance(self.speculative, str | None) else ""
         spelled = named.get(asked, asked or "")
         found = re.fullmatch(
-            r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident):(\d{1,3}))?", spelled
+            r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident|mtp):(\d{1,3}))?", spelled
         )
         parts = found.groups() if found else ()
         counts = {name: int(k) for name, k in zip(parts[::2], parts[1::2], strict=True) if name}

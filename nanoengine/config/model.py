@@ -151,7 +151,8 @@ class ModelConfig:
     the vector that each layer gets of a token id; 0: none. codes: a key of stored_codes.FORMATS, if
     the checkpoint has matrices of layers (MXFP4: of experts) in it; else "". stored_dtype: of the
     checkpoint's numbers, as config.json says; "" if it does not. latent: None: heads have keys and
-    values of their own.
+    values of their own. has_mtp: the head for multi-token prediction is part of it: a layer more
+    with attention, number num_layers, see models/mtp.py.
     """
 
     architecture: str
@@ -183,6 +184,7 @@ class ModelConfig:
     codes: str = ""
     stored_dtype: str = ""
     latent: LatentConfig | None = None
+    has_mtp: bool = False
 
     def shape(self, layer: int) -> LayerShape:
         """The shape of a layer."""
@@ -211,8 +213,9 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> list[int]:
-        """The layers with attention."""
-        return [layer for layer in range(self.num_layers) if layer not in self.recurrent_layers]
+        """The layers with attention, that of the head for multi-token prediction last."""
+        layers = range(self.num_layers + self.has_mtp)
+        return [layer for layer in layers if layer not in self.recurrent_layers]
 
     @property
     def kv_layers(self) -> list[int]:

@@ -125,9 +125,11 @@ class InputProcessor:
         prompt_owner: Sequence | None = None,
     ) -> Sequence:
         seq_id = self.next_id()
-        can_go_back = self._config.num_guesses > 0 or not self._model_config.recurrent_layers
+        config = self._config
+        counts = config.num_guesses, config.num_drafts, config.num_mtp
+        can_go_back = counts != (0, 0, 0) or not self._model_config.recurrent_layers
         may_guess = can_go_back and not prompt.num_candidates
-        guesses = (self._config.num_guesses, self._config.num_drafts) if may_guess else (0, 0)
+        guesses, drafts, mtp = counts if may_guess else (0, 0, 0)
         eos = () if params.ignore_eos else self._model_config.eos_token_ids
         request = Request(
             params=params,
@@ -149,8 +151,9 @@ class InputProcessor:
             metrics=RequestMetrics(time.perf_counter()),
             prompt_owner=prompt_owner,
             may_guess=may_guess,
-            guesser=PromptLookup() if guesses[0] else None,
-            draft_length=PayingDrafts(guesses[1], self._draft_cost) if guesses[1] else None,
+            guesser=PromptLookup() if guesses else None,
+            draft_length=PayingDrafts(drafts, self._draft_cost) if drafts else None,
+            mtp_length=PayingDrafts(mtp, self._draft_cost) if mtp else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
             grammar=self.grammars.state_for(params, prompt.token_ids) if params.is_held else None,
             output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),

@@ -1,7 +1,7 @@
 """LLMEngine: the list of parts, and the loop over them.
 
     step:  batch  = scheduler.schedule()
-           batch, tokens = runner.launch(batch).read()
+           batch, tokens, _ = runner.launch(batch).read()
            done   = scheduler.postprocess(batch, tokens)
 
 Not thread-safe: one thread at a time may call an engine.
@@ -19,10 +19,11 @@ from nanoengine.config.model import ModelConfig
 from nanoengine.devices.device import Device
 from nanoengine.devices.home_process import HomeProcess
 from nanoengine.engine.input_processor import InputProcessor
-from nanoengine.engine.model_runner import ModelRunner, StepTokens, make_runner
+from nanoengine.engine.model_runner import ModelRunner, make_runner
 from nanoengine.engine.output_processor import OutputProcessor, RequestState
 from nanoengine.engine.ranks import Ranks, start_ranks
 from nanoengine.engine.scheduler import Scheduler
+from nanoengine.engine.step_tokens import StepTokens
 from nanoengine.errors import EngineClosedError, EngineError
 from nanoengine.kv.kv_cache import HybridKVCacheManager
 from nanoengine.loading.model_cache import in_use
@@ -159,10 +160,10 @@ class LLMEngine:
             self._under_way = step
         ahead = scheduler.schedule_ahead(step.batch) if self.runs_ahead else None
         self._under_way = runner.launch(ahead, step) if ahead else None
-        batch, token_ids = step.read()
+        batch, token_ids, next_guesses = step.read()
         step.scores.append_to_sequences(batch, token_ids)
         failed = self.kv.take_failures(batch)
-        ended = scheduler.postprocess(batch, token_ids, failed)
+        ended = scheduler.postprocess(batch, token_ids, failed, next_guesses)
         if not scheduler.running:
             self._under_way = None  # no sequence is left that wants its tokens
         return self.outputs.finish(ended, batch.num_tokens)

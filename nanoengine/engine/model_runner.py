@@ -6,7 +6,6 @@ Knows the model, the sampler and the KV manager's attention face; decides nothin
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -14,11 +13,13 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
-from nanoengine.devices.device import Device, Readable
+from nanoengine.devices.device import Device
 from nanoengine.engine.drafter import Drafter, Drafts, DraftStep
-from nanoengine.engine.logprobs import StepScores, TokenScorer
+from nanoengine.engine.logprobs import TokenScorer
+from nanoengine.engine.mtp_drafter import MtpDrafter
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
+from nanoengine.engine.step_tokens import StepTokens
 from nanoengine.engine.token_masks import masked, step_masks
 from nanoengine.models.decoder import Model
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence
@@ -46,40 +47,6 @@ class StepOpener(Protocol):
     def open_step(self, batch: ScheduledBatch) -> OpenStep: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """What a step samples: the next token of each item of its batch that does, in order, and those
-    after its guesses.
-
-    tokens: int64 [n], on the device. drafts: the guesses that the step made itself. numbers: both
-    on their way to the host, as are the scores that requests ask for.
-    """
-
-    batch: ScheduledBatch
-    tokens: Tensor
-    numbers: Readable
-    scores: StepScores
-    drafts: Drafts
-
-    def read(self) -> tuple[ScheduledBatch, list[int]]:
-        """Wait for the step: its batch with the drafts as guesses, and the tokens that its items
-        sample.
-        """
-        numbers = self.numbers.tolist()
-        num_tokens = len(self.tokens)
-        return self.drafts.fill(self.batch, numbers[num_tokens:]), numbers[:num_tokens]
-
-    def places(self, batch: ScheduledBatch, starts: list[int]) -> list[tuple[int, int]]:
-        """Rows of a batch, which begin at `starts`, whose tokens this step samples, and where."""
-        sampled = [item.seq.seq_id for item in self.batch.items if item.samples]
-        places = {seq_id: place for place, seq_id in enumerate(sampled)}
-        return [
-            (row, places[item.seq.seq_id])
-            for row, item in zip(starts, batch.items, strict=False)
-            if item.start == item.seq.num_tokens
-        ]
-
-
 class ModelRunner:
     """ScheduledBatch -> ForwardContext -> logits -> tokens."""
 
@@ -90,13 +57,16 @@ class ModelRunner:
         kv: StepOpener,
         sampler: Sampler,
         device: Device,
+        mtp: MtpDrafter | None = None,
     ) -> None:
+        """mtp: guesses by the model's own head; None: it has none, or nobody asked for it."""
         self.model = model
         self.attention = attention
         self._kv = kv
         self.sampler = sampler
         self._scorer = TokenScorer(model.logits, device)
-        self.drafter = Drafter(model, attention, sampler, device)
+        self.mtp = mtp
+        self.drafter = mtp or Drafter(model, attention, sampler, device)
         self._device = device
 
     def run(self, batch: ScheduledBatch) -> list[int]:
@@ -112,15 +82,30 @@ class ModelRunner:
             drafts = self.drafter.draft(batch, step.draft_steps())
             ctx = self._context(batch, step, before, drafts)
             hidden = self.model.forward(ctx)
+            # The model's own head stores KV in the step, of the tokens that it samples.
+            computed = batch, ctx, hidden, drafts, step.num_padding
+            made = self._sample(*computed) if self.mtp else None
             step.mark_written()
         finally:
             step.close()
+        return made or self._sample(*computed)
+
+    def _sample(
+        self,
+        batch: ScheduledBatch,
+        ctx: ForwardContext,
+        hidden: Tensor,
+        drafts: Drafts,
+        num_padding: int,
+    ) -> StepTokens:
+        """The tokens of a step, of which the model has computed [tokens, hidden]."""
         scores = self._scorer.score_prompts(batch, hidden)
         if not len(ctx.logit_rows):
             nothing = torch.empty(0, dtype=torch.int64)
+            if self.mtp is not None:
+                self.mtp.guess(batch, ctx, hidden, nothing)
             return StepTokens(batch, nothing, nothing, scores, drafts)
-        logits = self.model.logits(hidden[ctx.logit_rows])
-        logits = logits[: len(logits) - step.num_padding]
+        logits = self._logits(hidden, ctx, num_padding)
         known = drafts.read(batch, self._device)
         drawn = [
             (item.seq, item.start + item.num_tokens - num_after, item.guesses[:number])
@@ -130,10 +115,19 @@ class ModelRunner:
         seqs, positions, ahead = zip(*drawn, strict=True)
         allowed = masked(logits, step_masks(known), self._device)
         tokens = self.sampler.sample(allowed, seqs, positions, ahead)
-        both = torch.cat((tokens, drafts.tokens)) if drafts.places else tokens
-        numbers = self._device.read_back(both)
+        parts = [tokens, *([drafts.tokens] if drafts.places else [])]
+        if self.mtp is not None:
+            parts.append(self.mtp.guess(batch, ctx, hidden, tokens))
+        numbers = self._device.read_back(torch.cat(parts) if len(parts) > 1 else tokens)
         scores = self._scorer.score_sampled(scores, seqs, logits, tokens)
         return StepTokens(batch, tokens, numbers, scores, drafts)
+
+    def _logits(self, hidden: Tensor, ctx: ForwardContext, num_padding: int) -> Tensor:
+        """Of the rows that sample, made beside those of the last `num_padding` rows."""
+        rows = hidden[ctx.logit_rows]
+        if num_padding:
+            rows = torch.cat((rows, hidden[len(hidden) - num_padding :]))
+        return self.model.logits(rows)[: len(ctx.logit_rows)]
 
     def _context(
         self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None, drafts: Drafts
@@ -149,19 +143,15 @@ class ModelRunner:
             for item in batch.items
         ]
         ctx = forward_context(
-            rows,
-            step.num_rows,
-            step.kv,
-            self.attention,
-            self._device,
-            step.block_mass,
-            step.num_padding,
+            rows, step.num_rows, step.kv, self.attention, self._device, step.block_mass
         )
         starts = [0, *accumulate(item.num_tokens for item in batch.items)]
         if before is not None:
             self._fill(ctx.token_ids, before.places(batch, starts), before.tokens)
         places = (
-            (starts[i] + 1 + n, at) for i, ats in drafts.places.items() for n, at in enumerate(ats)
+            (starts[i] + 1 + len(batch.items[i].guesses) + n, at)
+            for i, ats in drafts.places.items()
+            for n, at in enumerate(ats)
         )
         self._fill(ctx.token_ids, [*places], drafts.tokens)
         return ctx
@@ -183,5 +173,8 @@ def _known_tokens(item: ScheduledSequence) -> list[int]:
 
 def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
     """The runner of an engine's parts over a KV cache."""
-    sampler = Sampler(parts.ops.argmax, device.tensor)
-    return ModelRunner(parts.model.decoder, parts.attention, kv, sampler, device)
+    sampler, mtp = Sampler(parts.ops.argmax, device.tensor), None
+    if parts.model.mtp is not None:
+        own = Sampler(parts.ops.argmax, device.tensor)
+        mtp = MtpDrafter(parts.model.mtp, parts.attention, own, device)
+    return ModelRunner(parts.model.decoder, parts.attention, kv, sampler, device, mtp)

@@ -146,7 +146,7 @@ class Scheduler:
         if any(item.seq.request.needs_tokens for item in batch.items):
             return None
         sampled = [item.seq for item in batch.items if item.samples]
-        if batch.num_drafts or (self._can_draft(sampled) and is_draft_due(sampled)):
+        if batch.is_drafted or is_draft_due(sampled, self._can_draft(sampled)):
             return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
@@ -168,19 +168,23 @@ class Scheduler:
         batch: ScheduledBatch,
         token_ids: list[int],
         failed: Mapping[int, str] | None = None,
+        next_guesses: Iterable[int] = (),
     ) -> list[Sequence]:
         """Commit the computed tokens, append the sampled ones, free what ended sequences hold;
         returns the ended sequences.
 
-        token_ids holds the tokens that each item of the batch samples, in order. failed: ids of
-        sequences, in the batch or not, whose KV is lost, and why: they end with an error.
+        token_ids: what the items of the batch sample, in order. next_guesses: of the model's own
+        head, after each. failed: sequences, by id, whose KV is lost, and why: an error ends them.
         """
         ended = self._fail(failed or {})
         now = time.perf_counter()
-        for item, drawn in zip(batch.items, batch.split(token_ids), strict=True):
+        parts = batch.items, batch.split(token_ids), batch.split(next_guesses)
+        for item, drawn, guesses in zip(*parts, strict=True):
             if item.seq.is_finished:
                 continue
-            self._append_tokens(item, item.accepted(drawn), batch.is_decode)
+            accepted = item.accepted(drawn)
+            item.seq.next_guess = guesses[len(accepted) - 1] if guesses else None
+            self._append_tokens(item, accepted, batch.is_decode)
             if drawn and item.seq.metrics.first_token_time is None:
                 item.seq.metrics.first_token_time = now
             if item.seq.is_finished:
@@ -264,9 +268,7 @@ class Scheduler:
                 return
         if granted:
             guesses = guesses.first(max(0, granted - seq.num_remaining))
-            step.items[seq.seq_id] = ScheduledSequence(
-                seq, granted, guesses=guesses.tokens, num_drafts=guesses.num_drafts
-            )
+            step.items[seq.seq_id] = guesses.of(seq, granted)
             step.tokens -= granted
             step.guess_tokens -= len(guesses)
             if cost:

@@ -5,7 +5,7 @@ Where a grammar leaves one way to go on, that is the guess.
 Prompt lookup (Saxena 2023): texts repeat themselves, so the tokens that followed an earlier
 occurrence of the last tokens are likely to follow again. A guess needs no draft model; a wrong one
 costs its rows in the forward pass. Where it finds nothing, or was wrong lately, the step may draft
-(drafter.py).
+(drafter.py), or take what the model's own head guesses (mtp_drafter.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanoengine.config.engine import EngineConfig
-from nanoengine.sequence import ScheduledSequence, Sequence
+from nanoengine.sequence import DraftLength, ScheduledSequence, Sequence
 
 LONGEST, SHORTEST = 4, 2  # tokens that must repeat
 DOUBTFUL = 16  # steps after a wrong guess in which drafts go first
@@ -29,23 +29,38 @@ LEAST_FORCED, MOST_FORCED = 2, 16
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Guesses for a sequence: tokens, or how many are to be drafted."""
+    """Guesses for a sequence: tokens, and how many are to be drafted after them. has_drafted: as
+    in ScheduledSequence.
+    """
 
     tokens: tuple[int, ...] = ()
     num_drafts: int = 0
+    has_drafted: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens) + self.num_drafts
 
     def first(self, most: int) -> Guesses:
         """At most so many of them."""
-        return Guesses(self.tokens[:most], min(self.num_drafts, most))
+        tokens = self.tokens[:most]
+        num_drafts = min(self.num_drafts, most - len(tokens))
+        return Guesses(tokens, num_drafts, self.has_drafted and most > 0)
+
+    def of(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
+        """The sequence with so many tokens in a step, these guesses among them."""
+        return ScheduledSequence(
+            seq,
+            num_tokens,
+            guesses=self.tokens,
+            num_drafts=self.num_drafts,
+            has_drafted=self.has_drafted,
+        )
 
 
 def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> Guesses:
     """Guesses at what follows a decoding sequence: what its grammar forces; else up to
-    `num_looked_up` by lookup; if it finds none, drafts, where they are allowed: they would keep
-    other decodes waiting. most: of any of them.
+    `num_looked_up` by lookup; if it finds none, what the model's own head guesses, or drafts, where
+    these are allowed: they would keep other decodes waiting. most: of any of them.
     """
     most = min(most, seq.request.max_total_tokens - seq.num_tokens - 1)
     if most < 1 or seq.is_prefill or not seq.may_guess:
@@ -53,19 +68,34 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
     forced = () if seq.grammar is None else seq.grammar.forced()[: min(most, MOST_FORCED)]
     if len(forced) >= LEAST_FORCED:
         return Guesses(forced)
-    guesser, draft_length = seq.guesser, seq.draft_length if drafts else None
+    guesser, draft_length = seq.guesser, _length(seq, drafts)
     if guesser is not None and (draft_length is None or guesser.is_trusted):
         found = guesser.guess(seq.token_ids, min(most, num_looked_up))
         if found:
             return Guesses(found)
     if draft_length is None:
         return Guesses()
-    return Guesses(num_drafts=min(most, draft_length.choose()))
+    number = min(most, draft_length.choose())
+    if seq.mtp_length is None:
+        return Guesses(num_drafts=number)
+    if seq.next_guess is None or not number:
+        return Guesses()
+    return Guesses((seq.next_guess,), number - 1, has_drafted=True)
 
 
-def is_draft_due(seqs: Iterable[Sequence]) -> bool:
-    """Whether one of these decoding sequences drafts in its next step, or begins to time steps."""
-    return any(seq.draft_length is not None and seq.draft_length.is_due for seq in seqs)
+def _length(seq: Sequence, drafts: bool = True) -> DraftLength | None:
+    """How many tokens are drafted for a sequence, by its model's own head or, where `drafts` are
+    allowed, by the whole of it.
+    """
+    return seq.mtp_length or (seq.draft_length if drafts else None)
+
+
+def is_draft_due(seqs: Iterable[Sequence], drafts: bool) -> bool:
+    """Whether one of these decoding sequences drafts in its next step, or begins to time steps.
+    drafts: as in guesses_for.
+    """
+    lengths = (_length(seq, drafts) for seq in seqs)
+    return any(length is not None and length.is_due for length in lengths)
 
 
 def most_guesses(config: EngineConfig, max_tokens: int) -> int:
@@ -85,8 +115,9 @@ def record_guesses(item: ScheduledSequence, num_right: int, is_decode: bool) -> 
     seq.metrics.num_accepted += num_right
     if seq.guesser is not None:
         seq.guesser.record(0 if item.has_drafted else num_guesses, num_right)
-    if seq.draft_length is not None and (item.has_drafted or not num_guesses):
-        seq.draft_length.record(num_guesses, num_right, is_decode, item.num_ahead > 0)
+    length = _length(seq)
+    if length is not None and (item.has_drafted or not num_guesses):
+        length.record(num_guesses, num_right, is_decode, item.num_ahead > 0)
 
 
 class PromptLookup:

@@ -30,10 +30,9 @@ def forward_context(
     attention: AttentionBackend,
     device: Device,
     block_mass: Tensor | None = None,
-    num_padding: int = 0,
 ) -> ForwardContext:
     """The forward context of these sequences. Those past them, up to `num_rows`, have a token and
-    no keys; the logits of `num_padding` of them are made, too. block_mass: see ForwardContext.
+    no keys. block_mass: see ForwardContext.
     """
     token_ids: list[int] = []
     positions: list[int] = []
@@ -48,6 +47,6 @@ def forward_context(
         token_ids + [0] * num_empty,
         positions + [0] * num_empty,
         lengths + [(1, 0)] * num_empty,
-        [*logit_rows, *range(len(token_ids), len(token_ids) + num_padding)],
+        logit_rows,
     )
     return ForwardContext.lay_out(step_rows, kv, attention, device.tensor, block_mass)

@@ -155,8 +155,10 @@ class StepPlanner:
             before = table.blocks[:first]
             there = (b.device_slot is not None and b not in placement.loads for b in before)
             heat = [b.heat if is_there else None for b, is_there in zip(before, there, strict=True)]
-            # Of all that are kept half are recent: a window sees what it always does.
-            kept = kept_blocks(heat, most_kept(heat, size, 2 * self._spec.widest_blocks))
+            # Of all that are kept half are recent: a window sees what it always does. The model's
+            # own head, which drafts after a guess, is a single layer: it reads all.
+            least = len(before) if item.guesses else 2 * self._spec.widest_blocks
+            kept = kept_blocks(heat, most_kept(heat, size, least))
             slots = tuple(device_slot(before[i]) for i in kept)
             tail_slots = tuple(map(device_slot, tail))
             yield DraftReads(index, item.start, item.num_drafts, slots, tail_slots)

@@ -43,7 +43,7 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODE_DTYPES = {"U8": torch.uint8}
 PACKED_DTYPES = {"U8": torch.bfloat16}  # of MXFP4, and what it becomes
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-# Heads that guess further tokens; the model does not need them.
+# Heads that guess further tokens; the model does not need them (mtp_names.py says who does).
 GUESSING_HEADS = ("mtp.",)
 # Buffers in old checkpoints, which models compute themselves.
 COMPUTED_BUFFERS = ("rotary_emb.inv_freq",)
@@ -281,11 +281,11 @@ def ignorable_tensors(config: ModelConfig) -> tuple[str, ...]:
     `check_names`.
     """
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    drafter = f"model.layers.{config.num_layers}."
-    has_one = ARCHITECTURES[config.architecture].has_drafter
+    head = f"model.layers.{config.num_layers}."
+    has_one = bool(ARCHITECTURES[config.architecture].mtp)
     shared = (i for i, shape in enumerate(config.shapes) if shape.source != i)
     unread = (f"model.layers.{i}.self_attn.{part}" for i in shared for part in ("k_", "v_"))
-    return (*COMPUTED_BUFFERS, *tied, *([drafter] if has_one else []), *unread)
+    return (*COMPUTED_BUFFERS, *tied, *([head] if has_one else []), *unread)
 
 
 def check_names(

@@ -23,12 +23,14 @@ from nanoengine.loading.experts_json import PACKED_EXPERTS, about_packed, expert
 from nanoengine.loading.find_model import describe_weights
 from nanoengine.loading.fp8 import Fp8Reader, fp8_block
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.loading.mtp_names import check_has_mtp, mtp_parts, with_mtp
 from nanoengine.loading.packed_ints import PackedReader, packed_format
 from nanoengine.loading.wrappers import about_others, text_config
 from nanoengine.models.architectures import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import becomes_codes, make_codes
+from nanoengine.models.mtp import MtpHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, CodedWeight, Weight
 from nanoengine.models.weight_shapes import weight_shapes
@@ -43,7 +45,7 @@ class LoadedModel:
     """A decoder in memory. `source` describes its weights for the plan.
 
     config: of the model. part: of this process's part of it, see Shard. codes: how many of its
-    tensors are codes, by format.
+    tensors are codes, by format. mtp: its head for multi-token prediction, if that was asked for.
     """
 
     config: ModelConfig
@@ -52,6 +54,7 @@ class LoadedModel:
     source: str
     weight_bytes: int
     codes: Mapping[str, int] = field(default_factory=dict)
+    mtp: MtpHead | None = None
 
 
 def load_model(
@@ -64,16 +67,20 @@ def load_model(
     max_model_len: int | None = None,
     sharding: Sharding | None = None,
     quantization: str | None = None,
+    has_mtp: bool = False,
 ) -> LoadedModel:
     """Check and load a model; with load_format "dummy" the weights are random.
 
     max_model_len: see `read_model_config`. sharding: of which a part is loaded; None: the whole.
     quantization: as of EngineConfig. With "int8" weights become codes, from other codes too.
+    has_mtp: with its head for multi-token prediction.
 
     Raises ModelLoadError for anything wrong with the checkpoint, ConfigError if the model cannot be
-    divided so.
+    divided so, or has no such head.
     """
     config, shard = read_model_config(folder, max_model_len=max_model_len), WHOLE
+    if has_mtp:
+        config = with_mtp(config)
     if sharding is not None:
         shard, ops = sharding.shard, sharding.sharded(ops, config)
         shard.check(config)
@@ -85,9 +92,13 @@ def load_model(
     if load_format == "dummy":
         dummy = DummyWeights(config, shard, device, dtype, seed)
         decoder = Decoder(part, lambda name: made.weight(name, dummy.part(name)), device, ops)
-        return LoadedModel(config, part, decoder, "random weights", made.num_bytes, made.codes)
+        return LoadedModel(
+            config, part, decoder, "random weights", made.num_bytes, made.codes, decoder.mtp
+        )
     is_wrapped = bool(config.wrapper)
     with _open(folder, is_wrapped) as reader:
+        reader.rename(mtp_parts(config, reader.names()))
+        check_has_mtp(config, reader)
         parts = expert_parts(config, reader)
         reader.rename(parts)
         check_names(shapes, reader, ignorable_tensors(config))
@@ -106,7 +117,7 @@ def load_model(
             origin = f"{origin}; {growth}"
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
-    return LoadedModel(config, part, decoder, origin, made.num_bytes, made.codes)
+    return LoadedModel(config, part, decoder, origin, made.num_bytes, made.codes, decoder.mtp)
 
 
 class _FinalWeights:

@@ -27,6 +27,7 @@ PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("lm_head.", "lm_head."),
+    ("mtp.", "mtp."),
 )
 
 

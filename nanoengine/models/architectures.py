@@ -9,6 +9,10 @@ from typing import Any
 from nanoengine.models.torch_ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 CHOICE_BIAS = "e_score_correction_bias"  # of a router; stays in float32
+# Of the head for multi-token prediction: the norms of the embedding, of what the model gave and
+# before the output head; and the product that joins the first two.
+MTP_NORMS = ("enorm", "hnorm", "shared_head.norm")
+MTP_JOIN = "eh_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ class Architecture:
     config.json has a key for is also of the output.
     is_fused: a checkpoint has one tensor for q, k and v, and one for gate and up.
     activation: of the gate; a key of torch_ops.GATED.
-    has_drafter: a checkpoint may hold one more layer, which guesses a token further: left out.
+    mtp: how a checkpoint names the head for multi-token prediction that it may hold: "mtp", in
+    names that begin so; "layer", as one more layer, as all are in a GGUF; "": it holds none.
     scales_embeddings: embeddings are multiplied by the root of hidden_size.
     output_gate: q_proj gives a gate for each head beside its query; what a head attends to is
     multiplied by the gate's sigmoid.
@@ -100,7 +105,7 @@ class Architecture:
     out_bias: bool = True
     is_fused: bool = False
     activation: str = "silu"
-    has_drafter: bool = False
+    mtp: str = ""
     scales_embeddings: bool = False
     output_gate: bool = False
     recurrent: tuple[str, ...] = ()
@@ -150,6 +155,7 @@ _HYBRID_ROW: dict[str, Any] = {
     "norm_offset": 1.0,
     "qk_norm": "head",
     "output_gate": True,
+    "mtp": "mtp",
     "reads": _HYBRID_READS,
     "requires": _HYBRID_REQUIRES,
 }
@@ -211,7 +217,7 @@ _SCORES_BY_SIGMOID = ExpertNames(
 )
 _LATENT: dict[str, Any] = {
     "latent": True,
-    "has_drafter": True,
+    "mtp": "layer",
     "requires": {"hidden_act": (None, "silu"), "attention_bias": (None, False)},
 }
 _LATENT_DEFAULTS: dict[str, Any] = {
@@ -326,7 +332,7 @@ ARCHITECTURES = {
         out_bias=False,
         qk_norm="head",
         experts=_SCORES_BY_SIGMOID,
-        has_drafter=True,
+        mtp="layer",
         reads=("partial_rotary_factor",),
         requires={"hidden_act": (None, "silu"), "use_qk_norm": (True,)},
         defaults={

@@ -22,8 +22,9 @@ from nanoengine.models.layer_builder import (
     TensorSource,
     rotations,
 )
-from nanoengine.models.layer_ops import AfterAttention, LayerOps, Product
+from nanoengine.models.layer_ops import AfterAttention, LayerOps, NormedProduct, Product
 from nanoengine.models.layers import LayerEnd
+from nanoengine.models.mtp import MtpHead
 from nanoengine.models.rope import Rotary
 
 Angles = Sequence[tuple[Tensor, Tensor]]
@@ -60,10 +61,11 @@ class Decoder:
         self, config: ModelConfig, source: TensorSource, device: torch.device, ops: LayerOps
     ) -> None:
         """`source` gives each tensor of `weight_shapes(config)` once, on `device` and in the final
-        dtype; matrices may be codes if `ops` takes these.
+        dtype; matrices may be codes if `ops` takes these. mtp: the head for multi-token prediction;
+        None: the model has none, or nobody asks for it.
         """
         builder = LayerBuilder(config, source, ops)
-        self._embed, self._head = builder.ends()
+        self._embed, self._head, last_norm = builder.ends()
         self._inputs = builder.layer_inputs()
         parts = [builder.layer(index) for index in range(config.num_layers)]
         self._first_qkv, *next_qkvs = (*(part.qkv for part in parts), None)
@@ -74,6 +76,12 @@ class Decoder:
         self._rotaries = [Rotary(kinds, head_dim, device) for head_dim, kinds in ropes.items()]
         self._logit_softcap = config.final_logit_softcap
         self._ops = ops
+        self.mtp: MtpHead | None = None
+        if last_norm is not None:
+            ends = self._embed, last_norm, self._head
+            rotary = Rotary([config.rope], config.head_dim, device)
+            self.mtp = MtpHead(ops, builder.mtp(), ends, rotary)
+            self._head = NormedProduct(ops, last_norm, self._head)
 
     @staticmethod
     def _layer(ops: LayerOps, part: LayerParts, next_qkv: Product | None, rope: int) -> _Layer:

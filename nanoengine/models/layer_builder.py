@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
-from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
+from nanoengine.models.architectures import (
+    ARCHITECTURES,
+    CHOICE_BIAS,
+    MTP_JOIN,
+    MTP_NORMS,
+    ExpertNames,
+)
 from nanoengine.models.delta_net import DeltaNet, flat_projections
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
@@ -24,6 +30,7 @@ from nanoengine.models.layers import (
     LayerInputs,
     SharedKVAttention,
 )
+from nanoengine.models.mtp import MtpParts
 from nanoengine.models.rope import head_order
 from nanoengine.models.stored_codes import Weight, halves, in_order, joined, numbers_of
 from nanoengine.models.weight_shapes import experts_of, has_out_bias, has_qkv_bias
@@ -75,9 +82,12 @@ class LayerBuilder:
         self._ops = ops
         self._source = source
 
-    def ends(self) -> tuple[Embed, Product]:
-        """Token ids -> embeddings, and residual stream -> logits."""
-        weight, norm = self._source("model.embed_tokens.weight"), self._norm("model.norm")
+    def ends(self) -> tuple[Embed, Product, Norm | None]:
+        """Token ids -> embeddings, and residual stream -> logits; and the last norm, where the
+        latter is without it, as the head for multi-token prediction has another one.
+        """
+        weight, last = self._source("model.embed_tokens.weight"), self._norm("model.norm")
+        apart, norm = (last, None) if self._config.has_mtp else (None, last)
         embed: Embed
         if self._config.tie_word_embeddings:
             embed, head = self._ops.tied(weight, norm)
@@ -85,8 +95,8 @@ class LayerBuilder:
             embed = self._ops.embedding(weight)
             head = self._ops.head(self._source("lm_head.weight"), norm)
         if not self._architecture.scales_embeddings:
-            return embed, head
-        return _scaled(embed, self._config.hidden_size, weight.dtype), head
+            return embed, head, apart
+        return _scaled(embed, self._config.hidden_size, weight.dtype), head, apart
 
     def layer_inputs(self) -> LayerInputs | None:
         """What makes the vectors that each layer gets; None if they get none."""
@@ -98,6 +108,15 @@ class LayerBuilder:
         project = ops.linear(self._source("model.per_layer_model_projection.weight"))
         norm = self._norm("model.per_layer_projection_norm")
         return LayerInputs(ops, embed, project, norm)
+
+    def mtp(self) -> MtpParts:
+        """The parts of the head for multi-token prediction."""
+        index, ops = self._config.num_layers, self._ops
+        prefix = f"model.layers.{index}."
+        embedded, given, last = (self._norm(prefix + name) for name in MTP_NORMS)
+        join, layer = ops.linear(self._source(f"{prefix}{MTP_JOIN}.weight")), self.layer(index)
+        after_attention = ops.after_attention(layer.out, layer.mlp, None)
+        return MtpParts((embedded, given), join, layer.qkv, layer.attention, after_attention, last)
 
     def layer(self, index: int) -> LayerParts:
         """The parts of one layer."""

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import astuple
 
 from nanoengine.config.model import ExpertsConfig, LatentConfig, ModelConfig
-from nanoengine.models.architectures import ARCHITECTURES, CHOICE_BIAS, ExpertNames
+from nanoengine.models.architectures import (
+    ARCHITECTURES,
+    CHOICE_BIAS,
+    MTP_JOIN,
+    MTP_NORMS,
+    ExpertNames,
+)
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -26,6 +32,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             else _attention_shapes(config, layer)
         )
         shapes.update(_other_shapes(config, layer))
+    if config.has_mtp:
+        shapes.update(_mtp_shapes(config))
     return shapes
 
 
@@ -43,6 +51,16 @@ def _input_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}per_layer_input_gate.weight", (size, hidden)
         yield f"{prefix}per_layer_projection.weight", (hidden, size)
         yield f"{prefix}post_per_layer_input_norm.weight", (hidden,)
+
+
+def _mtp_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of the head for multi-token prediction, by DeepSeek's names."""
+    layer, hidden = config.num_layers, config.hidden_size
+    yield from _attention_shapes(config, layer)
+    yield from _other_shapes(config, layer)
+    for norm in MTP_NORMS:
+        yield f"model.layers.{layer}.{norm}.weight", (hidden,)
+    yield f"model.layers.{layer}.{MTP_JOIN}.weight", (hidden, 2 * hidden)
 
 
 def _other_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:

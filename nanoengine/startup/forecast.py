@@ -16,6 +16,7 @@ import torch
 from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.loading.mtp_names import with_mtp
 from nanoengine.models.experts import ON_A_GPU
 from nanoengine.models.make_codes import EMBEDDINGS, FORMAT, becomes_codes
 from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS
@@ -140,6 +141,8 @@ class Forecaster:
                 config, enable_cpu_offload=False, kv_offload_gib=None, kv_offload_dtype=None
             )
         self._config = config
+        if config.num_mtp:
+            model = with_mtp(model)
         self._model = model
         self._hardware = hardware
         is_asked = config.dtype != "auto"
@@ -301,7 +304,7 @@ class Forecaster:
         """
         kv, model = plan.kv, self._model
         itemsize = self._dtype.itemsize
-        windows = model.windows or (None,) * model.num_layers
+        windows = model.windows or (None,) * (model.num_layers + model.has_mtp)
         seen_bytes = sum(
             min(context, windows[layer] or context) * math.prod(model.shape(layer).kv_heads)
             for layer in model.attention_layers
@@ -313,7 +316,7 @@ class Forecaster:
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
         copied = on_host * kv.streamed_bytes if kv.slot_blocks else 0
-        reading = read_s / (1e9 * hardware.read_efficiency) + model.num_layers * hardware.layer_s
+        reading = read_s / (1e9 * hardware.read_efficiency) + len(windows) * hardware.layer_s
         return reading, copied / (hardware.link_gb_per_s * 1e9)
 
     def _room_gib(self) -> float:

@@ -148,7 +148,11 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
         sums = 8 * config.hidden_size + 16 * experts.count
         feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
     per_token = stream + max(attention, feed_forward)
-    return num_tokens * per_token + num_seqs * config.vocab_size * (4 + 24)
+    per_row = config.vocab_size * (4 + 24)
+    if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
+        per_token += config.hidden_size * 6 * element_size
+        per_row += config.vocab_size * 4
+    return num_tokens * per_token + num_seqs * per_row
 
 
 def streams(config: EngineConfig, device_name: str) -> bool:
@@ -180,7 +184,7 @@ def _kv_spec(
         host_codec=Int8Codec() if config.kv_offload_dtype == "int8" else None,
         delta=model.delta,
         num_states=config.max_num_seqs if model.delta else 0,
-        keeps_states=model.delta is not None and config.num_guesses > 0,
+        keeps_states=model.delta is not None and config.num_guesses + config.num_mtp > 0,
         heads=() if set(heads) == {(model.num_kv_heads, model.head_dim)} else heads,
         sources=sources if len(own) < len(layers) else (),
     )

@@ -94,9 +94,10 @@ def load_parts(
 
 def usable_settings(config: EngineConfig, parts: ComputeParts, device: Device) -> EngineConfig:
     """The settings, with the guesses that this model and these kernels can do with."""
-    if parts.model.config.recurrent_layers:  # each draft would change the states
-        num = config.num_guesses
-        return replace(config, speculative=f"ngram:{num}" if num else "off")
+    if parts.model.config.recurrent_layers:  # each draft of the whole model would change the states
+        counts = {"ngram": config.num_guesses, "mtp": config.num_mtp}
+        kept = "+".join(f"{name}:{num}" for name, num in counts.items() if num)
+        return replace(config, speculative=kept or "off")
     # Nobody asked for drafts: they are made where they change no bit, and may be worth most.
     drafts = parts.facts.is_invariant and streams(config, device.name)
     if config.speculative is None and not drafts:
@@ -154,6 +155,7 @@ def load_compute_parts(
         config.max_model_len,
         sharding,
         method,
+        has_mtp=config.num_mtp > 0,
     )
     if method in ("int8", "gguf") and not model.codes:
         lacks = (

@@ -16,6 +16,7 @@ from marks import needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from mtp_models import with_head
 from virtual_gpu import Costs, VirtualGpu, VirtualStream
 
 from nanoengine import SamplingParams
@@ -96,6 +97,31 @@ def test_no_draft_is_waited_for(gpu: VirtualGpu, tiny: Callable[[str], Path]) ->
     assert [output.outputs[0].token_ids for output in outputs] == wanted
     num_rounds = sum(batch.num_drafts > 0 for batch in drafted)
     assert waits <= driver.num_steps + num_rounds
+    assert all(output.metrics.num_guessed > MOST for output in outputs)
+    made.close()
+
+
+@pytest.mark.breadth
+def test_no_guess_of_its_own_head_is_waited_for(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its guesses come to the host with the tokens of the step, and its drafts stay on the device.
+    The tokens are those of a CPU without guesses.
+    """
+    with gpu.left():
+        path = with_head(tiny("qwen3.5"), tmp_path)
+        plain = engine(path, device="cpu")
+        wanted = [o.outputs[0].token_ids for o in Driver(plain).run(PROMPTS, PARAMS)]
+        plain.close()
+    monkeypatch.setattr(PayingDrafts, "_number", lambda self: MOST)
+    made = engine(path, speculative=f"mtp:{MOST}", max_model_len=96)
+    gpu.strict, before = True, gpu.num_waits
+    driver = Driver(made)
+    outputs = driver.run(PROMPTS, PARAMS)
+    waits = gpu.num_waits - before
+    gpu.strict = False
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    assert waits <= driver.num_steps
     assert all(output.metrics.num_guessed > MOST for output in outputs)
     made.close()
 

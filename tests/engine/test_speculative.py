@@ -230,8 +230,9 @@ def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
 
 
 def test_what_is_no_speculation_is_refused(tiny: Callable[[str], Path]) -> None:
-    for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", "", 4):
-        with pytest.raises(ConfigError, match=r'"ngram:K\+resident:K" with K from 1 to 64'):
+    others = "mtp", "mtp:0", "mtp:1+ngram:2", "resident:2+mtp:2", "ngram:2+resident:2+mtp:2"
+    for wrong in ("ngram", "ngram:0", "ngram:65", "eagle:4", "", 4, *others):
+        with pytest.raises(ConfigError, match=r'"ngram:K\+mtp:K" with K from 1 to 64'):
             small_engine(tiny("llama"), speculative=wrong)
 
 

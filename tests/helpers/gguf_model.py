@@ -85,6 +85,11 @@ NAMES = {
     "qwen2moe": NEWER_NAMES | {"post_attention_layernorm": "ffn_norm"},
     **dict.fromkeys(("glm4moe", "gpt-oss", "qwen35", "qwen35moe", "qwen3next"), NEWER_NAMES),
 }
+# Of the head for multi-token prediction.
+NEXTN_NAMES = {
+    **{name: f"nextn.{name}" for name in ("enorm", "hnorm", "eh_proj", "embed_tokens")},
+    **{f"shared_head.{part}": f"nextn.shared_head_{part}" for part in ("norm", "head")},
+}
 # Whole names, which do not end in ".weight" on both sides.
 ODD_NAMES = {
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
@@ -186,7 +191,7 @@ class GGUFModel:
 
     def _tensors(self, folder: Path) -> dict[str, npt.NDArray[Any]]:
         tensors = {}
-        names = NAMES.get(self.arch, ORIGINAL_NAMES)
+        names = NAMES.get(self.arch, ORIGINAL_NAMES) | NEXTN_NAMES
         with CheckpointReader(folder) as reader:
             for name in sorted(reader.names()):
                 values = reader.tensor(name).float().numpy().copy()

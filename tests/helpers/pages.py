@@ -38,7 +38,8 @@ OTHER_VALUES = {
     "dtype": ", ".join(sorted(set(DTYPES.values()))),
     "device": "auto, cpu, cuda, xpu, npu; cuda:N, xpu:N, npu:N",
     "gpu_memory_utilization": "above 0, up to 1",
-    "speculative": f"off, auto, ngram:K, resident:K, ngram:K+resident:K; K from 1 to {MAX_GUESSES}",
+    "speculative": "off, auto, ngram:K, resident:K, mtp:K, ngram:K+resident:K, ngram:K+mtp:K; "
+    f"K from 1 to {MAX_GUESSES}",
     "debug_copy_delay_ms": "0 to 1000",
 }
 WRITTEN = "<!-- Written by `make pages`: change the data in nanoengine/, not this page. -->"

@@ -29,8 +29,10 @@ from gguf_model import (
     with_scaling,
 )
 from marks import named
+from mtp_models import head_logits, head_of, watch_head, write_head
 from safetensors.torch import load_file, save_file
 
+from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.errors import CorruptModelError, ModelLoadError, UnsupportedModelError
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.gguf.convert import convert_gguf
@@ -112,6 +114,35 @@ def test_older_and_newer_files(tiny: Tiny, tmp_path: Path) -> None:
     tensors["blk.3.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32)
     tensors["blk.3.attn_q.weight"] = np.ones((64, 64), np.float32)
     assert_answers_are(source, converted(model, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next-moe", "glm4-moe", "deepseek-v3"])
+def test_its_own_head_guesses_as_that_of_the_checkpoint(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A GGUF has it as one more layer."""
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 0)
+    monkeypatch.setattr(PayingDrafts, "is_due", True)
+    source = rounded(tiny(name), tmp_path / "source")
+    head = head_of(source)
+    for weight in head.state_dict().values():
+        weight.copy_(weight.bfloat16())
+    both = write_head(source, tmp_path / "both", head, as_layer=True)
+    model = model_of(both, name)
+    model.settings |= {
+        f"{model.arch}.block_count": 4,
+        f"{model.arch}.nextn_predict_layers": 1,
+    }
+    engine = small_engine(converted(model, tmp_path / "out"), speculative="mtp:1")
+    said = watch_head(engine)
+    outputs = Driver(engine).run(PROMPTS)
+    texts = [p + o.outputs[0].token_ids for p, o in zip(PROMPTS, outputs, strict=True)]
+    for seq_id, position, row in said:
+        if position <= len(texts[seq_id]):
+            right = head_logits(source, texts[seq_id])[position - 2]
+            torch.testing.assert_close(row, right, atol=1e-4, rtol=0)
+    assert len(said) == len(PROMPTS) * (GREEDY.max_tokens or 0)
+    engine.close()
 
 
 @pytest.mark.parametrize("keeps_codes", [False, True])

@@ -23,6 +23,8 @@ from nanoengine.loading.gguf.metadata import Metadata
 from nanoengine.models.architectures import (
     ARCHITECTURES,
     CHOICE_BIAS,
+    MTP_JOIN,
+    MTP_NORMS,
     OUT_IS_TILED,
     ExpertNames,
 )
@@ -87,6 +89,14 @@ _LATENT_NAMES = _LAYER_NAMES | {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
+# Of the head for multi-token prediction, beside its layer. A file may have copies of the model's
+# embedding and output head, too.
+_MTP_NAMES = {
+    "nextn.enorm": MTP_NORMS[0],
+    "nextn.hnorm": MTP_NORMS[1],
+    "nextn.shared_head_norm": MTP_NORMS[2],
+    "nextn.eh_proj": MTP_JOIN,
+}
 _NEWER_NAMES = _LAYER_NAMES | {"post_attention_norm": "post_attention_layernorm"}
 _NAMES = {
     "deepseek2": _LATENT_NAMES,
@@ -145,7 +155,8 @@ def hf_tensors(
 ) -> Iterator[GgufTensor]:
     """All tensors of the model. stored: those of the file, by name.
 
-    Those of layers that only draft are left out. Raises UnsupportedModelError for one that has no
+    Of layers that only draft the first one is taken, if the architecture has one; what has no place
+    in it is left out. Raises UnsupportedModelError for one that has no
     place in the model, CorruptModelError for one of another size than its heads have.
     """
     architecture = ARCHITECTURES[config["architectures"][0]]
@@ -154,7 +165,7 @@ def hf_tensors(
         found: list[GgufTensor] = []
         if match is None:
             found = _of_name(metadata, config, tensor, _GLOBAL_NAMES.get(name))
-        elif int(match[1]) >= config["num_hidden_layers"]:
+        elif int(match[1]) >= config["num_hidden_layers"] + bool(architecture.mtp):
             continue
         else:
             layer = _Layer(metadata, config, f"model.layers.{int(match[1])}.", match[2], match[3])
@@ -167,7 +178,8 @@ def hf_tensors(
             if not found and architecture.experts is not None:
                 found = layer.of_experts(tensor, architecture.experts)
             found = found or layer.of_decoder(tensor)
-        if not found:
+        is_mtp = match is not None and int(match[1]) == config["num_hidden_layers"]
+        if not found and not is_mtp:
             raise UnsupportedModelError(
                 f"{metadata.path}: tensor {name!r} has no place in {config['architectures'][0]}"
             )
@@ -202,7 +214,7 @@ class _Layer:
         whole = _WHOLE_NAMES.get(".".join(filter(None, (self.part, self.kind))))
         if whole is not None:
             return _of_name(self.metadata, self.config, stored, f"{self.prefix}{whole}")
-        name = _NAMES.get(architecture, _LAYER_NAMES).get(self.part)
+        name = (_NAMES.get(architecture, _LAYER_NAMES) | _MTP_NAMES).get(self.part)
         if name is None or self.kind is None:
             return []
         rows = None

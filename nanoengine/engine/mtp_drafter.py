@@ -1,0 +1,136 @@
+"""MtpDrafter: guesses by the model's own head for multi-token prediction (models/mtp.py).
+
+The head runs over the rows of each step, once their tokens are sampled: it stores its keys and
+values, and of the rows that sample it guesses what follows. More guesses are decode steps of the
+head alone: each begins with what it made of the one before, and what it writes, the step that
+checks them overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoengine.context import AttentionBackend, ForwardContext
+from nanoengine.devices.device import Device
+from nanoengine.engine.drafter import Drafts, DraftStep
+from nanoengine.engine.sampler import Sampler
+from nanoengine.engine.step_inputs import SequenceRows, forward_context
+from nanoengine.models.mtp import MtpHead
+from nanoengine.sequence import ScheduledBatch, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What the head made of the rows of a step that sample, [rows, hidden]; rows: by the id of a
+    sequence and its position there, the place of its row.
+    """
+
+    hidden: Tensor
+    rows: dict[tuple[int, int], int]
+
+
+class MtpDrafter:
+    """Runs the head of a model. Penalties, bad words and grammars do not limit what it guesses."""
+
+    def __init__(
+        self, head: MtpHead, attention: AttentionBackend, sampler: Sampler, device: Device
+    ) -> None:
+        self._head = head
+        self._attention = attention
+        self._sampler = sampler
+        self._device = device
+        self._made: _Made | None = None  # of the newest step
+
+    def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
+        """The drafts after the first guess of each item: as Drafter.draft."""
+        made: list[Tensor] = []
+        places: dict[int, list[int]] = {}
+        before: tuple[int, ...] = ()
+        given, num_made = torch.empty(0), 0
+        for step in steps:
+            if not made:
+                next_ids = [batch.items[item].guesses[-1] for item in step.items]
+                tokens, given = self._device.tensor(next_ids, torch.int64), self._known(batch, step)
+            else:
+                at = self._device.tensor([*map(before.index, step.items)], torch.int64)
+                tokens, given = made[-1][at], given[at]
+            drawn, given = self._next(batch, step, tokens, given)
+            made.append(drawn)
+            before = step.items
+            for place, item in enumerate(step.items, num_made):
+                places.setdefault(item, []).append(place)
+            num_made += len(step.items)
+        ids = torch.cat(made) if made else torch.empty(0, dtype=torch.int64)
+        return Drafts(ids, places)
+
+    def _known(self, batch: ScheduledBatch, step: DraftStep) -> Tensor:
+        """What the head made of the token before each item's newest one, [rows, hidden]; zeros
+        where the newest step did not sample it.
+        """
+        known = self._made
+        assert known is not None
+        seqs = (batch.items[item].seq for item in step.items)
+        keys = [(seq.seq_id, at - 1) for seq, at in zip(seqs, step.positions, strict=True)]
+        rows = [known.rows.get(key, len(known.hidden)) for key in keys]
+        zeros = known.hidden.new_zeros(1, known.hidden.shape[1])
+        return torch.cat((known.hidden, zeros))[self._device.tensor(rows, torch.int64)]
+
+    def _next(
+        self, batch: ScheduledBatch, step: DraftStep, tokens: Tensor, given: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What each row of a step draws, int64 [rows], and what the head made of it. tokens: that
+        follow the rows'. given: as in MtpHead.
+        """
+        seqs = [batch.items[item].seq for item in step.items]
+        rows = [
+            SequenceRows([0], position, num_keys, 1)
+            for position, num_keys in zip(step.positions, step.num_keys, strict=True)
+        ]
+        ctx = forward_context(rows, step.num_rows, step.kv, self._attention, self._device)
+        num, num_padded = len(rows), len(ctx.token_ids)
+        next_ids = tokens.new_zeros(num_padded)
+        next_ids[:num] = tokens
+        padded = given.new_zeros(num_padded, given.shape[1])
+        padded[:num] = given
+        made = self._head(ctx, next_ids, padded)[:num]
+        positions = [position + 2 for position in step.positions]
+        return self._draw(made, seqs, positions), made
+
+    def _draw(self, made: Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Tensor:
+        return self._sampler.sample(self._head.logits(made), seqs, positions).clamp_(min=0)
+
+    def guess(
+        self, batch: ScheduledBatch, ctx: ForwardContext, hidden: Tensor, tokens: Tensor
+    ) -> Tensor:
+        """Run the head over a step; returns the guess after each token that it samples, int64 [n];
+        [0] where nobody is going to check one.
+
+        hidden: [tokens, hidden], of the model's last layer. tokens: what is sampled, int64 [n].
+        """
+        next_ids: list[int] = []
+        sampled = []
+        for item in batch.items:
+            stop = item.start + item.num_tokens
+            known = item.seq.token_ids[item.start + 1 : stop + 1 - item.num_samples]
+            next_ids += known + [0] * item.num_samples
+            sampled += [(item.seq, at) for at in range(stop - item.num_samples, stop)]
+        next_ids += [0] * (len(ctx.token_ids) - len(next_ids))
+        following = self._device.tensor(next_ids, torch.int64)
+        if sampled:
+            following[ctx.logit_rows] = tokens.clamp(min=0)  # NO_TOKEN: of a request that fails
+        made = self._head(ctx, following, self._head.of_model(hidden))[ctx.logit_rows]
+        self._made = _Made(made, {(s.seq_id, at): row for row, (s, at) in enumerate(sampled)})
+        if not any(map(_wants_guess, dict(sampled))):
+            return tokens[:0]
+        seqs, positions = zip(*sampled, strict=True)
+        return self._draw(made, seqs, [at + 2 for at in positions])
+
+
+def _wants_guess(seq: Sequence) -> bool:
+    """Whether the next step may check one: the output head costs as much as some layers."""
+    return seq.may_guess and (seq.mtp_length is None or seq.mtp_length.is_due)

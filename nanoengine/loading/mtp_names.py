@@ -1,0 +1,62 @@
+"""The head for multi-token prediction in a checkpoint: who has one, and what its tensors are called
+there. `weight_shapes` names them as DeepSeek-V3 does, as one more layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from nanoengine.config.model import ModelConfig
+from nanoengine.errors import ConfigError, WeightMismatchError
+from nanoengine.loading.checkpoint import CheckpointReader, Part
+from nanoengine.models.architectures import ARCHITECTURES, MTP_JOIN, MTP_NORMS
+
+# Qwen's names of what is beside the layer.
+_QWEN = {
+    "mtp.fc.": MTP_JOIN,
+    "mtp.pre_fc_norm_embedding.": MTP_NORMS[0],
+    "mtp.pre_fc_norm_hidden.": MTP_NORMS[1],
+    "mtp.norm.": MTP_NORMS[2],
+}
+_QWEN_LAYER = "mtp.layers.0."
+INSTEAD = 'take speculative="ngram:4", which looks up what repeats, or leave it out'
+
+
+def with_mtp(model: ModelConfig) -> ModelConfig:
+    """The model with its head. Raises ConfigError if its architecture has none."""
+    if not ARCHITECTURES[model.architecture].mtp:
+        having = sorted(name for name, each in ARCHITECTURES.items() if each.mtp)
+        raise ConfigError(
+            f'speculative="mtp:K" guesses by a model\'s own head, and {model.architecture} has '
+            f"none ({', '.join(having)} have one); {INSTEAD}"
+        )
+    return replace(model, has_mtp=True)
+
+
+def mtp_parts(model: ModelConfig, names: Iterable[str]) -> dict[str, Part]:
+    """Where the tensors of the head lie, by the names in `weight_shapes`, if the checkpoint has
+    other names for them. names: of all its tensors.
+    """
+    prefix = f"model.layers.{model.num_layers}."
+    if ARCHITECTURES[model.architecture].mtp != "mtp" or not model.has_mtp:
+        return {}
+    found = {}
+    for name in names:
+        if name.startswith(_QWEN_LAYER):
+            found[prefix + name.removeprefix(_QWEN_LAYER)] = Part(name)
+        for theirs, ours in _QWEN.items():
+            if name.startswith(theirs):
+                found[f"{prefix}{ours}.{name.removeprefix(theirs)}"] = Part(name)
+    return found
+
+
+def check_has_mtp(model: ModelConfig, reader: CheckpointReader) -> None:
+    """Raise WeightMismatchError if the head is asked for and the checkpoint came without it."""
+    join = f"model.layers.{model.num_layers}.{MTP_JOIN}.weight"
+    if model.has_mtp and join not in reader.names():
+        of_qwen = ARCHITECTURES[model.architecture].mtp == "mtp"
+        raise WeightMismatchError(
+            f'speculative="mtp:K" guesses by the model\'s own head, and {reader.folder} came '
+            f"without it: it has no tensor {'mtp.fc.weight' if of_qwen else join}; {INSTEAD}"
+        )

@@ -1,0 +1,70 @@
+"""MtpHead: a model's own head for multi-token prediction (DeepSeek-V3, arXiv 2412.19437).
+
+Of a position it takes the token after it and what the model's output head sees there, and guesses
+the token after that one. It has one decoder layer, with KV of its own; embedding and output head
+are the model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanoengine.context import ForwardContext
+from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.models.layers import Attention, DeltaLayer, LatentAttention, SharedKVAttention
+from nanoengine.models.rope import Rotary
+
+
+@dataclass(frozen=True, slots=True)
+class MtpParts:
+    """What the head computes, in this order.
+
+    norms: of the embedding and of what the model gave. join: [tokens, 2 x hidden] -> qkv's input,
+    the embedding first. norm: before the output head.
+    """
+
+    norms: tuple[Norm, Norm]
+    join: Product
+    qkv: Product
+    attention: Attention | SharedKVAttention | LatentAttention | DeltaLayer
+    after_attention: AfterAttention
+    norm: Norm
+
+
+class MtpHead:
+    """Guesses the token after the next one, for all rows of a step."""
+
+    def __init__(
+        self, ops: LayerOps, parts: MtpParts, ends: tuple[Embed, Norm, Product], rotary: Rotary
+    ) -> None:
+        """ends: the model's embedding, its last norm, and its output head without the norm."""
+        self._ops, self._parts, self._rotary = ops, parts, rotary
+        self._embed, self._model_norm, self._head = ends
+
+    def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
+        """Store the head's keys and values of a step's rows; returns what its guesses come from,
+        [tokens, hidden], which `given` of a row further may be.
+
+        next_ids: int64 [tokens], the token after each row's. given: [tokens, hidden], of the model
+        (`of_model`), or what this gave for the row before.
+        """
+        parts, rms_norm = self._parts, self._ops.rms_norm
+        embedded = rms_norm(self._embed(next_ids), parts.norms[0])
+        x = parts.join(torch.cat((embedded, rms_norm(given, parts.norms[1])), dim=1))
+        cos, sin = (each[0] for each in self._rotary.angles(ctx.positions))
+        attended = parts.attention(parts.qkv(x), cos, sin, ctx)
+        parts.after_attention(x, attended)
+        return rms_norm(x, parts.norm)
+
+    def of_model(self, x: Tensor) -> Tensor:
+        """The residual stream after the model's last layer, [tokens, hidden], as its head sees it:
+        after the last norm.
+        """
+        return self._ops.rms_norm(x, self._model_norm)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]."""
+        return self._head(x)
