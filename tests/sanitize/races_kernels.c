@@ -103,6 +103,7 @@ static void check_rows(int is_bf16) {
         rms_norm(&norm);
         norm.weight = wide_weight, norm.out = widely[i], norm.is_weight_bf16 = 0;
         rms_norm(&norm);
+        add(widely[i], x, cos, TOKENS, wide, is_bf16, threads);
         silu_mul(x, gated[i], TOKENS, half * ALL, wide, is_bf16, threads);
         argmax(x, largest[i], TOKENS, wide, wide, is_bf16, threads);
         char *k = turned[i] + HEADS * DIM * size, *v = k + KV_HEADS * DIM * size;
@@ -112,7 +113,7 @@ static void check_rows(int is_bf16) {
         rotate(&rope);
     }
     expect_same("rms_norm", normed[0], normed[1], TOKENS * wide * size);
-    expect_same("rms_norm, weight in float32", widely[0], widely[1], TOKENS * wide * size);
+    expect_same("rms_norm with a weight in float32, and add", widely[0], widely[1], TOKENS * wide * size);
     expect_same("silu_mul", gated[0], gated[1], TOKENS * half * ALL * size);
     expect_same("argmax", largest[0], largest[1], sizeof largest[0]);
     expect_same("rope_store: turned", turned[0], turned[1], TOKENS * wide * size);
