@@ -149,10 +149,11 @@ class ModelConfig:
     images, too. experts: None: all layers have a feed-forward. delta: of recurrent layers, which
     have no KV. shapes: of each layer where they differ, else (); see `shape`. layer_input_size: of
     the vector that each layer gets of a token id; 0: none. codes: a key of stored_codes.FORMATS, if
-    the checkpoint has matrices of layers (MXFP4: of experts) in it; else "". stored_dtype: of the
-    checkpoint's numbers, as config.json says; "" if it does not. latent: None: heads have keys and
-    values of their own. has_mtp: the head for multi-token prediction is part of it: a layer more
-    with attention, number num_layers, see models/mtp.py.
+    the checkpoint has matrices of layers (MXFP4: of experts) in it; else "". not_codes: ends of the
+    names of the projections of recurrent layers that it has as numbers nevertheless. stored_dtype:
+    of the checkpoint's numbers, as config.json says; "" if it does not. latent: None: heads have
+    keys and values of their own. has_mtp: the head for multi-token prediction is part of it: a
+    layer more with attention, number num_layers, see models/mtp.py.
     """
 
     architecture: str
@@ -182,6 +183,7 @@ class ModelConfig:
     shapes: tuple[LayerShape, ...] = ()
     layer_input_size: int = 0
     codes: str = ""
+    not_codes: tuple[str, ...] = ()
     stored_dtype: str = ""
     latent: LatentConfig | None = None
     has_mtp: bool = False

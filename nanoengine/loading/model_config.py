@@ -43,6 +43,8 @@ from nanoengine.text.tokenizer_files import read_eos_id
 
 MAX_LAYERS = 10_000
 MAX_STATE_DIM, MAX_CONV_SIZE = 1024, 64
+# Keys of a quantization_config: the modules that stay as they were.
+LEFT_OUT = ("modules_to_not_convert", "ignore", "ignored_layers")
 
 
 def read_model_config(
@@ -104,6 +106,7 @@ def read_model_config(
         shapes=shapes,
         layer_input_size=_layer_input_size(content, architecture, vocab_size),
         codes=_codes(content.get("quantization_config")),
+        not_codes=_not_codes(content.get("quantization_config"), architecture.recurrent),
         stored_dtype=str(content.get("dtype") or content.get("torch_dtype") or ""),
         latent=latent,
     )
@@ -258,6 +261,22 @@ def _codes(quantised: object) -> str:
     if block is not None and block[1] % GROUP == 0:
         return "FP8"
     return "MXFP4" if quant_method(quantised) == "mxfp4" else ""
+
+
+def _not_codes(quantised: object, projections: Collection[str]) -> tuple[str, ...]:
+    """ModelConfig's not_codes. Methods list names, parts of names or patterns, which are not run:
+    an entry means what it names, and all projections if it names none. One layer stands for all.
+    """
+    lists = [quantised.get(key) for key in LEFT_OUT] if isinstance(quantised, dict) else []
+    entries = [entry for listed in lists if isinstance(listed, list) for entry in listed]
+    named = [entry for entry in entries if isinstance(entry, str) and "linear_attn" in entry]
+    rests = [entry.rpartition("linear_attn")[2] for entry in named]
+    names = [*(f"in_proj_{name}" for name in projections), "out_proj"] if projections else []
+    return tuple(
+        f"linear_attn.{name}.weight"
+        for name in names
+        if any(name in rest or not any(map(str.isalpha, rest)) for rest in rests)
+    )
 
 
 def _refuse_settings(content: CheckedJson, architecture: Architecture) -> None:

@@ -389,11 +389,11 @@ def bytes_by_name(
     codes: bytes of a weight with quantization="gguf", in "layers", in "ends", and of "numbers" that
     are never codes; without it, of "experts" and of "others" in layers, if they stay codes.
     """
-    found = {}
+    found, never = {}, (*NEVER_CODES, *model.not_codes)
     for name, shape in weight_shapes(model).items():
         place = "layers" if ".layers." in name else "ends"
         is_matrix = len(shape) == 2 and not name.endswith(ROUTERS)
-        is_coded = is_matrix and not name.endswith(NEVER_CODES)
+        is_coded = is_matrix and not name.endswith(never)
         each = float(itemsize)
         if quantization == "int8":
             each = HELD_BYTES[FORMAT] / FORMATS[FORMAT][0] if becomes_codes(name, shape) else each

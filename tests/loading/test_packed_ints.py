@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanoengine import SamplingParams
+from nanoengine.cli.main import main
 from nanoengine.errors import UnsupportedModelError, WeightMismatchError
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.loading.packed_ints import PackedReader, packed_format
@@ -40,6 +41,7 @@ def of_tensors(weights: dict[str, Any], **more: Any) -> dict[str, Any]:
     return method | {"config_groups": groups} | more
 
 
+PRODUCTS = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
 FIRST = ("awq", "gptq", "compressed-tensors")
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 KINDS: dict[str, dict[str, Any]] = {
@@ -104,16 +106,19 @@ def packed(
     return found, weight
 
 
-def both_kinds(tiny: Tiny, name: str, config: dict[str, Any], folder: Path) -> tuple[Path, Path]:
-    """A checkpoint with packed products in its layers, and the same as numbers."""
+def both_kinds(
+    tiny: Tiny, name: str, config: dict[str, Any], folder: Path, part: str = ".0."
+) -> tuple[Path, Path]:
+    """A checkpoint with packed products where names have this part, and the same as numbers."""
     ours, theirs = folder / "packed", folder / "numbers"
     for each in (ours, theirs):
         shutil.copytree(tiny(name), each)
     stored = load_file(ours / "model.safetensors")
     plain = dict(stored)
     for seed, (each, tensor) in enumerate(list(stored.items())):
-        # Of experts the first of each layer, of other products those of the first layer.
-        if each.endswith("_proj.weight") and ".0." in each:
+        # Of experts the first of each layer, of other products those of the first layer, but for
+        # what the decays of a recurrent layer come from.
+        if each.endswith(PRODUCTS) and part in each:
             del stored[each]
             found, plain[each] = packed(config, tensor.shape, seed)
             stored |= {each.removesuffix("weight") + end: value for end, value in found.items()}
@@ -145,6 +150,59 @@ def test_answers_are_those_of_the_numbers(
         line = f"codes as stored: 7 of INT{bits}; the rest in float32"
     assert line in str(driver.engine.plan)
     driver.engine.close()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["awq", "compressed-tensors"])
+@pytest.mark.parametrize(("name", "num_coded"), [("qwen3.5", 6), ("qwen3-next-moe", 9)])
+def test_recurrent_layers(tiny: Tiny, tmp_path: Path, name: str, num_coded: int, kind: str) -> None:
+    """Rows of codes beside rows of numbers, and rows that lie head by head."""
+    ours, theirs = both_kinds(tiny, name, KINDS[kind], tmp_path)
+    driver = Driver(small_engine(ours))
+    outputs = driver.run([[7 * i % 256 for i in range(50)], [3, 4]])
+    assert f"codes as stored: {num_coded} of INT4; " in str(driver.engine.plan)
+    assert_logits_are_transformers(driver, theirs, outputs)
+    driver.engine.close()
+
+
+@needs_compiler
+def test_the_plan_knows_what_recurrent_layers_have_as_numbers(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left_out = [f"model.layers.0.linear_attn.in_proj_{name}" for name in "ba"]
+    config = KINDS["awq"] | {"modules_to_not_convert": [*left_out, "mlp.gate"]}
+    ours, _ = both_kinds(tiny, "qwen3.5", config, tmp_path, ".")
+    assert main(["plan", str(ours), "--gpu-gib", "0", "--dtype", "float32", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["memory"]["RAM"]["weights"]
+    engine = small_engine(ours)
+    assert engine.plan.weight_bytes == planned
+    engine.close()
+
+
+ALL = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, []),
+        ({"modules_to_not_convert": ["linear_attn", "mlp.gate"]}, ALL),
+        ({"ignore": [r"re:.*linear_attn\..*", "lm_head"]}, ALL),
+        ({"ignore": ["model.language_model.layers.4.linear_attn.out_proj"]}, ALL[-1:]),
+        ({"ignored_layers": ["model.layers.0.linear_attn.conv1d", "self_attn.out_proj"]}, []),
+        ({"modules_to_not_convert": None, "ignore": 3, "ignored_layers": [3]}, []),
+    ],
+    ids=str,
+)
+def test_lists_of_what_stays_numbers(
+    tiny: Tiny, tmp_path: Path, settings: dict[str, Any], names: list[str]
+) -> None:
+    shutil.copytree(tiny("qwen3.5"), tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": KINDS["awq"] | settings}
+    path.write_text(json.dumps(config))
+    found = read_model_config(tmp_path / "m").not_codes
+    assert found == tuple(f"linear_attn.{name}.weight" for name in names)
 
 
 @needs_no_gpu

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import HYBRID, TINY, reference, reference_logits
-from coded import of_size, random_rows
-from driver import Driver, small_engine
+from coded import coded_checkpoint, of_size, random_rows
+from driver import Driver, assert_logits_are_transformers, small_engine
 from gguf import GGMLQuantizationType as QuantType
 from gguf_model import GGUFModel
 from marks import needs_compiler
@@ -204,3 +204,20 @@ def test_a_conversion_says_how_its_outputs_are_ordered(
         stored[keeps_codes] = load_file(folder / "model.safetensors")
     name = "model.layers.0.linear_attn.out_proj.weight"
     assert (stored[False][name].dtype, stored[True][name].dtype) == (torch.bfloat16, torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("qwen3.5", "8 of FP8, 2 of Q8_0"), ("qwen3-next-moe", "4 of FP8, 2 of Q8_0")],
+)
+def test_codes_of_a_folder(
+    tiny: Callable[[str], Path], tmp_path: Path, name: str, said: str
+) -> None:
+    """FP8, also of rows that lie head by head; and Q8_0 beside it in the same product."""
+    formats = {"in_proj_b": "Q8_0", "in_proj": "FP8", "out_proj": "FP8"}
+    ours, theirs = coded_checkpoint(tiny(name), tmp_path, formats)
+    driver = Driver(small_engine(ours))
+    assert f"codes as stored: {said}; " in driver.engine.plan.quantization
+    outputs = driver.run(PROMPTS, GREEDY)
+    driver.engine.close()
+    assert_logits_are_transformers(driver, theirs, outputs)

@@ -124,6 +124,27 @@ def test_what_a_checkpoint_has_packed_stays_so(codes: str, num_bytes: float) -> 
         assert sizes[0].plan.weight_bytes - sizes[1].plan.weight_bytes == matrices * (2 - num_bytes)
 
 
+def test_recurrent_layers_in_codes_fit_a_small_gpu() -> None:
+    """Qwen3.6-27B as Q4_K_M has it: five matrices of seven in Q4_K, the others in Q6_K."""
+    recurrent = DeltaConfig(tuple(i for i in range(64) if i % 4 != 3), 16, 48, 128, 128, 4)
+    model = replace(
+        LLAMA_8B,
+        architecture="Qwen3_5ForCausalLM",
+        vocab_size=248320,
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_layers=64,
+        num_heads=24,
+        num_kv_heads=4,
+        head_dim=256,
+        delta=recurrent,
+    )
+    codes = {"layers": {"Q4_K": 5, "Q6_K": 2}, "ends": {"Q4_K": 1, "Q6_K": 1}}
+    hardware = Hardware(24 * GIB, 32 * GIB, 600.0, 25.0)
+    made = Forecaster(EngineConfig("m", quantization="gguf"), model, hardware, codes).forecast(4096)
+    assert 15 < made.plan.weight_bytes / GIB < 16.5
+
+
 def test_an_embedding_in_codes_is_no_longer_than_it_is() -> None:
     """A step reads the head and all layers, and a row of the embedding."""
     hardware, codes = Hardware(80 * GIB, GIB, 300.0, 25.0), {"ends": {"Q8_0": 1}}

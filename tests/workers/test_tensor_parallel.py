@@ -244,9 +244,12 @@ def test_codes_of_a_gguf(tmp_path: Path, name: str, settings: dict[str, Any]) ->
     assert all(each == expected for each in found)
 
 
-def test_codes_of_fp8(tiny: Tiny, tmp_path: Path) -> None:
-    """Float32 on any CPU: norms of heads, and an odd number of whole blocks."""
-    folder, _ = coded_checkpoint(tiny("qwen3"), tmp_path, {"_proj": "FP8", "embed": "FP8"})
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-next"])
+def test_codes_of_fp8(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Float32 on any CPU: norms of heads, an odd number of whole blocks; rows that lie head by
+    head.
+    """
+    folder, _ = coded_checkpoint(tiny(name), tmp_path, {"_proj": "FP8", "embed": "FP8"})
     expected, found = (run(folder, size, **WAYS["resident"]) for size in (1, 2))
     assert found == expected
 
