@@ -63,8 +63,8 @@ class StepTokens:
     drafts: Drafts
 
     def read(self) -> tuple[ScheduledBatch, list[int], list[int]]:
-        """Wait for the step: its batch with the drafts as guesses, the tokens that its items sample,
-        and what the model's own head guesses after each; []: nothing.
+        """Wait for the step: its batch with the drafts as guesses, the tokens that its items
+        sample, and what the model's own head guesses after each; []: nothing.
         """
         numbers = self.numbers.tolist()
         num_tokens, num_drafts = len(self.tokens), len(self.drafts.tokens)
