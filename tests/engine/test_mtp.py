@@ -15,7 +15,16 @@ import torch
 from driver import STREAMED, Driver, small_engine
 from fixed_drafts import scored
 from marks import named, needs_compiler
-from mtp_models import Say, chained, head_logits, knowing_head, watch_head, with_head, wrap
+from mtp_models import (
+    Say,
+    chained,
+    head_logits,
+    knowing_head,
+    said_of,
+    watch_head,
+    with_head,
+    wrap,
+)
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
@@ -347,16 +356,11 @@ def test_nobody_guesses_where_it_does_not_pay(heads: Any, monkeypatch: pytest.Mo
     engine.close()
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_the_text_model_of_one_for_images_has_it_too(heads: Any, tmp_path: Path) -> None:
+def test_the_text_model_of_one_for_images_has_it_too(
+    heads: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = wrap(heads("qwen3.5"), tmp_path / "wrapped")
-    found = []
-    for folder in (heads("qwen3.5"), path):
-        engine = small_engine(folder, speculative="mtp:1")
-        said = watch_head(engine)
-        Driver(engine).run(PROMPTS[1:2])
-        found.append(torch.stack([row for _, _, row in said]))
-        engine.close()
+    found = [said_of(folder, monkeypatch) for folder in (heads("qwen3.5"), path)]
     assert torch.equal(*found)
 
 

@@ -10,13 +10,17 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from checkpoints import reference
+from driver import Driver, small_engine
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.sequence import Sequence as EngineSequence
 
@@ -214,3 +218,16 @@ def watch_head(engine: LLMEngine, say: Say | None = None) -> list[tuple[int, int
 
     sampler.sample = watched
     return said
+
+
+def said_of(path: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Tensor:
+    """What the head of a checkpoint says in every step of some answers, [guesses, vocab]; none of
+    it is checked.
+    """
+    patch.setattr(PayingDrafts, "choose", lambda self: 0)
+    patch.setattr(PayingDrafts, "is_due", True)
+    engine = small_engine(path, speculative="mtp:1", **settings)
+    said = watch_head(engine)
+    Driver(engine).run([[7, 3, 9], [i * 7 % 256 for i in range(40)]])
+    engine.close()
+    return torch.stack([row for _, _, row in said])

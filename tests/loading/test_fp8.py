@@ -12,6 +12,7 @@ import pytest
 import torch
 from driver import Driver, assert_logits_are_transformers, host_gib, small_engine
 from marks import needs_compiler, needs_no_gpu
+from mtp_models import said_of, with_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -124,6 +125,19 @@ def test_answers_are_those_of_the_same_weights_in_float32(
     outputs = driver.run([[7 * i % 256 for i in range(50)]])
     driver.engine.close()
     assert_logits_are_transformers(driver, plain, outputs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe"])
+def test_a_models_own_head_may_be_in_it(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    source = with_head(tiny(name), tmp_path, splits_experts=True)
+    ours, plain = numbers_beside(source, tmp_path, "even blocks")
+    said = [said_of(path, monkeypatch) for path in (ours, plain)]
+    torch.testing.assert_close(*said, atol=1e-4, rtol=0)
+    stored = load_file(ours / "model.safetensors")
+    assert any("mtp." in each or ".3." in each for each in stored if each.endswith("_scale_inv"))
 
 
 def test_without_kernels_of_codes_they_are_dequantised(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from driver import Driver, assert_logits_are_transformers, small_engine
 from marks import named, needs_compiler, needs_no_gpu
+from mtp_models import said_of, with_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -127,6 +128,18 @@ def both_kinds(
     path = ours / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     return ours, theirs
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["awq", "compressed-tensors"])
+def test_a_models_own_head_may_be_packed(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    source = with_head(tiny("qwen3.5"), tmp_path)
+    ours, theirs = both_kinds(lambda name: source, "", KINDS[kind], tmp_path)
+    said = [said_of(path, monkeypatch) for path in (ours, theirs)]
+    torch.testing.assert_close(*said, atol=1e-4, rtol=0)
+    assert any(name.startswith("mtp.") for name in load_file(ours / "model.safetensors"))
 
 
 @pytest.mark.parametrize(
