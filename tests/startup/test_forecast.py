@@ -126,22 +126,12 @@ def test_what_a_checkpoint_has_packed_stays_so(codes: str, num_bytes: float) -> 
 
 def test_recurrent_layers_in_codes_fit_a_small_gpu() -> None:
     """Qwen3.6-27B as Q4_K_M has it: five matrices of seven in Q4_K, the others in Q6_K."""
-    recurrent = DeltaConfig(tuple(i for i in range(64) if i % 4 != 3), 16, 48, 128, 128, 4)
-    model = replace(
-        LLAMA_8B,
-        architecture="Qwen3_5ForCausalLM",
-        vocab_size=248320,
-        hidden_size=5120,
-        intermediate_size=17408,
-        num_layers=64,
-        num_heads=24,
-        num_kv_heads=4,
-        head_dim=256,
-        delta=recurrent,
-    )
     codes = {"layers": {"Q4_K": 5, "Q6_K": 2}, "ends": {"Q4_K": 1, "Q6_K": 1}}
-    hardware = Hardware(24 * GIB, 32 * GIB, 600.0, 25.0)
-    made = Forecaster(EngineConfig("m", quantization="gguf"), model, hardware, codes).forecast(4096)
+    settings, hardware = (
+        EngineConfig("m", quantization="gguf"),
+        Hardware(24 * GIB, 32 * GIB, 600.0, 25.0),
+    )
+    made = Forecaster(settings, small_gpu.QWEN3_6_27B, hardware, codes).forecast(4096)
     assert 15 < made.plan.weight_bytes / GIB < 16.5
 
 
