@@ -41,6 +41,7 @@
 #include <omp.h>
 #include <stdlib.h>
 
+#include "call_tape.h"
 #include "cpu_tiles.h"
 
 enum { TILE = 64, SEG = 256 };
@@ -1273,9 +1274,12 @@ int attend(const attend_args *a) {
         float *mine = scratches + omp_get_thread_num() * scratch;
         const int tiled = tiled_decode || (p.num_items && mode_of(a) == BF16_TILES);
         if (tiled) shape_tiles(TILE_ROWS, TILE_ROWS);
-        if (a->is_first) {
-#pragma omp for schedule(static)
+        if (a->is_first) { /* read past a barrier: that of the segments, or this one */
+#pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < a->tokens * a->heads; row++) start_row(a, row);
+            if (p.num_segments == 0) {
+#pragma omp barrier
+            }
         }
         for (int64_t begin = 0; begin < p.num_segments; begin += window) {
             const int64_t end = min64(begin + window, p.num_segments);
@@ -1297,13 +1301,16 @@ int attend(const attend_args *a) {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < a->entries * p.max_rows; i++)
                 merge_row(a, &p, i / p.max_rows, i % p.max_rows, begin, end, partials);
+            if (end == p.num_segments) break;
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < a->entries; i++)
                 while (p.next_segment[i] >= 0 && p.next_segment[i] < end)
                     p.next_segment[i] = p.segments[p.next_segment[i]].next;
         }
+        if (p.num_items) {
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
+            for (int64_t i = 0; i < p.num_items; i++) prefill_item(a, &p.items[i], mine);
+        }
         if (a->mass && a->out) {
             const int64_t places = ceil_div(a->blocks, LANES);
 #pragma omp for schedule(static) nowait
@@ -1313,7 +1320,7 @@ int attend(const attend_args *a) {
         if (tiled) release_tiles();
         restore_denormals(saved);
         if (a->out) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < a->tokens * a->heads; row++)
                 if (a->is_bf16) finish_row(a->row_sum, a->acc, a->out, row, a->head_dim, BF16_WIDE);
                 else finish_row(a->row_sum, a->acc, a->out, row, a->head_dim, F32);
@@ -1348,10 +1355,11 @@ INLINE void norm_row(const norm_args *a, int64_t row, int mode) {
     if (a->is_weight_bf16) norm(x, a->weight, out, a->dim, (float)a->eps, mode, BF16_WIDE);
     else norm(x, a->weight, out, a->dim, (float)a->eps, mode, F32);
 }
-void rms_norm(const norm_args *a) {
+int rms_norm(const norm_args *a) {
 #define ROW(i, mode) norm_row(a, i, mode)
     FOR_ROWS(a->tokens * a->heads, a->tokens * a->heads * a->dim, a->is_bf16, a->threads, ROW);
 #undef ROW
+    return 0;
 }
 
 typedef struct {
@@ -1401,18 +1409,20 @@ INLINE void rope_row(const rope_args *a, int64_t row, int mode) {
     if (!a->v_slots) return; /* k is v, too */
     memcpy(place(a, a->v_slots[row], mode), AT(a->v, row * a->v_token, mode), bytes);
 }
-void rope_store(const rope_args *a) {
+int rope_store(const rope_args *a) {
 #define ROW(i, mode) rope_row(a, i, mode)
     const int64_t width = (a->heads + 2 * a->kv_heads) * a->head_dim;
     FOR_ROWS(a->tokens, a->tokens * width, a->is_bf16, a->threads, ROW);
 #undef ROW
+    return 0;
 }
 
 /* q alone. */
-void rotate(const rope_args *a) {
+int rotate(const rope_args *a) {
 #define ROW(i, mode) turn_heads(a, AT(a->q, (i) * a->q_token, mode), a->heads, i, mode)
     FOR_ROWS(a->tokens, a->tokens * a->heads * a->head_dim, a->is_bf16, a->threads, ROW);
 #undef ROW
+    return 0;
 }
 
 INLINE void gate_row(const void *gate_up, void *out, int64_t row, int64_t dim, int64_t stride,

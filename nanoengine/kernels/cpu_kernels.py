@@ -75,13 +75,13 @@ class CpuKernels:
 
     def __init__(self, library: ctypes.CDLL, tape: CallTape | None = None) -> None:
         """tape: records the calls; by default one of its own."""
-        self.tape = tape or CallTape()
+        self.tape = tape or CallTape(library)
         self._attend = library.attend
         self._rms_norm = library.rms_norm
         self._rope_store, self._rotate = library.rope_store, library.rotate
         self._gated_delta = library.gated_delta
         for function in (self._rms_norm, self._rope_store, self._rotate):
-            function.argtypes, function.restype = [ctypes.c_char_p], None
+            function.argtypes = [ctypes.c_char_p]
         self._attend.argtypes = self._gated_delta.argtypes = [ctypes.c_char_p]
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
@@ -164,7 +164,7 @@ class CpuKernels:
             scale,
             softcap or 0.0,
         )
-        self.tape.call(self._attend, (packed,), pointed_to, out, mass, sinks)
+        self.tape.call(self._attend, packed, pointed_to, out, mass, sinks)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """out = x / rms(x) * weight over the last dimension, in the steps of LlamaRMSNorm; or, with
@@ -189,7 +189,7 @@ class CpuKernels:
             torch.get_num_threads(),
             eps,
         )
-        self.tape.call(self._rms_norm, (packed,), x, weight, out)
+        self.tape.call(self._rms_norm, packed, x, weight, out)
 
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
@@ -222,7 +222,7 @@ class CpuKernels:
             _IS_BF16[q.dtype],
             torch.get_num_threads(),
         )
-        self.tape.call(self._rope_store, (packed,), q, k, v, cos, sin, k_slots, v_slots, pool)
+        self.tape.call(self._rope_store, packed, q, k, v, cos, sin, k_slots, v_slots, pool)
 
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> None:
         """As rope_store, of q alone."""
@@ -233,7 +233,7 @@ class CpuKernels:
             _IS_BF16[q.dtype],
             torch.get_num_threads(),
         )
-        self.tape.call(self._rotate, (packed,), q, cos, sin)
+        self.tape.call(self._rotate, packed, q, cos, sin)
 
     def argmax(self, x: Tensor) -> Tensor:
         """int64 [rows]: where each row of x [rows, dim] is largest, the first place if several."""
@@ -331,7 +331,7 @@ class CpuKernels:
             torch.get_num_threads(),
             net.eps,
         )
-        self.tape.call(self._gated_delta, (packed,), pointed_to)
+        self.tape.call(self._gated_delta, packed, pointed_to)
 
 
 def _checked_is_bf16(q: Tensor, k: Tensor, v: Tensor) -> int:

@@ -65,6 +65,8 @@ typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
     int64_t x_stride, out_stride, rows, epilogue, threads;
 } call_t;
 
+typedef struct { int64_t count; call_t calls[]; } calls_t; /* one after the other; filled by cpu_linear.py */
+
 enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of a number */
 INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
 
@@ -543,7 +545,9 @@ static void linear_in_team(const call_t *call, int64_t threads) {
 
 /* For each of the calls in order: out (epilogue) norm(x) W^T. A call may read what those before it
  * wrote. */
-void linear(const call_t *calls, int64_t count) {
+int linear(const calls_t *all) {
+    const call_t *calls = all->calls;
+    const int64_t count = all->count;
     int64_t products = 0;
     for (int64_t i = 0; i < count; i++) products += calls[i].rows * calls[i].w->k * calls[i].w->outputs;
     const int64_t threads = products < 1 << 16 ? 1 : calls->threads; /* some us */
@@ -553,10 +557,13 @@ void linear(const call_t *calls, int64_t count) {
         for (int64_t i = 0; i < count; i++) {
             linear_in_team(&calls[i], threads);
             has_tiles |= calls[i].w->is_tiled;
+            if (i + 1 < count) {
 #pragma omp barrier
+            }
         }
         if (has_tiles) release_tiles();
     }
+    return 0;
 }
 
 /* ---- experts ---------------------------------------------------------------------------------- */
@@ -663,7 +670,7 @@ static void add_up(const experts_t *e, int64_t row) {
 }
 
 /* out = for each row the sum over its experts of weight * down(activation(gate(x)) * up(x)). */
-void experts(const experts_t *e) {
+int experts(const experts_t *e) {
     const int64_t hit = plan_experts(e), width = ITEM * e->down[0]->outputs;
     const int64_t choices = e->rows * e->top_k, products = choices * width * e->down[0]->k;
     const int64_t threads = products < 1 << 16 ? 1 : e->threads;
@@ -680,6 +687,7 @@ void experts(const experts_t *e) {
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < e->rows; row++) add_up(e, row);
     }
+    return 0;
 }
 
 /* ---- memory and packing ----------------------------------------------------------------------- */

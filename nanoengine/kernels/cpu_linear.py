@@ -38,6 +38,7 @@ from nanoengine.models.stored_codes import CodedWeight, Weight
 SOURCE = Path(__file__).with_name("cpu_linear.c")
 # Of activations, as in cpu_linear.c.
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
+_NUM_CALLS = struct.Struct("=q")  # of calls_t in cpu_linear.c, before its calls
 # One field per member of experts_t in cpu_linear.c, in that order.
 _EXPERTS = struct.Struct("=12Q4q")
 _ROUTE = struct.Struct("=6Q9qd")  # and of route_t in cpu_router.h
@@ -85,8 +86,9 @@ class PackedProduct:
 
     def run(self, calls: list[tuple[bytes, Tensor | None]], *held: object) -> None:
         """Make calls of this product and of others in one call of C. held: see CallTape."""
-        packed, weight = b"".join(call for call, _ in calls), self._weights[0]
-        weight.tape.call(weight.library.linear, (packed, len(calls)), held, calls)
+        packed = b"".join((_NUM_CALLS.pack(len(calls)), *(call for call, _ in calls)))
+        weight = self._weights[0]
+        weight.tape.call(weight.library.linear, packed, held, calls)
 
     def calls(self, x: Tensor, out: Tensor, epilogue: int) -> list[tuple[bytes, Tensor | None]]:
         """A call of C for each of the products, see PackedWeight.call."""
@@ -232,7 +234,7 @@ class PackedExperts:
         )
         numbers = count, top_k, tokens, torch.get_num_threads()
         packed = _EXPERTS.pack(*(tensor.data_ptr() for tensor in held), *numbers)
-        gate_up.tape.call(gate_up.library.experts, (packed,), held)
+        gate_up.tape.call(gate_up.library.experts, packed, held)
         return out
 
     def _made_bytes(self, rows: int) -> int:
@@ -257,11 +259,8 @@ class CpuLinear:
         rounds_rows: bool,
     ) -> None:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
-        library.linear.argtypes = [ctypes.c_char_p, integer]
-        library.linear.restype = None
-        library.experts.argtypes = [ctypes.c_char_p]
-        library.experts.restype = None
-        library.route.argtypes, library.route.restype = [ctypes.c_char_p], None
+        for function in (library.linear, library.experts, library.route):
+            function.argtypes = [ctypes.c_char_p]
         self._route = library.route
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
@@ -384,7 +383,7 @@ class CpuLinear:
             torch.get_num_threads(),
             config.scaling,
         )
-        self._tape.call(self._route, (packed,), logits, choice_bias, scale, ids, weights, scratch)
+        self._tape.call(self._route, packed, logits, choice_bias, scale, ids, weights, scratch)
         return ids, weights
 
     def after_attention(

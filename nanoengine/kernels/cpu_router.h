@@ -69,7 +69,8 @@ static void route_row(const route_t *r, int64_t row) {
     }
 }
 
-void route(const route_t *r) {
+int route(const route_t *r) {
 #pragma omp parallel for num_threads((int)r->threads) schedule(static) if (r->rows * r->count > 1 << 11)
     for (int64_t row = 0; row < r->rows; row++) route_row(r, row);
+    return 0;
 }

@@ -22,6 +22,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "call_tape.h"
+
 /* Who waits spins; then lets others have the core, which costs nothing where it has one to itself; then
  * sleeps until it is woken, and looks up every SLEEP_NS. Tests have their own values of these three. */
 #ifndef PIECE

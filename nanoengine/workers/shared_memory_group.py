@@ -63,9 +63,9 @@ class SharedMemoryGroup:
         folder     as in c_build.load_library
         """
         self.rank, self.size = rank, size
-        self.tape = tape or CallTape()
         self._timeout_s = timeout_s
         self._library = _load(folder)
+        self.tape = tape or CallTape(self._library)
         self._calling, self._closing = threading.Lock(), threading.Lock()
         self._handle: int | None = self._library.open_group(fd, rank, size)
         if self._handle is None:

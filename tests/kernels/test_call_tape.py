@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from nanoengine.devices.cpu import CpuDevice
 from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import EngineError
-from nanoengine.kernels.c_build import KernelBuildError
+from nanoengine.kernels.c_build import SOURCE, KernelBuildError, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kv.kv_memory import KVMemory
@@ -191,6 +192,38 @@ def test_a_failing_call_is_told_and_forgotten() -> None:
         tape.replay(two, forward)
     tape.replay(two, forward)
     assert len(made) == 3
+
+
+@needs_compiler
+def test_neighbouring_calls_of_c_are_one_until_one_fails(tmp_path: Path) -> None:
+    tape, rmdir = CallTape(load_library(SOURCE)), ctypes.CDLL(None).rmdir
+    folders = [tmp_path / name for name in "abc"]
+    beside: list[list[bool]] = []
+
+    def look() -> None:
+        beside.append([folder.exists() for folder in folders])
+
+    def forward() -> Tensor:
+        for folder in folders[:2]:
+            tape.call(rmdir, bytes(folder))
+        tape.call(look, ())
+        tape.call(rmdir, bytes(folders[2]))
+        return torch.empty(0)
+
+    def run(*there: Path) -> None:
+        for folder in there:
+            folder.mkdir()
+        tape.replay(ReplayKey((), ()), forward)
+
+    run(*folders)  # recorded
+    run(*folders)  # replayed
+    assert beside == [[False, False, True]] * 2
+    assert not any(folder.exists() for folder in folders)
+    with pytest.raises(EngineError, match="out of memory"):
+        run(*folders[1:])
+    assert folders[1].exists() and len(beside) == 2  # the first call failed, no other was made
+    (two, one) = [len(args[0]) for function, args in tape._last.steps if function is not look]
+    assert two == 2 * one
 
 
 def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:

@@ -68,13 +68,13 @@ static char *after_attention(const layer_t *l, int64_t tokens, int threads) {
     const int64_t k = ITEM * l->k, width = ITEM * l->width, inner = ITEM * l->inner;
     /* one after the other makes its rows here: normed ones, and these arranged */
     char *made = malloc((2 * tokens + TILED_ROWS) * max64(max64(k, width), inner));
-    const call_t calls[] = {
+    struct { int64_t count; call_t calls[4]; } all = {4, {
         {&l->out, x, residual, made, k, width, tokens, ADD, threads},
         {&l->gate_up, residual, gated, made, width, inner, tokens, STORE, threads},
         {&l->down, gated, residual, made, inner, width, tokens, ADD, threads},
         {&l->next_qkv, residual, result, made, width, k, tokens, STORE, threads},
-    };
-    linear(calls, sizeof calls / sizeof *calls);
+    }};
+    linear((const calls_t *)&all);
     free(x), free(residual), free(gated), free(made);
     return result;
 }
