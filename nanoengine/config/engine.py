@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from inspect import Parameter, signature
 from typing import Any, TypedDict, TypeVar
 
@@ -237,17 +238,8 @@ class EngineConfig:
         return 1 + max(self._guessers.values()) if self.asks_for_guesses else 0
 
     @property
-    def _guessers(self) -> dict[str, int]:
-        """The K of each part of `speculative`; empty if there is none, or it is misspelled."""
-        named = {None: DEFAULT_SPECULATIVE, "auto": AUTO_SPECULATIVE}
-        asked = self.speculative if isinstance(self.speculative, str | None) else ""
-        spelled = named.get(asked, asked or "")
-        found = re.fullmatch(
-            r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident|mtp):(\d{1,3}))?", spelled
-        )
-        parts = found.groups() if found else ()
-        counts = {name: int(k) for name, k in zip(parts[::2], parts[1::2], strict=True) if name}
-        return counts if all(1 <= k <= MAX_GUESSES for k in counts.values()) else {}
+    def _guessers(self) -> Mapping[str, int]:
+        return guessers_of(self.speculative) if isinstance(self.speculative, str | None) else {}
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -385,6 +377,19 @@ def shows_settings(init: Init) -> Init:
     shown_as = ours.replace(parameters=[*named, *settings])
     init.__signature__ = shown_as  # type: ignore[attr-defined]  # what inspect looks for
     return init
+
+
+@cache  # asked in every step
+def guessers_of(speculative: str | None) -> Mapping[str, int]:
+    """The K of each part of `speculative`; empty if there is none, or it is misspelled."""
+    named = {None: DEFAULT_SPECULATIVE, "auto": AUTO_SPECULATIVE}
+    spelled = named.get(speculative, speculative or "")
+    found = re.fullmatch(
+        r"(?:(ngram):(\d{1,3}))?(?:(?:^|(?<=\d)\+)(resident|mtp):(\d{1,3}))?", spelled
+    )
+    parts = found.groups() if found else ()
+    counts = {name: int(k) for name, k in zip(parts[::2], parts[1::2], strict=True) if name}
+    return counts if all(1 <= k <= MAX_GUESSES for k in counts.values()) else {}
 
 
 def make_config(model: Any, settings: Mapping[str, Any]) -> EngineConfig:

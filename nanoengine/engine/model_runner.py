@@ -124,10 +124,11 @@ class ModelRunner:
 
     def _logits(self, hidden: Tensor, ctx: ForwardContext, num_padding: int) -> Tensor:
         """Of the rows that sample, made beside those of the last `num_padding` rows."""
-        rows = hidden[ctx.logit_rows]
+        num_all, num_wanted = hidden.shape[0], ctx.logit_rows.shape[0]
+        rows = hidden if num_wanted == num_all else hidden[ctx.logit_rows]
         if num_padding:
-            rows = torch.cat((rows, hidden[len(hidden) - num_padding :]))
-        return self.model.logits(rows)[: len(ctx.logit_rows)]
+            rows = torch.cat((rows, hidden[num_all - num_padding :]))
+        return self.model.logits(rows)[:num_wanted]
 
     def _context(
         self, batch: ScheduledBatch, step: OpenStep, before: StepTokens | None, drafts: Drafts

@@ -159,8 +159,8 @@ class KVSpec:
         streams, all blocks of the widest window, so that layers with a window never stream. If the
         device cannot hold that window, it streams like the rest.
         """
-        blocks = self.widest_blocks
-        return blocks if self.slot_blocks and 0 < blocks < self.num_blocks else 1
+        blocks = self.widest_blocks if self.slot_blocks else 0
+        return blocks if 0 < blocks < self.num_blocks else 1
 
     @property
     def streamed_bytes(self) -> int:

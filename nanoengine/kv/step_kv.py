@@ -193,8 +193,11 @@ def _token_slots(plan: StepPlan, block_size: int, parts: int) -> npt.NDArray[np.
     """[parts, tokens]: the rows of a layer's pool for each token; -1: not stored."""
     num_rows = max(plan.num_tokens + plan.num_padding, plan.num_rows)
     slots = np.full((parts, num_rows), -1)
-    for write in plan.writes:
-        for part, rows in enumerate(slots):
-            first = (write.slot * parts + part) * block_size + write.offset
-            rows[write.row : write.row + write.num_tokens] = np.arange(write.num_tokens) + first
+    for part, rows in enumerate(slots):
+        for row, slot, offset, num_tokens in plan.writes:
+            first = (slot * parts + part) * block_size + offset
+            if num_tokens == 1:  # of a decode step all are: five times faster than ranges
+                rows[row] = first
+            else:
+                rows[row : row + num_tokens] = np.arange(first, first + num_tokens)
     return slots
