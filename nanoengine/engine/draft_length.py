@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from itertools import accumulate
 from operator import mul
+from statistics import median
 
 from nanoengine.kv.draft_plan import HOPE, LEAST_GAIN
 
 HOPE_WEIGHT = 1.5  # checked drafts that it counts for
 WEIGHT = 0.15  # of what is new in each average; at first more
-NUM_PLAIN = 3  # steps without drafts, at first: the time of the fastest counts
+# Times are medians of so many: a step that waited for another program, or moved blocks, is no rule.
+NUM_PLAIN = 3  # steps without drafts
+NUM_TRIALS = 3  # steps with drafts
 FIRST = 2  # drafts of a step while their cost is unknown
-NUM_TRIALS = 3  # such steps
 # Drafts that do not pay are tried again, but may not cost more than that share of the time.
 TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
@@ -30,16 +33,24 @@ FIRST_REFRESH, LAST_REFRESH = 4, 64
 
 
 class DraftCost:
-    """Seconds that a draft adds to a step, as the requests of an engine found it so far."""
+    """Seconds that a draft adds to a step, as the requests of an engine found it lately."""
 
     def __init__(self) -> None:
-        self.seconds = math.inf
-        self.num_measured = 0
+        self._recent: deque[float] = deque(maxlen=NUM_TRIALS)
+
+    @property
+    def seconds(self) -> float:
+        """Infinite if nobody has drafted."""
+        return median(self._recent) if self._recent else math.inf
 
     @property
     def is_known(self) -> bool:
         """Whether enough was measured to decide by it; kernels may be compiled in the first."""
-        return self.num_measured >= NUM_TRIALS
+        return len(self._recent) == NUM_TRIALS
+
+    def record(self, seconds: float) -> None:
+        """What each draft of a step has added to it."""
+        self._recent.append(max(0.0, seconds))
 
 
 class PayingDrafts:
@@ -51,10 +62,7 @@ class PayingDrafts:
         self._cost = cost
         self._right: list[float] = []  # of each draft that was ever checked
         self._num_checked: list[int] = []
-        self._plain_s = math.inf
-        # Of steps with drafts: their seconds and how many drafts, each an average.
-        self._drafted: tuple[float, float] | None = None
-        self._num_plain = 0
+        self._plain: deque[float] = deque(maxlen=NUM_PLAIN)  # seconds of steps without drafts
         self._since_plain = self._since_trial = 0  # steps
         self._between_plain = FIRST_REFRESH
         self._began: float | None = None  # when the step under way was planned
@@ -93,25 +101,30 @@ class PayingDrafts:
             weight = max(WEIGHT, 1 / (HOPE_WEIGHT + self._num_checked[depth]))
             self._right[depth] = _moved(self._right[depth], float(depth < num_right), weight)
         if is_decode and num_drafts:
-            self._record_drafted(seconds, num_drafts)
+            # A draft reads less than a step: what takes two waited for other programs, and would keep
+            # the next trial away for long.
+            draft_s = (seconds - self._plain_s) / num_drafts
+            self._cost.record(min(draft_s, 2 * self._plain_s))
         elif is_decode:
-            self._num_plain += 1
-            # What is slower may be a step that also moved blocks.
-            is_slower = seconds > self._plain_s
-            self._plain_s = _moved(self._plain_s, seconds) if is_slower else seconds
+            self._plain.append(seconds)
 
     @property
     def _is_decided(self) -> bool:
         """Whether enough was measured to say whether drafts pay."""
-        return self._num_plain >= NUM_PLAIN and self._cost.is_known
+        return len(self._plain) == NUM_PLAIN and self._cost.is_known
+
+    @property
+    def _plain_s(self) -> float:
+        """Seconds of a step without drafts."""
+        return median(self._plain)
 
     def _number(self) -> int:
         """How many tokens the next step drafts."""
         if not self._is_decided:
-            return 0 if self._num_plain < NUM_PLAIN else min(FIRST, self._most)
+            return 0 if len(self._plain) < NUM_PLAIN else min(FIRST, self._most)
         if best := self._best():
             return best if self._since_plain < self._between_plain else 0
-        wait = self._draft_s / (self._plain_s * TRIAL_COST)
+        wait = self._cost.seconds / (self._plain_s * TRIAL_COST)
         return int(self._since_trial >= max(LEAST_WAIT, wait))
 
     def _count(self, num_drafts: int) -> None:
@@ -121,36 +134,16 @@ class PayingDrafts:
             self._between_plain = min(2 * self._between_plain, LAST_REFRESH)
         self._since_plain = self._since_plain + 1 if num_drafts else 0
 
-    def _record_drafted(self, seconds: float, num_drafts: int) -> None:
-        """The first steps of an engine count by the fastest, all others by their average."""
-        self._cost.num_measured += 1
-        if self._drafted is None:
-            self._drafted = seconds, float(num_drafts)
-        elif self._cost.is_known:
-            before_s, before = self._drafted
-            self._drafted = _moved(before_s, seconds), _moved(before, num_drafts)
-        else:
-            self._drafted = min(self._drafted, (seconds, float(num_drafts)))
-        self._cost.seconds = self._draft_s
-
-    @property
-    def _draft_s(self) -> float:
-        """Seconds that a draft adds: as measured here, or by requests before."""
-        if self._drafted is None:
-            return self._cost.seconds
-        seconds, num_drafts = self._drafted
-        return max(0.0, seconds - self._plain_s) / num_drafts
-
     def _best(self) -> int:
         """The number with most tokens a second; 0 if none gives LEAST_GAIN."""
         deepest = self._right[-1] if self._right else HOPE
         right = self._right + [deepest] * (self._most - len(self._right))
         num_tokens = accumulate(accumulate(right, mul), initial=1.0)
-        draft_s = self._draft_s
-        rates = [tokens / (self._plain_s + k * draft_s) for k, tokens in enumerate(num_tokens)]
+        plain_s, draft_s = self._plain_s, self._cost.seconds
+        rates = [tokens / (plain_s + k * draft_s) for k, tokens in enumerate(num_tokens)]
         best = max(range(len(rates)), key=rates.__getitem__)
         return best if rates[best] >= LEAST_GAIN * rates[0] else 0
 
 
-def _moved(average: float, new: float, weight: float = WEIGHT) -> float:
+def _moved(average: float, new: float, weight: float) -> float:
     return average + weight * (new - average)

@@ -103,12 +103,32 @@ def step(clock: Clock, drafts: PayingDrafts, seconds: float, is_decode: bool = T
 
 
 def test_the_first_steps_tell_the_cost(clock: Clock) -> None:
-    """The fastest of the first ones with drafts counts: one may have compiled a kernel."""
+    """Their median counts: one may have compiled a kernel."""
     drafts = PayingDrafts(MOST, DraftCost())
     assert [step(clock, drafts, 1.0) for _ in range(NUM_PLAIN)] == [0] * NUM_PLAIN
     for seconds in (30.0, *[1.02] * (NUM_TRIALS - 1)):
         assert step(clock, drafts, seconds) == FIRST
     assert drafts.choose() == MOST
+
+
+@pytest.mark.parametrize("at", [0, 2, NUM_PLAIN, NUM_PLAIN + 1, 20])
+def test_a_step_that_waited_for_another_program_is_no_rule(clock: Clock, at: int) -> None:
+    cost = DraftCost()
+    run(clock, 0.1, 1.0, 64, cost=cost)
+    drafts, counts = PayingDrafts(MOST, cost), []
+    for number in range(40):
+        seconds = 1 + 0.1 * drafts.choose() + 100 * (number == at)
+        counts.append(step(clock, drafts, seconds))
+    assert sum(count > 0 for count in counts[NUM_PLAIN:]) > 30
+
+
+def test_a_busy_start_is_forgotten(clock: Clock) -> None:
+    """There all steps with drafts waited, for much longer than a step takes."""
+    drafts, counts = PayingDrafts(MOST, DraftCost()), []
+    for number in range(800):
+        draft_s = 30 if number < 10 else 0.1
+        counts.append(step(clock, drafts, 1 + drafts.choose() * draft_s))
+    assert sum(count > 0 for count in counts[600:]) > 190
 
 
 def test_a_request_learns_the_cost_from_those_before(clock: Clock) -> None:
