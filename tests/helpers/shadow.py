@@ -403,7 +403,7 @@ class ShadowEngine:
     ) -> None:
         """All layers of a step. fresh: hashes of its tokens; hashes: all that each item reads."""
         for layer in range(NUM_LAYERS):
-            self._layer(layer, kv, fresh, hashes, fail_at)
+            self.layer(layer, kv, fresh, hashes, fail_at)
 
     def draft(
         self, batch: ScheduledBatch, step: OpenStep, fail_at: tuple[int, int] | None
@@ -448,7 +448,7 @@ class ShadowEngine:
         """All blocks that ever were in a copy that failed."""
         return set().union(*(faults.victims for faults in self.faults.values()))
 
-    def _layer(
+    def layer(
         self,
         layer: int,
         step: StepKV,
@@ -456,6 +456,7 @@ class ShadowEngine:
         hashes: list[list[int]],
         fail_at: tuple[int, int] | None,
     ) -> None:
+        """One of them."""
         keys = rows(fresh, layer)
         step.target(layer).store(keys, -keys)
         seen = [0] * len(hashes)
