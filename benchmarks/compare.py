@@ -444,7 +444,8 @@ def make_rows(
                 beside = _against(kind, part, peer, exact, runs[exact.name], own)
                 row["ratio_to_exact"] = beside.get("ratio")
         elif kind.is_warm:
-            row |= share_of_limits([said["parts"][part] for said in own], model)
+            like_it = replace(model, rounds_activations=peer.rounds_activations)
+            row |= share_of_limits([said["parts"][part] for said in own], like_it)
         rows.append(row)
     return rows
 

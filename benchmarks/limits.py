@@ -1,6 +1,6 @@
 """Measures what a machine can do, and what share of it a run used.
 
-Owns two measured limits and the least bytes and FLOP that a decoder needs. Knows the lengths
+Owns the measured limits and the least bytes and FLOP that a decoder needs. Knows the lengths
 of prompts and outputs, not how an engine split them into steps.
 """
 
@@ -24,16 +24,20 @@ WEIGHT_BYTES = 2.0  # of a parameter as a number: float32 ones that bf16 holds a
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Measured limits of the machine: plain reads from memory, matrix products."""
+    """Measured limits of the machine: plain reads from memory, matrix products, and products of
+    which the factors may be 8-bit integers.
+    """
 
     read_gb_per_s: float
     matmul_gflop_per_s: float
+    int8_gflop_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """Inputs of the share of the limit. prefix: tokens that all prompts begin with. weight_bytes,
-    kv_bytes: of a parameter, and of a number of KV.
+    kv_bytes: of a parameter, and of a number of KV. rounds_activations: whether products are of
+    8-bit integers.
     """
 
     config: ModelConfig
@@ -41,6 +45,14 @@ class Model:
     limits: Limits
     weight_bytes: float = WEIGHT_BYTES
     kv_bytes: float = 2.0
+    rounds_activations: bool = False
+
+    @property
+    def flop_per_s(self) -> float:
+        """The limit of its products."""
+        limits = self.limits
+        rate = limits.int8_gflop_per_s if self.rounds_activations else limits.matmul_gflop_per_s
+        return rate * 1e9
 
 
 def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, Any]:
@@ -67,7 +79,7 @@ def share_of_limits(runs: Sequence[dict[str, Any]], model: Model) -> dict[str, A
     prefill = sum(_prefill_flop(model.config, *request[:2]) for request in requests)
     steps = decode_steps(model, [(num_in, out) for num_in, _, out in requests])
     read = model.limits.read_gb_per_s * 1e9
-    matmul = model.limits.matmul_gflop_per_s * 1e9
+    matmul = model.flop_per_s
     num_bytes, flop = sum(b for b, _ in steps), prefill + sum(f for _, f in steps)
     least_s = prefill / matmul + sum(max(b / read, f / matmul) for b, f in steps)
     seconds = float(run["seconds"])
@@ -134,11 +146,12 @@ def measure_limits(
     size: int = 2048,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Limits:
-    """Measure both limits as the best of several rounds of plain torch operators.
+    """Measure all limits as the best of several rounds of plain torch operators.
 
     Reads: sum, max and products with a vector over `num_bytes` of float32, too many for any cache,
     in large pages where the system has them (1.5 times as fast here). Products: square matrices of
     `size` in `dtype`; in float32 where oneDNN has no bfloat16, where PyTorch is 100 times slower.
+    Of integers, too, where oneDNN has them; the faster ones count.
     """
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtype = torch.float32
@@ -147,9 +160,13 @@ def measure_limits(
     rows, vector = memory.view(-1, 1024), torch.ones(1024)
     read_s = min(_best_s(memory.sum), _best_s(memory.max), _best_s(lambda: rows @ vector))
     matrix = torch.randn(size, size).to(dtype)
-    matmul_s = _best_s(lambda: matrix @ matrix)
+    matmul_s = int8_s = _best_s(lambda: matrix @ matrix)
+    if torch.cpu._is_vnni_supported():
+        integers = torch.randint(-128, 128, (size, size), dtype=torch.int8)
+        int8_s = min(int8_s, _best_s(lambda: torch._int_mm(integers, integers)))
     torch.set_num_threads(before)
-    return Limits(rounded(num_bytes / read_s / 1e9), rounded(2e-9 * size**3 / matmul_s))
+    rates = num_bytes / read_s / 1e9, *(2e-9 * size**3 / each for each in (matmul_s, int8_s))
+    return Limits(*map(rounded, rates))
 
 
 def _best_s(run: Callable[[], Any], rounds: int = 10) -> float:

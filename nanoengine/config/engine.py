@@ -205,12 +205,6 @@ class EngineConfig:
                 f'"ngram:K+resident:K" or "ngram:K+mtp:K" with K from 1 to {MAX_GUESSES}, got '
                 f"{shown(self.speculative)}"
             )
-        if self.num_mtp and self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"speculative={self.speculative!r} needs tensor_parallel_size=1, got "
-                f"{self.tensor_parallel_size}: the model's own head is computed by one process; "
-                'take "ngram:K" or "resident:K"'
-            )
 
     @property
     def asks_for_guesses(self) -> bool:

@@ -100,13 +100,13 @@ class PayingDrafts:
             self._num_checked[depth] += 1
             weight = max(WEIGHT, 1 / (HOPE_WEIGHT + self._num_checked[depth]))
             self._right[depth] = _moved(self._right[depth], float(depth < num_right), weight)
-        if is_decode and num_drafts:
-            # A draft reads less than a step: what takes two waited for other programs, and would keep
-            # the next trial away for long.
+        if is_decode and not num_drafts:
+            self._plain.append(seconds)
+        elif is_decode and self._plain:
+            # A draft reads less than a step: one that takes two waited for other programs, and
+            # would keep the next trial away for long.
             draft_s = (seconds - self._plain_s) / num_drafts
             self._cost.record(min(draft_s, 2 * self._plain_s))
-        elif is_decode:
-            self._plain.append(seconds)
 
     @property
     def _is_decided(self) -> bool:

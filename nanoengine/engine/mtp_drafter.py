@@ -20,7 +20,7 @@ from nanoengine.devices.device import Device
 from nanoengine.engine.drafter import Drafts, DraftStep
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
-from nanoengine.models.mtp import MtpHead
+from nanoengine.models.mtp import OwnHead
 from nanoengine.sequence import ScheduledBatch, Sequence
 
 
@@ -38,7 +38,7 @@ class MtpDrafter:
     """Runs the head of a model. Penalties, bad words and grammars do not limit what it guesses."""
 
     def __init__(
-        self, head: MtpHead, attention: AttentionBackend, sampler: Sampler, device: Device
+        self, head: OwnHead, attention: AttentionBackend, sampler: Sampler, device: Device
     ) -> None:
         self._head = head
         self._attention = attention
@@ -84,7 +84,7 @@ class MtpDrafter:
         self, batch: ScheduledBatch, step: DraftStep, tokens: Tensor, given: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What each row of a step draws, int64 [rows], and what the head made of it. tokens: that
-        follow the rows'. given: as in MtpHead.
+        follow the rows'. given: as in OwnHead.
         """
         seqs = [batch.items[item].seq for item in step.items]
         rows = [
@@ -123,7 +123,7 @@ class MtpDrafter:
         following = self._device.tensor(next_ids, torch.int64)
         if sampled:
             following[ctx.logit_rows] = tokens.clamp(min=0)  # NO_TOKEN: of a request that fails
-        made = self._head(ctx, following, self._head.of_model(hidden))[ctx.logit_rows]
+        made = self._head.after_model(ctx, following, hidden)[ctx.logit_rows]
         self._made = _Made(made, {(s.seq_id, at): row for row, (s, at) in enumerate(sampled)})
         if not any(map(_wants_guess, dict(sampled))):
             return tokens[:0]

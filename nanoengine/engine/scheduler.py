@@ -110,19 +110,17 @@ class Scheduler:
         return ended
 
     def schedule(self) -> ScheduledBatch:
-        """The next step. When blocks run out it preempts the youngest sequence; the oldest always
-        gets its turn.
-        """
-        num_running = len(self.running)
-        step = _Step(self._max_tokens, self._max_guesses - num_running)
+        """The next step. When blocks run out it preempts the youngest; the oldest gets its turn."""
         self._kv.reset_budget()
         order = self._in_order()
-        self._schedule_running(order, step)
-        if not step.items and self._pacer.is_limited:
-            # No protected decode can run in this step: lift the limit on the link.
+        step = self._schedule_running(order)
+        if not step.items and self.running:
+            # No protected decode can run, or who had blocks to write to was preempted: lift the
+            # limit on the link, and give all of them out anew.
+            self._kv.reset_budget()
             self._pacer.start_step(is_limited=False)
-            self._schedule_running(order, step)
-        if len(self.running) == num_running:  # none was preempted
+            step = self._schedule_running(order)
+        if len(self.running) == len(order):  # none was preempted
             self._admit_waiting(step)
         # Decodes first, each kind in running order: `order` was for the choice alone.
         seqs = sorted(self.running, key=lambda s: s.is_prefill)
@@ -245,10 +243,12 @@ class Scheduler:
             self._end(seq)
         return ended
 
-    def _schedule_running(self, order: list[Sequence], step: _Step) -> None:
+    def _schedule_running(self, order: list[Sequence]) -> _Step:
+        step = _Step(self._max_tokens, self._max_guesses - len(order))
         for seq in order:
             if seq.status is SequenceStatus.RUNNING and step.tokens:
                 self._schedule_one(seq, step)
+        return step
 
     def _schedule_one(self, seq: Sequence, step: _Step) -> None:
         """Plan as many tokens of `seq` as there is room for, preempting the youngest for blocks."""

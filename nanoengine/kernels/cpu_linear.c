@@ -569,20 +569,21 @@ int linear(const calls_t *all) {
 /* ---- experts ---------------------------------------------------------------------------------- */
 
 typedef struct { /* the experts of a layer for some rows, filled by cpu_linear.py; rows lie side by side */
-    const weight_t *const *gate_up, *const *down; /* [experts] */
+    const weight_t *const *gate_up, *const *up, *const *down; /* [experts]; up: NULL, or gate_up is gate */
     const char *x;                                /* [rows][k] */
     const int64_t *ids;                           /* [rows][top_k]: the experts of each row */
     const float *weights;                         /* [rows][top_k] */
     char *out;                                    /* [rows][k] */
     char *sorted, *gated;     /* [rows * top_k][k] and [rows * top_k][inner]: by expert */
+    char *apart;              /* [rows * top_k][2][inner]: of gate and up, where they are two weights */
     int64_t *places, *starts; /* [rows * top_k]: of a row's choice in `sorted`; [experts + 1] */
-    call_t *calls;            /* two for each expert that rows go to */
+    call_t *calls;            /* a call of each weight for each expert that rows go to */
     char *made;               /* the rows of all calls, rounded or arranged, where weights want that */
-    int64_t experts, top_k, rows, threads;
+    int64_t experts, top_k, rows, activation, threads;
 } experts_t;
 
-/* Sort the choices by expert, keeping their order; and set up the calls, first of gate and up. Returns how
- * many there are of each. */
+/* Sort the choices by expert, keeping their order; and set up the calls: of gate and up, of down, and of up
+ * where it is apart. Returns how many there are of each. */
 static int64_t plan_experts(const experts_t *e) {
     const int64_t choices = e->rows * e->top_k;
     memset(e->starts, 0, (size_t)(e->experts + 1) * sizeof *e->starts);
@@ -599,7 +600,13 @@ static int64_t plan_experts(const experts_t *e) {
         const int64_t width = ITEM * gate_up->k, inner = ITEM * down->k;
         char *sorted = e->sorted + first * width, *gated = e->gated + first * inner;
         const int64_t epilogue = FLOAT + gate_up->activation;
-        e->calls[n] = (call_t){gate_up, sorted, gated, NULL, width, inner, rows, epilogue, e->threads};
+        if (e->up) {
+            char *apart = e->apart + first * 2 * inner;
+            e->calls[n] = (call_t){gate_up, sorted, apart, NULL, width, 2 * inner, rows, STORE, e->threads};
+            e->calls[2 * hit + n] = e->calls[n];
+            e->calls[2 * hit + n].w = e->up[id], e->calls[2 * hit + n].out = apart + inner;
+        } else
+            e->calls[n] = (call_t){gate_up, sorted, gated, NULL, width, inner, rows, epilogue, e->threads};
         e->calls[hit + n++] = (call_t){down, gated, sorted, NULL, inner, width, rows, STORE, e->threads};
     }
     for (int64_t i = 0; i < choices; i++) e->places[i] = e->starts[e->ids[i]]++;
@@ -653,6 +660,25 @@ static void make_rows(const experts_t *e, call_t *calls, int64_t count, const ch
     }
 }
 
+/* activation(gate) * up of a row's choice, where these are two weights. */
+INLINE void gate_choice(const experts_t *e, int64_t choice, const int activation) {
+    const int64_t inner = e->down[0]->k;
+    const char *gate = e->apart + ITEM * choice * 2 * inner, *up = gate + ITEM * inner;
+    for (int64_t at = 0; at < inner; at += LANES) {
+        const int n = (int)min64(LANES, inner - at);
+        const vf y = load_f32(gate + ITEM * at, n, MODE), z = load_f32(up + ITEM * at, n, MODE);
+        store_n(e->gated + ITEM * (choice * inner + at), gated(y, z, activation, MODE), n, MODE);
+    }
+}
+static void gate_choices(const experts_t *e, int64_t choices) {
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < choices; i++) {
+        if (e->activation == SILU) gate_choice(e, i, SILU);
+        else if (e->activation == GELU) gate_choice(e, i, GELU);
+        else gate_choice(e, i, SWIGLU);
+    }
+}
+
 /* The results of a row's experts times their weights, added in the order of its choices. Each product is
  * rounded before it is added, as an operator by itself does. */
 static void add_up(const experts_t *e, int64_t row) {
@@ -681,9 +707,14 @@ int experts(const experts_t *e) {
             memcpy(e->sorted + e->places[i] * width, e->x + i / e->top_k * width, (size_t)width);
         make_rows(e, e->calls, hit, e->sorted);
         multiply_calls(e->calls, hit, threads);
+        if (e->up) {
+            make_rows(e, e->calls + 2 * hit, hit, e->sorted);
+            multiply_calls(e->calls + 2 * hit, hit, threads);
+            gate_choices(e, choices);
+        }
         make_rows(e, e->calls + hit, hit, e->gated);
         multiply_calls(e->calls + hit, hit, threads);
-        if (e->down[0]->is_tiled || e->gate_up[0]->is_tiled) release_tiles();
+        if (e->down[0]->is_tiled || e->gate_up[0]->is_tiled || (e->up && e->up[0]->is_tiled)) release_tiles();
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < e->rows; row++) add_up(e, row);
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from nanoengine.kernels.c_build import KernelBuildError, cpu_flags, load_library
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.kernels.packed_weight import (
+    ACTIVATIONS,
     ADD,
     CALL,
     FLOAT,
@@ -40,7 +42,7 @@ SOURCE = Path(__file__).with_name("cpu_linear.c")
 _MODES = {torch.float32: "F32", torch.bfloat16: "BF16_PAIRS"}
 _NUM_CALLS = struct.Struct("=q")  # of calls_t in cpu_linear.c, before its calls
 # One field per member of experts_t in cpu_linear.c, in that order.
-_EXPERTS = struct.Struct("=12Q4q")
+_EXPERTS = struct.Struct("=14Q5q")
 _ROUTE = struct.Struct("=6Q9qd")  # and of route_t in cpu_router.h
 
 
@@ -53,7 +55,7 @@ class PackedProduct:
     """Products of the same activations, whose outputs lie one after the other."""
 
     def __init__(self, weights: tuple[PackedWeight, ...]) -> None:
-        self._weights = weights
+        self.weights = weights
         self.in_features = weights[0].inputs
         self.out_features = sum(weight.outputs for weight in weights)
         self.dtype = weights[0].dtype
@@ -61,17 +63,17 @@ class PackedProduct:
     @property
     def num_bytes(self) -> int:
         """What its weights take."""
-        return sum(weight.panels.nbytes for weight in self._weights)
+        return sum(weight.panels.nbytes for weight in self.weights)
 
     @property
     def has_one_weight(self) -> bool:
         """Whether all of it is of one format."""
-        return len(self._weights) == 1
+        return len(self.weights) == 1
 
     @property
     def weight(self) -> PackedWeight:
         """The weight of a product that has one."""
-        (weight,) = self._weights
+        (weight,) = self.weights
         return weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -87,17 +89,16 @@ class PackedProduct:
     def run(self, calls: list[tuple[bytes, Tensor | None]], *held: object) -> None:
         """Make calls of this product and of others in one call of C. held: see CallTape."""
         packed = b"".join((_NUM_CALLS.pack(len(calls)), *(call for call, _ in calls)))
-        weight = self._weights[0]
+        weight = self.weights[0]
         weight.tape.call(weight.library.linear, packed, held, calls)
 
     def calls(self, x: Tensor, out: Tensor, epilogue: int) -> list[tuple[bytes, Tensor | None]]:
         """A call of C for each of the products, see PackedWeight.call."""
-        if len(self._weights) == 1:
-            return [self._weights[0].call(x, out, epilogue)]
-        parts = torch.split(out, [weight.outputs for weight in self._weights], dim=1)
+        if len(self.weights) == 1:
+            return [self.weights[0].call(x, out, epilogue)]
+        parts = torch.split(out, [weight.outputs for weight in self.weights], dim=1)
         return [
-            weight.call(x, part, epilogue)
-            for weight, part in zip(self._weights, parts, strict=True)
+            weight.call(x, part, epilogue) for weight, part in zip(self.weights, parts, strict=True)
         ]
 
 
@@ -155,6 +156,25 @@ class PackedGateUp(PackedProduct):
     """
 
 
+class PackedApart:
+    """activation(gate(x)) * up(x), where gate and up are two weights: of two formats."""
+
+    def __init__(self, both: PackedLinear, gated: Map, activation: str) -> None:
+        """both: gate and up. gated: LayerOps.gated(activation)."""
+        self.weights, self.activation = both.weights, ACTIVATIONS[activation]
+        self._both, self._gated = both, gated
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features]."""
+        return self._gated(self._both(x))
+
+    @property
+    def are_halves(self) -> bool:
+        """Whether its weights are gate and up, each of one format."""
+        gate, *others = (weight.outputs for weight in self.weights)
+        return others == [gate]
+
+
 class PackedAfterAttention:
     """LayerOps.after_attention in one call of C. Made by `CpuLinear.after_attention`.
 
@@ -192,6 +212,10 @@ class PackedAfterAttention:
         return self._workspace.buffer(name, (tokens, product.out_features), product.dtype)
 
 
+# Gate and up, and down of one weight.
+PackedExpert = tuple[PackedGateUp | PackedApart, PackedLinear]
+
+
 class PackedExperts:
     """The experts of a layer, for all rows in one call of C. Made by `CpuLinear.experts`."""
 
@@ -199,21 +223,24 @@ class PackedExperts:
         self,
         workspace: Workspace,
         router: Router,
-        experts: Sequence[tuple[PackedGateUp, PackedLinear]],
+        experts: Sequence[PackedExpert],
         before: Map | None = None,
     ) -> None:
-        """experts: of gate, up and down, each a product of one weight. before: as of Experts."""
-        self._workspace, self._router, self._experts = workspace, router, experts
-        self._before = before
-        addresses = ([each.weight.address for each in part] for part in zip(*experts, strict=True))
-        self._gate_up, self._down = (torch.tensor(part) for part in addresses)
+        """experts: all with gate and up in one weight, or all with two. before: as of Experts."""
+        self._workspace, self._router, self._before = workspace, router, before
+        each = [(*gate_up.weights, down.weight) for gate_up, down in experts]
+        first, self._experts = experts[0][0], each
+        self._activation = first.activation if isinstance(first, PackedApart) else 0
+        self._addresses = [
+            torch.tensor([weight.address for weight in part]) for part in zip(*each, strict=True)
+        ]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, hidden] -> [tokens, hidden]. Rounds where `models.experts` does."""
         ids, weights = self._router(x)
         x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
-        gate_up, down = (each.weight for each in self._experts[0])
+        gate_up, *up, down = self._experts[0]
         dtype = gate_up.dtype
         if x.dtype is not dtype or x.shape[1] != gate_up.inputs or not x.is_contiguous():
             name = str(dtype).removeprefix("torch.")
@@ -223,24 +250,28 @@ class PackedExperts:
             )
         choices, count, buffer = tokens * top_k, len(self._experts), self._workspace.buffer
         out = x.new_empty(x.shape)
+        of_gate_up, *of_up, of_down = self._addresses
         held = (
-            *(self._gate_up, self._down, x, ids.contiguous(), weights.contiguous(), out),
+            *(of_gate_up, of_up[0] if up else None, of_down),
+            *(x, ids.contiguous(), weights.contiguous(), out),
             buffer("sorted", (choices, gate_up.inputs), dtype),
             buffer("by expert", (choices, down.inputs), dtype),
+            buffer("apart", (choices, 2 * down.inputs), dtype) if up else None,
             buffer("places", (choices,), torch.int64),
             buffer("starts", (count + 1,), torch.int64),
-            buffer("calls", (2 * min(count, choices), CALL.size), torch.uint8),
+            buffer("calls", ((2 + len(up)) * min(count, choices), CALL.size), torch.uint8),
             buffer("made", (self._made_bytes(choices),), torch.uint8),
         )
-        numbers = count, top_k, tokens, torch.get_num_threads()
-        packed = _EXPERTS.pack(*(tensor.data_ptr() for tensor in held), *numbers)
+        numbers = count, top_k, tokens, self._activation, torch.get_num_threads()
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in held)
+        packed = _EXPERTS.pack(*addresses, *numbers)
         gate_up.tape.call(gate_up.library.experts, packed, held)
         return out
 
     def _made_bytes(self, rows: int) -> int:
         """Of so many rows of the hidden or the inner size, rounded or in blocks for each expert."""
         blocks = rows + PAIR_ROWS * min(rows, len(self._experts))
-        each = [part.weight for expert in self._experts for part in expert]
+        each = [*chain(*self._experts)]
         rounded = max((weight.inputs for weight in each if weight.is_rounded), default=0)
         arranged = max((weight.inputs for weight in each if weight.is_left), default=0)
         itemsize = each[0].dtype.itemsize
@@ -353,10 +384,10 @@ class CpuLinear:
     def experts(
         self,
         router: Router,
-        experts: Sequence[tuple[PackedGateUp, PackedLinear]],
+        experts: Sequence[PackedExpert],
         before: Map | None = None,
     ) -> PackedExperts:
-        """experts: gate and up, and down of each, of one weight each. before: as of Experts."""
+        """experts: as of PackedExperts. before: as of Experts."""
         return PackedExperts(self._workspace, router, experts, before)
 
     def route(

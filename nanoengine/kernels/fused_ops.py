@@ -14,7 +14,14 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedHeads, PackedLinear
+from nanoengine.kernels.cpu_linear import (
+    CpuLinear,
+    PackedApart,
+    PackedExpert,
+    PackedGateUp,
+    PackedHeads,
+    PackedLinear,
+)
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import (
@@ -37,7 +44,7 @@ from nanoengine.models.layer_ops import (
     Product,
     TiledProduct,
 )
-from nanoengine.models.stored_codes import CodedWeight, Weight
+from nanoengine.models.stored_codes import CodedWeight, Weight, joined
 from nanoengine.models.torch_ops import TorchOps
 
 
@@ -215,18 +222,17 @@ class PackedOps(KernelOps):
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
-        """One call of C if each expert is two packed weights."""
+        """One call of C if each weight of an expert is of one format."""
         each = [self._expert(expert, activation) for expert in weights.experts]
-        router, experts = make_router(self, config, weights), self._together(each)
-        before = norm_of_experts(self, weights, norm)
+        router, before = make_router(self, config, weights), norm_of_experts(self, weights, norm)
         made = (
-            Experts(router, [MLP(*parts) for parts in each], before)
-            if experts is None
-            else self._products.experts(router, experts, before)
+            self._products.experts(router, each, before)
+            if self._are_one_call(each)
+            else Experts(router, [MLP(*parts) for parts in each], before)
         )
         return finish_experts(self, made, weights, norm, activation)
 
-    def _expert(self, expert: ExpertWeights, activation: str) -> tuple[Product, PackedLinear]:
+    def _expert(self, expert: ExpertWeights, activation: str) -> PackedExpert:
         """Gate and up, in one weight where they can be; and down."""
         biases, of_down = None, None
         if expert.biases is not None:
@@ -236,18 +242,18 @@ class PackedOps(KernelOps):
         down = self._products.pack(expert.down, of_down)
         if gate_up is not None:
             return gate_up, down
-        return super().gate_up(expert.gate, expert.up, biases, None, activation), down
+        both = self.linear(
+            joined([expert.gate, expert.up]), None if biases is None else torch.cat(biases)
+        )
+        return PackedApart(both, self.gated(activation), activation), down
 
-    def _together(
-        self, experts: list[tuple[Product, PackedLinear]]
-    ) -> list[tuple[PackedGateUp, PackedLinear]] | None:
-        """Those of one call of C; None: an expert has more weights."""
-        found = [
-            (gate_up, down)
-            for gate_up, down in experts
-            if isinstance(gate_up, PackedGateUp) and down.has_one_weight
-        ]
-        return found if len(found) == len(experts) else None
+    def _are_one_call(self, experts: list[PackedExpert]) -> bool:
+        """Whether C takes the experts: each is two weights, or each is three."""
+        counts = {
+            len(gate_up.weights) if isinstance(gate_up, PackedGateUp) or gate_up.are_halves else 0
+            for gate_up, _ in experts
+        }
+        return all(down.has_one_weight for _, down in experts) and counts in ({1}, {2})
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

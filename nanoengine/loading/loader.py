@@ -30,7 +30,7 @@ from nanoengine.models.architectures import CHOICE_BIAS
 from nanoengine.models.decoder import Decoder, Model
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.make_codes import becomes_codes, make_codes
-from nanoengine.models.mtp import MtpHead
+from nanoengine.models.mtp import OwnHead
 from nanoengine.models.shard import WHOLE, Shard, Sharding
 from nanoengine.models.stored_codes import NEVER_CODES, CodedWeight, Weight
 from nanoengine.models.weight_shapes import weight_shapes
@@ -54,7 +54,7 @@ class LoadedModel:
     source: str
     weight_bytes: int
     codes: Mapping[str, int] = field(default_factory=dict)
-    mtp: MtpHead | None = None
+    mtp: OwnHead | None = None
 
 
 def load_model(

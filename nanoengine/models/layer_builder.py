@@ -114,7 +114,7 @@ class LayerBuilder:
         index, ops = self._config.num_layers, self._ops
         prefix = f"model.layers.{index}."
         embedded, given, last = (self._norm(prefix + name) for name in MTP_NORMS)
-        join, layer = ops.linear(self._source(f"{prefix}{MTP_JOIN}.weight")), self.layer(index)
+        join, layer = ops.whole(self._source(f"{prefix}{MTP_JOIN}.weight")), self.layer(index)
         after_attention = ops.after_attention(layer.out, layer.mlp, None)
         return MtpParts((embedded, given), join, layer.qkv, layer.attention, after_attention, last)
 

@@ -69,6 +69,10 @@ class LayerOps(Protocol):
         """norm(x) @ weight.T + bias; weight is [out_features, in_features]."""
         ...
 
+    def whole(self, weight: Weight) -> Product:
+        """x @ weight.T with as many outputs as the residual stream: all of them on every rank."""
+        ...
+
     def summand(
         self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
     ) -> Product:

@@ -8,6 +8,7 @@ are the model's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,8 +35,31 @@ class MtpParts:
     norm: Norm
 
 
+class OwnHead(Protocol):
+    """What guesses the token after the next one, for all rows of a step (MtpHead)."""
+
+    def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
+        """Store the head's keys and values of a step's rows; returns what its guesses come from,
+        [tokens, hidden], which `given` of a row further may be.
+
+        next_ids: int64 [tokens], the token after each row's. given: [tokens, hidden], what this
+        gave for the row before.
+        """
+        ...
+
+    def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
+        """The same where the row before is the model's. x: [tokens, hidden], after its last layer,
+        of the rows themselves.
+        """
+        ...
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]."""
+        ...
+
+
 class MtpHead:
-    """Guesses the token after the next one, for all rows of a step."""
+    """An OwnHead in one process, or a rank's part of it."""
 
     def __init__(
         self, ops: LayerOps, parts: MtpParts, ends: tuple[Embed, Norm, Product], rotary: Rotary
@@ -45,12 +69,7 @@ class MtpHead:
         self._embed, self._model_norm, self._head = ends
 
     def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
-        """Store the head's keys and values of a step's rows; returns what its guesses come from,
-        [tokens, hidden], which `given` of a row further may be.
-
-        next_ids: int64 [tokens], the token after each row's. given: [tokens, hidden], of the model
-        (`of_model`), or what this gave for the row before.
-        """
+        """As OwnHead."""
         parts, rms_norm = self._parts, self._ops.rms_norm
         embedded = rms_norm(self._embed(next_ids), parts.norms[0])
         x = parts.join(torch.cat((embedded, rms_norm(given, parts.norms[1])), dim=1))
@@ -59,12 +78,10 @@ class MtpHead:
         parts.after_attention(x, attended)
         return rms_norm(x, parts.norm)
 
-    def of_model(self, x: Tensor) -> Tensor:
-        """The residual stream after the model's last layer, [tokens, hidden], as its head sees it:
-        after the last norm.
-        """
-        return self._ops.rms_norm(x, self._model_norm)
+    def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
+        """As OwnHead. The head sees what the model's output head does: x after the last norm."""
+        return self(ctx, next_ids, self._ops.rms_norm(x, self._model_norm))
 
     def logits(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]."""
+        """As OwnHead."""
         return self._head(x)

@@ -119,7 +119,7 @@ class Shard:
         match kind:
             case "lm_head":
                 return (self.part(model.vocab_size),)
-            case "o_proj" | "down_proj" | "out_proj" | "per_layer_projection":
+            case "o_proj" | "down_proj" | "out_proj" | "per_layer_projection" | "eh_proj":
                 return (self.part(model.hidden_size),)
             case "gate_proj" | "up_proj":
                 return (self.part(_inner_size(part, layer, model)),)

@@ -67,6 +67,9 @@ class TorchOps:
     ) -> Product:
         return self._normed(norm, Linear(numbers_of(weight), bias))
 
+    def whole(self, weight: Weight) -> Product:
+        return self.linear(weight)
+
     def summand(
         self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
     ) -> Product:

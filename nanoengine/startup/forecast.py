@@ -335,7 +335,8 @@ class Forecaster:
     def _fit(self, **settings: Any) -> _Fit:
         """Raises OutOfMemoryError for settings that do not fit."""
         config = replace(self._config, **settings)
-        facts = ModelFacts("", self._dtype, "", self._weight_bytes, "")
+        is_cpu = self._hardware.name == "cpu"
+        facts = ModelFacts("", self._dtype, "", self._weight_bytes, "", fuses_delta=is_cpu)
         return _Fit(config, plan_memory(config, self._model, self._memory, facts, None))
 
     def _name_of_dtype(self) -> str:

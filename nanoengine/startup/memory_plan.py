@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from nanoengine.config.engine import GIB, EngineConfig
-from nanoengine.config.model import ModelConfig
+from nanoengine.config.model import DeltaConfig, ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kv.draft_plan import drafts_from
 from nanoengine.kv.kv_codec import Int8Codec
@@ -64,7 +64,7 @@ class ModelFacts:
     """Facts about a loaded model for the plan, as text except dtype and bytes.
 
     quantization: how weights were quantised; invariance: what the bits of a request depend on;
-    is_invariant: on nothing but the request.
+    is_invariant: on nothing but the request. fuses_delta: a gated delta rule is one call of C.
     """
 
     source: str
@@ -75,6 +75,7 @@ class ModelFacts:
     quantization: str = ""
     invariance: str = ""
     is_invariant: bool = False
+    fuses_delta: bool = False
 
 
 def plan_memory(
@@ -91,7 +92,8 @@ def plan_memory(
     tokens = config.max_num_batched_tokens
     activations = profiled_bytes
     if activations is None:
-        activations = activation_bytes(model, tokens, config.max_num_seqs, facts.dtype.itemsize)
+        sizes = tokens, config.max_num_seqs, facts.dtype.itemsize
+        activations = activation_bytes(model, *sizes, facts.fuses_delta)
     spec = _kv_spec(config, model, device, facts.dtype, activations)
     if config.num_drafts:
         spec = replace(spec, drafts_from=drafts_from(facts.weight_bytes, spec.draft_bytes))
@@ -129,12 +131,15 @@ def plan_memory(
     )
 
 
-def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_size: int) -> int:
+def activation_bytes(
+    config: ModelConfig, num_tokens: int, num_seqs: int, element_size: int, fuses_delta: bool
+) -> int:
     """Upper bound of a step's temporary memory in bytes, from shapes (for devices not profiled).
 
-    Per token: residual stream and norm (fp32 and model dtype), the larger of qkv + attention state
-    and gate_up (of experts: with their rows, their results and the sum); per sequence: logits in
-    the head's dtype, and in fp32 and fp64 for sampling.
+    Per token: residual stream and norm (fp32 and model dtype), the largest of qkv + attention
+    state, gate_up (of experts: with their rows, their results and the sum) and what a recurrent
+    layer holds; per sequence: logits in the head's dtype, and in fp32 and fp64 for sampling.
+    fuses_delta: as in ModelFacts.
     """
     shapes = [config.shape(layer) for layer in config.attention_layers]
     heads = config.num_heads * max(shape.head_dim for shape in shapes)
@@ -147,12 +152,32 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
         each = config.hidden_size * 2 + experts.inner_size * 4
         sums = 8 * config.hidden_size + 16 * experts.count
         feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
-    per_token = stream + max(attention, feed_forward)
     per_row = config.vocab_size * (4 + 24)
+    recurrent = 0
+    if (delta := config.delta) is not None:
+        recurrent, states = _delta_bytes(delta, element_size, fuses_delta, feed_forward)
+        per_row += states
+    per_token = stream + max(attention, feed_forward, recurrent)
     if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
         per_token += config.hidden_size * 6 * element_size
         per_row += config.vocab_size * 4
     return num_tokens * per_token + num_seqs * per_row
+
+
+def _delta_bytes(
+    delta: DeltaConfig, element_size: int, is_fused: bool, feed_forward: int
+) -> tuple[int, int]:
+    """Bytes of a recurrent layer by token, and by sequence for copies of its state.
+
+    What is projected and the result live on beside the feed-forward. A call of C holds what is
+    convolved in fp32; PyTorch also q and k of each value head, and six times v for the gated norm.
+    """
+    heads, values = delta.num_value_heads, delta.value_size
+    ends = (delta.channels + 2 * values + 2 * heads) * element_size
+    if is_fused:
+        return ends + max(4 * delta.channels, feed_forward), 0
+    rule = (4 + element_size) * delta.channels + 8 * heads * delta.key_dim + 24 * values
+    return ends + max(rule, feed_forward), 4 * 4 * delta.key_dim * values
 
 
 def streams(config: EngineConfig, device_name: str) -> bool:

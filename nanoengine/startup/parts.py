@@ -190,6 +190,7 @@ def load_compute_parts(
         quantization=describe_codes(model.codes, dtype, config),
         invariance=describe_invariance(*invariant),
         is_invariant=invariant == (True, True, False),
+        fuses_delta=kernels is not None,
     )
     return ComputeParts(folder, model, ops, attention, facts)
 

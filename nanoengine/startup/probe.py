@@ -318,7 +318,7 @@ def profiled_bytes(
     if config.num_gpu_blocks or config.kv_cache_gib or not device.computes_later:
         return None
     tokens, seqs = config.max_num_batched_tokens, config.max_num_seqs
-    estimated = activation_bytes(model, tokens, seqs, dtype.itemsize)
+    estimated = activation_bytes(model, tokens, seqs, dtype.itemsize, fuses_delta=False)
     check_step_fits(config, estimated, device.memory()[0])
     return profile_step(make_runner, model, config, dtype, device)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.context import ForwardContext, StepRows
@@ -15,6 +16,7 @@ from nanoengine.devices.device import Device
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_kv import StepKV
+from nanoengine.models.mtp import OwnHead
 from nanoengine.startup.parts import (
     ComputeParts,
     find_folder,
@@ -57,7 +59,18 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
 
 
 # Between START and STEP; whatever else comes then, the step does not.
-_OF_A_STEP = (Order.DRAFT, Order.LOGITS, Order.STEP)
+_OF_A_STEP = (Order.DRAFT, Order.LOGITS, Order.STEP, Order.HEAD_DRAFT, Order.HEAD_LOGITS)
+# Between STEP and HEAD; whatever else comes then, the head does not run over the step.
+_BEFORE_THE_HEAD = (Order.LOGITS, Order.HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenStep:
+    """A step that was computed. x: [tokens, hidden], after the model's last layer."""
+
+    kv: StepKV
+    ctx: ForwardContext
+    x: Tensor
 
 
 class FollowingRank:
@@ -72,6 +85,7 @@ class FollowingRank:
         channel: Channel,
     ) -> None:
         self._decoder = parts.model.decoder
+        self._head = parts.model.mtp
         self._attention = parts.attention
         self._hidden_size = parts.model.config.hidden_size
         self._dtype = parts.facts.dtype
@@ -80,22 +94,25 @@ class FollowingRank:
         self._group = group
         self._channel = channel
         self._run: TransferRun | None = None
+        self._open: _OpenStep | None = None
 
     def do(self, order: Order, body: bytes) -> None:
         """Carry out one order."""
         if order not in _OF_A_STEP:
             self._end_run()
+        if order not in _BEFORE_THE_HEAD:
+            self._end_step()
         match order:
             case Order.START:
                 self._start(decode(body))
             case Order.DRAFT:
-                self._draft(decode(body))
+                self._decoder.forward(self._draft_context(decode(body)))
             case Order.STEP:
                 self._step(decode(body))
             case Order.LOGITS:
-                shape = json.loads(body), self._hidden_size
-                x = torch.empty(shape, dtype=self._dtype, device=self._device.torch_device)
-                self._decoder.logits(self._group.broadcast(x))
+                self._decoder.logits(self._broadcast(json.loads(body)))
+            case Order.HEAD | Order.HEAD_DRAFT | Order.HEAD_LOGITS:
+                self._run_head(self._head, order, body)
             case Order.COPY_BLOCK:
                 self._memory.copy_block(*json.loads(body))
             case Order.SAVE_STATE:
@@ -124,10 +141,31 @@ class FollowingRank:
             self._run.finish()
         self._run = None
 
-    def _draft(self, record: StepRecord) -> None:
+    def _run_head(self, head: OwnHead | None, order: Order, body: bytes) -> None:
+        assert head is not None
+        if order == Order.HEAD_LOGITS:
+            head.logits(self._broadcast(json.loads(body)))
+        elif order == Order.HEAD_DRAFT:
+            ctx = self._draft_context(decode(body))
+            head(ctx, ctx.token_ids, self._broadcast(len(ctx.token_ids)))
+        else:
+            step = self._open
+            assert step is not None
+            next_ids = self._device.tensor(json.loads(body), torch.int64)
+            head.after_model(step.ctx, next_ids, step.x)
+            self._end_step()
+
+    def _broadcast(self, num_rows: int) -> Tensor:
+        """What rank 0 gives, [rows, hidden]."""
+        shape = num_rows, self._hidden_size
+        return self._group.broadcast(
+            torch.empty(shape, dtype=self._dtype, device=self._device.torch_device)
+        )
+
+    def _draft_context(self, record: StepRecord) -> ForwardContext:
         if self._run is not None:
             self._run.share_cores(False)
-        self._forward(record, StepKV.open(record.plan, self._memory))
+        return self._context(record, StepKV.open(record.plan, self._memory))
 
     def _step(self, record: StepRecord) -> None:
         run, self._run = self._run, None
@@ -135,19 +173,29 @@ class FollowingRank:
             run.share_cores(True)
         kv = StepKV.open(record.plan, self._memory, run)
         try:
-            self._forward(record, kv)
+            ctx = self._context(record, kv)
+            self._open = _OpenStep(kv, ctx, self._decoder.forward(ctx))
         finally:
-            kv.finish()
+            if self._open is None:
+                kv.finish()
+        if self._head is None:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Say which copies failed, once those of the step have come to their end."""
+        if self._open is None:
+            return
+        self._open.kv.finish()
+        self._open = None
         failures = [[*asdict(failure).values()] for failure in self._memory.take_failures()]
         self._channel.reply(json.dumps(failures).encode())
 
-    def _forward(self, record: StepRecord, kv: StepKV) -> None:
+    def _context(self, record: StepRecord, kv: StepKV) -> ForwardContext:
         kv = replace(kv, may_replay=record.may_replay)
         if record.may_replay and kv.replay_key() is None:  # its stores are later than rank 0's
             _await_stores(kv)
         rows = StepRows(record.token_ids, record.positions, record.lengths)
-        ctx = ForwardContext.lay_out(rows, kv, self._attention, self._device.tensor)
-        self._decoder.forward(ctx)
+        return ForwardContext.lay_out(rows, kv, self._attention, self._device.tensor)
 
 
 def _await_stores(kv: StepKV) -> None:

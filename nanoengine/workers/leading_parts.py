@@ -18,6 +18,7 @@ from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_plan import StepPlan, StepTransfers
 from nanoengine.kv.transfers import FailedTransfer
 from nanoengine.models.decoder import Model
+from nanoengine.models.mtp import OwnHead
 from nanoengine.workers.group import Group
 from nanoengine.workers.orders import Order
 from nanoengine.workers.step_record import StepRecord, encode
@@ -55,19 +56,54 @@ class LeadingDecoder:
         assert isinstance(kv, StepKV)
         may_replay = kv.replay_key() is not None
         ctx = replace(ctx, kv=replace(kv, may_replay=may_replay))
-        tokens, positions = tuple(ctx.token_ids.tolist()), tuple(ctx.positions.tolist())
-        record = StepRecord(kv.plan, tokens, positions, ctx.lengths, may_replay)
         is_draft = kv.run is None and kv.memory.offload is not None
         order = Order.DRAFT if is_draft else Order.STEP
-        return self._leader.lead(order, encode(record), lambda: self._decoder.forward(ctx))
+        body = _record(ctx, ctx.token_ids, may_replay)
+        return self._leader.lead(order, body, lambda: self._decoder.forward(ctx))
 
     def logits(self, x: Tensor) -> Tensor:
         """As Decoder.logits."""
+        return _logits(self._leader, Order.LOGITS, self._decoder.logits, x)
+
+
+class LeadingHead:
+    """Runs the model's own head on all ranks."""
+
+    def __init__(self, head: OwnHead, leader: Leader) -> None:
+        self._head = head
+        self._leader = leader
+
+    def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
+        """As OwnHead."""
 
         def work() -> Tensor:
-            return self._decoder.logits(self._leader.group.broadcast(x))
+            return self._head(ctx, next_ids, self._leader.group.broadcast(given))
 
-        return self._leader.lead(Order.LOGITS, json.dumps(len(x)).encode(), work)
+        return self._leader.lead(Order.HEAD_DRAFT, _record(ctx, next_ids, may_replay=False), work)
+
+    def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
+        """As OwnHead, over the step that runs: the others have its context, and x."""
+
+        def work() -> Tensor:
+            return self._head.after_model(ctx, next_ids, x)
+
+        return self._leader.lead(Order.HEAD, json.dumps(next_ids.tolist()).encode(), work)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """As OwnHead."""
+        return _logits(self._leader, Order.HEAD_LOGITS, self._head.logits, x)
+
+
+def _record(ctx: ForwardContext, token_ids: Tensor, may_replay: bool) -> bytes:
+    assert isinstance(ctx.kv, StepKV)
+    tokens, positions = tuple(token_ids.tolist()), tuple(ctx.positions.tolist())
+    return encode(StepRecord(ctx.kv.plan, tokens, positions, ctx.lengths, may_replay))
+
+
+def _logits(leader: Leader, order: Order, head: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """head(x) on all ranks."""
+    body = json.dumps(len(x)).encode()
+    return leader.lead(order, body, lambda: head(leader.group.broadcast(x)))
 
 
 class LeadingMemory(KVMemory):

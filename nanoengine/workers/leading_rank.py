@@ -18,7 +18,7 @@ from nanoengine.startup.memory_plan import Memory
 from nanoengine.startup.parts import Parts, load_parts, usable_settings
 from nanoengine.startup.probe import measure_copy
 from nanoengine.workers.group import Group
-from nanoengine.workers.leading_parts import LeadingDecoder, LeadingMemory
+from nanoengine.workers.leading_parts import LeadingDecoder, LeadingHead, LeadingMemory
 from nanoengine.workers.orders import Order, spec_to_json
 from nanoengine.workers.processes import WorkerProcesses
 from nanoengine.workers.rank_setup import (
@@ -84,7 +84,8 @@ class LeadingRank:
         self._meeting.close()  # all have met
         self.config = usable_settings(self.config, parts, device)
         decoder = LeadingDecoder(parts.model.decoder, self)
-        return replace(parts, model=replace(parts.model, decoder=decoder))
+        mtp = LeadingHead(parts.model.mtp, self) if parts.model.mtp else None
+        return replace(parts, model=replace(parts.model, decoder=decoder, mtp=mtp))
 
     def share_of(self, device: Device) -> Memory:
         return MemoryShare(device, self._size)

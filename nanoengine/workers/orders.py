@@ -16,7 +16,9 @@ from nanoengine.workers.channel import FIRST_KIND
 
 
 class Order(IntEnum):
-    """Kinds of messages. Their bodies: a StepRecord for START, DRAFT and STEP, else JSON."""
+    """Kinds of messages. Their bodies: a StepRecord for START, DRAFT, STEP and HEAD_DRAFT, else
+    JSON.
+    """
 
     MEMORY = FIRST_KIND  # a KVSpec: make the KV memory; replied to
     START = FIRST_KIND + 1  # begin the transfers of the next step
@@ -31,6 +33,9 @@ class Order(IntEnum):
     SAVE_STATE = FIRST_KIND + 10
     LOAD_STATE = FIRST_KIND + 11
     COPY_STATE = FIRST_KIND + 12
+    HEAD = FIRST_KIND + 13  # the token after each row of the step, over which the model's head runs
+    HEAD_DRAFT = FIRST_KIND + 14  # a draft of the head; what is given to its rows follows
+    HEAD_LOGITS = FIRST_KIND + 15  # as LOGITS, of the head
 
 
 def spec_to_json(spec: KVSpec) -> dict[str, Any]:

@@ -51,6 +51,11 @@ class ShardedOps:
     ) -> Product:
         return self._ops.linear(weight, bias, norm)
 
+    def whole(self, weight: Weight) -> Product:
+        product, gather = self._ops.whole(weight), self._group.gather
+        outputs = self._shard.widths(self._model.hidden_size)
+        return lambda x: gather(product(x), outputs)
+
     def summand(
         self, weight: Weight, bias: Tensor | None = None, tiles: Tiles | None = None
     ) -> Product:

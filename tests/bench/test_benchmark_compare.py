@@ -82,7 +82,7 @@ CONFIG = ModelConfig(
 )
 LAYERS = 2 * (2 * 8 * 8 + 2 * 8 * 4 + 3 * 8 * 16)  # q and o, k and v, MLP
 HEAD = 8 * 1000
-MODEL = Model(CONFIG, 0, Limits(read_gb_per_s=10.0, matmul_gflop_per_s=100.0))
+MODEL = Model(CONFIG, 0, Limits(10.0, matmul_gflop_per_s=100.0, int8_gflop_per_s=400.0))
 
 MakeFake = Callable[..., str]
 
@@ -154,6 +154,13 @@ def test_for_seconds_the_ratio_is_turned(fake: MakeFake) -> None:
     _, theirs = rows_of(several, kind=Kind("seconds", KIND.shape))
     assert theirs["seconds"]["median"] == 3.0
     assert theirs["ratio"]["median"] == 1.5
+
+
+def test_rows_of_8_bits_have_their_own_limit(fake: MakeFake) -> None:
+    python = fake("nanoengine", "answer(0.5)")
+    coded = [peer("nanoengine", python, weights="q4_0", activations=each) for each in ("", "int8")]
+    exact, rounding = (rows_of([each])[0]["share_of_matmul"] for each in coded)
+    assert rounding == pytest.approx(exact / 4, rel=2e-3) and exact > 0
 
 
 def test_prefill_counts_prompt_tokens(fake: MakeFake) -> None:
@@ -472,6 +479,8 @@ def test_the_share_of_the_limit() -> None:
     assert row["share_of_limit"] == pytest.approx(flop / 100e9 / 4e-6, rel=1e-3)  # the median
     assert row["share_of_limit"] == row["share_of_matmul"]
     assert (row["decode_steps"], row["share_of_read"]) == (0, 0.0)
+    of_integers = share_of_limits(runs, replace(MODEL, rounds_activations=True))
+    assert of_integers["least_s"] == pytest.approx(flop / 400e9, rel=1e-3)
 
 
 def test_reading_bounds_a_decode_step_of_one_request() -> None:
@@ -487,7 +496,7 @@ def test_limits_are_measured_and_threads_left_alone() -> None:
     before = torch.get_num_threads()
     limits = measure_limits(1, num_bytes=8 << 20, size=128)
     assert 0.1 < limits.read_gb_per_s < 10_000
-    assert 0.1 < limits.matmul_gflop_per_s < 1_000_000
+    assert 0.1 < limits.matmul_gflop_per_s <= limits.int8_gflop_per_s < 1_000_000
     assert torch.get_num_threads() == before
 
 
@@ -554,7 +563,7 @@ def test_nanoengine_beside_a_peer_from_the_command_line(
 ) -> None:
     """The real worker of nanoengine, tiny; a fake vLLM; a peer that cannot do this work."""
     monkeypatch.setattr(
-        benchmark_compare, "measure_limits", lambda num_threads, dtype: Limits(1000.0, 1e6)
+        benchmark_compare, "measure_limits", lambda num_threads, dtype: Limits(1000.0, 1e6, 1e6)
     )
     file = small_gguf(tmp_path / "a.gguf", gguf.LlamaFileType.MOSTLY_BF16)
     benchmark.main(

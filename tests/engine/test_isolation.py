@@ -387,7 +387,7 @@ def run_batch(
     engine: ShadowEngine, items: list[ScheduledSequence], fail_at: tuple[int, int] | None
 ) -> None:
     try:
-        _, sampled = engine.run(ScheduledBatch(tuple(items)), fail_at)
+        _, sampled, _ = engine.run(ScheduledBatch(tuple(items)), fail_at)
     except Boom:
         return
     tokens = iter(sampled)

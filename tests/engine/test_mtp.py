@@ -16,8 +16,8 @@ from driver import STREAMED, Driver, small_engine
 from fixed_drafts import scored
 from marks import named, needs_compiler
 from mtp_models import (
-    Say,
     chained,
+    half_right,
     head_logits,
     knowing_head,
     said_of,
@@ -28,14 +28,13 @@ from mtp_models import (
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.config.engine import GIB, EngineConfig, make_config
+from nanoengine.config.engine import GIB, make_config
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, WeightMismatchError
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
-from nanoengine.sequence import Sequence as EngineSequence
 from nanoengine.startup.forecast import Forecaster, Hardware
 
 MOST = 3
@@ -140,17 +139,6 @@ def test_each_guess_begins_with_the_one_before(
     assert len(checked) > 50
     assert all(checked), "another guess than that of transformers' layers"
     engine.close()
-
-
-def half_right(texts: list[list[int]] | dict[int, list[int]]) -> Say:
-    """Two of three guesses are the texts' own tokens."""
-
-    def say(seq: EngineSequence, position: int) -> int:
-        text = texts[seq.seq_id % len(texts)]
-        right = text[position] if position < len(text) else 0
-        return right if (seq.seq_id + 5 * position) % 3 else (right + 1) % 256
-
-    return say
 
 
 @needs_compiler
@@ -407,5 +395,3 @@ def test_who_has_none_is_told_what_to_take(tiny: Callable[[str], Path]) -> None:
         small_engine(tiny("qwen3.5"), speculative="mtp:1")
     with pytest.raises(WeightMismatchError, match=rf"layers\.3\.eh_proj\.weight; {instead}"):
         small_engine(tiny("deepseek-v3"), speculative="mtp:1")
-    with pytest.raises(ConfigError, match="needs tensor_parallel_size=1, got 2"):
-        EngineConfig("m", speculative="ngram:3+mtp:1", tensor_parallel_size=2)

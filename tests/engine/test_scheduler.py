@@ -88,6 +88,33 @@ def test_prefill_chunks_and_decodes_share_a_step() -> None:
     assert shape(run(s)) == {0: 1, 1: 1}
 
 
+class OneWriteKV(CountingKV):
+    """A step may write one token."""
+
+    def reset_budget(self) -> None:
+        self.writes = 1
+
+    def reserve(self, seq: Sequence, num_tokens: int) -> int | None:
+        found = super().reserve(seq, num_tokens)
+        if not found or seq.num_computed == 0:
+            return found
+        granted, self.writes = min(self.writes, num_tokens), 0
+        return granted
+
+
+def test_what_a_preempted_sequence_was_given_goes_to_others() -> None:
+    """The younger one is served first, as it does not stream; then its blocks are taken."""
+    kv = OneWriteKV(8)
+    s = scheduler(kv, link=5)
+    s.add(sequence(0, 3))
+    s.add(sequence(1, 3))
+    run(s)
+    kv.costs, kv.free = {0: 1}, 1
+    batch = run(s)
+    assert [seq.seq_id for seq in s.waiting] == [1]
+    assert shape(batch) == {0: 1}
+
+
 def test_a_short_prompt_passes_a_long_one() -> None:
     """During a long prefill a newcomer has its first token after one step."""
     s = scheduler(CountingKV())

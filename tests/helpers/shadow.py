@@ -40,7 +40,6 @@ from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_plan import StepPlan
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import (
-    DraftLength,
     Request,
     RequestMetrics,
     ScheduledBatch,
@@ -216,7 +215,6 @@ class ShadowEngine:
     finished: dict[int, EngineSequence] = field(default_factory=dict)
     copies: str | None = None
     stream_blocks_per_step: int | None = None
-    draft_length: DraftLength | None = None
     least_run_bytes: int = 0
     drafts_from: int = 0
 
@@ -276,9 +274,12 @@ class ShadowEngine:
         request = Request(params, 0, frozenset(), total, cache_salt=salt)
         metrics = RequestMetrics(0.0)
         seq = EngineSequence(seq_id, list(prompt), len(prompt), request, metrics)
-        seq.draft_length = self.draft_length
+        self.equip(seq)
         self.scheduler.add(seq)
         return seq_id
+
+    def equip(self, seq: EngineSequence) -> None:
+        """Give a request what guesses for it; here it has nothing."""
 
     @property
     def unfinished(self) -> list[EngineSequence]:
@@ -296,13 +297,13 @@ class ShadowEngine:
         self.num_steps += 1
         if batch.items:
             try:
-                batch, tokens = self.run(batch, fail_at, fail_draft_at)
+                batch, tokens, following = self.run(batch, fail_at, fail_draft_at)
             except Boom:
                 self.check()
                 raise
             self._learn(batch)
             failed = self._take_failures(batch)
-            for seq in self.scheduler.postprocess(batch, tokens, failed):
+            for seq in self.scheduler.postprocess(batch, tokens, failed, following):
                 self._hashes.pop(seq.seq_id, None)
                 self.finished[seq.seq_id] = seq
         self.check()
@@ -368,9 +369,9 @@ class ShadowEngine:
         batch: ScheduledBatch,
         fail_at: tuple[int, int] | None = None,
         fail_draft_at: tuple[int, int] | None = None,
-    ) -> tuple[ScheduledBatch, list[int]]:
-        """What ModelRunner does, with hashes for keys: the batch with its drafts, and what it
-        samples.
+    ) -> tuple[ScheduledBatch, list[int], list[int]]:
+        """What ModelRunner does, with hashes for keys: the batch with its drafts, what it samples,
+        and what the model's own head guesses after that.
         """
         self._misread = set()
         step = self.kv.open_step(batch)
@@ -388,11 +389,10 @@ class ShadowEngine:
         finally:
             step.close()
         each = zip(batch.items, hashes, strict=True)
-        return batch, [
-            next_token(h)
-            for item, all_of_it in each
-            for h in all_of_it[len(all_of_it) - item.num_samples :]
+        last = [
+            h for item, all_of_it in each for h in all_of_it[len(all_of_it) - item.num_samples :]
         ]
+        return batch, [*map(next_token, last)], self.guess(last)
 
     def forward(
         self,
@@ -403,7 +403,7 @@ class ShadowEngine:
     ) -> None:
         """All layers of a step. fresh: hashes of its tokens; hashes: all that each item reads."""
         for layer in range(NUM_LAYERS):
-            self._layer(layer, kv, fresh, hashes, fail_at)
+            self.layer(layer, kv, fresh, hashes, fail_at)
 
     def draft(
         self, batch: ScheduledBatch, step: OpenStep, fail_at: tuple[int, int] | None
@@ -411,6 +411,12 @@ class ShadowEngine:
         """The batch with its drafts; here it has none."""
         assert not batch.num_drafts
         return batch
+
+    def guess(self, hashes: list[int]) -> list[int]:
+        """What the head guesses after each token that is sampled, of which these are the hashes
+        before; here there is none.
+        """
+        return []
 
     def report(self, mass: Tensor | None) -> None:
         """What attention says of the step; here nobody asks."""
@@ -442,7 +448,7 @@ class ShadowEngine:
         """All blocks that ever were in a copy that failed."""
         return set().union(*(faults.victims for faults in self.faults.values()))
 
-    def _layer(
+    def layer(
         self,
         layer: int,
         step: StepKV,
@@ -450,6 +456,7 @@ class ShadowEngine:
         hashes: list[list[int]],
         fail_at: tuple[int, int] | None,
     ) -> None:
+        """One of them."""
         keys = rows(fresh, layer)
         step.target(layer).store(keys, -keys)
         seen = [0] * len(hashes)
@@ -506,8 +513,9 @@ class ShadowEngine:
         assert len(set(ids)) == len(ids), "a sequence is planned twice"
         for item in batch.items:
             assert item.seq in self.scheduler.running
-            assert 0 < item.num_tokens - item.num_drafts <= item.seq.num_remaining
-            assert item.samples or not item.num_drafts
+            num_guesses = len(item.guesses) + item.num_drafts
+            assert 0 < item.num_tokens - num_guesses <= item.seq.num_remaining
+            assert item.samples or not num_guesses
 
     def _check_queues(self) -> None:
         """Every sequence is in one queue, and only those that compute hold an open table."""

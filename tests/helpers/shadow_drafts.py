@@ -1,5 +1,6 @@
 """The shadow engine with an adversarial drafter: how many drafts, which tokens, and what attention
-gives to each block are drawn from a seed.
+gives to each block are drawn from a seed. So are guesses by lookup, and those of a head of the
+model's own: its layer is the last one, and drafts follow its first guess.
 
 The keys of a draft bear a mark, as real ones differ from those of the step that checks it: what a
 draft leaves behind shows, even if its token was right.
@@ -8,7 +9,9 @@ draft leaves behind shows, even if its token was right.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from nanoengine.kv.open_step import DraftStep, OpenStep
 from nanoengine.kv.step_plan import DEVICE
-from nanoengine.sequence import ScheduledBatch, ScheduledSequence
+from nanoengine.sequence import ScheduledBatch, ScheduledSequence, Sequence
 
 MARK = 0.5  # added to the layer in the keys of drafts
 SHARE_RIGHT = 0.6  # of the drafts, beside those that are right by chance
@@ -27,9 +30,13 @@ SHARE_PAYING = 0.7  # of the choices
 class Adversary:
     """Chooses for all sequences (sequence.DraftLength). counts: of "drafts" and "accepted"."""
 
-    def __init__(self, seed: int, most: int) -> None:
-        """most: drafts of a sequence and step."""
-        self.most = most
+    def __init__(
+        self, seed: int, most: int, own_head: bool = False, looks_up: bool = False
+    ) -> None:
+        """most: drafts of a sequence and step. own_head: they are those of the model's own head.
+        looks_up: whether there are guesses by lookup, too.
+        """
+        self.most, self.own_head, self.looks_up = most, own_head, looks_up
         self.pays = self.is_due = True
         self.counts: Counter[str] = Counter()
         self._random = Random(seed)
@@ -49,6 +56,21 @@ class Adversary:
         is_right = self._random.random() < SHARE_RIGHT
         return right if is_right else self._random.randrange(VOCAB)
 
+    def look_up(self, last: int, most: int) -> tuple[int, ...]:
+        """Some tokens after that of this hash, or none."""
+        hashes, found = [last], []
+        for _ in range(self._random.randint(0, most)):
+            found.append(self.draft(next_token(hashes[-1])))
+            hashes += extended(hashes, found[-1:])
+        return tuple(found)
+
+    def guess(self, hashes: list[int]) -> list[int]:
+        """What the head guesses after the token that follows each of these; () now and then."""
+        if not self.own_head or self._random.random() < 1 - SHARE_PAYING:
+            return []
+        following = [extended([h], [next_token(h)])[-1] for h in hashes]
+        return [self.draft(next_token(h)) for h in following]
+
     def report(self, mass: Tensor) -> None:
         """Fill in what attention gives to each block; some get most of it."""
         drawn = [self._random.random() ** 4 for _ in range(mass.numel())]
@@ -56,10 +78,33 @@ class Adversary:
 
 
 @dataclass
+class Lookup:
+    """Guesses for one sequence in the place of PromptLookup. hashes: of all its tokens."""
+
+    adversary: Adversary
+    hashes: Callable[[], list[int]]
+
+    @property
+    def is_trusted(self) -> bool:
+        """It is asked each time."""
+        return True
+
+    def guess(self, token_ids: list[int], most: int) -> tuple[int, ...]:
+        """Right ones and wrong ones."""
+        return self.adversary.look_up(self.hashes()[-1], most)
+
+    def record(self, num_guesses: int, num_right: int) -> None:
+        """What became of them."""
+        assert 0 <= num_right <= max(num_guesses, self.adversary.most)
+        self.adversary.counts["looked up"] += num_guesses
+
+
+@dataclass
 class DraftingEngine(ShadowEngine):
     """A ShadowEngine whose sequences draft: those that stream and, from `drafts_from` blocks on,
-    those on the device. What each draft reads is checked by value: the blocks of its own sequence
-    that are on the device, one in eight where all are, whole and in order, then what drafts wrote.
+    those on the device; or all, by a head of the model's own. What each draft reads is checked by
+    value: the blocks of its own sequence that are on the device, one in eight where all are and no
+    head of its own drafts, whole and in order, then what drafts wrote.
     """
 
     adversary: Adversary | None = None
@@ -67,9 +112,27 @@ class DraftingEngine(ShadowEngine):
 
     def __post_init__(self) -> None:
         if self.adversary is not None:
-            self.settings = {"speculative": f"resident:{self.adversary.most}", **self.settings}
+            lookup = f"ngram:{self.adversary.most}+" if self.adversary.looks_up else ""
+            kind = "mtp" if self.adversary.own_head else "resident"
+            asked = f"{lookup}{kind}:{self.adversary.most}"
+            self.settings = {"speculative": asked, **self.settings}
         super().__post_init__()
-        self.draft_length = self.adversary
+
+    def equip(self, seq: Sequence) -> None:
+        """See ShadowEngine."""
+        adversary = self.adversary
+        if adversary is None:
+            return
+        if adversary.looks_up:
+            seq.guesser = Lookup(adversary, partial(self.hashes, seq))
+        if adversary.own_head:
+            seq.mtp_length = adversary
+        else:
+            seq.draft_length = adversary
+
+    def guess(self, hashes: list[int]) -> list[int]:
+        """See ShadowEngine."""
+        return [] if self.adversary is None else self.adversary.guess(hashes)
 
     def draft(
         self, batch: ScheduledBatch, step: OpenStep, fail_at: tuple[int, int] | None
@@ -113,23 +176,31 @@ class DraftingEngine(ShadowEngine):
     ) -> None:
         """A draft more of each item in the step. made: those of each item so far."""
         assert self.adversary is not None
-        chains = []
+        chains, last = [], []
         for index, position in zip(one.items, one.positions, strict=True):
-            known = self.hashes(batch.items[index].seq)
-            assert position == batch.items[index].start + number, "a draft at a wrong position"
+            item = batch.items[index]
+            known = self.hashes(item.seq)
+            assert position == item.start + number, "a draft at a wrong position"
             assert len(known) + number == position + 1, "drafts begin with the newest token"
-            chains.append([*known, *extended(known, made.setdefault(index, []))])
+            assert len(item.guesses) == self.adversary.own_head, "the head drafts after one guess"
+            ahead = [*item.guesses, *made.setdefault(index, [])]
+            # Its row has the keys of a token, and knows the one that follows.
+            known = [*known, *extended(known, ahead)]
+            chains.append(known[: position + 1])
+            last.append(known[-1])
         fails_in = fail_at[0] if fail_at is not None and fail_at[1] == number else None
         self.draft_forward(batch, one, chains, fails_in)
-        for index, chain in zip(one.items, chains, strict=True):
-            made[index].append(self.adversary.draft(next_token(chain[-1])))
+        for index, newest in zip(one.items, last, strict=True):
+            made[index].append(self.adversary.draft(next_token(newest)))
             self.adversary.counts["drafts"] += 1
+            self.adversary.counts["drafts after a guess"] += self.adversary.own_head
 
     def draft_forward(
         self, batch: ScheduledBatch, one: DraftStep, chains: list[list[int]], fails_in: int | None
     ) -> None:
         """All layers of a draft. chains: the hashes of each row's tokens; fails_in: a layer."""
-        for layer in range(NUM_LAYERS):
+        assert self.adversary is not None
+        for layer in range(NUM_LAYERS - 1 if self.adversary.own_head else 0, NUM_LAYERS):
             keys = rows([chain[-1] for chain in chains], layer + MARK)
             one.kv.target(layer).store(keys, -keys)
             if fails_in == layer:
@@ -170,7 +241,7 @@ class DraftingEngine(ShadowEngine):
         num_before = item.start // size
         most = self.most_kept or num_before
         if len(before) == num_before:
-            most = min(most, max(1, num_before // 8))
+            most = min(most, num_before if item.guesses else max(1, num_before // 8))
             self.adversary.counts["drafts of who does not stream"] += 1
         while len(before) > most:
             between = before[1 : len(before) - most // 2]

@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
-from shadow import Boom, Faults, HeldDevice
+from shadow import NUM_LAYERS, Boom, Faults, HeldDevice
 from shadow_drafts import DraftingEngine
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from nanoengine.models.decoder import Model
 from nanoengine.sequence import ScheduledBatch
 from nanoengine.workers.following_rank import FollowingRank
 from nanoengine.workers.group import Group
-from nanoengine.workers.leading_parts import LeadingDecoder, LeadingMemory
+from nanoengine.workers.leading_parts import LeadingDecoder, LeadingHead, LeadingMemory
 from nanoengine.workers.orders import Order, spec_from_json, spec_to_json
 
 Result = TypeVar("Result")
@@ -36,14 +37,15 @@ Result = TypeVar("Result")
 class SecondRank:
     """Gives orders (leading_parts.Leader): the other rank carries them out at once, in this thread.
 
-    forward: what that rank does as its decoder.
+    run: what that rank does next, as its decoder or as the model's own head.
     """
 
-    group: Group  # nobody gathers
+    group = cast(Group, SimpleNamespace(broadcast=lambda x: x))  # nobody looks at what is given
 
-    def __init__(self, copies: str) -> None:
+    def __init__(self, copies: str, has_head: bool) -> None:
         """copies: "inline" or "held"; they need not be those of the first rank."""
-        self.forward: Callable[[ForwardContext], Tensor]
+        self.run: Callable[[ForwardContext], Tensor]
+        self.has_head = has_head
         self.cpu = HeldDevice() if copies == "held" else CpuDevice(1)
         self.device = CheckedDevice(self.cpu)
         self._replies: list[bytes] = []
@@ -52,13 +54,14 @@ class SecondRank:
         """That of both; returns the first one's."""
         told = spec_from_json(json.loads(json.dumps(spec_to_json(spec))))
         self.memory = KVMemory(told, self.device, debug)
-        decoder = SimpleNamespace(forward=lambda ctx: self.forward(ctx))
-        model = SimpleNamespace(decoder=decoder, config=SimpleNamespace(hidden_size=1))
+        decoder = SimpleNamespace(forward=lambda ctx: self.run(ctx))
+        head = head_of(lambda ctx: self.run(ctx)) if self.has_head else None
+        model = SimpleNamespace(decoder=decoder, config=SimpleNamespace(hidden_size=1), mtp=head)
         parts: Any = SimpleNamespace(
             model=model, attention=None, facts=SimpleNamespace(dtype=torch.float32)
         )
-        nobody, channel = cast(Any, None), cast(Any, self)
-        self._rank = FollowingRank(parts, self.memory, self.device, nobody, channel)
+        channel = cast(Any, self)
+        self._rank = FollowingRank(parts, self.memory, self.device, self.group, channel)
         return LeadingMemory(spec, device, debug, self)
 
     def lead(self, order: Order, body: bytes, work: Callable[[], Result]) -> Result:
@@ -77,13 +80,25 @@ class SecondRank:
 
     @property
     def is_amid_a_step(self) -> bool:
-        """Whether it has begun the copies of a step, and the step itself has not come."""
-        return self._rank._run is not None
+        """Whether it has begun the copies of a step, and the end of the step has not come."""
+        return self._rank._run is not None or self._rank._open is not None
 
     @property
     def is_still(self) -> bool:
         """Whether no copy is queued."""
         return not isinstance(self.cpu, HeldDevice) or not any(s.work for s in self.cpu.held)
+
+
+def head_of(run: Callable[[ForwardContext], Tensor]) -> Any:
+    """An OwnHead that runs, and looks at no token."""
+
+    class Head:
+        def __call__(self, ctx: ForwardContext, next_ids: Tensor, given: Tensor) -> Tensor:
+            return run(ctx)
+
+        after_model = __call__
+
+    return Head()
 
 
 @dataclass
@@ -102,7 +117,8 @@ class RankedEngine(DraftingEngine):
 
     def make_memory(self, spec: KVSpec, device: Device, debug: bool) -> KVMemory:
         """See ShadowEngine."""
-        self.other = SecondRank(self.other_copies)
+        adversary = self.adversary
+        self.other = SecondRank(self.other_copies, adversary is not None and adversary.own_head)
         return self.other.make_memory(spec, device, debug)
 
     def forward(
@@ -115,8 +131,18 @@ class RankedEngine(DraftingEngine):
         """See ShadowEngine."""
         if fail_at is not None:
             raise Boom("step")
-        run, ends = super().forward, [len(each) for each in hashes]
-        self._on_both(kv, fresh, ends, lambda kv: run(kv, fresh, hashes, None))
+        layers, ctx = range(NUM_LAYERS), self._context(kv, fresh, [*map(len, hashes)])
+
+        def run(layers: Sequence[int], kv: StepKV) -> None:
+            for layer in layers:
+                self.layer(layer, kv, fresh, hashes, None)
+
+        if not self.other.has_head:
+            self._decoder(ctx, partial(run, layers))
+            return
+        self._decoder(ctx, partial(run, layers[:-1]))
+        head = self._head(ctx, partial(run, layers[-1:]))
+        head.after_model(ctx, ctx.token_ids, ctx.token_ids)
 
     def draft_forward(
         self, batch: ScheduledBatch, one: DraftStep, chains: list[list[int]], fails_in: int | None
@@ -125,30 +151,44 @@ class RankedEngine(DraftingEngine):
         if fails_in is not None:
             raise Boom("draft")
         run = super().draft_forward
-        self._on_both(
-            one.kv,
-            [chain[-1] for chain in chains],
-            one.num_keys,
-            lambda kv: run(batch, replace(one, kv=kv), chains, None),
-        )
+        ctx = self._context(one.kv, [chain[-1] for chain in chains], one.num_keys)
+
+        def draft(kv: StepKV) -> None:
+            run(batch, replace(one, kv=kv), chains, None)
+
+        if self.other.has_head:
+            self._head(ctx, draft)(ctx, ctx.token_ids, ctx.token_ids)
+        else:
+            self._decoder(ctx, draft)
+
+    def _context(self, kv: StepKV, fresh: list[int], ends: Sequence[int]) -> ForwardContext:
+        """Of a step whose tokens are hashes."""
+        rows = StepRows(fresh, range(len(fresh)), tuple((1, end) for end in ends))
+        nobody = cast(AttentionBackend, None)
+        return ForwardContext.lay_out(rows, kv, nobody, self.device.tensor)
+
+    def _decoder(self, ctx: ForwardContext, forward: Callable[[StepKV], None]) -> None:
+        """Run a forward pass on both ranks."""
+        run = self._on_both(ctx, forward)
+        LeadingDecoder(cast(Model, SimpleNamespace(forward=run)), self.other).forward(ctx)
+
+    def _head(self, ctx: ForwardContext, forward: Callable[[StepKV], None]) -> LeadingHead:
+        """The head of both, which will do that."""
+        return LeadingHead(head_of(self._on_both(ctx, forward)), self.other)
 
     def _on_both(
-        self, kv: StepKV, fresh: list[int], ends: Sequence[int], forward: Callable[[StepKV], None]
-    ) -> None:
-        """Run a forward pass on both ranks, whose tokens are hashes here."""
-        lengths = tuple((1, end) for end in ends)
+        self, like: ForwardContext, forward: Callable[[StepKV], None]
+    ) -> Callable[[ForwardContext], Tensor]:
+        """What both ranks do next, over what is laid out like that."""
 
         def run(ctx: ForwardContext) -> Tensor:
-            assert ctx.token_ids.tolist() == fresh and ctx.lengths == lengths
+            assert torch.equal(ctx.token_ids, like.token_ids) and ctx.lengths == like.lengths
             assert isinstance(ctx.kv, StepKV)
             forward(ctx.kv)
             return ctx.token_ids
 
-        self.other.forward = run
-        rows = StepRows(fresh, range(len(fresh)), lengths)
-        nobody = cast(AttentionBackend, None)
-        ctx = ForwardContext.lay_out(rows, kv, nobody, self.device.tensor)
-        LeadingDecoder(cast(Model, SimpleNamespace(forward=run)), self.other).forward(ctx)
+        self.other.run = run
+        return run
 
     def check(self, settled: bool = False) -> None:
         """See ShadowEngine."""

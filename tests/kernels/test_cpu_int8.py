@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp, PackedLinear, is_supported
+from nanoengine.kernels.cpu_linear import CpuLinear, PackedApart, PackedExpert, is_supported
 from nanoengine.kernels.packed_weight import ADD, INTEGER_FORMATS
 from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight
 
@@ -162,19 +162,39 @@ def test_every_instruction_gives_the_same_bits(build_folder: Path) -> None:
 
 
 def packed_expert(
-    packer: CpuLinear, gate: CodedRows, up: CodedRows, down: CodedRows | Tensor
-) -> tuple[PackedGateUp, PackedLinear]:
+    packer: CpuLinear,
+    gate: CodedRows,
+    up: CodedRows,
+    down: CodedRows | Tensor,
+    kernels: CpuKernels | None = None,
+) -> PackedExpert:
+    """kernels: of what gates codes of two formats."""
+    made = packer.pack(CodedWeight((down,), F32))
     gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
-    assert gated is not None
-    return gated, packer.pack(CodedWeight((down,), F32))
+    if gated is not None:
+        return gated, made
+    both = packer.pack(CodedWeight((gate, up), F32))
+    assert kernels is not None
+
+    def gated(gate_up: Tensor) -> Tensor:
+        out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        kernels.silu_mul(gate_up, out)
+        return out
+
+    return PackedApart(both, gated, "silu"), made
 
 
-def test_experts_are_as_one_by_one(packer: CpuLinear) -> None:
+@pytest.mark.parametrize("of_up", ["Q4_0", "Q8_0"])
+def test_experts_are_as_one_by_one(
+    packer: CpuLinear, of_up: str, build_folder: Path, request: pytest.FixtureRequest
+) -> None:
+    """Gate and up are one weight, or two."""
+    kernels = CpuKernels.load(build_folder, BUILDS[request.node.callspec.params["packer"]])
     hidden, inner, count, top_k = 96, 64, 9, 3
     experts = [
         (
             random_rows("Q4_0", inner, hidden, seed),
-            random_rows("Q4_0", inner, hidden, seed + 50),
+            random_rows(of_up, inner, hidden, seed + 50),
             random_rows("Q8_0", hidden, inner, seed + 90),
         )
         for seed in range(count)
@@ -183,16 +203,14 @@ def test_experts_are_as_one_by_one(packer: CpuLinear) -> None:
     weights, ids = torch.topk(logits.softmax(1), top_k)
     packed = packer.experts(
         lambda rows: (ids[: len(rows)], weights[: len(rows)]),
-        [packed_expert(packer, *expert) for expert in experts],
+        [packed_expert(packer, *expert, kernels=kernels) for expert in experts],
     )
     want = torch.zeros(300, hidden)
     for choice in range(top_k):
-        for number, (gate, up, down) in enumerate(experts):
+        for number, expert in enumerate(experts):
             rows = (ids[:, choice] == number).nonzero()[:, 0]
-            gated = packer.pack_gate_up(CodedWeight((gate,), F32), CodedWeight((up,), F32))
-            assert gated is not None
-            made = packer.pack(CodedWeight((down,), F32))(gated(x[rows]))
-            want[rows] += made * weights[rows, choice, None]
+            gated, down = packed_expert(packer, *expert, kernels=kernels)
+            want[rows] += down(gated(x[rows])) * weights[rows, choice, None]
     for tokens in (1, 2, 33, 300):
         for threads in (1, 3):
             torch.set_num_threads(threads)

@@ -25,7 +25,7 @@ from nanoengine.kernels.fused_ops import PackedOps
 from nanoengine.kernels.packed_weight import ADD, WeightArena
 from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import Experts, ExpertWeights, MixtureWeights, RouterWeights, route
-from nanoengine.models.stored_codes import CodedWeight
+from nanoengine.models.stored_codes import CodedWeight, joined
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -446,7 +446,13 @@ def test_rows_go_where_pytorch_sends_them(packer: CpuLinear, config: ExpertsConf
 
 @pytest.mark.parametrize(
     "formats",
-    [("Q4_0", "Q4_0", "Q8_0"), ("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q5_0", "Q5_0")],
+    [
+        ("Q4_0", "Q4_0", "Q8_0"),
+        ("Q4_K", "Q4_K", "Q6_K"),
+        ("Q5_0", "Q5_0", "Q5_0"),
+        ("Q4_K", "Q6_K", "Q6_K"),
+        ("Q5_0", "Q4_0", "Q8_0"),
+    ],
     ids="-".join,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -460,9 +466,21 @@ def test_experts_of_codes_in_one_call_are_as_one_by_one(
     compare_experts(packer, kernels, 512, 256, 9, 2, weights)
 
 
-def test_experts_of_mixed_formats_go_one_by_one(build_folder, kernels):
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "clamped_swiglu"])
+def test_gate_and_up_of_two_formats_in_one_call(build_folder, kernels, activation):
+    """With biases; sizes that no vector fills."""
+    packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
+    weights = coded_experts(("Q4_0", "Q8_0", "Q4_0"), 5, 32, 96, torch.float32)
+    for seed, expert in enumerate(weights):
+        biases = tuple(normal(size, seed=seed).float() for size in (32, 32, 96))
+        weights[seed] = replace(expert, biases=biases)
+    compare_experts(packer, kernels, 96, 32, 5, 2, weights, activation=activation)
+
+
+def test_experts_with_rows_of_mixed_formats_go_one_by_one(build_folder, kernels):
     packer = CpuLinear.load(CallTape(), build_folder, dtype=torch.float32, with_codes=True)
     weights = coded_experts(("Q4_0", "Q8_0", "Q4_0"), 3, 64, 96, torch.float32)
+    weights[1] = replace(weights[1], up=joined([weights[1].up[:32], weights[1].gate[:32]]))
     compare_experts(packer, kernels, 96, 64, 3, 2, weights, Experts)
 
 

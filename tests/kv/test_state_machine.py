@@ -3,7 +3,7 @@
 hypothesis draws pools, chunks and limits, then adds requests that share beginnings of every length,
 steps, aborts, preempts, evicts, resets, fails steps and copies, and lets copies come as early or as
 late as events allow. shadow.py is the engine: the real scheduler and KV manager over hashes for
-keys; shadow_drafts.py drafts for it, rightly and wrongly. After every call all that
+keys; shadow_drafts.py guesses and drafts for it, rightly and wrongly. After every call all that
 docs/kv_offload.md promises must hold (ShadowEngine.check), and at the end every answer must be
 right and everything must be free. Some programs run on two ranks (shadow_ranks.py).
 
@@ -63,8 +63,9 @@ class Shape:
 
     stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
     blocks. digests: how many different ones there are (None: as many as xxh3 has). most_drafts: of
-    a sequence and step; draft_seed: of all that is drawn for them. least_run_bytes, drafts_from:
-    see KVSpec. other_copies: of a second rank, which there is not if it is "".
+    a sequence and step; own_head, looks_up: see Adversary; draft_seed: of all that is drawn for
+    them. least_run_bytes, drafts_from: see KVSpec. other_copies: of a second rank, which there is
+    not if it is "".
     """
 
     copies: str
@@ -85,13 +86,16 @@ class Shape:
     digests: int | None
     closes_early: bool
     most_drafts: int
+    own_head: bool
+    looks_up: bool
     draft_seed: int
     least_run_bytes: int
     drafts_from: int
     other_copies: str
 
     def make(self) -> ShadowEngine:
-        drafts = Adversary(self.draft_seed, self.most_drafts) if self.most_drafts else None
+        how = self.draft_seed, self.most_drafts, self.own_head, self.looks_up
+        drafts = Adversary(*how) if self.most_drafts else None
         kind: Callable[..., ShadowEngine] = ShadowEngine
         if self.other_copies:
             kind = partial(RankedEngine, adversary=drafts, other_copies=self.other_copies)
@@ -149,6 +153,8 @@ def shapes(mode: str) -> st.SearchStrategy[Shape]:
         digests=one_of(None, None, None, 1, 2, 7),
         closes_early=one_of(False, False, False, True),
         most_drafts=one_of(0, 3, 6, 9),
+        own_head=one_of(False, False, True),
+        looks_up=one_of(False, False, True),
         draft_seed=ANY,
         least_run_bytes=one_of(0, 100, 1 << 20) if streams else st.just(0),
         drafts_from=one_of(0, 1, 2, 4),
@@ -510,7 +516,7 @@ HAPPENS = {
     "resident": (
         "requests, refused, aborted, finished, failed steps, in flight, prefix hits, collisions, "
         "preemptions, preempted by force, resumed, evicted: all, resets, drafts, accepted, "
-        "drafts of who does not stream, failed drafts"
+        "drafts of who does not stream, failed drafts, looked up, drafts after a guess"
     ),
     "in_place": "stores, released, resumed from the host, failed copies, failed requests",
     "stream": "loads, fills, paced, swaps",

@@ -9,6 +9,7 @@ import copy
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import TinyModel, reference, reference_logits
+from checkpoints import TINY, TinyModel, reference, reference_logits
 from coded import coded_checkpoint, random_rows
 from driver import Driver, host_gib
 from gguf import GGMLQuantizationType as QuantType
@@ -34,6 +35,7 @@ from nanoengine.errors import CorruptModelError
 from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import PackedAfterAttention
+from nanoengine.kernels.fused_ops import PackedOps
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.find_model import resolve_model
 from nanoengine.loading.gguf.convert import convert_gguf
@@ -60,9 +62,11 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory, build_folder: Path) -> I
 def any_quantize(values: np.ndarray, kind: QuantType) -> np.ndarray:
     if kind.name not in ("Q4_K", "Q5_K", "Q6_K"):
         return quantize(values, kind)
-    width = values.shape[1]
-    rows = [random_rows(kind.name, 1, width, zlib.crc32(row.tobytes())).rows for row in values]
-    return torch.cat(rows).numpy()
+    flat = values.reshape(-1, values.shape[-1])
+    rows = [
+        random_rows(kind.name, 1, flat.shape[1], zlib.crc32(row.tobytes())).rows for row in flat
+    ]
+    return torch.cat(rows).numpy().reshape(*values.shape[:-1], -1)
 
 
 def kinds(model: GGUFModel, mix: dict[str, str], other: str) -> dict[str, QuantType]:
@@ -217,6 +221,27 @@ def test_a_decode_is_replayed_and_moves_no_bit(
     assert replays
     monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
     assert all(map(torch.equal, taped, logits_of(k_quants)))
+
+
+@pytest.mark.parametrize("of_up", ["Q4_K", "Q6_K"])
+def test_a_decode_with_experts_is_replayed_and_moves_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_up: str
+) -> None:
+    """Gate and up of one format, or of two. The bits are those of the experts one by one, too."""
+    monkeypatch.setattr(gguf.quants, "quantize", any_quantize)
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    replace(TINY["qwen3-moe"], settings=TINY["qwen3-moe"].settings | sizes)(tmp_path)
+    model, types = GGUFModel(tmp_path), {"gate": "Q4_K", "up": of_up, "down": "Q6_K"}
+    for name in model.tensors:
+        if "_exps" in name:
+            model.types[name] = QuantType[types[name.split("_")[1]]]
+    path, replays = model.write(tmp_path / "experts.gguf"), watch_replays(monkeypatch)
+    taped = logits_of(path)
+    assert replays, "no step was replayed"
+    monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
+    assert all(map(torch.equal, taped, logits_of(path)))
+    monkeypatch.setattr(PackedOps, "_are_one_call", lambda self, experts: False)
+    assert all(map(torch.equal, taped, logits_of(path)))
 
 
 def test_the_plan_says_what_is_held(k_quants: Path, tmp_path: Path) -> None:

@@ -105,38 +105,43 @@ static void check_layer(int64_t width, int64_t k, int64_t inner, int kind) {
 
 enum { EXPERTS = 7, TOP_K = 3, ROWS_MOST = 120 };
 
-/* As PackedExperts in cpu_linear.py; row r goes to experts r, r + 1 and r + 3, and none to the last. */
-static char *some_experts(int64_t width, int64_t inner, int64_t rows, int threads, int kind) {
+/* As PackedExperts in cpu_linear.py; row r goes to experts r, r + 1 and r + 3, and none to the last. is_apart:
+ * gate and up are two weights. */
+static char *some_experts(int64_t width, int64_t inner, int64_t rows, int threads, int kind, int is_apart) {
     random_state = 3;
-    weight_t gate_up[EXPERTS], down[EXPERTS];
-    const weight_t *gate_ups[EXPERTS], *downs[EXPERTS];
+    weight_t gate_up[EXPERTS], up[EXPERTS], down[EXPERTS];
+    const weight_t *gate_ups[EXPERTS], *ups[EXPERTS], *downs[EXPERTS];
     for (int i = 0; i < EXPERTS; i++) {
-        gate_up[i] = some_weight(inner, width, 1, NO_NORM, 1, kind), gate_ups[i] = &gate_up[i];
+        gate_up[i] = some_weight(inner, width, !is_apart, NO_NORM, 1, kind), gate_ups[i] = &gate_up[i];
+        up[i] = some_weight(inner, width, 0, NO_NORM, 1, kind), ups[i] = &up[i];
         down[i] = some_weight(width, inner, 0, NO_NORM, 1, kind), downs[i] = &down[i];
     }
     const int64_t choices = rows * TOP_K;
     char *x = some_numbers(rows * width, IS_BF16), *out = malloc(rows * width * ITEM);
     char *sorted = malloc(choices * width * ITEM), *gated = malloc(choices * inner * ITEM);
+    char *apart = malloc(choices * 2 * inner * ITEM);
     char *made = malloc((choices + EXPERTS * PAIR_ROWS) * max64(width, inner) * ITEM);
     int64_t ids[ROWS_MOST * TOP_K], places[ROWS_MOST * TOP_K], starts[EXPERTS + 1];
     float weights[ROWS_MOST * TOP_K];
-    call_t calls[2 * EXPERTS];
+    call_t calls[3 * EXPERTS];
     for (int64_t i = 0; i < choices; i++)
         ids[i] = (i / TOP_K + (i % TOP_K + 1) * (i % TOP_K) / 2) % (EXPERTS - 1), weights[i] = 0.3f;
-    const experts_t e = {gate_ups, downs, x, ids, weights, out, sorted, gated, places, starts, calls,
-                         made, EXPERTS, TOP_K, rows, threads};
+    const experts_t e = {gate_ups, is_apart ? ups : NULL, downs, x, ids, weights, out, sorted, gated, apart,
+                         places, starts, calls, made, EXPERTS, TOP_K, rows, SILU, threads};
     experts(&e);
-    free(x), free(sorted), free(gated), free(made);
+    free(x), free(sorted), free(gated), free(apart), free(made);
     return out;
 }
 
 static void check_experts(int64_t width, int64_t inner, int kind) {
     static const int64_t ROWS[] = {1, 5, ROWS_MOST};
-    for (size_t i = 0; i < sizeof ROWS / sizeof *ROWS; i++) {
-        char *alone = some_experts(width, inner, ROWS[i], 1, kind), what[80];
-        char *together = some_experts(width, inner, ROWS[i], 2 + (int)i % 2, kind);
-        snprintf(what, sizeof what, "experts of %d rows, k %d", (int)ROWS[i], (int)width);
-        expect_same(what, alone, together, ROWS[i] * ITEM * width);
+    for (size_t i = 0; i < 2 * sizeof ROWS / sizeof *ROWS; i++) {
+        const int64_t rows = ROWS[i / 2];
+        const int is_apart = (int)i % 2;
+        char *alone = some_experts(width, inner, rows, 1, kind, is_apart), what[80];
+        char *together = some_experts(width, inner, rows, 2 + (int)i / 2 % 2, kind, is_apart);
+        snprintf(what, sizeof what, "experts of %d rows, k %d, apart %d", (int)rows, (int)width, is_apart);
+        expect_same(what, alone, together, rows * ITEM * width);
         free(alone), free(together);
     }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,11 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from driver import small_engine
+from marks import needs_compiler
+from peak_bytes import peak_bytes_of
 
 from nanoengine.config.engine import GIB, make_config
 from nanoengine.config.model import ModelConfig, RopeConfig
+from nanoengine.devices.cpu import CpuDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, OutOfMemoryError
+from nanoengine.startup import parts
 from nanoengine.startup.memory_plan import ModelFacts, describe_invariance, plan_memory
 from nanoengine.startup.plan import MemoryPlan
 
@@ -36,6 +42,20 @@ MODEL = ModelConfig(
 )
 OFFLOAD = {"enable_cpu_offload": True}
 STREAM = OFFLOAD | {"offload_mode": "stream"}
+# The config.json of a model in which recurrent layers hold most.
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 @dataclass
@@ -254,3 +274,39 @@ def test_an_engine_that_asks_for_too_much_does_not_start(
 )
 def test_what_the_bits_of_a_request_depend_on(parts: tuple[bool, bool, bool], said: str) -> None:
     assert describe_invariance(*parts).endswith(said)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("in_c", [True, False], ids=["C", "PyTorch"])
+@pytest.mark.parametrize(("tokens", "seqs"), [(512, 4), (61, 60)], ids=["prompts", "decodes"])
+@pytest.mark.parametrize(("key_heads", "value_heads", "dim"), [(4, 12, 128), (8, 8, 64)])
+def test_a_recurrent_layer_holds_what_is_planned(
+    key_heads: int,
+    value_heads: int,
+    dim: int,
+    tokens: int,
+    seqs: int,
+    in_c: bool,
+    dtype: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside what the largest step holds, by counting."""
+    heads = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
+    dims = {"linear_key_head_dim": dim, "linear_value_head_dim": dim}
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID | heads | dims))
+    if not in_c:
+        monkeypatch.setattr(parts, "find_kernels", lambda device, tape: (None, "not here"))
+    settings = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens, "dtype": dtype}
+
+    def planned(**more: Any) -> int:
+        made = small_engine(tmp_path, load_format="dummy", **settings, **more)
+        made.close()
+        return made.plan.activation_bytes
+
+    estimated = planned()
+    monkeypatch.setattr(CpuDevice, "peak_bytes_of", lambda device, work: peak_bytes_of(work))
+    monkeypatch.setattr(CpuDevice, "computes_later", True)
+    measured = planned(num_gpu_blocks=None)
+    assert measured <= estimated <= 1.8 * measured

@@ -41,7 +41,7 @@ def test_a_rank_replays_if_rank_0_does(may_replay: bool) -> None:
         return ctx.token_ids
 
     model = SimpleNamespace(
-        decoder=SimpleNamespace(forward=forward), config=SimpleNamespace(hidden_size=1)
+        decoder=SimpleNamespace(forward=forward), config=SimpleNamespace(hidden_size=1), mtp=None
     )
     parts: Any = SimpleNamespace(
         model=model, attention=None, facts=SimpleNamespace(dtype=torch.float32)
