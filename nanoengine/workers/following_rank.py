@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from nanoengine.startup.parts import (
     load_compute_parts,
     make_engine_device,
 )
-from nanoengine.startup.probe import measure_copy
+from nanoengine.startup.probe import ScratchKV, measure_copy
 from nanoengine.workers.channel import Channel
 from nanoengine.workers.group import Group
 from nanoengine.workers.orders import Order, spec_from_json
@@ -34,17 +35,21 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
     a RankSetup, and "rank".
     """
     setup = RankSetup(**hello["setup"])
-    config = EngineConfig(**setup.settings)
+    config = setup.config(hello["rank"])
     device = make_engine_device(config)
-    group = setup.join(hello["rank"])
+    group = setup.join(hello["rank"], device)
     sharding = RankSharding(hello["rank"], group)
     folder = find_folder(config, device)
     parts = load_compute_parts(config, device, folder, sharding)
     channel.reply(fingerprint(parts).encode())
+    start = RankStart(parts, config, device, group, channel)
     requests = channel.requests()
     try:
-        order, body = next(requests)
-        assert order == Order.MEMORY
+        with torch.inference_mode():
+            for order, body in requests:
+                if order == Order.MEMORY:
+                    break
+                start.do(Order(order), body)
         memory = KVMemory(spec_from_json(json.loads(body)), device, config.debug_kv)
         channel.reply()
         rank = FollowingRank(parts, memory, device, group, channel)
@@ -53,7 +58,47 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
                 rank.do(Order(order), body)
     finally:
         device.close_streams()
+        parts.ops.forget_steps()
         group.close()
+
+
+class RankStart:
+    """Carries out orders before there is KV memory."""
+
+    def __init__(
+        self,
+        parts: ComputeParts,
+        config: EngineConfig,
+        device: Device,
+        group: Group,
+        channel: Channel,
+    ) -> None:
+        self._parts = parts
+        self._config = config
+        self._device = device
+        self._group = group
+        self._channel = channel
+
+    def do(self, order: Order, body: bytes) -> None:
+        """Carry out one order."""
+        match order:
+            case Order.FREE:
+                self._channel.reply(json.dumps(self._device.memory()).encode())
+            case Order.PROFILE:
+                self._device.peak_bytes_of(partial(self._profile, json.loads(body)))
+            case Order.LOGITS:
+                _logits(self._parts, json.loads(body), self._device, self._group)
+            case _:
+                raise AssertionError(f"{order.name} needs the KV memory")
+
+    def _profile(self, lengths: list[int]) -> None:
+        model, size = self._parts.model, self._config.kvcache_block_size
+        kv = ScratchKV(model.part, size, self._parts.facts.dtype, self._device, lengths)
+        num_tokens = sum(lengths)
+        zeros = [0] * num_tokens
+        rows = StepRows(zeros, zeros, [(num, num) for num in lengths])
+        attention = self._parts.attention
+        model.decoder.forward(ForwardContext.lay_out(rows, kv, attention, self._device.tensor))
 
 
 # Between START and STEP; whatever else comes then, the step does not.
@@ -71,10 +116,9 @@ class FollowingRank:
         group: Group,
         channel: Channel,
     ) -> None:
+        self._parts = parts
         self._decoder = parts.model.decoder
         self._attention = parts.attention
-        self._hidden_size = parts.model.config.hidden_size
-        self._dtype = parts.facts.dtype
         self._memory = memory
         self._device = device
         self._group = group
@@ -93,9 +137,7 @@ class FollowingRank:
             case Order.STEP:
                 self._step(decode(body))
             case Order.LOGITS:
-                shape = json.loads(body), self._hidden_size
-                x = torch.empty(shape, dtype=self._dtype, device=self._device.torch_device)
-                self._decoder.logits(self._group.broadcast(x))
+                _logits(self._parts, json.loads(body), self._device, self._group)
             case Order.COPY_BLOCK:
                 self._memory.copy_block(*json.loads(body))
             case Order.SAVE_STATE:
@@ -112,7 +154,7 @@ class FollowingRank:
                 self._memory.allocate_rest()
             case Order.LINK_SPEED:
                 self._channel.reply(json.dumps(measure_copy(self._memory)).encode())
-            case Order.MEMORY:
+            case Order.MEMORY | Order.FREE | Order.PROFILE:
                 raise AssertionError("the KV memory is there")
 
     def _start(self, record: StepRecord) -> None:
@@ -142,12 +184,25 @@ class FollowingRank:
         self._channel.reply(json.dumps(failures).encode())
 
     def _forward(self, record: StepRecord, kv: StepKV) -> None:
-        kv = replace(kv, may_replay=record.may_replay)
         if record.may_replay and kv.replay_key() is None:  # its stores are later than rank 0's
             _await_stores(kv)
-        rows = StepRows(record.token_ids, record.positions, record.lengths)
-        ctx = ForwardContext.lay_out(rows, kv, self._attention, self._device.tensor)
+        kv = replace(kv, may_replay=record.may_replay)
+        tensor, ids, positions = self._device.tensor, record.token_ids, record.positions
+        if not ids:
+            ids = positions = (0,) * sum(num for num, _ in record.lengths)
+        rows = StepRows(ids, positions, record.lengths)
+        ctx = ForwardContext.lay_out(rows, kv, self._attention, tensor)
+        if not record.token_ids:
+            told = self._group.broadcast(ctx.token_ids.new_empty(2, len(ids)))
+            ctx = replace(ctx, token_ids=told[0], positions=told[1])
         self._decoder.forward(ctx)
+
+
+def _logits(parts: ComputeParts, num_rows: int, device: Device, group: Group) -> None:
+    """This rank's part of the logits of rows that rank 0 has."""
+    shape = num_rows, parts.model.config.hidden_size
+    x = torch.empty(shape, dtype=parts.facts.dtype, device=device.torch_device)
+    parts.model.decoder.logits(group.broadcast(x))
 
 
 def _await_stores(kv: StepKV) -> None:

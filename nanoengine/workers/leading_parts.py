@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from nanoengine.context import ForwardContext
@@ -52,14 +53,26 @@ class LeadingDecoder:
     def forward(self, ctx: ForwardContext) -> Tensor:
         """As Decoder.forward."""
         kv = ctx.kv
-        assert isinstance(kv, StepKV)
-        may_replay = kv.replay_key() is not None
+        if not isinstance(kv, StepKV):  # a step to measure, of whatever tokens
+            said = json.dumps([num for num, _ in ctx.lengths]).encode()
+            return self._leader.lead(Order.PROFILE, said, lambda: self._decoder.forward(ctx))
+        # A step that reports its mass is not replayed, see Decoder.forward.
+        may_replay = ctx.block_mass is None and kv.replay_key() is not None
         ctx = replace(ctx, kv=replace(kv, may_replay=may_replay))
-        tokens, positions = tuple(ctx.token_ids.tolist()), tuple(ctx.positions.tolist())
+        is_known = not kv.memory.device.computes_later  # else some tokens are on the device alone
+        tokens, positions = (
+            tuple(each.tolist()) if is_known else () for each in (ctx.token_ids, ctx.positions)
+        )
         record = StepRecord(kv.plan, tokens, positions, ctx.lengths, may_replay)
         is_draft = kv.run is None and kv.memory.offload is not None
         order = Order.DRAFT if is_draft else Order.STEP
-        return self._leader.lead(order, encode(record), lambda: self._decoder.forward(ctx))
+
+        def work() -> Tensor:
+            if not is_known:
+                self._leader.group.broadcast(torch.stack((ctx.token_ids, ctx.positions)))
+            return self._decoder.forward(ctx)
+
+        return self._leader.lead(order, encode(record), work)
 
     def logits(self, x: Tensor) -> Tensor:
         """As Decoder.logits."""

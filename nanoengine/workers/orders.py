@@ -31,6 +31,8 @@ class Order(IntEnum):
     SAVE_STATE = FIRST_KIND + 10
     LOAD_STATE = FIRST_KIND + 11
     COPY_STATE = FIRST_KIND + 12
+    FREE = FIRST_KIND + 13  # before MEMORY; replied to with free and total bytes of the device
+    PROFILE = FIRST_KIND + 14  # before MEMORY: the tokens of each sequence of a step to measure
 
 
 def spec_to_json(spec: KVSpec) -> dict[str, Any]:
