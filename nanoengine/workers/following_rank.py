@@ -50,6 +50,8 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
                 if order == Order.MEMORY:
                     break
                 start.do(Order(order), body)
+            else:
+                return  # rank 0 could not start
         memory = KVMemory(spec_from_json(json.loads(body)), device, config.debug_kv)
         channel.reply()
         rank = FollowingRank(parts, memory, device, group, channel)

@@ -79,13 +79,20 @@ class NcclGroup:
     tape = None
 
     def __init__(
-        self, store: Path, rank: int, size: int, device: Device, timeout_s: float = 300.0
+        self,
+        store: Path,
+        rank: int,
+        size: int,
+        device: Device,
+        graphs: VendorGraphs | None,
+        timeout_s: float = 300.0,
     ) -> None:
         """Meets the other ranks, and returns when all are there. Raises EngineError.
 
-        store: as of GlooGroup. timeout_s: how long the host waits for what is queued.
+        store: as of GlooGroup. graphs: what gathers are recorded in; None: nothing is recorded.
+        timeout_s: how long the host waits for what is queued.
         """
-        self.rank, self.size, self.can_replay = rank, size, True
+        self.rank, self.size, self.can_replay = rank, size, graphs is not None
         self._device, self._place = device, device.torch_device.type
         self._end = ""  # why the group has ended, if it has
         self._timeout_s = CONNECT_S
@@ -96,6 +103,8 @@ class NcclGroup:
         device.watch(self.check)
         self.broadcast(torch.zeros(1, device=device.torch_device))  # connects, before any capture
         device.synchronize()
+        if graphs is not None:
+            self._check_graphs(graphs)
         self._timeout_s = timeout_s
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
@@ -132,9 +141,9 @@ class NcclGroup:
         if self._end:
             raise EngineError(f"the group of ranks has ended: {self._end}")
 
-    def check_graphs(self, graphs: VendorGraphs) -> None:
-        """Record a gather and replay it with other values. Raises EngineError if that gives other
-        bits than the gather itself, or nothing.
+    def _check_graphs(self, graphs: VendorGraphs) -> None:
+        """Record a gather and replay it with other values. Raises EngineError if that fails, or
+        gives other bits than the gather itself.
         """
         rows = torch.arange(6.0, device=self._device.torch_device).view(3, 2)
         widths = [2] * self.size

@@ -52,11 +52,8 @@ class RankSetup:
             return SharedMemoryGroup(self.memory, rank, size)
         if device.name == "cpu":
             return GlooGroup(store, rank, size)
-        group = NcclGroup(store, rank, size, device)
         graphs = None if self.settings["enforce_eager"] else find_graphs(device.torch_device)
-        if graphs is not None:
-            group.check_graphs(graphs)
-        return group
+        return NcclGroup(store, rank, size, device, graphs)
 
 
 class MeetingPlace:

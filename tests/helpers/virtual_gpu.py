@@ -138,6 +138,7 @@ class VirtualGpu(TorchFunctionMode):
         self.device = torch.device(kind, len(self.all) - 1)
         self.costs, self.memory_bytes = Costs(), 1 << 30
         self.strict = False
+        self.is_stuck = threading.Event()  # the host has looked for work that does not end
         self.host_time, self.num_waits, self.num_crossings = 0.0, 0, 0
         self.streams: list[VirtualStream] = []
         self.current = VirtualStream(self)
@@ -290,6 +291,7 @@ class VirtualGpu(TorchFunctionMode):
         if ends:
             self.host_time = min(ends)
         else:
+            self.is_stuck.set()
             time.sleep(seconds)
 
     # -- kernels and operators

@@ -21,20 +21,21 @@ from rank_threads import RankThreads
 from torch import Tensor
 from virtual_gpu import VirtualGpu, VirtualStream
 
+from nanoengine.errors import EngineError
 from nanoengine.workers import leading_rank, nccl_group, rank_setup
 from nanoengine.workers.channel import Channel
 
 NEVER = float("inf")
 PATIENCE_S = 60.0  # with a rank that makes no call: a test that hangs says so
 Given = tuple[str, Tensor, float]  # what is called, this rank's tensor, the time of its stream
+Calls = list[tuple[int, str, VirtualStream]]  # rank, what is called, and on which stream
 
 
 class Wires:
-    """Between the ranks: what each has given to the calls so far."""
+    """Between the ranks of an engine: what each has given to the calls so far."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.calls: list[tuple[int, str, VirtualStream]] = []  # rank, call and stream of each
+    def __init__(self, size: int, calls: Calls) -> None:
+        self.size, self.calls = size, calls
         self._news = threading.Condition()
         self._given: list[list[Given]] = [[] for _ in range(size)]
         self._gone: set[int] = set()
@@ -120,9 +121,18 @@ class _Handle:
 class GpuRankThreads(RankThreads):
     """Each rank above 0 enters its GPU."""
 
-    def __init__(self, gpus: list[VirtualGpu], wires: Wires, *args: Any, **settings: Any) -> None:
-        self._gpus, self._wires = gpus, wires
-        super().__init__(*args, **settings)
+    def __init__(
+        self,
+        gpus: list[VirtualGpu],
+        wires: dict[str, Wires],
+        entry: str,
+        count: int,
+        hello: Mapping[str, Any],
+        *args: Any,
+        **settings: Any,
+    ) -> None:
+        self._gpus, self._wires = gpus, wires[hello["setup"]["folder"]]
+        super().__init__(entry, count, hello, *args, **settings)
 
     def _work(self, channel: Channel, hello: Mapping[str, object], on_death: object) -> None:
         rank = int(str(hello["rank"]))
@@ -130,22 +140,38 @@ class GpuRankThreads(RankThreads):
             super()._work(channel, hello, on_death)
 
     def _main(self, channel: Channel, hello: Mapping[str, object]) -> None:
+        """A rank that crashes is gone a while before anybody is told."""
         try:
             super()._main(channel, hello)
-        finally:
+        except BaseException as error:
             self._wires.leave(int(str(hello["rank"])))
+            if not isinstance(error, EngineError):
+                self._gpus[0].is_stuck.wait(PATIENCE_S)
+            raise
 
 
-def use_virtual_nccl(patch: pytest.MonkeyPatch, gpus: list[VirtualGpu]) -> Wires:
-    """Ranks are threads with these GPUs, from here on. One engine at a time."""
-    wires = Wires(len(gpus))
+class _WiresOfEngines(dict[str, Wires]):
+    """By the folder where its ranks meet."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.calls = size, Calls()
+
+    def __missing__(self, folder: str) -> Wires:
+        self[folder] = Wires(self.size, self.calls)
+        return self[folder]
+
+
+def use_virtual_nccl(patch: pytest.MonkeyPatch, gpus: list[VirtualGpu]) -> Calls:
+    """Ranks are threads with these GPUs, from here on. Returns the calls that they are to make."""
+    wires = _WiresOfEngines(len(gpus))
 
     def make(store: Path, rank: int, size: int) -> VirtualNccl:
         assert size == len(gpus) and store.parent.is_dir()
-        return VirtualNccl(wires, rank, gpus[rank])
+        return VirtualNccl(wires[str(store.parent)], rank, gpus[rank])
 
     patch.setattr(nccl_group, "make_collectives", make)
     patch.setattr(rank_setup, "check_nccl", lambda: None)
     threads = functools.partial(GpuRankThreads, gpus, wires)
     patch.setattr(leading_rank, "WorkerProcesses", threads)
-    return wires
+    return wires.calls
