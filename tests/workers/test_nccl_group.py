@@ -122,7 +122,7 @@ def test_all_have_what_rank_0_has(ranks: Ranks) -> None:
 
 def test_wrong_tensors_are_refused(ranks: Ranks) -> None:
     group = ranks.made[0]
-    with pytest.raises(EngineError, match="on cuda: got torch.float32 on cpu"):
+    with pytest.raises(EngineError, match=r"on cuda: got torch\.float32 on cpu"):
         group.gather(torch.zeros(2, 3), WIDTHS)
     with pytest.raises(EngineError, match="rows of 3 values"):
         group.gather(torch.zeros(2, 2, device="cuda:0"), WIDTHS)
