@@ -60,6 +60,7 @@ from benchmarks.gpu.gpu_measure import (
     targets,
 )
 from benchmarks.gpu.gpu_offloaded_cache import offloaded_cache
+from benchmarks.gpu.gpu_ranks import two_gpus
 from benchmarks.gpu.gpu_rows import Run, chosen, is_ok, run_rows, save
 from benchmarks.gpu.gpu_workload import Peers, nano_vllm, workload
 from benchmarks.induction import write_checkpoint
@@ -78,6 +79,7 @@ LIMITS = {
     "resident_drafts": 240.0,
     "long_context": 300.0,
     "coded_products": 400.0,  # most of it to compile
+    "two_gpus": 400.0,  # eight starts of two processes
 }
 # The formats of the layers of a checkpoint, and of its ends.
 MIXED = {"embed": "Q8_0", "lm_head": "Q5_0", "v_proj": "INT4", "down": "MXFP4", "_proj": "Q4_1"}
@@ -441,6 +443,11 @@ def make_rows(
             "isolation_bf16": lambda: isolation(llama, scale, "bfloat16"),
             "needles": lambda: needles(induction, scale),
         },
+        "ranks": {
+            "two_gpus": lambda: two_gpus(
+                large, scale, lambda: parity(llama, scale, (2,), tensor_parallel_size=2)
+            ),
+        },
         "line": {
             "offloaded_cache": lambda: offloaded_cache(large, scale, link_speed()),
             "line": lambda: line(large, scale),
@@ -483,7 +490,7 @@ def main() -> int:
         "--only",
         nargs="+",
         metavar="ROW",
-        help="rows, or the groups checks, speeds, line, kernels, long",
+        help="rows, or the groups checks, ranks, speeds, line, kernels, long",
     )
     args = parser.parse_args()
     result = heading(args.device)

@@ -34,7 +34,7 @@ SETTINGS = {
         "attention_backend": "kernels of attention",
         "num_threads": "CPU threads",
         "enforce_eager": "no CUDA graphs",
-        "tensor_parallel_size": "processes that share the model (CPU)",
+        "tensor_parallel_size": "processes that share the model, on GPUs one for each",
     },
     "memory and length": {
         "max_model_len": "most tokens of a request, prompt and output",

@@ -110,7 +110,8 @@ class EngineConfig:
     seed: used for requests without a seed. num_threads: CPU threads (None: OMP_NUM_THREADS if it is
     set, else all cores that the process and its container may use and no other program keeps busy).
     tensor_parallel_size: processes that compute the model together, each with its heads and its
-    rows of the weights (CPU). num_threads, kv_cache_gib and kv_offload_gib are those of all.
+    rows of the weights, on CUDA GPUs each on one of its own from `device` on. num_threads,
+    kv_cache_gib and kv_offload_gib are those of all.
     max_num_partial_prefills: most prompts that may be partly computed after a step.
     max_long_partial_prefills: most long prompts among them.
     long_prefill_token_threshold: a prompt with more uncomputed tokens than this is long; while

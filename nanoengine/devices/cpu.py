@@ -75,6 +75,9 @@ class CpuDevice:
         for worker in self._workers:
             self.compute.wait(worker.record())
 
+    def watch(self, look: Callable[[float], None]) -> None:
+        """Nothing to do: no queued work waits for another rank."""
+
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype)
 

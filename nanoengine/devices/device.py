@@ -69,6 +69,12 @@ class Device(Protocol):
         """Wait for all queued work."""
         ...
 
+    def watch(self, look: Callable[[float], None]) -> None:
+        """From now on call `look` with the seconds so far while the host waits for queued work. It
+        raises EngineError where that will never end, as another rank has.
+        """
+        ...
+
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         """Numbers or nested lists of them as a tensor on the device; the host does not wait."""
         ...

@@ -5,8 +5,9 @@ torch.cuda and torch.accelerator call most of it alike; cuda.py and accelerator.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from nanoengine.devices.copy_streams import Convert, Delays, Event, FailedCopy, Stream
 from nanoengine.devices.cpu import available_memory
 from nanoengine.devices.device import Readable, to_device
+from nanoengine.errors import EngineError
+
+POLL_S = 50e-6  # between looks at an event, where another rank may die meanwhile
 
 # Vendor's class of graphs -> how to capture one while another thread may be taking host memory.
 GRAPHS: dict[str, dict[str, Any]] = {
@@ -100,13 +104,15 @@ class GpuEvent:
 class GpuReadback:
     """A copy to pinned memory that does not wait for later work of the stream it is queued on."""
 
-    def __init__(self, tensor: Tensor, stream: Any) -> None:
+    def __init__(self, tensor: Tensor, stream: Any, await_event: Callable[[Any], None]) -> None:
+        """stream: the current one. await_event: lets the host wait for an event of torch."""
+        self._await_event = await_event
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._host.copy_(tensor, non_blocking=True)
         self._done = stream.record_event()
 
     def tolist(self) -> list[Any]:
-        self._done.synchronize()
+        self._await_event(self._done)
         numbers: list[Any] = self._host.tolist()
         return numbers
 
@@ -124,6 +130,7 @@ class GpuDevice:
         self.name = name
         self.torch_device = torch_device
         self._runtime = runtime
+        self._look: Callable[[float], None] | None = None
         self.compute: Stream
         self.h2d: Stream
         self.d2h: Stream
@@ -148,13 +155,32 @@ class GpuDevice:
         return peak - before
 
     def synchronize(self) -> None:
-        self._runtime.synchronize(self.torch_device)
+        if self._look is None:
+            self._runtime.synchronize(self.torch_device)
+            return
+        for stream in (self.compute, self.h2d, self.d2h):
+            event = stream.record()
+            assert isinstance(event, GpuEvent)
+            self._await_event(event.event)
+
+    def watch(self, look: Callable[[float], None]) -> None:
+        self._look = look
+
+    def _await_event(self, event: Any) -> None:
+        """Let the host wait for an event of torch."""
+        if self._look is None:
+            event.synchronize()
+            return
+        begin = time.monotonic()
+        while not event.query():
+            self._look(time.monotonic() - begin)
+            time.sleep(POLL_S)
 
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         return to_device(values, dtype, self.torch_device)
 
     def read_back(self, tensor: Tensor) -> Readable:
-        return GpuReadback(tensor, self._runtime.current_stream())
+        return GpuReadback(tensor, self._runtime.current_stream(), self._await_event)
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Pinned memory. torch rounds its size up to a power of two."""
@@ -178,7 +204,8 @@ class GpuDevice:
         """Nothing to do."""
 
     def close_streams(self) -> None:
-        self.synchronize()
+        with suppress(EngineError):  # of ranks that have ended: what waits for them never ends
+            self.synchronize()
 
 
 @dataclass(frozen=True, slots=True)

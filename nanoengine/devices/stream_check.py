@@ -201,6 +201,9 @@ class CheckedDevice:
     def synchronize(self) -> None:
         self.inner.synchronize()
 
+    def watch(self, look: Callable[[float], None]) -> None:
+        self.inner.watch(look)
+
     def tensor(self, values: object, dtype: torch.dtype) -> Tensor:
         return self.inner.tensor(values, dtype)
 

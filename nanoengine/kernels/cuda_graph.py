@@ -26,8 +26,12 @@ PIECE_ROWS = 64  # every layer keeps a result of its own for each size up to thi
 class CudaGraphs:
     """Owns the graphs of an engine; they share one memory pool, as only one runs at a time."""
 
-    def __init__(self, vendor: VendorGraphs) -> None:
+    def __init__(self, vendor: VendorGraphs, settle: Callable[[], None] | None = None) -> None:
+        """settle: waits for queued work before a capture, which does so, too, but for ever where a
+        rank has died; None: there is no other rank.
+        """
         self._vendor = vendor
+        self._settle = settle
         self._graphs: dict[object, _Graph | None] = {}
         # By rows: the static buffers of residual streams; by shape: of the layers' attended values.
         self._residuals: dict[int, Tensor] = {}
@@ -75,6 +79,10 @@ class CudaGraphs:
 
         return run
 
+    def forget_steps(self) -> None:
+        """As LayerOps.forget_steps: no graph may outlive the ranks' communicator."""
+        self._graphs.clear()
+
     def _replay(
         self, key: object, tensors: tuple[Tensor, ...], forward: Callable[[], Tensor]
     ) -> Tensor:
@@ -92,6 +100,8 @@ class CudaGraphs:
     def _capture(self, tensors: tuple[Tensor, ...], forward: Callable[[], Tensor]) -> _Graph:
         if self._pool is None:
             self._pool = self._vendor.new_pool()
+        if self._settle is not None:
+            self._settle()
         graph = self._vendor.new()
         with self._vendor.capture(graph, self._pool):
             result = forward()

@@ -67,6 +67,10 @@ class Graphs(Recorder, Protocol):
         """after_attention, replayed as a graph where x is in a static buffer."""
         ...
 
+    def forget_steps(self) -> None:
+        """As LayerOps.forget_steps."""
+        ...
+
 
 class Kernels(Protocol):
     """Small operators of one call each, documented in CpuKernels."""
@@ -380,3 +384,7 @@ class GpuOps(KernelOps):
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
         return x if self._graphs is None else self._graphs.to_static_buffer(x)
+
+    def forget_steps(self) -> None:
+        if self._graphs is not None:
+            self._graphs.forget_steps()

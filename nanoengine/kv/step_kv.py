@@ -90,8 +90,8 @@ class StepKV:
 
     k_slots, v_slots, stored: as in KVTarget, for the `rows` of a layer's pool. reads: in the order
     of plan.reads. run: the step's transfers under way; None if it can have none. state_slots: as in
-    RecurrentState; None if no layer is recurrent. may_replay: False where another rank decided
-    against it.
+    RecurrentState; None if no layer is recurrent. may_replay: what rank 0 decided; None: nobody has
+    yet.
     """
 
     plan: StepPlan
@@ -102,7 +102,7 @@ class StepKV:
     reads: list[ChunkTable]
     run: TransferRun | None
     state_slots: Tensor | None
-    may_replay: bool = True
+    may_replay: bool | None = None
 
     @classmethod
     def open(cls, plan: StepPlan, memory: KVMemory, run: TransferRun | None = None) -> StepKV:
@@ -146,13 +146,14 @@ class StepKV:
         Never on a checking device, which wants to be told of every access.
         """
         memory, plan = self.memory, self.plan
-        if not self.may_replay or memory.device.is_checked:
+        if self.may_replay is False or memory.device.is_checked:
             return None
         if self.stored is not None or not plan.transfers.is_none:
             return None
-        on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
-        if memory.offload and not memory.offload.are_stored(plan.write_slots, on_host):
-            return None
+        if memory.offload and self.may_replay is None:
+            on_host = [(t.part.tier - HOST, t.slots) for t in self.reads if t.part.tier != DEVICE]
+            if not memory.offload.are_stored(plan.write_slots, on_host):
+                return None
         slots = (s for s in (self.k_slots, self.v_slots, self.state_slots) if s is not None)
         return ReplayKey(
             (*slots, *(tensor for t in self.reads for tensor in t.tensors)),

@@ -222,6 +222,10 @@ class LayerOps(Protocol):
         """
         ...
 
+    def forget_steps(self) -> None:
+        """Release what was recorded to be replayed on a GPU."""
+        ...
+
 
 class NormedProduct:
     """product(norm(x)), with the two kept apart: a kernel may add to x and normalise it at once."""

@@ -185,6 +185,9 @@ class TorchOps:
     def to_static_buffer(self, x: Tensor) -> Tensor:
         return x
 
+    def forget_steps(self) -> None:
+        """Nothing was recorded."""
+
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [tokens, 2 * dim]."""

@@ -409,14 +409,19 @@ def _max_model_len(
     return positions, "the model's positions", ""
 
 
-def describe_invariance(products: bool, attention: bool, int8_kv: bool) -> str:
+def describe_invariance(
+    products: bool, attention: bool, int8_kv: bool, are_ranks: bool = False
+) -> str:
     """What the bits of a request depend on, as text. products, attention: whether matrix products
-    and attention are batch-invariant; int8_kv: whether host KV is rounded.
+    and attention are batch-invariant; int8_kv: whether host KV is rounded. are_ranks: products have
+    fewer outputs than those of one process, which may show where they are not batch-invariant.
     """
     parts = {"products": products, "attention": attention}
     others = " and ".join(name for name, is_invariant in parts.items() if not is_invariant)
     if others:
-        return f"equal up to near ties in any batch: {others} may depend on it"
+        on_ranks = " and for any number of ranks" if are_ranks and not products else ""
+        on_what = "these" if on_ranks else "it"
+        return f"equal up to near ties in any batch{on_ranks}: {others} may depend on {on_what}"
     if int8_kv:
         return "equal up to near ties in any batch: it decides which KV is rounded to int8"
     return "the same bits in any batch, in any chunks, on either tier"

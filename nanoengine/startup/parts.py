@@ -177,6 +177,7 @@ def load_compute_parts(
     attention, reasons = make_attention(config.attention_backend, setup)
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
+    are_ranks = sharding is not None
     is_narrow = ops.saved_bytes > 0 and not model.codes
     source = model.source + ("; held in 16 bits, as stored" if is_narrow else "")
     if method is None and is_dequantised(folder):
@@ -188,7 +189,7 @@ def load_compute_parts(
         weight_bytes=model.weight_bytes - ops.saved_bytes,
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
         quantization=describe_codes(model.codes, dtype, config),
-        invariance=describe_invariance(*invariant),
+        invariance=describe_invariance(*invariant, are_ranks),
         is_invariant=invariant == (True, True, False),
         fuses_delta=kernels is not None,
     )
@@ -296,7 +297,8 @@ def _gpu_ops(config: EngineConfig, device: Device) -> LayerOps:
     except ImportError:
         return TorchOps()
     vendor = None if config.enforce_eager else find_graphs(device.torch_device)
-    graphs = None if vendor is None else CudaGraphs(vendor)
+    settle = device.synchronize if config.tensor_parallel_size > 1 else None
+    graphs = None if vendor is None else CudaGraphs(vendor, settle)
     return GpuOps(TritonKernels(), graphs, TritonCodes())
 
 

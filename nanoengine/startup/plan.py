@@ -123,7 +123,7 @@ class MemoryPlan:
         lines = [
             f"model        {self.model} ({self.source})",
             f"device       {self.device}, {self.dtype}; attention: {self.attention}",
-            *([f"ranks        {self.ranks} processes; figures are of each"] * (self.ranks > 1)),
+            *([f"ranks        {self._ranks()}"] if self.ranks > 1 else []),
             f"weights      {_gib(self.weight_bytes)}; a step takes up to "
             f"{_gib(self.activation_bytes)} more",
             *([f"quantised    {self.quantization}"] if self.quantization else []),
@@ -150,6 +150,10 @@ class MemoryPlan:
             f"tokens a step; one may have {self.max_model_len} tokens ({self.max_model_len_bound})"
         )
         return "\n".join([*lines, *([f"longer       {self.longer}"] if self.longer else [])])
+
+    def _ranks(self) -> str:
+        gpus = ", each on a GPU of its own from this one on" if self.has_gpu else ""
+        return f"{self.ranks} processes{gpus}; figures are of each"
 
     def _speed(self) -> str:
         """The predicted speed, and what is known of it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from nanoengine.startup.parts import (
     load_compute_parts,
     make_engine_device,
 )
-from nanoengine.startup.probe import measure_copy
+from nanoengine.startup.probe import ScratchKV, measure_copy
 from nanoengine.workers.channel import Channel
 from nanoengine.workers.group import Group
 from nanoengine.workers.orders import Order, spec_from_json
@@ -36,17 +37,23 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
     a RankSetup, and "rank".
     """
     setup = RankSetup(**hello["setup"])
-    config = EngineConfig(**setup.settings)
+    config = setup.config(hello["rank"])
     device = make_engine_device(config)
-    group = setup.join(hello["rank"])
+    group = setup.join(hello["rank"], device)
     sharding = RankSharding(hello["rank"], group)
     folder = find_folder(config, device)
     parts = load_compute_parts(config, device, folder, sharding)
     channel.reply(fingerprint(parts).encode())
+    start = RankStart(parts, config, device, group, channel)
     requests = channel.requests()
     try:
-        order, body = next(requests)
-        assert order == Order.MEMORY
+        with torch.inference_mode():
+            for order, body in requests:
+                if order == Order.MEMORY:
+                    break
+                start.do(Order(order), body)
+            else:
+                return  # rank 0 could not start
         memory = KVMemory(spec_from_json(json.loads(body)), device, config.debug_kv)
         channel.reply()
         rank = FollowingRank(parts, memory, device, group, channel)
@@ -55,7 +62,47 @@ def main(channel: Channel, hello: Mapping[str, Any]) -> None:
                 rank.do(Order(order), body)
     finally:
         device.close_streams()
+        parts.ops.forget_steps()
         group.close()
+
+
+class RankStart:
+    """Carries out orders before there is KV memory."""
+
+    def __init__(
+        self,
+        parts: ComputeParts,
+        config: EngineConfig,
+        device: Device,
+        group: Group,
+        channel: Channel,
+    ) -> None:
+        self._parts = parts
+        self._config = config
+        self._device = device
+        self._group = group
+        self._channel = channel
+
+    def do(self, order: Order, body: bytes) -> None:
+        """Carry out one order."""
+        match order:
+            case Order.FREE:
+                self._channel.reply(json.dumps(self._device.memory()).encode())
+            case Order.PROFILE:
+                self._device.peak_bytes_of(partial(self._profile, json.loads(body)))
+            case Order.LOGITS:
+                _logits(self._parts, json.loads(body), self._device, self._group)
+            case _:
+                raise AssertionError(f"{order.name} needs the KV memory")
+
+    def _profile(self, lengths: list[int]) -> None:
+        model, size = self._parts.model, self._config.kvcache_block_size
+        kv = ScratchKV(model.part, size, self._parts.facts.dtype, self._device, lengths)
+        num_tokens = sum(lengths)
+        zeros = [0] * num_tokens
+        rows = StepRows(zeros, zeros, [(num, num) for num in lengths])
+        attention = self._parts.attention
+        model.decoder.forward(ForwardContext.lay_out(rows, kv, attention, self._device.tensor))
 
 
 # Between START and STEP; whatever else comes then, the step does not.
@@ -84,11 +131,10 @@ class FollowingRank:
         group: Group,
         channel: Channel,
     ) -> None:
+        self._parts = parts
         self._decoder = parts.model.decoder
         self._head = parts.model.mtp
         self._attention = parts.attention
-        self._hidden_size = parts.model.config.hidden_size
-        self._dtype = parts.facts.dtype
         self._memory = memory
         self._device = device
         self._group = group
@@ -110,7 +156,7 @@ class FollowingRank:
             case Order.STEP:
                 self._step(decode(body))
             case Order.LOGITS:
-                self._decoder.logits(self._broadcast(json.loads(body)))
+                _logits(self._parts, json.loads(body), self._device, self._group)
             case Order.HEAD | Order.HEAD_DRAFT | Order.HEAD_LOGITS:
                 self._run_head(self._head, order, body)
             case Order.COPY_BLOCK:
@@ -129,7 +175,7 @@ class FollowingRank:
                 self._memory.allocate_rest()
             case Order.LINK_SPEED:
                 self._channel.reply(json.dumps(measure_copy(self._memory)).encode())
-            case Order.MEMORY:
+            case Order.MEMORY | Order.FREE | Order.PROFILE:
                 raise AssertionError("the KV memory is there")
 
     def _start(self, record: StepRecord) -> None:
@@ -144,23 +190,18 @@ class FollowingRank:
     def _run_head(self, head: OwnHead | None, order: Order, body: bytes) -> None:
         assert head is not None
         if order == Order.HEAD_LOGITS:
-            head.logits(self._broadcast(json.loads(body)))
+            head.logits(_broadcast(self._parts, json.loads(body), self._device, self._group))
         elif order == Order.HEAD_DRAFT:
             ctx = self._draft_context(decode(body))
-            head(ctx, ctx.token_ids, self._broadcast(len(ctx.token_ids)))
+            num_rows = len(ctx.token_ids)
+            given = _broadcast(self._parts, num_rows, self._device, self._group)
+            head(ctx, ctx.token_ids, given)
         else:
             step = self._open
             assert step is not None
-            next_ids = self._device.tensor(json.loads(body), torch.int64)
+            next_ids = self._group.broadcast(step.ctx.token_ids.new_empty(json.loads(body)))
             head.after_model(step.ctx, next_ids, step.x)
             self._end_step()
-
-    def _broadcast(self, num_rows: int) -> Tensor:
-        """What rank 0 gives, [rows, hidden]."""
-        shape = num_rows, self._hidden_size
-        return self._group.broadcast(
-            torch.empty(shape, dtype=self._dtype, device=self._device.torch_device)
-        )
 
     def _draft_context(self, record: StepRecord) -> ForwardContext:
         if self._run is not None:
@@ -191,11 +232,29 @@ class FollowingRank:
         self._channel.reply(json.dumps(failures).encode())
 
     def _context(self, record: StepRecord, kv: StepKV) -> ForwardContext:
-        kv = replace(kv, may_replay=record.may_replay)
         if record.may_replay and kv.replay_key() is None:  # its stores are later than rank 0's
             _await_stores(kv)
-        rows = StepRows(record.token_ids, record.positions, record.lengths)
-        return ForwardContext.lay_out(rows, kv, self._attention, self._device.tensor)
+        kv = replace(kv, may_replay=record.may_replay)
+        tensor, ids, positions = self._device.tensor, record.token_ids, record.positions
+        if not ids:
+            ids = positions = (0,) * sum(num for num, _ in record.lengths)
+        rows = StepRows(ids, positions, record.lengths)
+        ctx = ForwardContext.lay_out(rows, kv, self._attention, tensor)
+        if not record.token_ids:
+            told = self._group.broadcast(ctx.token_ids.new_empty(2, len(ids)))
+            ctx = replace(ctx, token_ids=told[0], positions=told[1])
+        return ctx
+
+
+def _logits(parts: ComputeParts, num_rows: int, device: Device, group: Group) -> None:
+    """This rank's part of the logits of rows that rank 0 has."""
+    parts.model.decoder.logits(_broadcast(parts, num_rows, device, group))
+
+
+def _broadcast(parts: ComputeParts, num_rows: int, device: Device, group: Group) -> Tensor:
+    """What rank 0 gives, [rows, hidden]."""
+    shape = num_rows, parts.model.config.hidden_size
+    return group.broadcast(torch.empty(shape, dtype=parts.facts.dtype, device=device.torch_device))
 
 
 def _await_stores(kv: StepKV) -> None:

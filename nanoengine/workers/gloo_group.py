@@ -32,7 +32,7 @@ class GlooGroup:
         timeout_s  how long a call waits for other ranks
         """
         self.rank, self.size = rank, size
-        self.tape = None
+        self.tape, self.can_replay = None, False
         self._end = ""  # why the group has ended, if it has
         self._works: list[Work] = []
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -63,6 +63,9 @@ class GlooGroup:
         tensor = tensor.contiguous()
         self._send({0: tensor})
         return tensor
+
+    def check(self, waited_s: float = 0.0) -> None:
+        """Nothing is queued."""
 
     def abort(self) -> None:
         self._end = self._end or "it was aborted"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from nanoengine.context import ForwardContext
@@ -53,13 +54,16 @@ class LeadingDecoder:
     def forward(self, ctx: ForwardContext) -> Tensor:
         """As Decoder.forward."""
         kv = ctx.kv
-        assert isinstance(kv, StepKV)
-        may_replay = kv.replay_key() is not None
+        if not isinstance(kv, StepKV):  # a step to measure, of whatever tokens
+            said = json.dumps([num for num, _ in ctx.lengths]).encode()
+            return self._leader.lead(Order.PROFILE, said, lambda: self._decoder.forward(ctx))
+        # A step that reports its mass is not replayed, see Decoder.forward.
+        may_replay = ctx.block_mass is None and kv.replay_key() is not None
         ctx = replace(ctx, kv=replace(kv, may_replay=may_replay))
         is_draft = kv.run is None and kv.memory.offload is not None
         order = Order.DRAFT if is_draft else Order.STEP
-        body = _record(ctx, ctx.token_ids, may_replay)
-        return self._leader.lead(order, body, lambda: self._decoder.forward(ctx))
+        told = _Told(ctx, ctx.token_ids, may_replay)
+        return told.lead(self._leader, order, lambda: self._decoder.forward(ctx))
 
     def logits(self, x: Tensor) -> Tensor:
         """As Decoder.logits."""
@@ -79,25 +83,47 @@ class LeadingHead:
         def work() -> Tensor:
             return self._head(ctx, next_ids, self._leader.group.broadcast(given))
 
-        return self._leader.lead(Order.HEAD_DRAFT, _record(ctx, next_ids, may_replay=False), work)
+        told = _Told(ctx, next_ids, may_replay=False)
+        return told.lead(self._leader, Order.HEAD_DRAFT, work)
 
     def after_model(self, ctx: ForwardContext, next_ids: Tensor, x: Tensor) -> Tensor:
         """As OwnHead, over the step that runs: the others have its context, and x."""
 
         def work() -> Tensor:
-            return self._head.after_model(ctx, next_ids, x)
+            return self._head.after_model(ctx, self._leader.group.broadcast(next_ids), x)
 
-        return self._leader.lead(Order.HEAD, json.dumps(next_ids.tolist()).encode(), work)
+        return self._leader.lead(Order.HEAD, json.dumps(len(next_ids)).encode(), work)
 
     def logits(self, x: Tensor) -> Tensor:
         """As OwnHead."""
         return _logits(self._leader, Order.HEAD_LOGITS, self._head.logits, x)
 
 
-def _record(ctx: ForwardContext, token_ids: Tensor, may_replay: bool) -> bytes:
-    assert isinstance(ctx.kv, StepKV)
-    tokens, positions = tuple(token_ids.tolist()), tuple(ctx.positions.tolist())
-    return encode(StepRecord(ctx.kv.plan, tokens, positions, ctx.lengths, may_replay))
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What the other ranks are told of a pass; tokens that only the device knows follow by
+    broadcast.
+    """
+
+    ctx: ForwardContext
+    token_ids: Tensor
+    may_replay: bool
+
+    def lead(self, leader: Leader, order: Order, work: Callable[[], Result]) -> Result:
+        """The pass on all ranks."""
+        ctx, kv = self.ctx, self.ctx.kv
+        assert isinstance(kv, StepKV)
+        rows = self.token_ids, ctx.positions
+        is_known = not kv.memory.device.computes_later
+        tokens, positions = (tuple(each.tolist()) if is_known else () for each in rows)
+        record = StepRecord(kv.plan, tokens, positions, ctx.lengths, self.may_replay)
+
+        def told_work() -> Result:
+            if not is_known:
+                leader.group.broadcast(torch.stack(rows))
+            return work()
+
+        return leader.lead(order, encode(record), told_work)
 
 
 def _logits(leader: Leader, order: Order, head: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.devices.device import Device
-from nanoengine.devices.select import resolved
-from nanoengine.errors import ConfigError, EngineError, ModelLoadError
+from nanoengine.errors import EngineError, ModelLoadError
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.memory_plan import Memory
@@ -25,6 +24,7 @@ from nanoengine.workers.rank_setup import (
     MeetingPlace,
     RankSetup,
     RankSharding,
+    devices_of_ranks,
     fingerprint,
     settings_of_a_rank,
 )
@@ -40,20 +40,16 @@ class LeadingRank:
 
     def __init__(self, config: EngineConfig) -> None:
         """Start the other ranks. Raises ConfigError."""
-        if (device := resolved(config.device)) != "cpu":
-            raise ConfigError(
-                f"tensor_parallel_size={config.tensor_parallel_size} is for CPUs for now, and the "
-                f'device is {device}; set device="cpu", or leave it at 1: KV that does not fit a '
-                "GPU goes to RAM with enable_cpu_offload=True"
-            )
-        self.config = settings_of_a_rank(config)
         self._size = config.tensor_parallel_size
+        devices = devices_of_ranks(config.device, self._size)
+        self.config = replace(settings_of_a_rank(config), device=devices[0])
         self._num_steps = 0  # told and not yet replied to
         self._failure: BaseException | None = None
         self._joined: list[Group] = []
-        self._meeting = MeetingPlace(self._size)
+        self._forget_steps: Callable[[], None] = lambda: None
+        self._meeting = MeetingPlace(self._size, devices[0] == "cpu")
         self._setup = RankSetup(
-            asdict(self.config), self._size, self._meeting.memory, self._meeting.folder
+            asdict(self.config), devices, self._meeting.memory, self._meeting.folder
         )
         self._processes = WorkerProcesses(
             ENTRY,
@@ -69,11 +65,13 @@ class LeadingRank:
 
     def load(self, device: Device) -> Parts:
         try:
-            self._joined.append(self._setup.join(0))
+            self._joined.append(self._setup.join(0, device))
         except EngineError:
             self._processes.check(1.0)
             raise
+        device.watch(self._look)
         parts = load_parts(self.config, device, RankSharding(0, self.group))
+        self._forget_steps = parts.ops.forget_steps
         mine = fingerprint(parts)
         for rank, theirs in enumerate(self._processes.receive(START_S), 1):
             if theirs.decode() != mine:
@@ -88,7 +86,13 @@ class LeadingRank:
         return replace(parts, model=replace(parts.model, decoder=decoder, mtp=mtp))
 
     def share_of(self, device: Device) -> Memory:
-        return MemoryShare(device, self._size)
+        """A CPU's ranks share its memory. Each GPU has its own: the least counts."""
+        if device.name == "cpu":
+            return MemoryShare(device, self._size)
+        self._processes.send(Order.FREE)
+        others = [json.loads(reply) for reply in self._processes.receive(START_S)]
+        free, total = zip(device.memory(), *others, strict=True)
+        return MemoryShare(device, self._size, (min(free), max(total)))
 
     def make_memory(self, spec: KVSpec, device: Device, debug: bool) -> KVMemory:
         self._processes.send(Order.MEMORY, json.dumps(spec_to_json(spec)).encode())
@@ -126,8 +130,15 @@ class LeadingRank:
             self._num_steps -= 1
         return replies
 
+    def _look(self, waited_s: float) -> None:
+        """While this process waits for its GPU: whether the other ranks are there."""
+        self._processes.check()
+        for group in self._joined:
+            group.check(waited_s)
+
     def close(self) -> None:
         self._processes.close()
+        self._forget_steps()
         for group in self._joined:
             group.close()
         self._meeting.close()
@@ -140,16 +151,22 @@ def _abort(joined: list[Group]) -> None:
 
 
 class MemoryShare:
-    """The memory of a machine that one of `size` ranks may plan with."""
+    """The memory that one of `size` ranks may plan with: its part of the machine's.
 
-    def __init__(self, device: Device, size: int) -> None:
+    of_gpus: free and total bytes of any rank's GPU; None: ranks share the CPU's memory.
+    """
+
+    def __init__(self, device: Device, size: int, of_gpus: tuple[int, int] | None = None) -> None:
         self._device = device
         self._size = size
+        self._of_gpus = of_gpus
         self.name = device.name
         self.computes_later = device.computes_later
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes."""
+        if self._of_gpus is not None:
+            return self._of_gpus
         free, total = self._device.memory()
         return free // self._size, total // self._size
 

@@ -33,9 +33,11 @@ class Order(IntEnum):
     SAVE_STATE = FIRST_KIND + 10
     LOAD_STATE = FIRST_KIND + 11
     COPY_STATE = FIRST_KIND + 12
-    HEAD = FIRST_KIND + 13  # the token after each row of the step, over which the model's head runs
-    HEAD_DRAFT = FIRST_KIND + 14  # a draft of the head; what is given to its rows follows
-    HEAD_LOGITS = FIRST_KIND + 15  # as LOGITS, of the head
+    FREE = FIRST_KIND + 13  # before MEMORY; replied to with free and total bytes of the device
+    PROFILE = FIRST_KIND + 14  # before MEMORY: the tokens of each sequence of a step to measure
+    HEAD = FIRST_KIND + 15  # number of rows of the step, over which the model's own head runs
+    HEAD_DRAFT = FIRST_KIND + 16  # a draft of the head; what is given to its rows follows
+    HEAD_LOGITS = FIRST_KIND + 17  # as LOGITS, of the head
 
 
 def spec_to_json(spec: KVSpec) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
+from nanoengine.errors import ConfigError
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import MixtureWeights, RouterWeights
@@ -123,7 +124,14 @@ class ShardedOps:
     def experts(
         self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
     ) -> Product:
-        """Every rank has its rows of each expert."""
+        """Every rank has its rows of each expert. Raises ConfigError on a GPU, which would wait for
+        the host at each layer.
+        """
+        if weights.router.weight.device.type != "cpu":
+            raise ConfigError(
+                f"tensor_parallel_size={self._shard.size} is not supported for mixtures of experts "
+                'on a GPU; leave it at 1, or set device="cpu"'
+            )
         return make_experts(self, config, weights, norm, activation)
 
     def after_attention(
@@ -175,8 +183,11 @@ class ShardedOps:
         return self._ops.argmax(logits)
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
-        """Where the group records its gathers, which a replay makes again."""
-        return forward() if self._group.tape is None else self._ops.replay(key, forward)
+        """Where a replay makes the gathers again."""
+        return self._ops.replay(key, forward) if self._group.can_replay else forward()
 
     def to_static_buffer(self, x: Tensor) -> Tensor:
-        return x
+        return self._ops.to_static_buffer(x) if self._group.can_replay else x
+
+    def forget_steps(self) -> None:
+        self._ops.forget_steps()

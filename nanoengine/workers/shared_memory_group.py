@@ -62,7 +62,7 @@ class SharedMemoryGroup:
         timeout_s  how long a call waits for another rank
         folder     as in c_build.load_library
         """
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.can_replay = rank, size, True
         self._timeout_s = timeout_s
         self._library = _load(folder)
         self.tape = tape or CallTape(self._library)
@@ -90,6 +90,9 @@ class SharedMemoryGroup:
         widths = [tensor.numel(), *[0] * (self.size - 1)]
         self._record(row[:, : widths[self.rank]], row if self.rank else None, widths)
         return tensor
+
+    def check(self, waited_s: float = 0.0) -> None:
+        """Nothing is queued."""
 
     def abort(self) -> None:
         with self._closing:

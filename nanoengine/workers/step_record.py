@@ -35,8 +35,9 @@ Item = TypeVar("Item")
 class StepRecord:
     """What every rank runs in one step.
 
-    token_ids, positions: one of each row. lengths: as in ForwardContext. may_replay: whether a
-    rank may replay an earlier step of the same layout in its place.
+    token_ids, positions: one of each row; on a GPU none, as they follow by broadcast. lengths: as
+    in ForwardContext. may_replay: whether all ranks may replay an earlier step of the same layout
+    in its place.
     """
 
     plan: StepPlan

@@ -144,9 +144,9 @@ ROWS: dict[str, tuple[Mistake, tuple[str, ...]]] = {
         lambda b: b.loaded(n_gpu_layers=-1),
         ("layers do not split", "enable_cpu_offload=True"),
     ),
-    "21 two GPUs": (
-        lambda b: b.loaded(tensor_parallel_size=2, device="cuda"),
-        ("=2 is for CPUs for now", "device is cuda", "enable_cpu_offload=True"),
+    "21 too few GPUs": (
+        lambda b: b.loaded(tensor_parallel_size=64, device="cuda"),
+        ("=64 from cuda:0 on needs 64 GPUs", "PyTorch sees", "enable_cpu_offload=True"),
     ),
     "21 heads that do not divide": (
         lambda b: b.loaded(tensor_parallel_size=3),

@@ -20,6 +20,8 @@ def test_the_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
     found = json.loads(result.read_text())
     assert found["rehearsal"] and len(found["seconds"]) > 20
     assert found["failed"] == {} and found["ok"]
+    assert [row["ranks"] for row in found["two_gpus"] if "ranks" in row] == [1, 2] * 3
+    assert 0 < found["two_gpus"][-1]["error_after_s"] < 2
     hashes = {(row["context"], row["hash"]) for row in found["line"] if "hash" in row}
     assert len(hashes) == len(dict(hashes)) == 3, "the same tokens however a request decodes"
     assert [row["oracle_right"] for row in found["line"] if row.get("how") == "drafts"] == [1.0]

@@ -37,5 +37,5 @@ def _multiply_in_order(self: torch_ops.Linear, x: Tensor) -> Tensor:
         half = len(parts) // 2
         parts[:half] += parts[-half:]
         parts = parts[:-half]
-    out = parts[0]
+    out = parts[0].contiguous()  # as kernels take it
     return (out if self._bias is None else out + self._bias.float()).to(x.dtype)

@@ -41,12 +41,15 @@ class RankThreads:
     def _work(self, channel: Channel, hello: Mapping[str, object], on_death: object) -> None:
         assert callable(on_death)
         try:
-            following_rank.main(channel, hello)
+            self._main(channel, hello)
         except BaseException as error:
             self._failures.append(error)
             on_death()
         finally:
             channel.close()
+
+    def _main(self, channel: Channel, hello: Mapping[str, object]) -> None:
+        following_rank.main(channel, hello)
 
     def send(self, kind: int, body: bytes = b"") -> None:
         self.check()

@@ -6,11 +6,16 @@ While it is entered, `torch.cuda` is a stand-in, or, for an accelerator, `torch.
 run as they are; Triton's kernels are interpreted. Numbers are computed at once, in the order in
 which work is queued; time is virtual. Streams run in order, wait for events, and begin no work
 before the host has queued it; queueing takes the host no time.
+
+`another` adds a GPU to the machine. A thread that enters one has it as its current device, with a
+clock and streams of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +28,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import GridExecutor
 
+from nanoengine.devices import gpu as gpu_module
 from nanoengine.devices.cuda import CYCLES_PER_S
 from nanoengine.devices.gpu import GpuDevice
 
@@ -38,7 +44,7 @@ MAKES_ROOM = {"empty", "new_empty", "empty_like", "resize_"}
 
 
 class WrongPlaceError(AssertionError):
-    """Tensors of the host and of the GPU in one operation."""
+    """Tensors of the host and of the GPU, or of two GPUs, in one operation."""
 
 
 class HostWaitError(AssertionError):
@@ -121,11 +127,18 @@ class VirtualGpu(TorchFunctionMode):
     num_crossings the copies between host and GPU. graphs: all that were captured.
     """
 
-    def __init__(self, kind: str = "cuda") -> None:
+    def __init__(self, kind: str = "cuda", first: VirtualGpu | None = None) -> None:
+        """first: the first GPU of the machine, if this is another."""
         super().__init__()
-        self.device = torch.device(kind, 0)
+        self._first = first or self
+        self._of_thread = first._of_thread if first else threading.local()
+        self._interpreter = first._interpreter if first else threading.Lock()
+        self.all: list[VirtualGpu] = first.all if first else []
+        self.all.append(self)
+        self.device = torch.device(kind, len(self.all) - 1)
         self.costs, self.memory_bytes = Costs(), 1 << 30
         self.strict = False
+        self.is_stuck = threading.Event()  # the host has looked for work that does not end
         self.host_time, self.num_waits, self.num_crossings = 0.0, 0, 0
         self.streams: list[VirtualStream] = []
         self.current = VirtualStream(self)
@@ -138,16 +151,44 @@ class VirtualGpu(TorchFunctionMode):
     # -- torch.cuda, or torch.accelerator
     # -----------------------------------------------------------------------------------------
 
+    def another(self) -> VirtualGpu:
+        """One more GPU of this machine, for a thread to enter while this one is entered."""
+        return VirtualGpu(self.device.type, self._first)
+
     def __enter__(self) -> VirtualGpu:
-        for module, names in (
-            self._cuda_names() if self.device.type == "cuda" else self._accelerator_names()
-        ):
+        self._of_thread.gpu = self
+        if self is self._first:
+            self._replace_names()
+        super().__enter__()
+        return self
+
+    def _here(self) -> VirtualGpu:
+        """The GPU of the calling thread."""
+        here: VirtualGpu = getattr(self._of_thread, "gpu", self)
+        return here
+
+    def _names(self) -> list[tuple[Any, dict[str, Any]]]:
+        return self._cuda_names() if self.device.type == "cuda" else self._accelerator_names()
+
+    def _replace_names(self) -> None:
+        for number, (module, names) in enumerate(self._names()):
             for name, replacement in names.items():
-                self._patch.setattr(module, name, replacement)
+
+                def here(*args: Any, _at: tuple[int, str] = (number, name), **kwargs: Any) -> Any:
+                    return self._here()._names()[_at[0]][1][_at[1]](*args, **kwargs)
+
+                is_class = isinstance(replacement, type)
+                self._patch.setattr(module, name, replacement if is_class else here)
         launch = GridExecutor.__call__
         self._patch.setattr(
-            GridExecutor, "__call__", lambda kernel, *a, **k: self._launch(launch, kernel, a, k)
+            GridExecutor,
+            "__call__",
+            lambda kernel, *a, **k: self._here()._launch(launch, kernel, a, k),
         )
+        clock = SimpleNamespace(
+            monotonic=time.monotonic, sleep=lambda seconds: self._here().sleep(seconds)
+        )
+        self._patch.setattr(gpu_module, "time", clock)
         generator = torch.Generator
         self._patch.setattr(torch, "Generator", lambda *_: generator())
         gpu = self
@@ -156,8 +197,6 @@ class VirtualGpu(TorchFunctionMode):
             return gpu._pin(torch.empty(shape, dtype=dtype))  # on a thread, where no mode is on
 
         self._patch.setattr(GpuDevice, "empty_host", empty_host)
-        super().__enter__()
-        return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -180,9 +219,10 @@ class VirtualGpu(TorchFunctionMode):
     def _cuda_names(self) -> list[tuple[Any, dict[str, Any]]]:
         others = {
             "is_available": lambda: True,
-            "set_device": lambda _: None,
+            "device_count": lambda: len(self.all),
+            "set_device": self._set_device,
             "is_bf16_supported": lambda **_: True,
-            "current_device": lambda: 0,
+            "current_device": lambda: self.device.index,
             "mem_get_info": self._memory,
             "get_device_properties": lambda *_: SimpleNamespace(
                 shared_memory_per_block_optin=227 << 10
@@ -216,6 +256,9 @@ class VirtualGpu(TorchFunctionMode):
             (torch.xpu, graphs),
         ]
 
+    def _set_device(self, device: torch.device) -> None:
+        assert device == self.device, f"a thread of {self.device} asks for {device}"
+
     @contextlib.contextmanager
     def left(self) -> Iterator[None]:
         """Back on a CPU for a while."""
@@ -239,6 +282,18 @@ class VirtualGpu(TorchFunctionMode):
         self.num_waits += 1
         self.host_time = max(self.host_time, time)
 
+    def sleep(self, seconds: float) -> None:
+        """The host sleeps while it looks at events: until the next stream has done its work. A
+        stream may never have: then real time passes.
+        """
+        assert self._capturing is None, "the host waits while a graph is captured"
+        ends = [s.time for s in self.streams if self.host_time < s.time < float("inf")]
+        if ends:
+            self.host_time = min(ends)
+        else:
+            self.is_stuck.set()
+            time.sleep(seconds)
+
     # -- kernels and operators
     # -----------------------------------------------------------------------------------------
 
@@ -252,7 +307,8 @@ class VirtualGpu(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 blocks = named.get("num_blocks")
                 folded = int(blocks.sum()) if blocks is not None else 0
-                launch(kernel, *args, **kwargs)
+                with self._interpreter:
+                    launch(kernel, *args, **kwargs)
             seconds = folded * self.costs.block_s if folded else self.costs.operation_s
             self.current.work(seconds)
 
@@ -281,6 +337,8 @@ class VirtualGpu(TorchFunctionMode):
         args, kwargs, target = _to_cpu(args, kwargs)
         given = list(_tensors((args, kwargs)))
         here = [tensor for tensor in given if self._is_here(tensor)]
+        if len(self.all) > 1 and any(getattr(t, "gpu", self) is not self for t in given):
+            raise WrongPlaceError(f"{name}: tensors of another GPU")
         if name == "to" and target is not None:
             return self._move(args[0], target, func(*args, **kwargs))
         if here:
@@ -389,13 +447,13 @@ class VirtualGpu(TorchFunctionMode):
     # -----------------------------------------------------------------------------------------
 
     def _is_here(self, tensor: Tensor) -> bool:
-        return getattr(tensor, "is_virtual", False)
+        return getattr(tensor, "gpu", None) is self
 
     def _place(self, tensor: Tensor) -> Tensor:
         """It lies on the GPU from now on."""
         if self._is_here(tensor):
             return tensor
-        tensor.is_virtual = True  # type: ignore[attr-defined]
+        tensor.gpu = self  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunction():
             pointer, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         held = self._storages.setdefault(pointer, [0, size])

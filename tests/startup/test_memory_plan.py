@@ -270,9 +270,15 @@ def test_an_engine_that_asks_for_too_much_does_not_start(
         ((False, True, False), "equal up to near ties in any batch: products may depend on it"),
         ((False, False, True), "near ties in any batch: products and attention may depend on it"),
         ((True, True, True), "near ties in any batch: it decides which KV is rounded to int8"),
+        (
+            (False, True, False, True),
+            "near ties in any batch and for any number of ranks: products may depend on these",
+        ),
+        ((True, True, False, True), "the same bits in any batch, in any chunks, on either tier"),
+        ((True, False, False, True), "near ties in any batch: attention may depend on it"),
     ],
 )
-def test_what_the_bits_of_a_request_depend_on(parts: tuple[bool, bool, bool], said: str) -> None:
+def test_what_the_bits_of_a_request_depend_on(parts: tuple[bool, ...], said: str) -> None:
     assert describe_invariance(*parts).endswith(said)
 
 

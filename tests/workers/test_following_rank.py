@@ -11,9 +11,11 @@ import torch
 from shadow import HeldDevice
 from torch import Tensor
 
-from nanoengine.context import ForwardContext
+from nanoengine.context import ForwardContext, StepRows
+from nanoengine.devices.cpu import CpuDevice
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_plan import (
     DEVICE,
     Part,
@@ -24,8 +26,9 @@ from nanoengine.kv.step_plan import (
     Store,
 )
 from nanoengine.workers.following_rank import FollowingRank
+from nanoengine.workers.leading_parts import LeadingDecoder
 from nanoengine.workers.orders import Order
-from nanoengine.workers.step_record import StepRecord, encode
+from nanoengine.workers.step_record import StepRecord, decode, encode
 
 
 @pytest.mark.parametrize("may_replay", [True, False])
@@ -61,3 +64,26 @@ def test_a_rank_replays_if_rank_0_does(may_replay: bool) -> None:
         assert found == [(may_replay, may_replay)]
     finally:
         memory.close()
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_a_step_that_reports_its_mass_is_replayed_by_nobody(reports: bool) -> None:
+    """Rank 0 runs it as it is, so the others must: on GPUs all replay the same."""
+    device = CpuDevice(1)
+    memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32), device)
+    plan = StepPlan(
+        1, 0, (SlotWrite(0, 1, 0, 1),), (1,), (Part(DEVICE, (SequenceSpan(0, 0, (1,)),)),)
+    )
+    rows = StepRows((5,), (0,), ((1, 1),))
+    mass = torch.zeros(1, 1) if reports else None
+    nobody: Any = None
+    ctx = ForwardContext.lay_out(rows, StepKV.open(plan, memory), nobody, device.tensor, mass)
+    told: list[StepRecord] = []
+
+    def lead(order: Order, body: bytes, work: Any) -> None:
+        told.append(decode(body))
+
+    leader: Any = SimpleNamespace(lead=lead)
+    LeadingDecoder(nobody, leader).forward(ctx)
+    assert [record.may_replay for record in told] == [not reports]
+    memory.close()

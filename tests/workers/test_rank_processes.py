@@ -141,7 +141,9 @@ def test_a_rank_that_finds_another_model_is_refused(
         make()
 
 
-def test_a_gpu_is_refused_before_anything_starts(make: Make, pids: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 is for CPUs .* is cuda:1;"):
-        make(device="cuda:1")
+def test_gpus_that_are_not_there_are_refused_before_anything_starts(
+    make: Make, pids: list[int]
+) -> None:
+    with pytest.raises(ConfigError, match=r"=2 from cuda:900 on needs 902 GPUs, .* sees \d"):
+        make(device="cuda:900")
     assert not pids
