@@ -88,7 +88,11 @@ class LLMEngine:
                 self.plan, config, self._runner, self.kv, device, ranks.link_speeds
             )
         self.scheduler = Scheduler(
-            config, self.kv, self.plan.max_num_batched_tokens, self.plan.stream_blocks_per_step
+            config,
+            self.kv,
+            self.plan.max_num_batched_tokens,
+            self.plan.stream_blocks_per_step,
+            takes_turns=device.computes_later and config.tensor_parallel_size == 1,
         )
         self.inputs = InputProcessor(config, self.plan, parts)
         self.outputs = OutputProcessor(parts.tokenizer)

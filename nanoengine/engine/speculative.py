@@ -68,19 +68,21 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
     forced = () if seq.grammar is None else seq.grammar.forced()[: min(most, MOST_FORCED)]
     if len(forced) >= LEAST_FORCED:
         return Guesses(forced)
-    guesser, draft_length = seq.guesser, _length(seq, drafts)
+    guesser, draft_length, known = seq.guesser, _length(seq, drafts), seq.next_guesses
     if guesser is not None and (draft_length is None or guesser.is_trusted):
         found = guesser.guess(seq.token_ids, min(most, num_looked_up))
         if found:
             return Guesses(found)
+    if known is not None and seq.mtp_length is None:
+        return Guesses(known[:most], has_drafted=bool(known))
     if draft_length is None:
         return Guesses()
     number = min(most, draft_length.choose())
     if seq.mtp_length is None:
         return Guesses(num_drafts=number)
-    if seq.next_guess is None or not number:
+    if known is None or not number:
         return Guesses()
-    return Guesses((seq.next_guess,), number - 1, has_drafted=True)
+    return Guesses(known, number - 1, has_drafted=True)
 
 
 def _length(seq: Sequence, drafts: bool = True) -> DraftLength | None:

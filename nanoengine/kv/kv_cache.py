@@ -119,6 +119,11 @@ class HybridKVCacheManager:
         """Whether KV of this sequence crosses the link in each of its steps."""
         return self.spec.slot_blocks > 0 and bool(self.tables[seq.seq_id].streamed)
 
+    def streams_alone(self, seq: Sequence) -> bool:
+        """Whether it streams, and nobody else holds a block that crosses the link for it."""
+        streamed = self.tables[seq.seq_id].streamed
+        return self.is_streamed(seq) and all(block.ref_count == 1 for block in streamed)
+
     def may_draft(self, seq: Sequence) -> bool:
         """Whether drafts may pay for this sequence: it streams, or has much KV on the device."""
         table, least = self.tables[seq.seq_id], self.spec.drafts_from

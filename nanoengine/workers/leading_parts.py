@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -60,6 +60,10 @@ class LeadingDecoder:
         is_draft = kv.run is None and kv.memory.offload is not None
         order = Order.DRAFT if is_draft else Order.STEP
         return self._leader.lead(order, encode(record), lambda: self._decoder.forward(ctx))
+
+    def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
+        """As Decoder.layers, but all at once."""
+        yield self.forward(ctx)
 
     def logits(self, x: Tensor) -> Tensor:
         """As Decoder.logits."""

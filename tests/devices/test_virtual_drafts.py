@@ -160,6 +160,82 @@ def test_drafts_are_replayed_and_a_round_is_the_link_and_the_drafts(
 
 
 @pytest.mark.breadth
+@pytest.mark.parametrize(
+    ("num_blocks", "draft_share", "gain"),
+    [
+        pytest.param(10, 5.3 / 60, 0.06, id="32K"),
+        pytest.param(24, 5.3 / 294, 0.015, id="128K"),
+    ],
+)
+def test_two_take_turns_and_a_round_is_the_link(
+    gpu: VirtualGpu,
+    tiny: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    num_blocks: int,
+    draft_share: float,
+    gain: float,
+) -> None:
+    """Virtual time in the proportions of an 8B model on an H200: what a draft takes of the copies
+    of one request, and a ring for the copies of about one draft. A round checks both requests, in
+    two steps, or, where they take no turns, in one.
+    """
+    monkeypatch.setattr(PayingDrafts, "is_short", True)
+    made = two_long_requests(tiny("llama"), num_blocks)
+    compute, h2d = gpu.streams[:2]
+    spent = times_of_drafts(made, compute)
+    turns = made.scheduler.turns
+    assert turns.are_taken
+
+    def rounds(takes_turns: bool) -> tuple[float, float, float]:
+        """Seconds of two rounds, those of their copies, those of drafts before a step's layers."""
+        turns.are_taken, gpu.costs = takes_turns, Costs()
+        for _ in range(6):  # what is captured, and who is checked first
+            made.step()
+        gpu.costs, num_steps = costs, len(spent)
+        before = gpu.host_time, h2d.busy
+        for _ in range(4 if takes_turns else 2):
+            made.step()
+        return gpu.host_time - before[0], h2d.busy - before[1], sum(spent[num_steps:])
+
+    costs = Costs(operation_s=1.0)
+    _, _, operations_of_drafts = rounds(False)
+    operations = operations_of_drafts / (2 * MOST)
+    link_s = 2.0 * made.plan.kv.num_layers * num_blocks  # of one request, two seconds a block
+    block_bytes = made.plan.kv.block_bytes / made.plan.kv.num_layers
+    costs = Costs(draft_share * link_s / operations, 0.001, block_bytes / 2)
+    as_before_s, copies_before_s, drafts_s = rounds(False)
+    assert abs(drafts_s / (2 * MOST * draft_share * link_s) - 1) < 0.1
+    seconds, copies_s, _ = rounds(True)
+    assert abs(copies_s / copies_before_s - 1) < 0.05 and drafts_s < copies_s / 2
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 0)
+    plain_s, plain_copies_s, _ = rounds(True)
+    rest_s = plain_s - plain_copies_s
+    print("RESULT", num_blocks, as_before_s, seconds, copies_s, drafts_s, rest_s)
+    assert 0 <= rest_s < 0.1 * copies_s and seconds < 1.1 * (copies_s + rest_s)
+    assert seconds < (1 - gain) * as_before_s
+    made.close()
+
+
+def two_long_requests(folder: Path, num_blocks: int) -> LLMEngine:
+    """That begin to decode, in a ring of two blocks."""
+    made = engine(
+        folder,
+        speculative=f"resident:{MOST}",
+        num_gpu_blocks=10,
+        kv_offload_gib=host_gib(folder, 3 * num_blocks + 20, BLOCK),
+        slot_tokens=BLOCK,
+        max_num_batched_tokens=128,
+        max_model_len=8 * num_blocks + 120,
+    )
+    for stride in (3, 5):
+        tokens = [i * stride % 256 for i in range(num_blocks * BLOCK)]
+        made.add_request(tokens, replace(PARAMS, max_tokens=100))
+    while any(seq.is_prefill for seq in [*made.scheduler.waiting, *made.scheduler.running]):
+        made.step()
+    return made
+
+
+@pytest.mark.breadth
 def test_a_request_on_the_device_drafts_by_replayed_steps_over_an_eighth_of_it(
     gpu: VirtualGpu, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,8 @@ go to a process. What it holds and reads is checked by value, as that of the fir
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -111,12 +112,13 @@ class RankedEngine(DraftingEngine):
         fresh: list[int],
         hashes: list[list[int]],
         fail_at: tuple[int, int] | None,
-    ) -> None:
-        """See ShadowEngine."""
+    ) -> Iterator[None]:
+        """See ShadowEngine; all layers at once."""
         if fail_at is not None:
             raise Boom("step")
         run, ends = super().forward, [len(each) for each in hashes]
-        self._on_both(kv, fresh, ends, lambda kv: run(kv, fresh, hashes, None))
+        self._on_both(kv, fresh, ends, lambda kv: deque(run(kv, fresh, hashes, None), maxlen=0))
+        yield
 
     def draft_forward(
         self, batch: ScheduledBatch, one: DraftStep, chains: list[list[int]], fails_in: int | None
@@ -133,7 +135,7 @@ class RankedEngine(DraftingEngine):
         )
 
     def _on_both(
-        self, kv: StepKV, fresh: list[int], ends: Sequence[int], forward: Callable[[StepKV], None]
+        self, kv: StepKV, fresh: list[int], ends: Sequence[int], forward: Callable[[StepKV], object]
     ) -> None:
         """Run a forward pass on both ranks, whose tokens are hashes here."""
         lengths = tuple((1, end) for end in ends)

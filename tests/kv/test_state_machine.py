@@ -64,7 +64,7 @@ class Shape:
     stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
     blocks. digests: how many different ones there are (None: as many as xxh3 has). most_drafts: of
     a sequence and step; draft_seed: of all that is drawn for them. least_run_bytes, drafts_from:
-    see KVSpec. other_copies: of a second rank, which there is not if it is "".
+    see KVSpec. takes_turns: see DraftTurns. other_copies: of a second rank, which there is not if it is "".
     """
 
     copies: str
@@ -88,6 +88,7 @@ class Shape:
     draft_seed: int
     least_run_bytes: int
     drafts_from: int
+    takes_turns: bool
     other_copies: str
 
     def make(self) -> ShadowEngine:
@@ -118,6 +119,7 @@ class Shape:
             stream_blocks_per_step=self.stream_blocks_per_step,
             least_run_bytes=self.least_run_bytes,
             drafts_from=self.drafts_from,
+            takes_turns=self.takes_turns and not self.other_copies,
         )
 
 
@@ -152,6 +154,7 @@ def shapes(mode: str) -> st.SearchStrategy[Shape]:
         draft_seed=ANY,
         least_run_bytes=one_of(0, 100, 1 << 20) if streams else st.just(0),
         drafts_from=one_of(0, 1, 2, 4),
+        takes_turns=one_of(True, True, False),
         other_copies=one_of("", "", "", "inline" if resident else "held"),
     )
 
@@ -513,7 +516,9 @@ HAPPENS = {
         "drafts of who does not stream, failed drafts"
     ),
     "in_place": "stores, released, resumed from the host, failed copies, failed requests",
-    "stream": "loads, fills, paced, swaps",
+    "stream": (
+        "loads, fills, paced, swaps, steps in which others drafted, kept drafts"
+    ),
 }
 
 
