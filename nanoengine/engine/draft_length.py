@@ -68,7 +68,7 @@ class PayingDrafts:
     @property
     def is_short(self) -> bool:
         """Whether drafts pay and take no longer than half of a step without: where each half of the
-        requests drafts while the other is checked, they then cost nothing.
+        requests drafts while the other is checked, they may then cost nothing.
         """
         best = self._best() if self._is_decided else 0
         return best > 0 and 2 * best * self._draft_s <= self._plain_s

@@ -7,11 +7,16 @@ drafts for the step after it. Every request is checked in every second step.
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.speculative import guesses_for
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence, Sequence, SequenceStatus
+
+SKIPPED = 2  # steps after a change: drafts of before are checked, or are still to be made
+TRIAL = SKIPPED + 6  # steps
+FIRST_WAIT, LAST_WAIT = 128, 1024  # steps from a trial to the next, each time twice as many
 
 
 class DraftingKV(Protocol):
@@ -23,16 +28,49 @@ class DraftingKV(Protocol):
     def free_tokens(self, seq: Sequence) -> int: ...
 
 
+class FasterWay:
+    """Steps of all requests, or of one half after the other: it tries both for some steps, stays
+    with the one that checks more requests a second, and tries the other again, ever more seldom.
+    """
+
+    def __init__(self) -> None:
+        self._is_apart, self._rates = False, dict[bool, float]()
+        self._num_steps, self._until, self._wait = 0, TRIAL, FIRST_WAIT
+        self._began, self._num_checked = 0.0, 0
+
+    def next(self, num_checked: int) -> bool:
+        """Whether the next step is one of a half. num_checked: requests in the last one."""
+        self._num_checked += num_checked
+        now = time.perf_counter()
+        if self._num_steps == self._until:
+            self._end_trial(self._num_checked / max(1e-9, now - self._began))
+        if self._num_steps == SKIPPED:
+            self._began, self._num_checked = now, 0
+        self._num_steps += 1
+        return self._is_apart
+
+    def _end_trial(self, rate: float) -> None:
+        """Go on in the better way, or try the other."""
+        self._rates[self._is_apart] = rate
+        if len(self._rates) == 2 and self._until == TRIAL:
+            self._is_apart = self._rates[True] > self._rates[False]
+            self._until, self._wait = self._wait, min(2 * self._wait, LAST_WAIT)
+        else:
+            self._is_apart, self._until = not self._is_apart, TRIAL
+        self._num_steps = 0
+
+
 class DraftTurns:
     """Remembers who was in the newest step. are_taken: whether requests take turns; a device that
-    computes while it copies has to be there for it.
+    computes while it copies has to be there for it. are_apart: whether some do in this step.
     """
 
     def __init__(self, config: EngineConfig, kv: DraftingKV, are_taken: bool) -> None:
         self._config = config
         self._kv = kv
-        self.are_taken = are_taken
+        self.are_taken, self.are_apart = are_taken, False
         self._checked: set[int] = set()
+        self._way, self._running = FasterWay(), set[int]()
 
     def can_draft(self, decodes: list[Sequence]) -> bool:
         """Whether drafts may pay for each of these: none waits for those of others."""
@@ -43,9 +81,12 @@ class DraftTurns:
         turns. A grammar would have the host wait for each draft; blocks that two of them read
         cross the link once in a step with both.
         """
-        if not self.are_taken or len(running) < 2 or not self.can_draft(running):
-            return []
-        if not all(map(self._may_rest, running)):
+        are_several = self.are_taken and len(running) > 1 and self.can_draft(running)
+        if self._running != (ids := {seq.seq_id for seq in running}):
+            self._way, self._running = FasterWay(), ids
+        self.are_apart = are_several and all(map(self._may_rest, running))
+        self.are_apart = self.are_apart and self._way.next(len(self._checked))
+        if not self.are_apart:
             return []
         checked = [seq for seq in running if seq.seq_id in self._checked]
         return checked if 0 < len(checked) < len(running) else running[1::2]
@@ -55,12 +96,16 @@ class DraftTurns:
         is_free = not seq.is_prefill and seq.may_guess and seq.grammar is None
         return is_free and is_short and self._kv.streams_alone(seq)
 
-    def drafts(self, resting: list[Sequence], most: int) -> tuple[ScheduledSequence, ...]:
-        """What those who rest draft, each as an item of its next step. most: drafts of all."""
+    def drafts(
+        self, resting: list[Sequence], checked: tuple[ScheduledSequence, ...], most: int
+    ) -> tuple[ScheduledSequence, ...]:
+        """What those who rest draft, each as an item of its next step. checked: the items of this
+        one; beside a prompt nobody drafts, as nothing may wait. most: drafts of all.
+        """
         items = []
-        for seq in resting:
+        for seq in resting if checked and ScheduledBatch(checked).is_decode else ():
             if seq.status is not SequenceStatus.RUNNING:
-                continue
+                continue  # it was preempted just now
             room = min(most, self._kv.free_tokens(seq) - 1)
             guesses = guesses_for(seq, room, self._config.num_guesses, drafts=True)
             if not guesses:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
@@ -127,10 +127,9 @@ class Scheduler:
             self._admit_waiting(step)
         # Decodes first, each kind in running order: `order` was for the choice alone.
         seqs = sorted(self.running, key=lambda s: s.is_prefill)
-        batch = ScheduledBatch(tuple(step.items[s.seq_id] for s in seqs if s.seq_id in step.items))
-        if resting and batch.items and batch.is_decode:
-            most = min(step.tokens - 1, step.guess_tokens)
-            batch = replace(batch, resting=self.turns.drafts(resting, most))
+        items = tuple(step.items[s.seq_id] for s in seqs if s.seq_id in step.items)
+        most = min(step.tokens - 1, step.guess_tokens)
+        batch = ScheduledBatch(items, self.turns.drafts(resting, items, most))
         batch.mark_scheduled()
         return batch
 
@@ -188,8 +187,8 @@ class Scheduler:
             if item.seq.is_finished:
                 continue
             accepted = item.accepted(drawn)
+            self._append_tokens(item, accepted, batch.is_decode and not self.turns.are_apart)
             item.seq.next_guesses = (guesses[len(accepted) - 1],) if guesses else None
-            self._append_tokens(item, accepted, batch.is_decode)
             if drawn and item.seq.metrics.first_token_time is None:
                 item.seq.metrics.first_token_time = now
             if item.seq.is_finished:
@@ -200,7 +199,7 @@ class Scheduler:
         self._drop_finished()
         return ended
 
-    def _append_tokens(self, item: ScheduledSequence, accepted: list[int], is_decode: bool) -> None:
+    def _append_tokens(self, item: ScheduledSequence, accepted: list[int], is_timed: bool) -> None:
         """Append tokens until one ends the sequence, and commit the KV behind them. A sequence
         that has no token to take fails, and its KV is not published.
         """
@@ -219,7 +218,7 @@ class Scheduler:
                 break
         num_right = max(0, num_taken - 1)
         num_rejected = len(item.guesses) - num_right
-        record_guesses(item, num_right, is_decode)
+        record_guesses(item, num_right, is_timed)
         self._kv.commit(seq, item.num_tokens - num_rejected, num_rejected)
 
     def _in_order(self) -> list[Sequence]:

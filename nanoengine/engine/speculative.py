@@ -110,16 +110,18 @@ def most_guesses(config: EngineConfig, max_tokens: int) -> int:
     return min(max_tokens, max(config.max_num_seqs, 2 * MOST_FORCED))
 
 
-def record_guesses(item: ScheduledSequence, num_right: int, is_decode: bool) -> None:
-    """Count the guesses of a step that has ended. is_decode: whether the step only decoded."""
+def record_guesses(item: ScheduledSequence, num_right: int, is_timed: bool) -> None:
+    """Count the guesses of a step that has ended. is_timed: whether it only decoded, and all."""
     seq, num_guesses = item.seq, len(item.guesses)
+    has_rested = seq.next_guesses is not None and seq.mtp_length is None
     seq.metrics.num_guessed += num_guesses
     seq.metrics.num_accepted += num_right
     if seq.guesser is not None:
         seq.guesser.record(0 if item.has_drafted else num_guesses, num_right)
     length = _length(seq)
     if length is not None and (item.has_drafted or not num_guesses):
-        length.record(num_guesses, num_right, is_decode, item.num_ahead > 0)
+        is_timed &= not has_rested
+        length.record(num_guesses, num_right, is_timed, item.num_ahead > 0)
 
 
 class PromptLookup:

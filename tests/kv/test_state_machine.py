@@ -48,6 +48,7 @@ from shadow_drafts import Adversary, DraftingEngine
 from shadow_ranks import RankedEngine
 
 from nanoengine import PromptTooLongError
+from nanoengine.engine.draft_turns import FasterWay
 from nanoengine.kv import block_manager, host_pool
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.placement import Placement
@@ -64,7 +65,8 @@ class Shape:
     stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
     blocks. digests: how many different ones there are (None: as many as xxh3 has). most_drafts: of
     a sequence and step; draft_seed: of all that is drawn for them. least_run_bytes, drafts_from:
-    see KVSpec. takes_turns: see DraftTurns. other_copies: of a second rank, which there is not if it is "".
+    see KVSpec. takes_turns: see DraftTurns. other_copies: of a second rank, which there is not if
+    it is "".
     """
 
     copies: str
@@ -253,6 +255,9 @@ class Machine(RuleBasedStateMachine):
         self.patches.enter_context(
             mock.patch.object(Placement, "swap_hot", counting_swaps(self.tally))
         )
+        if self.shape.takes_turns:  # always, where they may
+            always = mock.patch.object(FasterWay, "next", lambda *_: True)
+            self.patches.enter_context(always)
         self.engine = self.shape.make()
         self.engine.kv.admit = self.counting(self.engine.kv.admit)
         self.add(wanted)
@@ -516,9 +521,7 @@ HAPPENS = {
         "drafts of who does not stream, failed drafts"
     ),
     "in_place": "stores, released, resumed from the host, failed copies, failed requests",
-    "stream": (
-        "loads, fills, paced, swaps, steps in which others drafted, kept drafts"
-    ),
+    "stream": ("loads, fills, paced, swaps, steps in which others drafted, kept drafts"),
 }
 
 
