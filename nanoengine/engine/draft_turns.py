@@ -102,10 +102,10 @@ class DraftTurns:
         """What those who rest draft, each as an item of its next step. checked: the items of this
         one; beside a prompt nobody drafts, as nothing may wait. most: drafts of all.
         """
-        items = []
+        items, runs = [], [item.seq for item in checked]
         for seq in resting if checked and ScheduledBatch(checked).is_decode else ():
-            if seq.status is not SequenceStatus.RUNNING:
-                continue  # it was preempted just now
+            if seq.status is not SequenceStatus.RUNNING or seq in runs:
+                continue  # it was preempted just now, or the others could not run
             room = min(most, self._kv.free_tokens(seq) - 1)
             guesses = guesses_for(seq, room, self._config.num_guesses, drafts=True)
             if not guesses:

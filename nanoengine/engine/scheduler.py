@@ -119,8 +119,8 @@ class Scheduler:
         order = self._in_order()
         resting = self.turns.resting(order)
         self._schedule_running([seq for seq in order if seq not in resting], step)
-        if not step.items and self._pacer.is_limited:
-            # No protected decode can run in this step: lift the limit on the link.
+        if not step.items and (resting or self._pacer.is_limited):
+            # Nobody whose turn it is can run in this step, which may be anyone's then.
             self._pacer.start_step(is_limited=False)
             self._schedule_running(order, step)
         if len(self.running) == num_running:  # none was preempted
