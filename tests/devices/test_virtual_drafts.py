@@ -25,6 +25,7 @@ from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.draft_turns import FasterWay
 from nanoengine.engine.drafter import Drafts, DraftStep
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kv.open_step import OpenStep
 from nanoengine.sequence import ScheduledBatch
 
 pytestmark = needs_no_gpu
@@ -113,26 +114,36 @@ def test_what_is_not_replayed_takes_turns_too(
     gpu: VirtualGpu, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every access is checked and freed memory is NaN, so drafts are no graphs. One request is
-    checked with as many rows as the drafts of two others have.
+    checked with as many rows as the drafts of two others have, which run after its first layer.
     """
     monkeypatch.setattr(PayingDrafts, "is_short", True)
     monkeypatch.setattr(PayingDrafts, "choose", lambda self: 1)
-    prompts = [*PROMPTS, [(n * 7) % 256 for n in range(45)]]
-    settings: dict[str, Any] = {"num_gpu_blocks": 9}
+    prompts = [[(n * stride) % 256 for n in range(70)] for stride in (3, 7, 11)]
+    settings: dict[str, Any] = {
+        "num_gpu_blocks": 10,
+        "kv_offload_gib": host_gib(tiny("llama"), 40, BLOCK),
+    }
+    params = replace(PARAMS, max_tokens=20)
     plain = engine(tiny("llama"), device="cpu", **settings)
     with gpu.left():
-        wanted = [o.outputs[0].token_ids for o in Driver(plain).run(prompts, PARAMS)]
+        wanted = [o.outputs[0].token_ids for o in Driver(plain).run(prompts, params)]
     plain.close()
     made = engine(tiny("llama"), speculative="resident:1", debug_kv=True, **settings)
     seen: set[tuple[int, int]] = set()
-    launch = made.runner.launch
+    launch, between = made.runner.launch, OpenStep.draft_steps_between
+
+    def after_a_layer(step: OpenStep, layers: Iterator[object]) -> Iterator[DraftStep]:
+        next(layers)
+        yield from between(step, layers)
+
+    monkeypatch.setattr(OpenStep, "draft_steps_between", after_a_layer)
 
     def watched(batch: ScheduledBatch, *rest: Any) -> Any:
         seen.add((batch.num_tokens, len(batch.resting)))
         return launch(batch, *rest)
 
     made.runner.launch = watched
-    outputs = Driver(made).run(prompts, PARAMS)
+    outputs = Driver(made).run(prompts, params)
     assert [output.outputs[0].token_ids for output in outputs] == wanted
     assert (2, 2) in seen
     made.close()

@@ -102,7 +102,7 @@ class DraftingEngine(ShadowEngine):
         assert self.adversary is not None
         for item in batch.items:
             if item.has_drafted:
-                known, drafted = self._kept.pop(item.seq.seq_id)
+                known, drafted = self._kept[item.seq.seq_id]
                 assert known == self.hashes(item.seq)[-1], "drafts of an older token"
                 assert item.guesses == drafted[: len(item.guesses)], "drafts of another"
                 self.adversary.counts["kept drafts"] += len(item.guesses)
