@@ -255,17 +255,6 @@ def test_two_take_turns_and_a_round_is_the_link(
     monkeypatch.setattr(PayingDrafts, "choose", lambda self: 0)
     plain_s, plain_copies_s, _ = rounds(True)
     rest_s = plain_s - plain_copies_s
-    print(
-        "RESULT",
-        num_blocks,
-        sum(spent[-2:]),
-        as_before_s,
-        copies_before_s,
-        seconds,
-        copies_s,
-        drafts_s,
-        rest_s,
-    )
     assert 0 <= rest_s < 0.1 * copies_s and seconds < 1.1 * (copies_s + rest_s)
     assert as_before_s - copies_before_s > 0.6 * drafts_s
     assert seconds - copies_s - rest_s < 0.4 * drafts_s
