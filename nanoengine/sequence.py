@@ -89,6 +89,8 @@ class DraftLength(Protocol):
     @property
     def pays(self) -> bool: ...
     @property
+    def is_short(self) -> bool: ...
+    @property
     def is_due(self) -> bool: ...
     def choose(self) -> int: ...
     def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None: ...
@@ -214,8 +216,9 @@ class Sequence:
     computes the next ones. At the first admission `num_cached` of them were found in the prefix
     cache, `num_cached_on_host` of these on the host only. prompt_owner: the sequence whose prompt
     this one shares: completion 0 of its request, or the beam that it was forked from. guesser,
-    draft_length: for speculation; mtp_length: as the latter, for guesses by the model's own head,
-    which guesses that next_guess follows the newest token (None: it has not seen that one).
+    draft_length: for speculation; mtp_length: as the latter, for guesses by the model's own head.
+    next_guesses: what follows the newest token, by that head or drafted while other sequences were
+    in a step (None: nobody was asked).
     history: for penalties; grammar: of the form that the output must have, until it ends.
     may_guess: whether a step may check guesses at its next tokens.
     """
@@ -234,7 +237,7 @@ class Sequence:
     guesser: Guesser | None = None
     draft_length: DraftLength | None = None
     mtp_length: DraftLength | None = None
-    next_guess: int | None = None
+    next_guesses: tuple[int, ...] | None = None
     history: TokenHistory | None = None
     grammar: Grammar | None = None
     output: SequenceOutput = field(default_factory=SequenceOutput)
@@ -391,9 +394,13 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The sequences of one step, in the order in which their tokens are laid end to end."""
+    """The sequences of one step, in the order in which their tokens are laid end to end.
+
+    resting: others, which only draft meanwhile, for a step of theirs; each as it would be in that.
+    """
 
     items: tuple[ScheduledSequence, ...]
+    resting: tuple[ScheduledSequence, ...] = ()
 
     def mark_scheduled(self) -> None:
         """Note the time for sequences that run for the first time."""
@@ -415,7 +422,13 @@ class ScheduledBatch:
     @property
     def is_drafted(self) -> bool:
         """Whether some of its tokens are drafts, made or to be made."""
-        return any(item.has_drafted or item.num_drafts for item in self.items)
+        items = *self.items, *self.resting
+        return any(item.has_drafted or item.num_drafts for item in items)
+
+    @property
+    def of_resting(self) -> ScheduledBatch:
+        """A batch of those that only draft."""
+        return ScheduledBatch(self.resting)
 
     def split(self, samples: Iterable[Sample]) -> list[list[Sample]]:
         """What belongs to each item, of what the step samples or scores for all, in order."""

@@ -30,7 +30,7 @@ NUM_ROUNDS = 10
 class FixedLength:
     """Drafts as many tokens in each step (sequence.DraftLength)."""
 
-    pays = True
+    pays = is_short = True
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts

@@ -101,6 +101,7 @@ class TritonAttention:
         self._tiles: dict[tuple[int, int, int], tuple[Spans, Tensor | None]] = {}
         self._buffers: dict[tuple[int, ...], _Buffers] = {}
         self._kept: Kept = (None, None)
+        self._step: Tensor | None = None  # whose these are
 
     def run(
         self, layer: int, q: Tensor, ctx: ForwardContext, sinks: Tensor | None = None
@@ -110,8 +111,9 @@ class TritonAttention:
         buffers = _Buffers()
         for number, chunk in enumerate(ctx.kv.read(layer)):
             if not number:
-                if not layer:
-                    self._tiles, self._buffers = {}, {}
+                # A pass may run between two layers of another.
+                if not layer or self._step is not ctx.query_start:
+                    self._step, self._tiles, self._buffers = ctx.query_start, {}, {}
                     self._kept = self._make_kept(q, chunk.k.shape[1], ctx)
                 buffers = self._buffers_of(q, chunk, ctx)
             kept = (None, None) if window else self._kept

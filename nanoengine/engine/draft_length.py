@@ -74,6 +74,14 @@ class PayingDrafts:
         return not self._is_decided or self._best() > 0
 
     @property
+    def is_short(self) -> bool:
+        """Whether drafts pay and take no longer than half of a step without: where each half of the
+        requests drafts while the other is checked, they may then cost nothing.
+        """
+        best = self._best() if self._is_decided else 0
+        return best > 0 and 2 * best * self._cost.seconds <= self._plain_s
+
+    @property
     def is_due(self) -> bool:
         """Whether the next step is not to be begun ahead: it drafts, or is the first one timed."""
         return (self._began is None and self._ended is None) or self._number() > 0

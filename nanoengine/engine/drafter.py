@@ -7,7 +7,7 @@ is overwritten by the step that checks it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -47,8 +47,8 @@ class Drafts:
     drafts are, in order.
     """
 
-    tokens: Tensor
-    places: dict[int, list[int]]
+    tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    places: dict[int, list[int]] = field(default_factory=dict)
 
     def fill(self, batch: ScheduledBatch, token_ids: list[int]) -> ScheduledBatch:
         """The batch with these drafts as guesses. token_ids: `tokens` on the host."""
@@ -59,7 +59,7 @@ class Drafts:
             made = [token_ids[place] for place in self.places.get(index, ())]
             missing = [NOT_DRAFTED] * (item.num_drafts - len(made))
             items.append(item.with_drafts((*made, *missing)))
-        return ScheduledBatch(tuple(items))
+        return replace(batch, items=tuple(items))
 
     def read(self, batch: ScheduledBatch, device: Device) -> ScheduledBatch:
         """The batch with these drafts as guesses, if what may follow them depends on them."""
@@ -94,8 +94,7 @@ class Drafter:
             for place, item in enumerate(step.items, num_made):
                 places.setdefault(item, []).append(place)
             num_made += len(step.items)
-        tokens = torch.cat(made) if made else torch.empty(0, dtype=torch.int64)
-        return Drafts(tokens, places)
+        return Drafts(torch.cat(made), places) if made else Drafts()
 
     def _next(
         self,

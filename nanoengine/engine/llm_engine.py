@@ -87,9 +87,9 @@ class LLMEngine:
             self.plan, self.decode_costs = predict_speed(
                 self.plan, config, self._runner, self.kv, device, ranks.link_speeds
             )
-        self.scheduler = Scheduler(
-            config, self.kv, self.plan.max_num_batched_tokens, self.plan.stream_blocks_per_step
-        )
+        limits = self.plan.max_num_batched_tokens, self.plan.stream_blocks_per_step
+        takes_turns = device.computes_later and config.tensor_parallel_size == 1
+        self.scheduler = Scheduler(config, self.kv, *limits, takes_turns=takes_turns)
         self.inputs = InputProcessor(config, self.plan, parts)
         self.outputs = OutputProcessor(parts.tokenizer)
 

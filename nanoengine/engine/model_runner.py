@@ -5,7 +5,8 @@ Knows the model, the sampler and the KV manager's attention face; decides nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from itertools import accumulate
 from typing import Protocol
 
@@ -21,7 +22,7 @@ from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.engine.step_tokens import StepTokens
 from nanoengine.engine.token_masks import masked, step_masks
-from nanoengine.models.decoder import Model
+from nanoengine.models.decoder import Model, last
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence
 from nanoengine.startup.parts import Parts
 
@@ -37,6 +38,7 @@ class OpenStep(Protocol):
     @property
     def block_mass(self) -> Tensor | None: ...
     def draft_steps(self) -> Iterable[DraftStep]: ...
+    def draft_steps_between(self, layers: Iterator[object]) -> Iterable[DraftStep]: ...
     def mark_written(self) -> None: ...
     def close(self) -> None: ...
 
@@ -81,9 +83,14 @@ class ModelRunner:
         try:
             drafts = self.drafter.draft(batch, step.draft_steps())
             ctx = self._context(batch, step, before, drafts)
-            hidden = self.model.forward(ctx)
+            of_resting = Drafts()
+            with closing(self.model.layers(ctx)) as layers:
+                if batch.resting:
+                    between = step.draft_steps_between(layers)
+                    of_resting = self.drafter.draft(batch.of_resting, between)
+                hidden = last(layers)
             # The model's own head stores KV in the step, of the tokens that it samples.
-            computed = batch, ctx, hidden, drafts, step.num_padding
+            computed = batch, ctx, hidden, (drafts, of_resting), step.num_padding
             made = self._sample(*computed) if self.mtp else None
             step.mark_written()
         finally:
@@ -95,16 +102,17 @@ class ModelRunner:
         batch: ScheduledBatch,
         ctx: ForwardContext,
         hidden: Tensor,
-        drafts: Drafts,
+        all_drafts: tuple[Drafts, Drafts],
         num_padding: int,
     ) -> StepTokens:
         """The tokens of a step, of which the model has computed [tokens, hidden]."""
+        drafts, of_resting = all_drafts
         scores = self._scorer.score_prompts(batch, hidden)
         if not len(ctx.logit_rows):
             nothing = torch.empty(0, dtype=torch.int64)
             if self.mtp is not None:
                 self.mtp.guess(batch, ctx, hidden, nothing)
-            return StepTokens(batch, nothing, nothing, scores, drafts)
+            return StepTokens(batch, nothing, nothing, scores, drafts, of_resting)
         logits = self._logits(hidden, ctx, num_padding)
         known = drafts.read(batch, self._device)
         drawn = [
@@ -115,12 +123,12 @@ class ModelRunner:
         seqs, positions, ahead = zip(*drawn, strict=True)
         allowed = masked(logits, step_masks(known), self._device)
         tokens = self.sampler.sample(allowed, seqs, positions, ahead)
-        parts = [tokens, *([drafts.tokens] if drafts.places else [])]
+        parts = [tokens, *(each.tokens for each in all_drafts if each.places)]
         if self.mtp is not None:
             parts.append(self.mtp.guess(batch, ctx, hidden, tokens))
         numbers = self._device.read_back(torch.cat(parts) if len(parts) > 1 else tokens)
         scores = self._scorer.score_sampled(scores, seqs, logits, tokens)
-        return StepTokens(batch, tokens, numbers, scores, drafts)
+        return StepTokens(batch, tokens, numbers, scores, drafts, of_resting)
 
     def _logits(self, hidden: Tensor, ctx: ForwardContext, num_padding: int) -> Tensor:
         """Of the rows that sample, made beside those of the last `num_padding` rows."""

@@ -65,8 +65,7 @@ class MtpDrafter:
             for place, item in enumerate(step.items, num_made):
                 places.setdefault(item, []).append(place)
             num_made += len(step.items)
-        ids = torch.cat(made) if made else torch.empty(0, dtype=torch.int64)
-        return Drafts(ids, places)
+        return Drafts(torch.cat(made), places) if made else Drafts()
 
     def _known(self, batch: ScheduledBatch, step: DraftStep) -> Tensor:
         """What the head made of the token before each item's newest one, [rows, hidden]; zeros

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanoengine.config.engine import EngineConfig
+from nanoengine.engine.draft_turns import DraftingKV, DraftTurns
 from nanoengine.engine.link_pacer import LinkPacer
 from nanoengine.engine.speculative import guesses_for, is_draft_due, most_guesses, record_guesses
 from nanoengine.errors import LogitsError, RequestError, TransferError
@@ -28,15 +29,12 @@ from nanoengine.sequence import (
 )
 
 
-class KVAdmission(Protocol):
+class KVAdmission(DraftingKV, Protocol):
     """The KV manager, as far as the scheduler knows it."""
 
     def reset_budget(self) -> None: ...
     def admit(self, seq: Sequence) -> Admission: ...
     def stream_cost(self, seq: Sequence) -> int: ...
-    def may_draft(self, seq: Sequence) -> bool: ...
-    def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None: ...
-    def free_tokens(self, seq: Sequence) -> int: ...
     def commit(self, seq: Sequence, num_tokens: int, num_rejected: int = 0) -> None: ...
     def preempt(self, seq: Sequence) -> None: ...
     def deallocate(self, seq: Sequence) -> None: ...
@@ -68,9 +66,10 @@ class Scheduler:
         kv: KVAdmission,
         max_num_batched_tokens: int,
         stream_blocks_per_step: int | None = None,
+        takes_turns: bool = False,
     ) -> None:
         """max_num_batched_tokens: what the KV pools leave of the setting. stream_blocks_per_step:
-        blocks that may cross the link a step beside resident decodes.
+        blocks that may cross the link a step beside resident decodes. takes_turns: see DraftTurns.
         """
         self._config = config
         self._kv = kv
@@ -78,6 +77,7 @@ class Scheduler:
         self._long_tokens = config.long_prefill_token_threshold or max(1, self._max_tokens // 2)
         self._max_guesses = most_guesses(config, self._max_tokens)
         self._pacer = LinkPacer(stream_blocks_per_step)
+        self.turns = DraftTurns(config, kv, takes_turns)
         self._may_draft = False
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -113,10 +113,11 @@ class Scheduler:
         """The next step. When blocks run out it preempts the youngest; the oldest gets its turn."""
         self._kv.reset_budget()
         order = self._in_order()
-        step = self._schedule_running(order)
+        resting = self.turns.resting(order)
+        step = self._schedule_running([seq for seq in order if seq not in resting])
         if not step.items and self.running:
-            # No protected decode can run, or who had blocks to write to was preempted: lift the
-            # limit on the link, and give all of them out anew.
+            # No protected decode or nobody whose turn it is can run, or who had blocks to write to
+            # was preempted: lift the limits, and give all of them out anew.
             self._kv.reset_budget()
             self._pacer.start_step(is_limited=False)
             step = self._schedule_running(order)
@@ -124,7 +125,9 @@ class Scheduler:
             self._admit_waiting(step)
         # Decodes first, each kind in running order: `order` was for the choice alone.
         seqs = sorted(self.running, key=lambda s: s.is_prefill)
-        batch = ScheduledBatch(tuple(step.items[s.seq_id] for s in seqs if s.seq_id in step.items))
+        items = tuple(step.items[s.seq_id] for s in seqs if s.seq_id in step.items)
+        most = min(step.tokens - 1, step.guess_tokens)
+        batch = ScheduledBatch(items, self.turns.drafts(resting, items, most))
         batch.mark_scheduled()
         return batch
 
@@ -144,7 +147,7 @@ class Scheduler:
         if any(item.seq.request.needs_tokens for item in batch.items):
             return None
         sampled = [item.seq for item in batch.items if item.samples]
-        if batch.is_drafted or is_draft_due(sampled, self._can_draft(sampled)):
+        if batch.is_drafted or is_draft_due(sampled, self.turns.can_draft(sampled)):
             return None
         items: list[ScheduledSequence] = []
         budget = self._max_tokens
@@ -174,6 +177,7 @@ class Scheduler:
         token_ids: what the items of the batch sample, in order. next_guesses: of the model's own
         head, after each. failed: sequences, by id, whose KV is lost, and why: an error ends them.
         """
+        self.turns.end_step(batch)
         ended = self._fail(failed or {})
         now = time.perf_counter()
         parts = batch.items, batch.split(token_ids), batch.split(next_guesses)
@@ -181,8 +185,8 @@ class Scheduler:
             if item.seq.is_finished:
                 continue
             accepted = item.accepted(drawn)
-            item.seq.next_guess = guesses[len(accepted) - 1] if guesses else None
-            self._append_tokens(item, accepted, batch.is_decode)
+            self._append_tokens(item, accepted, batch.is_decode and not self.turns.are_apart)
+            item.seq.next_guesses = (guesses[len(accepted) - 1],) if guesses else None
             if drawn and item.seq.metrics.first_token_time is None:
                 item.seq.metrics.first_token_time = now
             if item.seq.is_finished:
@@ -193,7 +197,7 @@ class Scheduler:
         self._drop_finished()
         return ended
 
-    def _append_tokens(self, item: ScheduledSequence, accepted: list[int], is_decode: bool) -> None:
+    def _append_tokens(self, item: ScheduledSequence, accepted: list[int], is_timed: bool) -> None:
         """Append tokens until one ends the sequence, and commit the KV behind them. A sequence
         that has no token to take fails, and its KV is not published.
         """
@@ -212,7 +216,7 @@ class Scheduler:
                 break
         num_right = max(0, num_taken - 1)
         num_rejected = len(item.guesses) - num_right
-        record_guesses(item, num_right, is_decode)
+        record_guesses(item, num_right, is_timed)
         self._kv.commit(seq, item.num_tokens - num_rejected, num_rejected)
 
     def _in_order(self) -> list[Sequence]:
@@ -221,7 +225,7 @@ class Scheduler:
         """
         costs = {s.seq_id: self._kv.stream_cost(s) for s in self.running}
         decodes = [s for s in self.running if not s.is_prefill]
-        self._may_draft = self._can_draft(decodes)
+        self._may_draft = self.turns.can_draft(decodes)
         protected = any(not costs[s.seq_id] for s in decodes)
         self._pacer.start_step(protected, max(costs.values(), default=0))
         order = sorted(self.running, key=lambda s: s.is_prefill)
@@ -232,10 +236,6 @@ class Scheduler:
         num_decodes = sum(not s.is_prefill for s in resident)
         return resident[:num_decodes] + streamed + resident[num_decodes:]
 
-    def _can_draft(self, decodes: list[Sequence]) -> bool:
-        """Whether drafts may pay for each of these: none waits for those of others."""
-        return self._config.num_drafts > 0 and all(map(self._kv.may_draft, decodes))
-
     def _fail(self, failed: Mapping[int, str]) -> list[Sequence]:
         ended = [s for s in [*self.running, *self.waiting] if s.seq_id in failed]
         for seq in ended:
@@ -244,7 +244,7 @@ class Scheduler:
         return ended
 
     def _schedule_running(self, order: list[Sequence]) -> _Step:
-        step = _Step(self._max_tokens, self._max_guesses - len(order))
+        step = _Step(self._max_tokens, self._max_guesses - len(self.running))
         for seq in order:
             if seq.status is SequenceStatus.RUNNING and step.tokens:
                 self._schedule_one(seq, step)
@@ -257,7 +257,7 @@ class Scheduler:
             return
         wanted = self._chunk(seq, step.tokens)
         most = min(step.tokens - wanted, step.guess_tokens, self._kv.free_tokens(seq) - 1)
-        drafts = self._may_draft and not self._pacer.is_limited and self._can_draft([seq])
+        drafts = self._may_draft and not self._pacer.is_limited and self.turns.can_draft([seq])
         guesses = guesses_for(seq, most, self._config.num_guesses, drafts)
         wanted += len(guesses)
         while (granted := self._kv.reserve(seq, wanted)) is None:

@@ -68,19 +68,21 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
     forced = () if seq.grammar is None else seq.grammar.forced()[: min(most, MOST_FORCED)]
     if len(forced) >= LEAST_FORCED:
         return Guesses(forced)
-    guesser, draft_length = seq.guesser, _length(seq, drafts)
+    guesser, draft_length, known = seq.guesser, _length(seq, drafts), seq.next_guesses
     if guesser is not None and (draft_length is None or guesser.is_trusted):
         found = guesser.guess(seq.token_ids, min(most, num_looked_up))
         if found:
             return Guesses(found)
+    if known is not None and seq.mtp_length is None:
+        return Guesses(known[:most], has_drafted=bool(known))
     if draft_length is None:
         return Guesses()
     number = min(most, draft_length.choose())
     if seq.mtp_length is None:
         return Guesses(num_drafts=number)
-    if seq.next_guess is None or not number:
+    if known is None or not number:
         return Guesses()
-    return Guesses((seq.next_guess,), number - 1, has_drafted=True)
+    return Guesses(known, number - 1, has_drafted=True)
 
 
 def _length(seq: Sequence, drafts: bool = True) -> DraftLength | None:
@@ -108,16 +110,18 @@ def most_guesses(config: EngineConfig, max_tokens: int) -> int:
     return min(max_tokens, max(config.max_num_seqs, 2 * MOST_FORCED))
 
 
-def record_guesses(item: ScheduledSequence, num_right: int, is_decode: bool) -> None:
-    """Count the guesses of a step that has ended. is_decode: whether the step only decoded."""
+def record_guesses(item: ScheduledSequence, num_right: int, is_timed: bool) -> None:
+    """Count the guesses of a step that has ended. is_timed: whether it only decoded, and all."""
     seq, num_guesses = item.seq, len(item.guesses)
+    has_rested = seq.next_guesses is not None and seq.mtp_length is None
     seq.metrics.num_guessed += num_guesses
     seq.metrics.num_accepted += num_right
     if seq.guesser is not None:
         seq.guesser.record(0 if item.has_drafted else num_guesses, num_right)
     length = _length(seq)
     if length is not None and (item.has_drafted or not num_guesses):
-        length.record(num_guesses, num_right, is_decode, item.num_ahead > 0)
+        is_timed &= not has_rested
+        length.record(num_guesses, num_right, is_timed, item.num_ahead > 0)
 
 
 class PromptLookup:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from torch import Tensor
 
@@ -17,9 +18,10 @@ class StepTokens:
     """What a step samples: the next token of each item of its batch that does, in order, and those
     after its guesses.
 
-    tokens: int64 [n], on the device. drafts: the guesses that the step made itself. numbers: both
-    on their way to the host, then what the model's own head guesses after each token, if it has
-    one; so are the scores that requests ask for.
+    tokens: int64 [n], on the device. drafts: the guesses that the step made itself; of_resting:
+    those that it made for steps of others. numbers: all on their way to the host, then what the
+    model's own head guesses after each token, if it has one; so are the scores that requests ask
+    for.
     """
 
     batch: ScheduledBatch
@@ -27,15 +29,21 @@ class StepTokens:
     numbers: Readable
     scores: StepScores
     drafts: Drafts
+    of_resting: Drafts
 
     def read(self) -> tuple[ScheduledBatch, list[int], list[int]]:
         """Wait for the step: its batch with the drafts as guesses, the tokens that its items
         sample, and what the model's own head guesses after each; []: nothing.
         """
-        numbers = self.numbers.tolist()
-        num_tokens, num_drafts = len(self.tokens), len(self.drafts.tokens)
-        tokens, others = numbers[:num_tokens], numbers[num_tokens:]
-        return self.drafts.fill(self.batch, others), tokens, others[num_drafts:]
+        left = iter(self.numbers.tolist())
+        tokens, drafts, of_resting = (
+            [*islice(left, len(made))]
+            for made in (self.tokens, self.drafts.tokens, self.of_resting.tokens)
+        )
+        batch = self.drafts.fill(self.batch, drafts)
+        filled = self.of_resting.fill(batch.of_resting, of_resting).items
+        resting = tuple(filled[index] for index in self.of_resting.places)
+        return replace(batch, resting=resting), tokens, [*left]
 
     def places(self, batch: ScheduledBatch, starts: list[int]) -> list[tuple[int, int]]:
         """Rows of a batch, which begin at `starts`, whose tokens this step samples, and where."""

@@ -24,7 +24,9 @@ PIECE_ROWS = 64  # every layer keeps a result of its own for each size up to thi
 
 
 class CudaGraphs:
-    """Owns the graphs of an engine; they share one memory pool, as only one runs at a time."""
+    """Owns the graphs of an engine. Whole passes share one memory pool and pieces another, as of
+    each only one runs at a time; but a whole pass may run between two pieces of another.
+    """
 
     def __init__(self, vendor: VendorGraphs, settle: Callable[[], None] | None = None) -> None:
         """settle: waits for queued work before a capture, which does so, too, but for ever where a
@@ -36,7 +38,7 @@ class CudaGraphs:
         # By rows: the static buffers of residual streams; by shape: of the layers' attended values.
         self._residuals: dict[int, Tensor] = {}
         self._attended: dict[tuple[int, int], Tensor] = {}
-        self._pool: Any = None
+        self._pools: dict[bool, Any] = {}  # of whole passes: True
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         """As LayerOps.replay; forward() reads the tensors of `key` and nothing else that changes.
@@ -98,12 +100,13 @@ class CudaGraphs:
         return graph.result
 
     def _capture(self, tensors: tuple[Tensor, ...], forward: Callable[[], Tensor]) -> _Graph:
-        if self._pool is None:
-            self._pool = self._vendor.new_pool()
+        is_whole = bool(tensors)
+        if is_whole not in self._pools:
+            self._pools[is_whole] = self._vendor.new_pool()
         if self._settle is not None:
             self._settle()
         graph = self._vendor.new()
-        with self._vendor.capture(graph, self._pool):
+        with self._vendor.capture(graph, self._pools[is_whole]):
             result = forward()
         return _Graph(graph, tensors, result)
 

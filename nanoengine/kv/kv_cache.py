@@ -119,11 +119,15 @@ class HybridKVCacheManager:
         """Whether KV of this sequence crosses the link in each of its steps."""
         return self.spec.slot_blocks > 0 and bool(self.tables[seq.seq_id].streamed)
 
+    def streams_alone(self, seq: Sequence) -> bool:
+        """Whether it streams, and nobody else holds a block that crosses the link for it."""
+        streamed = self.tables[seq.seq_id].streamed
+        return self.is_streamed(seq) and all(block.ref_count == 1 for block in streamed)
+
     def may_draft(self, seq: Sequence) -> bool:
         """Whether drafts may pay for this sequence: it streams, or has much KV on the device."""
         table, least = self.tables[seq.seq_id], self.spec.drafts_from
-        is_long = 0 < least <= len(table.blocks)
-        return self.is_streamed(seq) or (is_long and not table.streamed)
+        return self.is_streamed(seq) or (0 < least <= len(table.blocks) and not table.streamed)
 
     def reserve(self, seq: Sequence, num_tokens: int, num_ahead: int = 0) -> int | None:
         """How many of the next `num_tokens` tokens can be computed in this step.
@@ -298,8 +302,6 @@ class HybridKVCacheManager:
     def _num_kept(self, running: Iterable[BlockTable]) -> int:
         """Device blocks that these keep, besides one each to write to."""
         most = self.spec.kept_blocks
-        if most == 1:
-            return 0
         return sum(min(most, self._blocks_for(t.seq.request.max_total_tokens)) - 1 for t in running)
 
     def _blocks_of(self, failure: FailedTransfer) -> set[Block]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 
 from torch import Tensor
 
@@ -61,17 +63,26 @@ class OpenStep:
 
     def draft_steps(self) -> Iterator[DraftStep]:
         """The steps that draft, one after the other; each is to run before the next is taken."""
-        run, all_drafts = self.kv.run, self._planned.drafts
-        if not all_drafts:
-            return
-        if run is not None:  # copies fill the ring, and then wait for the drafts
+        run, drafts = self.kv.run, self._planned.drafts
+        if run is not None and drafts:  # copies fill the ring, and then wait for the drafts
             run.share_cores(False)
-        for number in range(max(each.num_drafts for each in all_drafts)):
-            yield self._draft_step([d for d in all_drafts if d.num_drafts > number], number)
-        if run is not None:
+        for number in range(_most(drafts)):
+            yield self._draft_step(drafts, number)
+        if run is not None and drafts:
             run.share_cores(True)
 
-    def _draft_step(self, drafts: list[DraftReads], number: int) -> DraftStep:
+    def draft_steps_between(self, layers: Iterator[object]) -> Iterator[DraftStep]:
+        """The steps that draft for those who are not in this one, each before its share of the
+        step's layers, the last of which are left: while drafts run, copies fill the ring.
+        """
+        drafts, num_layers = self._planned.of_resting, len(self._memory.sources)
+        ends = [num_layers * number // _most(drafts) for number in range(_most(drafts))]
+        for number, (start, end) in enumerate(pairwise([0, *ends])):
+            deque(islice(layers, end - start), maxlen=0)
+            yield self._draft_step(drafts, number)
+
+    def _draft_step(self, all_drafts: Sequence[DraftReads], number: int) -> DraftStep:
+        drafts = [each for each in all_drafts if each.num_drafts > number]
         plan = self._planner.plan_draft(drafts, number)
         return DraftStep(
             StepKV.open(plan, self._memory),
@@ -101,3 +112,7 @@ class OpenStep:
             metrics.num_stalls += now.num_stalls - before.num_stalls
             metrics.num_prefetch_hits += now.num_prefetch_hits - before.num_prefetch_hits
             metrics.peak_streamed = max(metrics.peak_streamed, len(streamed))
+
+
+def _most(drafts: Sequence[DraftReads]) -> int:
+    return max((each.num_drafts for each in drafts), default=0)

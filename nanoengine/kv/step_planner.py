@@ -60,7 +60,8 @@ class StepPadding:
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """A plan, and the blocks behind it: those it writes, those it moves (placement), and the
-    metrics of the sequences that read host KV (streamed). drafts: of those that make some first.
+    metrics of the sequences that read host KV (streamed). drafts: of those that make some first;
+    of_resting: of others, that make some meanwhile.
     """
 
     plan: StepPlan
@@ -68,6 +69,7 @@ class PlannedStep:
     placement: Placement
     streamed: tuple[RequestMetrics, ...]
     drafts: tuple[DraftReads, ...] = ()
+    of_resting: tuple[DraftReads, ...] = ()
 
 
 class StepPlanner:
@@ -96,7 +98,9 @@ class StepPlanner:
         """Place the blocks that the batch writes, and plan what it reads and moves."""
         step = [tables[item.seq.seq_id] for item in batch.items]
         writes = tuple(self._writes(batch, step))
-        placement = self._place(batch, tables, writes)
+        resting = [tables[item.seq.seq_id] for item in batch.resting]
+        tails = self._tails(batch, resting)
+        placement = self._place(batch, tables, [*(write.block for write in writes), *tails])
         stops = [
             -(-(item.start + item.num_tokens) // self._spec.block_size) for item in batch.items
         ]
@@ -130,7 +134,8 @@ class StepPlanner:
         )
         counted = tuple(metrics[index] for index in streamed)
         drafts = tuple(self._drafts(batch, step, placement))
-        return PlannedStep(plan, writes, placement, counted, drafts)
+        of_resting = tuple(self._drafts(batch.of_resting, resting, placement))
+        return PlannedStep(plan, writes, placement, counted, drafts, of_resting)
 
     def plan_draft(self, drafts: Sequence[DraftReads], number: int) -> StepPlan:
         """The step in which each of these sequences makes draft `number`."""
@@ -150,7 +155,7 @@ class StepPlanner:
                 continue
             first, stop = item.start // size, -(-(item.start + item.num_tokens) // size)
             tail = table.blocks[first:stop]
-            if any(block in placement.loads for block in tail):
+            if any(b in placement.loads or b.device_slot is None for b in tail):
                 continue
             before = table.blocks[:first]
             there = (b.device_slot is not None and b not in placement.loads for b in before)
@@ -163,6 +168,12 @@ class StepPlanner:
             tail_slots = tuple(map(device_slot, tail))
             yield DraftReads(index, item.start, item.num_drafts, slots, tail_slots)
 
+    def _tails(self, batch: ScheduledBatch, resting: list[BlockTable]) -> Iterable[Block]:
+        """The blocks that those who only draft write; none that would be loaded for it."""
+        for write in self._writes(batch.of_resting, resting):
+            if write.block.device_slot is not None or not write.block.num_tokens:
+                yield write.block
+
     def _writes(self, batch: ScheduledBatch, step: list[BlockTable]) -> Iterable[Write]:
         """Where the KV of the batch's tokens is stored, block by block."""
         row = 0
@@ -171,10 +182,10 @@ class StepPlanner:
             row += item.num_tokens
 
     def _place(
-        self, batch: ScheduledBatch, tables: Mapping[int, BlockTable], writes: Iterable[Write]
+        self, batch: ScheduledBatch, tables: Mapping[int, BlockTable], written: Iterable[Block]
     ) -> Placement:
         placement = Placement(self._blocks, self._step_tables(batch, tables))
-        placement.place(list(dict.fromkeys(write.block for write in writes)))
+        placement.place(list(dict.fromkeys(written)))
         if self._spec.slot_blocks:
             placement.promote()
             swap = placement.swap_hot if batch.may_draft else placement.swap_recent

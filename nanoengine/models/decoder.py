@@ -5,7 +5,8 @@ layer_builder.py makes its parts. Write a new class only for a model with anothe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -42,11 +43,22 @@ class _Layer:
     end: LayerEnd | None
 
 
+def last(layers: Iterator[Tensor]) -> Tensor:
+    """What the last of them gives, once all have run."""
+    return deque(layers, maxlen=1).pop()
+
+
 class Model(Protocol):
     """What runs the steps of a model (Decoder)."""
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
+        ...
+
+    def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
+        """The residual stream after each layer, at the end as `forward` returns it. Between two of
+        them other passes may run, but not with our products for CPUs, whose results lie in buffers.
+        """
         ...
 
     def logits(self, x: Tensor) -> Tensor:
@@ -76,6 +88,7 @@ class Decoder:
         self._rotaries = [Rotary(kinds, head_dim, device) for head_dim, kinds in ropes.items()]
         self._logit_softcap = config.final_logit_softcap
         self._ops = ops
+        self._is_amid_a_pass = False
         self.mtp: MtpHead | None = None
         if last_norm is not None:
             ends = self._embed, last_norm, self._head
@@ -93,24 +106,35 @@ class Decoder:
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Residual stream after the last layer, [tokens, hidden]; the next call overwrites it."""
+        return last(self.layers(ctx))
+
+    def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
+        """See Model. A step that is replayed is one layer."""
         x = self._embed(ctx.token_ids)
         inputs = () if self._inputs is None else (self._inputs(ctx.token_ids, x),)
         angles = [rotary.angles(ctx.positions) for rotary in self._rotaries]
         # Steps other than decodes are hardly ever alike; a replay would report no mass.
         may_replay = len(x) == len(ctx.lengths) and ctx.block_mass is None
         key = ctx.kv.replay_key() if may_replay and ctx.attention.can_replay else None
-        if key is None:
-            return self._run_layers(self._ops.to_static_buffer(x), angles, inputs, ctx)
-        shared = *chain(*angles), *inputs, ctx.query_start, ctx.kv_lens
-        return self._ops.replay(
-            ReplayKey((x, *shared, *key.tensors), key.layout),
-            lambda: self._run_layers(x, angles, inputs, ctx),
-        )
+        if key is not None:
+            shared = *chain(*angles), *inputs, ctx.query_start, ctx.kv_lens
+            yield self._ops.replay(
+                ReplayKey((x, *shared, *key.tensors), key.layout),
+                lambda: last(self._run_layers(x, angles, inputs, ctx)),
+            )
+        elif self._is_amid_a_pass:  # whose static buffers are in use
+            yield from self._run_layers(x, angles, inputs, ctx)
+        else:
+            self._is_amid_a_pass = True
+            try:
+                yield from self._run_layers(self._ops.to_static_buffer(x), angles, inputs, ctx)
+            finally:
+                self._is_amid_a_pass = False
 
     def _run_layers(
         self, x: Tensor, angles: Angles, inputs: Sequence[Tensor], ctx: ForwardContext
-    ) -> Tensor:
-        """For each layer: x = x + attention(norm(x)), then x = x + mlp(norm(x)).
+    ) -> Iterator[Tensor]:
+        """Yields x after each layer, where x = x + attention(norm(x)), then x = x + mlp(norm(x)).
 
         attention(x) is out(attended(qkv(x))), mlp(x) is down(gate_up(x)), or that of the experts to
         which a row goes. Kernels can fuse all that needs no KV cache, so after_attention does both
@@ -124,7 +148,7 @@ class Decoder:
             qkv = layer.after_attention(x, attended)
             if layer.end is not None:
                 qkv = layer.end(x, inputs[0][:, index] if inputs else None)
-        return x
+            yield x
 
     def logits(self, x: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, vocab], in the dtype of the weights or in fp32."""

@@ -269,6 +269,10 @@ class ScratchKV:
         """None."""
         return ()
 
+    def draft_steps_between(self, layers: object) -> tuple[()]:
+        """None."""
+        return ()
+
     @property
     def kv(self) -> ScratchKV:
         """The forward pass writes and reads it directly."""

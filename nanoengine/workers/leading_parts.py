@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -64,6 +64,10 @@ class LeadingDecoder:
         order = Order.DRAFT if is_draft else Order.STEP
         told = _Told(ctx, ctx.token_ids, may_replay)
         return told.lead(self._leader, order, lambda: self._decoder.forward(ctx))
+
+    def layers(self, ctx: ForwardContext) -> Generator[Tensor]:
+        """As Decoder.layers, but all at once."""
+        yield self.forward(ctx)
 
     def logits(self, x: Tensor) -> Tensor:
         """As Decoder.logits."""

@@ -16,13 +16,16 @@ from marks import needs_no_gpu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from checkpoints import TinyModel
 from mtp_models import with_head
 from virtual_gpu import Costs, VirtualGpu, VirtualStream
 
 from nanoengine import SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
+from nanoengine.engine.draft_turns import FasterWay
 from nanoengine.engine.drafter import Drafts, DraftStep
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.kv.open_step import OpenStep
 from nanoengine.sequence import ScheduledBatch
 
 pytestmark = needs_no_gpu
@@ -33,6 +36,7 @@ PROMPTS = [[(n * 31 + i) % 256 for i in range(n)] for n in (52, 41)]
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualGpu]:
+    monkeypatch.setattr(FasterWay, "next", lambda self, num_checked: True)
     monkeypatch.setattr(PayingDrafts, "choose", lambda self: MOST)
     with VirtualGpu() as made:
         yield made
@@ -72,10 +76,14 @@ def times_of_drafts(made: LLMEngine, compute: VirtualStream) -> list[float]:
 
 
 @pytest.mark.breadth
-def test_no_draft_is_waited_for(gpu: VirtualGpu, tiny: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("takes_turns", [False, True], ids=["together", "turns"])
+def test_no_draft_is_waited_for(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, takes_turns: bool
+) -> None:
     """A step waits for its tokens, and the next one reads what attention looked at, which has long
     been there. The tokens are those of a CPU without drafts.
     """
+    monkeypatch.setattr(PayingDrafts, "is_short", takes_turns)
     plain = engine(tiny("llama"), device="cpu")
     with gpu.left():
         wanted = [o.outputs[0].token_ids for o in Driver(plain).run(PROMPTS, PARAMS)]
@@ -96,8 +104,48 @@ def test_no_draft_is_waited_for(gpu: VirtualGpu, tiny: Callable[[str], Path]) ->
     gpu.strict = False
     assert [output.outputs[0].token_ids for output in outputs] == wanted
     num_rounds = sum(batch.num_drafts > 0 for batch in drafted)
-    assert waits <= driver.num_steps + num_rounds
+    assert waits <= driver.num_steps + num_rounds and made.scheduler.turns.are_taken
     assert all(output.metrics.num_guessed > MOST for output in outputs)
+    made.close()
+
+
+@pytest.mark.breadth
+def test_what_is_not_replayed_takes_turns_too(
+    gpu: VirtualGpu, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every access is checked and freed memory is NaN, so drafts are no graphs. One request is
+    checked with as many rows as the drafts of two others have, which run after its first layer.
+    """
+    monkeypatch.setattr(PayingDrafts, "is_short", True)
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 1)
+    prompts = [[(n * stride) % 256 for n in range(70)] for stride in (3, 7, 11)]
+    settings: dict[str, Any] = {
+        "num_gpu_blocks": 10,
+        "kv_offload_gib": host_gib(tiny("llama"), 40, BLOCK),
+    }
+    params = replace(PARAMS, max_tokens=20)
+    plain = engine(tiny("llama"), device="cpu", **settings)
+    with gpu.left():
+        wanted = [o.outputs[0].token_ids for o in Driver(plain).run(prompts, params)]
+    plain.close()
+    made = engine(tiny("llama"), speculative="resident:1", debug_kv=True, **settings)
+    seen: set[tuple[int, int]] = set()
+    launch, between = made.runner.launch, OpenStep.draft_steps_between
+
+    def after_a_layer(step: OpenStep, layers: Iterator[object]) -> Iterator[DraftStep]:
+        next(layers)
+        yield from between(step, layers)
+
+    monkeypatch.setattr(OpenStep, "draft_steps_between", after_a_layer)
+
+    def watched(batch: ScheduledBatch, *rest: Any) -> Any:
+        seen.add((batch.num_tokens, len(batch.resting)))
+        return launch(batch, *rest)
+
+    made.runner.launch = watched
+    outputs = Driver(made).run(prompts, params)
+    assert [output.outputs[0].token_ids for output in outputs] == wanted
+    assert (2, 2) in seen
     made.close()
 
 
@@ -157,6 +205,79 @@ def test_drafts_are_replayed_and_a_round_is_the_link_and_the_drafts(
         assert copies_s > 4 * layers / 2 and drafts_s > 0.1
         assert abs(seconds / wanted - 1) < 0.05
     made.close()
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize(
+    ("layers", "num_blocks", "slot_blocks", "draft_share"),
+    [pytest.param(6, 12, 3, 5.3 / 60, id="32K"), pytest.param(3, 24, 1, 5.3 / 294, id="128K")],
+)
+def test_two_take_turns_and_a_round_is_the_link(
+    gpu: VirtualGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+    num_blocks: int,
+    slot_blocks: int,
+    draft_share: float,
+) -> None:
+    """Virtual time in the proportions of an 8B model on an H200: what a draft takes of the copies
+    of one request, and a ring for the copies of about one draft. A round checks both requests, in
+    two steps, or, where they take no turns, in one.
+    """
+    monkeypatch.setattr(PayingDrafts, "is_short", True)
+    with gpu.left():
+        TinyModel(settings={"num_hidden_layers": layers})(tmp_path)
+    made = two_long_requests(tmp_path, num_blocks, slot_blocks)
+    compute, h2d = gpu.streams[:2]
+    spent = times_of_drafts(made, compute)
+    turns = made.scheduler.turns
+    assert turns.are_taken
+
+    def rounds(takes_turns: bool) -> tuple[float, float, float]:
+        """Seconds of two rounds, those of their copies, those of drafts before a step's layers."""
+        turns.are_taken, gpu.costs = takes_turns, Costs()
+        for _ in range(6):  # what is captured, and who is checked first
+            made.step()
+        gpu.costs, num_steps = costs, len(spent)
+        before = gpu.host_time, h2d.busy
+        for _ in range(4 if takes_turns else 2):
+            made.step()
+        return gpu.host_time - before[0], h2d.busy - before[1], sum(spent[num_steps:])
+
+    costs = Costs(1.0, link_bytes_per_s=made.plan.kv.block_bytes / layers)
+    _, copies_s, drafts_s = rounds(False)
+    of_one_s, draft_s = copies_s / 4, drafts_s / (2 * MOST)
+    costs = replace(costs, operation_s=draft_share * of_one_s / draft_s)
+    as_before_s, copies_before_s, drafts_s = rounds(False)
+    seconds, copies_s, _ = rounds(True)
+    assert drafts_s < copies_s / 2, "the link takes longer"
+    monkeypatch.setattr(PayingDrafts, "choose", lambda self: 0)
+    plain_s, plain_copies_s, _ = rounds(True)
+    rest_s = plain_s - plain_copies_s
+    assert 0 <= rest_s < 0.1 * copies_s and seconds < 1.1 * (copies_s + rest_s)
+    assert as_before_s - copies_before_s > 0.6 * drafts_s
+    assert seconds - copies_s - rest_s < 0.4 * drafts_s
+    made.close()
+
+
+def two_long_requests(folder: Path, num_blocks: int, slot_blocks: int) -> LLMEngine:
+    """That begin to decode."""
+    made = engine(
+        folder,
+        speculative=f"resident:{MOST}",
+        num_gpu_blocks=10,
+        kv_offload_gib=host_gib(folder, 2 * num_blocks + 20, BLOCK),
+        slot_tokens=slot_blocks * BLOCK,
+        max_num_batched_tokens=128,
+        max_model_len=8 * num_blocks + 120,
+    )
+    for stride in (3, 5):
+        tokens = [i * stride % 256 for i in range(num_blocks * BLOCK)]
+        made.add_request(tokens, replace(PARAMS, max_tokens=100))
+    while any(seq.is_prefill for seq in [*made.scheduler.waiting, *made.scheduler.running]):
+        made.step()
+    return made
 
 
 @pytest.mark.breadth

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -217,6 +217,7 @@ class ShadowEngine:
     stream_blocks_per_step: int | None = None
     least_run_bytes: int = 0
     drafts_from: int = 0
+    takes_turns: bool = False
 
     def __post_init__(self) -> None:
         defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "decode_reserve_blocks": 0}
@@ -249,7 +250,11 @@ class ShadowEngine:
             make_memory=self.make_memory,
         )
         self.scheduler = Scheduler(
-            self.config, self.kv, self.config.max_num_batched_tokens, self.stream_blocks_per_step
+            self.config,
+            self.kv,
+            self.config.max_num_batched_tokens,
+            self.stream_blocks_per_step,
+            self.takes_turns,
         )
         self.faults = {s.name: Faults(s) for s in (self.cpu.h2d, self.cpu.d2h)}
         self.num_steps = 0
@@ -383,7 +388,9 @@ class ShadowEngine:
             hashes = [self._hashes_of(item) for item in batch.items]
             each = zip(batch.items, hashes, strict=True)
             fresh = [h for item, all_of_it in each for h in all_of_it[item.start :]]
-            self.forward(step.kv, fresh, hashes, fail_at)
+            layers = self.forward(step.kv, fresh, hashes, fail_at)
+            batch = self.draft_between(batch, step, layers, fail_draft_at)
+            deque(layers, maxlen=0)
             self.report(step.block_mass)
             step.mark_written()
         finally:
@@ -400,16 +407,28 @@ class ShadowEngine:
         fresh: list[int],
         hashes: list[list[int]],
         fail_at: tuple[int, int] | None,
-    ) -> None:
-        """All layers of a step. fresh: hashes of its tokens; hashes: all that each item reads."""
+    ) -> Iterator[None]:
+        """The layers of a step. fresh: hashes of its tokens; hashes: all that each item reads."""
         for layer in range(NUM_LAYERS):
             self.layer(layer, kv, fresh, hashes, fail_at)
+            yield
 
     def draft(
         self, batch: ScheduledBatch, step: OpenStep, fail_at: tuple[int, int] | None
     ) -> ScheduledBatch:
         """The batch with its drafts; here it has none."""
         assert not batch.num_drafts
+        return batch
+
+    def draft_between(
+        self,
+        batch: ScheduledBatch,
+        step: OpenStep,
+        layers: Iterator[None],
+        fail_at: tuple[int, int] | None,
+    ) -> ScheduledBatch:
+        """The same for those who are not in the step; here nobody drafts."""
+        assert not batch.resting
         return batch
 
     def guess(self, hashes: list[int]) -> list[int]:
@@ -516,6 +535,10 @@ class ShadowEngine:
             num_guesses = len(item.guesses) + item.num_drafts
             assert 0 < item.num_tokens - num_guesses <= item.seq.num_remaining
             assert item.samples or not num_guesses
+        resting = [item.seq.seq_id for item in batch.resting]
+        assert len({*ids, *resting}) == len(ids) + len(resting), "it rests, and runs"
+        for item in batch.resting:
+            assert item.seq in self.scheduler.running and item.num_tokens == 1 + item.num_drafts
 
     def _check_queues(self) -> None:
         """Every sequence is in one queue, and only those that compute hold an open table."""

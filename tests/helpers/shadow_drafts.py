@@ -9,7 +9,7 @@ draft leaves behind shows, even if its token was right.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -25,6 +25,7 @@ from nanoengine.sequence import ScheduledBatch, ScheduledSequence, Sequence
 MARK = 0.5  # added to the layer in the keys of drafts
 SHARE_RIGHT = 0.6  # of the drafts, beside those that are right by chance
 SHARE_PAYING = 0.7  # of the choices
+SHARE_SHORT = 0.9  # of the choices, after which requests take turns if they can
 
 
 class Adversary:
@@ -37,13 +38,14 @@ class Adversary:
         looks_up: whether there are guesses by lookup, too.
         """
         self.most, self.own_head, self.looks_up = most, own_head, looks_up
-        self.pays = self.is_due = True
+        self.pays = self.is_due = self.is_short = True
         self.counts: Counter[str] = Counter()
         self._random = Random(seed)
 
     def choose(self) -> int:
         """How many tokens are to be drafted, and whether that pays: so other blocks move."""
         self.pays = self._random.random() < SHARE_PAYING
+        self.is_short = self._random.random() < SHARE_SHORT
         return self._random.randint(0, self.most)
 
     def record(self, num_drafts: int, num_right: int, is_decode: bool, is_ahead: bool) -> None:
@@ -117,6 +119,8 @@ class DraftingEngine(ShadowEngine):
             asked = f"{lookup}{kind}:{self.adversary.most}"
             self.settings = {"speculative": asked, **self.settings}
         super().__post_init__()
+        # Of who rested: what is known of it, as a hash, and what it drafted then.
+        self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def equip(self, seq: Sequence) -> None:
         """See ShadowEngine."""
@@ -140,6 +144,7 @@ class DraftingEngine(ShadowEngine):
         """The batch with its drafts, as Drafter and Drafts make it."""
         if self.adversary is None:
             return super().draft(batch, step, fail_at)
+        self._check_kept(batch)
         before, moved = self._counted(), replace(self.kv.counters)
         self._loading = {load.device_slot for load in step.kv.plan.transfers.loads}
         made: dict[int, list[int]] = {}
@@ -152,7 +157,40 @@ class DraftingEngine(ShadowEngine):
             tokens = made.get(index, [0] * item.num_drafts)  # as NOT_DRAFTED
             assert len(tokens) == item.num_drafts, "as many as were asked for, or none"
             items.append(item.with_drafts(tuple(tokens)))
-        return ScheduledBatch(tuple(items))
+        return replace(batch, items=tuple(items))
+
+    def _check_kept(self, batch: ScheduledBatch) -> None:
+        """Guesses that were drafted while others were checked follow what is known now."""
+        assert self.adversary is not None
+        for item in batch.items:
+            if item.has_drafted and not self.adversary.own_head:
+                known, drafted = self._kept[item.seq.seq_id]
+                assert known == self.hashes(item.seq)[-1], "drafts of an older token"
+                assert item.guesses == drafted[: len(item.guesses)], "drafts of another"
+                self.adversary.counts["kept drafts"] += len(item.guesses)
+
+    def draft_between(
+        self,
+        batch: ScheduledBatch,
+        step: OpenStep,
+        layers: Iterator[None],
+        fail_at: tuple[int, int] | None,
+    ) -> ScheduledBatch:
+        """The same for those who are not in the step."""
+        if not batch.resting or self.adversary is None:
+            return super().draft_between(batch, step, layers, fail_at)
+        before, made = self._counted(), dict[int, list[int]]()
+        for number, one in enumerate(step.draft_steps_between(layers)):
+            self._draft_step(batch.of_resting, one, number, made, fail_at)
+        assert self._counted() == before, "a draft was counted"
+        resting = []
+        for index, drafted in made.items():
+            item = batch.resting[index].with_drafts(tuple(drafted))
+            assert len(drafted) == batch.resting[index].num_drafts
+            self._kept[item.seq.seq_id] = self.hashes(item.seq)[-1], item.guesses
+            resting.append(item)
+        self.adversary.counts["steps in which others drafted"] += bool(made)
+        return replace(batch, resting=tuple(resting))
 
     def report(self, mass: Tensor | None) -> None:
         """What attention says of the step that has just run."""

@@ -5,7 +5,7 @@ go to a process. What it holds and reads is checked by value, as that of the fir
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -127,8 +127,8 @@ class RankedEngine(DraftingEngine):
         fresh: list[int],
         hashes: list[list[int]],
         fail_at: tuple[int, int] | None,
-    ) -> None:
-        """See ShadowEngine."""
+    ) -> Iterator[None]:
+        """See ShadowEngine; all layers at once."""
         if fail_at is not None:
             raise Boom("step")
         layers, ctx = range(NUM_LAYERS), self._context(kv, fresh, [*map(len, hashes)])
@@ -137,12 +137,13 @@ class RankedEngine(DraftingEngine):
             for layer in layers:
                 self.layer(layer, kv, fresh, hashes, None)
 
-        if not self.other.has_head:
+        if self.other.has_head:
+            self._decoder(ctx, partial(run, layers[:-1]))
+            head = self._head(ctx, partial(run, layers[-1:]))
+            head.after_model(ctx, ctx.token_ids, ctx.token_ids)
+        else:
             self._decoder(ctx, partial(run, layers))
-            return
-        self._decoder(ctx, partial(run, layers[:-1]))
-        head = self._head(ctx, partial(run, layers[-1:]))
-        head.after_model(ctx, ctx.token_ids, ctx.token_ids)
+        yield
 
     def draft_forward(
         self, batch: ScheduledBatch, one: DraftStep, chains: list[list[int]], fails_in: int | None

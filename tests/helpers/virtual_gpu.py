@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, count
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,13 +110,22 @@ Work = Callable[[], None]
 
 @dataclass
 class VirtualGraph:
-    """torch.cuda.CUDAGraph and torch.xpu.XPUGraph: what was queued while it was captured."""
+    """torch.cuda.CUDAGraph and torch.xpu.XPUGraph: what was queued while it was captured.
+
+    made: the numbers that it holds. later: graphs that were captured later into the same pool: what
+    they hold may lie where this one's temporary tensors did, so a replay leaves NaN there.
+    """
 
     work: list[Work] = field(default_factory=list)
+    made: list[Tensor] = field(default_factory=list)
+    later: list[VirtualGraph] = field(default_factory=list)
     num_replays: int = 0
 
     def replay(self) -> None:
         self.num_replays += 1
+        with torch._C.DisableTorchFunction():
+            for tensor in chain(*(graph.made for graph in self.later)):
+                tensor.fill_(torch.nan)
         for each in self.work:
             each()
 
@@ -143,6 +153,8 @@ class VirtualGpu(TorchFunctionMode):
         self.streams: list[VirtualStream] = []
         self.current = VirtualStream(self)
         self.graphs: list[VirtualGraph] = []
+        self._pools: dict[int, list[VirtualGraph]] = {}
+        self._pool_numbers = count()
         self._capturing: VirtualGraph | None = None
         self._storages: dict[int, list[int]] = {}  # data pointer -> [tensors, bytes]
         self.allocated = self.peak = 0
@@ -230,7 +242,7 @@ class VirtualGpu(TorchFunctionMode):
             "_sleep": lambda cycles: self.current.work(cycles / CYCLES_PER_S),
             "Stream": lambda: VirtualStream(self),
             "stream": lambda stream: stream,
-            "graph_pool_handle": lambda: (0, 1),
+            "graph_pool_handle": lambda: next(self._pool_numbers),
             "CUDAGraph": VirtualGraph,
             "graph": self._capture,
         }
@@ -246,9 +258,9 @@ class VirtualGpu(TorchFunctionMode):
             "get_device_capability": lambda _: {"supported_dtypes": {torch.bfloat16}},
         }
         graphs = {
-            "graph_pool_handle": lambda: (0, 1),
+            "graph_pool_handle": lambda: next(self._pool_numbers),
             "XPUGraph": VirtualGraph,
-            "graph": lambda graph, pool: self._capture(graph),  # it takes no error mode
+            "graph": lambda graph, pool: self._capture(graph, pool),  # it takes no error mode
         }
         return [
             (torch.accelerator, self._shared_names() | others),
@@ -270,8 +282,11 @@ class VirtualGpu(TorchFunctionMode):
         self.peak = self.allocated
 
     @contextlib.contextmanager
-    def _capture(self, graph: VirtualGraph, **_: object) -> Iterator[None]:
+    def _capture(self, graph: VirtualGraph, pool: int, **_: object) -> Iterator[None]:
         self.graphs.append(graph)
+        for earlier in self._pools.setdefault(pool, []):
+            earlier.later.append(graph)
+        self._pools[pool].append(graph)
         self._capturing = graph
         yield
         self._capturing = None
@@ -423,6 +438,8 @@ class VirtualGpu(TorchFunctionMode):
         is_view = bool(made) and all(any(_shares(g, m) for g in given) for m in made)
         for tensor in made:
             self._place(tensor)
+        if self._capturing is not None and not is_view:
+            self._capturing.made += [tensor for tensor in made if tensor.is_floating_point()]
         if name in MAKES_ROOM or (is_view and not changes) or not made:
             return out
         self.current.work(0.0 if self._capturing else self.costs.operation_s)

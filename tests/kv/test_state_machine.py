@@ -48,6 +48,7 @@ from shadow_drafts import Adversary, DraftingEngine
 from shadow_ranks import RankedEngine
 
 from nanoengine import PromptTooLongError
+from nanoengine.engine.draft_turns import FasterWay
 from nanoengine.kv import block_manager, host_pool
 from nanoengine.kv.block_manager import Block
 from nanoengine.kv.placement import Placement
@@ -64,8 +65,8 @@ class Shape:
     stream_blocks_per_step: see Scheduler. segment_blocks: host memory comes in pieces of so many
     blocks. digests: how many different ones there are (None: as many as xxh3 has). most_drafts: of
     a sequence and step; own_head, looks_up: see Adversary; draft_seed: of all that is drawn for
-    them. least_run_bytes, drafts_from: see KVSpec. other_copies: of a second rank, which there is
-    not if it is "".
+    them. least_run_bytes, drafts_from: see KVSpec. takes_turns: see DraftTurns. other_copies: of a
+    second rank, which there is not if it is "".
     """
 
     copies: str
@@ -91,6 +92,7 @@ class Shape:
     draft_seed: int
     least_run_bytes: int
     drafts_from: int
+    takes_turns: bool
     other_copies: str
 
     def make(self) -> ShadowEngine:
@@ -122,6 +124,7 @@ class Shape:
             stream_blocks_per_step=self.stream_blocks_per_step,
             least_run_bytes=self.least_run_bytes,
             drafts_from=self.drafts_from,
+            takes_turns=self.takes_turns and not self.other_copies,
         )
 
 
@@ -158,6 +161,7 @@ def shapes(mode: str) -> st.SearchStrategy[Shape]:
         draft_seed=ANY,
         least_run_bytes=one_of(0, 100, 1 << 20) if streams else st.just(0),
         drafts_from=one_of(0, 1, 2, 4),
+        takes_turns=one_of(True, True, False),
         other_copies=one_of("", "", "", "inline" if resident else "held"),
     )
 
@@ -256,6 +260,9 @@ class Machine(RuleBasedStateMachine):
         self.patches.enter_context(
             mock.patch.object(Placement, "swap_hot", counting_swaps(self.tally))
         )
+        if self.shape.takes_turns:  # always, where they may
+            always = mock.patch.object(FasterWay, "next", lambda *_: True)
+            self.patches.enter_context(always)
         self.engine = self.shape.make()
         self.engine.kv.admit = self.counting(self.engine.kv.admit)
         self.add(wanted)
@@ -519,7 +526,7 @@ HAPPENS = {
         "drafts of who does not stream, failed drafts, looked up, drafts after a guess"
     ),
     "in_place": "stores, released, resumed from the host, failed copies, failed requests",
-    "stream": "loads, fills, paced, swaps",
+    "stream": ("loads, fills, paced, swaps, steps in which others drafted, kept drafts"),
 }
 
 
