@@ -282,11 +282,12 @@ class VirtualGpu(TorchFunctionMode):
         self.peak = self.allocated
 
     @contextlib.contextmanager
-    def _capture(self, graph: VirtualGraph, pool: int, **_: object) -> Iterator[None]:
+    def _capture(self, graph: VirtualGraph, pool: int | None = None, **_: object) -> Iterator[None]:
         self.graphs.append(graph)
-        for earlier in self._pools.setdefault(pool, []):
+        sharing = [] if pool is None else self._pools.setdefault(pool, [])
+        for earlier in sharing:
             earlier.later.append(graph)
-        self._pools[pool].append(graph)
+        sharing.append(graph)
         self._capturing = graph
         yield
         self._capturing = None
