@@ -20,10 +20,10 @@ from nanoengine.kv.draft_plan import HOPE, LEAST_GAIN
 
 HOPE_WEIGHT = 1.5  # checked drafts that it counts for
 WEIGHT = 0.15  # of what is new in each average; at first more
-# Times are medians of so many: a step that waited for another program, or moved blocks, is no rule.
-NUM_PLAIN = 3  # steps without drafts
-NUM_TRIALS = 3  # steps with drafts
+NUM_PLAIN = 3  # steps without drafts, at first: the time of the fastest counts
 FIRST = 2  # drafts of a step while their cost is unknown
+NUM_TRIALS = 3  # such steps
+NUM_COSTS = 5  # whose median counts: a step that waited for another program is no rule
 # Drafts that do not pay are tried again, but may not cost more than that share of the time.
 TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
@@ -36,7 +36,7 @@ class DraftCost:
     """Seconds that a draft adds to a step, as the requests of an engine found it lately."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=NUM_TRIALS)
+        self._recent: deque[float] = deque(maxlen=NUM_COSTS)
 
     @property
     def seconds(self) -> float:
@@ -46,7 +46,7 @@ class DraftCost:
     @property
     def is_known(self) -> bool:
         """Whether enough was measured to decide by it; kernels may be compiled in the first."""
-        return len(self._recent) == NUM_TRIALS
+        return len(self._recent) >= NUM_TRIALS
 
     def record(self, seconds: float) -> None:
         """What each draft of a step has added to it."""
@@ -62,7 +62,7 @@ class PayingDrafts:
         self._cost = cost
         self._right: list[float] = []  # of each draft that was ever checked
         self._num_checked: list[int] = []
-        self._plain: deque[float] = deque(maxlen=NUM_PLAIN)  # seconds of steps without drafts
+        self._plain_s, self._num_plain = math.inf, 0
         self._since_plain = self._since_trial = 0  # steps
         self._between_plain = FIRST_REFRESH
         self._began: float | None = None  # when the step under way was planned
@@ -109,8 +109,11 @@ class PayingDrafts:
             weight = max(WEIGHT, 1 / (HOPE_WEIGHT + self._num_checked[depth]))
             self._right[depth] = _moved(self._right[depth], float(depth < num_right), weight)
         if is_decode and not num_drafts:
-            self._plain.append(seconds)
-        elif is_decode and self._plain:
+            self._num_plain += 1
+            # What is slower may be a step that also moved blocks, or in which others drafted.
+            is_slower = seconds > self._plain_s
+            self._plain_s = _moved(self._plain_s, seconds) if is_slower else seconds
+        elif is_decode and self._num_plain:
             # A draft reads less than a step: one that takes two waited for other programs, and
             # would keep the next trial away for long.
             draft_s = (seconds - self._plain_s) / num_drafts
@@ -119,17 +122,12 @@ class PayingDrafts:
     @property
     def _is_decided(self) -> bool:
         """Whether enough was measured to say whether drafts pay."""
-        return len(self._plain) == NUM_PLAIN and self._cost.is_known
-
-    @property
-    def _plain_s(self) -> float:
-        """Seconds of a step without drafts."""
-        return median(self._plain)
+        return self._num_plain >= NUM_PLAIN and self._cost.is_known
 
     def _number(self) -> int:
         """How many tokens the next step drafts."""
         if not self._is_decided:
-            return 0 if len(self._plain) < NUM_PLAIN else min(FIRST, self._most)
+            return 0 if self._num_plain < NUM_PLAIN else min(FIRST, self._most)
         if best := self._best():
             return best if self._since_plain < self._between_plain else 0
         wait = self._cost.seconds / (self._plain_s * TRIAL_COST)
@@ -153,5 +151,5 @@ class PayingDrafts:
         return best if rates[best] >= LEAST_GAIN * rates[0] else 0
 
 
-def _moved(average: float, new: float, weight: float) -> float:
+def _moved(average: float, new: float, weight: float = WEIGHT) -> float:
     return average + weight * (new - average)
