@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from nanoengine.errors import EngineError
 from nanoengine.workers import following_rank
@@ -74,7 +75,7 @@ class RankThreads:
 
     def close(self) -> None:
         for channel, thread in zip(self._channels, self._threads, strict=True):
-            if thread.is_alive():
+            with suppress(OSError):  # of a rank that has ended by itself
                 channel.send(STOP)
             thread.join(60)
             assert not thread.is_alive(), "a rank did not stop"
