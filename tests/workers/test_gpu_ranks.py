@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from driver import answer, host_gib, small_engine
 from marks import needs_no_gpu
+from mtp_models import with_head
 from plain_products import use_plain_products
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -153,6 +154,26 @@ def test_two_gpus_have_the_bits_of_one(
     assert (sum(replays[0][1:]) > 0) == (way != "eager")
     streams = {(rank, stream) for rank, _, stream in calls}
     assert streams == {(0, gpus[0].current), (1, gpus[1].current)}
+
+
+@pytest.mark.breadth
+@pytest.mark.parametrize("way", ["resident", "streamed"])
+def test_two_gpus_guess_by_the_model_s_own_head(
+    gpus: list[VirtualGpu],
+    monkeypatch: pytest.MonkeyPatch,
+    tiny: Tiny,
+    tmp_path: Path,
+    way: str,
+) -> None:
+    folder = with_head(tiny("qwen3.5"), tmp_path)
+    settings = WAYS[way] | {"speculative": "mtp:3"}
+    if way == "streamed":
+        settings["kv_offload_gib"] = 0.01
+    expected = run(folder, 1, **settings)
+    use_virtual_nccl(monkeypatch, gpus)
+    found = run(folder, 2, **settings)
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    assert_near(found, expected)
 
 
 @pytest.mark.parametrize("late", [0, 1])
