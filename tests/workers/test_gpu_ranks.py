@@ -140,7 +140,7 @@ def test_two_gpus_have_the_bits_of_one(
     before = [len(gpu.graphs) for gpu in gpus]
     calls = use_virtual_nccl(monkeypatch, gpus)
     found = run(tiny(name), 2, **settings)
-    if name == "qwen3.5":  # PyTorch's products of all heads at once are in its recurrent layers
+    if name in ("qwen3.5", "gemma4-shared"):  # PyTorch computes parts of these for all at once
         assert [ids for ids, _ in found] == [ids for ids, _ in expected]
         assert_near(found, expected)
     else:
