@@ -46,7 +46,7 @@ enum { CHUNK_STEPS = 18, FEW_STEPS = 2, HALVES_AT_ONCE = 8, TILED_BLOCK = 256 };
 enum { SUMS = HAVE_TILES ? TILED_BLOCK * HALVES_AT_ONCE * HALF : BLOCK_ROWS * PANEL };
 enum { STORE, ADD, FLOAT, SILU_MUL = FLOAT + SILU, GELU_MUL, SWIGLU_MUL };
 
-typedef struct { /* one packed weight: filled by cpu_linear.py */
+typedef struct { /* one packed weight: filled by packed_weight.py */
     const char *panels;
     const float *bias;       /* [panels * PANEL] in the order of the panels, or NULL */
     const char *norm_weight; /* [k], or NULL: norm the activations first */
@@ -57,7 +57,7 @@ typedef struct { /* one packed weight: filled by cpu_linear.py */
     double eps;
 } weight_t;
 
-typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
+typedef struct { /* one call, filled by packed_weight.py; strides in bytes */
     const weight_t *w;
     const char *x;
     char *out;
@@ -65,7 +65,7 @@ typedef struct { /* one call, filled by cpu_linear.py; strides in bytes */
     int64_t x_stride, out_stride, rows, epilogue, threads;
 } call_t;
 
-typedef struct { int64_t count; call_t calls[]; } calls_t; /* one after the other; filled by cpu_linear.py */
+typedef struct { int64_t count; call_t calls[]; } calls_t; /* filled by packed_product.py */
 
 enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of a number */
 INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
@@ -568,7 +568,7 @@ int linear(const calls_t *all) {
 
 /* ---- experts ---------------------------------------------------------------------------------- */
 
-typedef struct { /* the experts of a layer for some rows, filled by cpu_linear.py; rows lie side by side */
+typedef struct { /* the experts of a layer for some rows, filled by packed_experts.py; rows lie side by side */
     const weight_t *const *gate_up, *const *up, *const *down; /* [experts]; up: NULL, or gate_up is gate */
     const char *x;                                /* [rows][k] */
     const int64_t *ids;                           /* [rows][top_k]: the experts of each row */

@@ -14,14 +14,9 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import (
-    CpuLinear,
-    PackedApart,
-    PackedExpert,
-    PackedGateUp,
-    PackedHeads,
-    PackedLinear,
-)
+from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
+from nanoengine.kernels.packed_product import PackedGateUp, PackedHeads, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import (

@@ -5,18 +5,18 @@ Arithmetic only; allocates nothing. plan.py has the record that it makes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from nanoengine.config.engine import GIB, EngineConfig
-from nanoengine.config.model import DeltaConfig, ModelConfig
+from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kv.draft_plan import drafts_from
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.startup.activations import activation_bytes
 from nanoengine.startup.plan import (
     MemoryPlan,
     OffloadRoom,
@@ -129,55 +129,6 @@ def plan_memory(
         reserved_bytes=max(0, total - free - facts.weight_bytes) if has_gpu else 0,
         ranks=config.tensor_parallel_size,
     )
-
-
-def activation_bytes(
-    config: ModelConfig, num_tokens: int, num_seqs: int, element_size: int, fuses_delta: bool
-) -> int:
-    """Upper bound of a step's temporary memory in bytes, from shapes (for devices not profiled).
-
-    Per token: residual stream and norm (fp32 and model dtype), the largest of qkv + attention
-    state, gate_up (of experts: with their rows, their results and the sum) and what a recurrent
-    layer holds; per sequence: logits in the head's dtype, and in fp32 and fp64 for sampling.
-    fuses_delta: as in ModelFacts.
-    """
-    shapes = [config.shape(layer) for layer in config.attention_layers]
-    heads = config.num_heads * max(shape.head_dim for shape in shapes)
-    kv_heads = max(math.prod(shape.kv_heads) for shape in shapes)
-    stream = config.hidden_size * (3 * element_size + 8)
-    attention = (heads + 2 * kv_heads) * (2 * element_size + 8) + heads * (4 + element_size)
-    feed_forward = max(shape.intermediate_size for shape in shapes) * 4 * element_size
-    if (experts := config.experts) is not None:
-        feed_forward = max(feed_forward, experts.shared_size * 4 * element_size)
-        each = config.hidden_size * 2 + experts.inner_size * 4
-        sums = 8 * config.hidden_size + 16 * experts.count
-        feed_forward = max(feed_forward, experts.top_k * each * element_size + sums)
-    per_row = config.vocab_size * (4 + 24)
-    recurrent = 0
-    if (delta := config.delta) is not None:
-        recurrent, states = _delta_bytes(delta, element_size, fuses_delta, feed_forward)
-        per_row += states
-    per_token = stream + max(attention, feed_forward, recurrent)
-    if config.has_mtp:  # it has a residual stream of its own, of two vectors, and logits
-        per_token += config.hidden_size * 6 * element_size
-        per_row += config.vocab_size * 4
-    return num_tokens * per_token + num_seqs * per_row
-
-
-def _delta_bytes(
-    delta: DeltaConfig, element_size: int, is_fused: bool, feed_forward: int
-) -> tuple[int, int]:
-    """Bytes of a recurrent layer by token, and by sequence for copies of its state.
-
-    What is projected and the result live on beside the feed-forward. A call of C holds what is
-    convolved in fp32; PyTorch also q and k of each value head, and six times v for the gated norm.
-    """
-    heads, values = delta.num_value_heads, delta.value_size
-    ends = (delta.channels + 2 * values + 2 * heads) * element_size
-    if is_fused:
-        return ends + max(4 * delta.channels, feed_forward), 0
-    rule = (4 + element_size) * delta.channels + 8 * heads * delta.key_dim + 24 * values
-    return ends + max(rule, feed_forward), 4 * 4 * delta.key_dim * values
 
 
 def streams(config: EngineConfig, device_name: str) -> bool:

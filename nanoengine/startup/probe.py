@@ -37,7 +37,8 @@ from nanoengine.sequence import (
     ScheduledSequence,
     Sequence,
 )
-from nanoengine.startup.memory_plan import activation_bytes, check_step_fits
+from nanoengine.startup.activations import activation_bytes
+from nanoengine.startup.memory_plan import check_step_fits
 from nanoengine.startup.plan import MemoryPlan
 
 NUM_BLOCKS = 32

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.kernels.cpu_linear import CpuLinear, PackedApart, PackedExpert, is_supported
+from nanoengine.kernels.cpu_linear import CpuLinear, is_supported
+from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
 from nanoengine.kernels.packed_weight import ADD, INTEGER_FORMATS
 from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight
 

@@ -29,7 +29,7 @@ from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import c_build, cpu_linear
 from nanoengine.kernels.call_tape import CallTape
-from nanoengine.kernels.cpu_linear import PackedAfterAttention
+from nanoengine.kernels.packed_product import PackedAfterAttention
 from nanoengine.loading.checkpoint import CheckpointReader
 from nanoengine.loading.loader import _FinalWeights
 from nanoengine.models import make_codes as making

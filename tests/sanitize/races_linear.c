@@ -60,7 +60,7 @@ static layer_t some_layer(int64_t width, int64_t k, int64_t inner, int threads, 
     return l;
 }
 
-/* As PackedAfterAttention in cpu_linear.py: four products, each of which reads what others wrote. */
+/* As PackedAfterAttention in packed_product.py: four products, each of which reads what others wrote. */
 static char *after_attention(const layer_t *l, int64_t tokens, int threads) {
     random_state = 2;
     char *x = some_numbers(tokens * l->k, IS_BF16), *residual = some_numbers(tokens * l->width, IS_BF16);
@@ -105,7 +105,7 @@ static void check_layer(int64_t width, int64_t k, int64_t inner, int kind) {
 
 enum { EXPERTS = 7, TOP_K = 3, ROWS_MOST = 120 };
 
-/* As PackedExperts in cpu_linear.py; row r goes to experts r, r + 1 and r + 3, and none to the last. is_apart:
+/* As PackedExperts in packed_experts.py; row r goes to experts r, r + 1 and r + 3, and none to the last. is_apart:
  * gate and up are two weights. */
 static char *some_experts(int64_t width, int64_t inner, int64_t rows, int threads, int kind, int is_apart) {
     random_state = 3;

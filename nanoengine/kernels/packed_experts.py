@@ -1,0 +1,110 @@
+"""The experts of a layer over packed weights, for all rows in one call of C."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from nanoengine.errors import EngineError
+from nanoengine.kernels.cpu_kernels import Workspace
+from nanoengine.kernels.packed_product import PackedGateUp, PackedLinear
+from nanoengine.kernels.packed_weight import (
+    ACTIVATIONS,
+    CALL,
+    GROUP,
+    PAIR_ROWS,
+    ROUNDED_GROUP_BYTES,
+)
+from nanoengine.models.experts import Map, Router
+
+# One field per member of experts_t in cpu_linear.c, in that order.
+_EXPERTS = struct.Struct("=14Q5q")
+
+
+class PackedApart:
+    """activation(gate(x)) * up(x), where gate and up are two weights: of two formats."""
+
+    def __init__(self, both: PackedLinear, gated: Map, activation: str) -> None:
+        """both: gate and up. gated: LayerOps.gated(activation)."""
+        self.weights, self.activation = both.weights, ACTIVATIONS[activation]
+        self._both, self._gated = both, gated
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in_features] -> [tokens, out_features]."""
+        return self._gated(self._both(x))
+
+    @property
+    def are_halves(self) -> bool:
+        """Whether its weights are gate and up, each of one format."""
+        gate, *others = (weight.outputs for weight in self.weights)
+        return others == [gate]
+
+
+# Gate and up, and down of one weight.
+PackedExpert = tuple[PackedGateUp | PackedApart, PackedLinear]
+
+
+class PackedExperts:
+    """The experts of a layer, for all rows in one call of C. Made by `CpuLinear.experts`."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        router: Router,
+        experts: Sequence[PackedExpert],
+        before: Map | None = None,
+    ) -> None:
+        """experts: all with gate and up in one weight, or all with two. before: as of Experts."""
+        self._workspace, self._router, self._before = workspace, router, before
+        each = [(*gate_up.weights, down.weight) for gate_up, down in experts]
+        first, self._experts = experts[0][0], each
+        self._activation = first.activation if isinstance(first, PackedApart) else 0
+        self._addresses = [
+            torch.tensor([weight.address for weight in part]) for part in zip(*each, strict=True)
+        ]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, hidden] -> [tokens, hidden]. Rounds where `models.experts` does."""
+        ids, weights = self._router(x)
+        x = x if self._before is None else self._before(x)
+        tokens, top_k = ids.shape
+        gate_up, *up, down = self._experts[0]
+        dtype = gate_up.dtype
+        if x.dtype is not dtype or x.shape[1] != gate_up.inputs or not x.is_contiguous():
+            name = str(dtype).removeprefix("torch.")
+            raise EngineError(
+                f"packed experts take contiguous {name} rows of {gate_up.inputs} values: got "
+                f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
+            )
+        choices, count, buffer = tokens * top_k, len(self._experts), self._workspace.buffer
+        out = x.new_empty(x.shape)
+        of_gate_up, *of_up, of_down = self._addresses
+        held = (
+            *(of_gate_up, of_up[0] if up else None, of_down),
+            *(x, ids.contiguous(), weights.contiguous(), out),
+            buffer("sorted", (choices, gate_up.inputs), dtype),
+            buffer("by expert", (choices, down.inputs), dtype),
+            buffer("apart", (choices, 2 * down.inputs), dtype) if up else None,
+            buffer("places", (choices,), torch.int64),
+            buffer("starts", (count + 1,), torch.int64),
+            buffer("calls", ((2 + len(up)) * min(count, choices), CALL.size), torch.uint8),
+            buffer("made", (self._made_bytes(choices),), torch.uint8),
+        )
+        numbers = count, top_k, tokens, self._activation, torch.get_num_threads()
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in held)
+        packed = _EXPERTS.pack(*addresses, *numbers)
+        gate_up.tape.call(gate_up.library.experts, packed, held)
+        return out
+
+    def _made_bytes(self, rows: int) -> int:
+        """Of so many rows of the hidden or the inner size, rounded or in blocks for each expert."""
+        blocks = rows + PAIR_ROWS * min(rows, len(self._experts))
+        each = [*chain(*self._experts)]
+        rounded = max((weight.inputs for weight in each if weight.is_rounded), default=0)
+        arranged = max((weight.inputs for weight in each if weight.is_left), default=0)
+        itemsize = each[0].dtype.itemsize
+        return max(rows * rounded // GROUP * ROUNDED_GROUP_BYTES, blocks * arranged * itemsize)
