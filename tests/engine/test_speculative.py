@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nanoengine import SamplingParams
 from nanoengine.config.engine import EngineConfig
-from nanoengine.engine.speculative import DOUBTFUL, LONGEST, SHORTEST, PromptLookup
+from nanoengine.engine.speculative import DOUBTFUL, LONGEST, SHORTEST, Guesses, PromptLookup
 from nanoengine.errors import ConfigError
 from nanoengine.sequence import ScheduledBatch
 
@@ -227,6 +227,17 @@ def test_guesses_take_nobody_s_blocks(tiny: Callable[[str], Path]) -> None:
     outputs = answer(engine, prompts, each)
     assert all(output.metrics.num_preemptions == 0 for output in outputs)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [(4, ((7,), 3, True)), (2, ((7,), 1, True)), (1, ((7,), 0, True)), (0, ((), 0, False))],
+)
+def test_where_fewer_are_granted_the_last_ones_go(
+    most: int, kept: tuple[tuple[int, ...], int, bool]
+) -> None:
+    """Of a guess by the model's own head and three drafts after it."""
+    assert Guesses((7,), 3, has_drafted=True).first(most) == Guesses(*kept)
 
 
 def test_what_is_no_speculation_is_refused(tiny: Callable[[str], Path]) -> None:

@@ -96,3 +96,34 @@ def test_a_check_of_guesses_is_a_decode_step() -> None:
     assert plan_of(SPEC, *blocks).transfers.is_decode
     assert plan_of(SPEC, *blocks, num_tokens=2, guesses=(5,)).transfers.is_decode
     assert not plan_of(SPEC, *blocks, num_tokens=2).transfers.is_decode
+
+
+def test_who_rests_drafts_over_what_the_step_leaves_it() -> None:
+    """The device is full. The step takes a slot for the block that it writes: of a block with a
+    copy on the host, of the sequence that only drafts meanwhile.
+    """
+    manager = BlockManager(SPEC.num_blocks, SPEC.num_host_blocks, 0)
+
+    def table(seq_id: int, *blocks: Block) -> BlockTable:
+        num_known = SIZE * len(blocks) - 1
+        request = Request(SamplingParams(), 0, frozenset(), 99)
+        seq = Sequence(seq_id, [1] * num_known, 1, request, RequestMetrics(0.0))
+        seq.num_computed = num_known - 1
+        return BlockTable(seq, [*blocks], is_preempted=False)
+
+    copied = [
+        Block(i, num_tokens=SIZE, host_slot=manager.host.allocate(), host_len=SIZE) for i in (0, 1)
+    ]
+    tail, new = Block(2, num_tokens=0), Block(3)
+    for block in (*copied, tail):
+        block.device_slot = manager.device.allocate()
+    assert manager.device.num_free == 0
+    tables = {0: table(0, copied[0], tail), 1: table(1, copied[1], new)}
+    runs = ScheduledSequence(tables[1].seq, 1)
+    rests = ScheduledSequence(tables[0].seq, 2, num_drafts=1)
+    planned = StepPlanner(SPEC, manager, lambda slot: (0, slot)).plan(
+        ScheduledBatch((runs,), (rests,)), tables
+    )
+    assert new.device_slot == 0 and copied[0].device_slot is None
+    (drafts,) = planned.of_resting
+    assert drafts.kept == () and drafts.tail == (tail.device_slot,)
