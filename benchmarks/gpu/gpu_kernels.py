@@ -94,7 +94,7 @@ def _wait(scale: Scale) -> None:
 class WrongGuesses:
     """Guesses as many tokens in each step, always the same one (sequence.Guesser)."""
 
-    is_trusted = True
+    is_trusted, is_careful = True, False
 
     def __init__(self, num_guesses: int) -> None:
         self._guesses = (1,) * num_guesses

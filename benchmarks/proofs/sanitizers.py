@@ -118,6 +118,12 @@ ONE_SCRATCH = Fault(
     "r->scratch",
     r"data race(?:.*\n)+.* route_row ",
 )
+ONE_CANDIDATES = Fault(
+    "cpu_draw.h",
+    "a->scratch + thread * 2 * a->vocab",
+    "a->scratch",
+    r"data race(?:.*\n)+.* (?:last_of|cut_after|draw_row|draw) ",
+)
 NO_ORDER = Fault(
     "shared_gather.c",
     "atomic_store(&mine->published, piece + 1);",
@@ -152,6 +158,7 @@ CHECKS = (  # the longest first
     Check("threads: gathers", program="races_gather"),
     Check("planted: no order of gathers", program="races_gather", faults=(NO_ORDER,)),
     Check("planted: no barrier in attention", program="races_kernels", faults=(NO_BARRIER,)),
+    Check("planted: one scratch of draws", program="races_kernels", faults=(ONE_CANDIDATES,)),
     Check("planted: none of products", "", "races_linear", FLOAT32, (NONE_BETWEEN,)),
     Check("planted: rows rounded by all", "", "races_linear", FLOAT32, (ALL_ROUND,)),
     Check("planted: no wait of experts", "", "races_linear", FLOAT32, (NO_WAIT,)),

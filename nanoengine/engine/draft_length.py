@@ -5,6 +5,10 @@ A step with k drafts takes plain_s + k * draft_s seconds and gives 1 + p1 + p1 p
 where p_i is how often draft i is right if those before it are. The k with most tokens a second is
 taken, or none where that is hardly more than without. Steps without drafts may be begun ahead, and
 are timed so: what drafts cost is also that theirs are not.
+
+p_i is the mean of a beta distribution: what was checked, and before that an expectation. Of the
+first draft that is what the engine's requests have had lately, of each other one p of the one
+before it. So a depth that was hardly tried follows those that were.
 """
 
 from __future__ import annotations
@@ -18,9 +22,12 @@ from statistics import median
 
 from nanoengine.kv.draft_plan import HOPE, LEAST_GAIN
 
-HOPE_WEIGHT = 1.5  # checked drafts that it counts for
-WEIGHT = 0.15  # of what is new in each average; at first more
-NUM_PLAIN = 3  # steps without drafts, at first: the time of the fastest counts
+EXPECTED = 3.0  # checked drafts that an expectation counts for
+KEPT = 0.98  # of what a check counts for, at each step with drafts after it
+LEAST_HOPE = 0.5  # texts differ: one that is not drafted well says little about the next
+HOPE_STEPS = 60  # over how many steps with drafts the engine's average goes
+WEIGHT = 0.15  # of a slower time without drafts than the one known
+NUM_PLAIN = 2  # steps without drafts, at first: the time of the faster counts
 FIRST = 2  # drafts of a step while their cost is unknown
 NUM_TRIALS = 3  # such steps
 NUM_COSTS = 5  # whose median counts: a step that waited for another program is no rule
@@ -32,11 +39,14 @@ LEAST_WAIT = 16  # steps from one trial to the next
 FIRST_REFRESH, LAST_REFRESH = 4, 64
 
 
-class DraftCost:
-    """Seconds that a draft adds to a step, as the requests of an engine found it lately."""
+class EngineDrafts:
+    """What drafts were like lately in an engine, over all its requests: the seconds that each adds
+    to a step, and how often the first one is right.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=NUM_COSTS)
+        self._hope = HOPE
 
     @property
     def seconds(self) -> float:
@@ -48,20 +58,28 @@ class DraftCost:
         """Whether enough was measured to decide by it; kernels may be compiled in the first."""
         return len(self._recent) >= NUM_TRIALS
 
-    def record(self, seconds: float) -> None:
+    @property
+    def hope(self) -> float:
+        """How often the first draft of a request is right, before any was checked."""
+        return max(LEAST_HOPE, self._hope)
+
+    def record_time(self, seconds: float) -> None:
         """What each draft of a step has added to it."""
         self._recent.append(max(0.0, seconds))
+
+    def record_first(self, is_right: bool) -> None:
+        """Whether the first draft of a step was right."""
+        self._hope = _moved(self._hope, float(is_right), 1 / HOPE_STEPS)
 
 
 class PayingDrafts:
     """Chooses for each step of one request (sequence.DraftLength)."""
 
-    def __init__(self, most: int, cost: DraftCost) -> None:
-        """most: drafts a step. cost: of the engine; this request adds to it what it measures."""
-        self._most = most
-        self._cost = cost
-        self._right: list[float] = []  # of each draft that was ever checked
-        self._num_checked: list[int] = []
+    def __init__(self, most: int, engine: EngineDrafts) -> None:
+        """most: drafts a step. engine: this request adds to it what it measures."""
+        self._engine = engine
+        # Of each draft of a step; older checks count less.
+        self._num_right, self._num_checked = [0.0] * most, [0.0] * most
         self._plain_s, self._num_plain = math.inf, 0
         self._since_plain = self._since_trial = 0  # steps
         self._between_plain = FIRST_REFRESH
@@ -79,7 +97,7 @@ class PayingDrafts:
         requests drafts while the other is checked, they may then cost nothing.
         """
         best = self._best() if self._is_decided else 0
-        return best > 0 and 2 * best * self._cost.seconds <= self._plain_s
+        return best > 0 and 2 * best * self._engine.seconds <= self._plain_s
 
     @property
     def is_due(self) -> bool:
@@ -100,56 +118,70 @@ class PayingDrafts:
         if began is None or self._ended is None:
             return
         seconds = self._ended - began
-        self._count(num_drafts)
-        for depth in range(min(num_right + 1, num_drafts)):
-            if depth == len(self._right):
-                self._right.append(self._right[-1] if self._right else HOPE)
-                self._num_checked.append(0)
-            self._num_checked[depth] += 1
-            weight = max(WEIGHT, 1 / (HOPE_WEIGHT + self._num_checked[depth]))
-            self._right[depth] = _moved(self._right[depth], float(depth < num_right), weight)
+        self._count(num_drafts, num_right)
+        if num_drafts:
+            self._learn(num_drafts, num_right)
         if is_decode and not num_drafts:
             self._num_plain += 1
             # What is slower may be a step that also moved blocks, or in which others drafted.
             is_slower = seconds > self._plain_s
-            self._plain_s = _moved(self._plain_s, seconds) if is_slower else seconds
+            self._plain_s = _moved(self._plain_s, seconds, WEIGHT) if is_slower else seconds
         elif is_decode and self._num_plain:
             # A draft reads less than a step: one that takes two waited for other programs, and
             # would keep the next trial away for long.
             draft_s = (seconds - self._plain_s) / num_drafts
-            self._cost.record(min(draft_s, 2 * self._plain_s))
+            self._engine.record_time(min(draft_s, 2 * self._plain_s))
 
     @property
     def _is_decided(self) -> bool:
         """Whether enough was measured to say whether drafts pay."""
-        return self._num_plain >= NUM_PLAIN and self._cost.is_known
+        return self._num_plain >= NUM_PLAIN and self._engine.is_known
 
     def _number(self) -> int:
         """How many tokens the next step drafts."""
         if not self._is_decided:
-            return 0 if self._num_plain < NUM_PLAIN else min(FIRST, self._most)
+            return 0 if self._num_plain < NUM_PLAIN else min(FIRST, len(self._num_right))
         if best := self._best():
             return best if self._since_plain < self._between_plain else 0
-        wait = self._cost.seconds / (self._plain_s * TRIAL_COST)
+        wait = self._engine.seconds / (self._plain_s * TRIAL_COST)
         return int(self._since_trial >= max(LEAST_WAIT, wait))
 
-    def _count(self, num_drafts: int) -> None:
-        """Count a step that has ended, by what was known when it began."""
-        self._since_trial = 0 if num_drafts and not self.pays else self._since_trial + 1
+    def _count(self, num_drafts: int, num_right: int) -> None:
+        """Count a step that has ended, by what was known when it began. After a trial that was
+        right comes another, if drafts could pay at all.
+        """
+        is_promising = num_right == num_drafts and self._engine.seconds < self._plain_s
+        is_last_trial = num_drafts and not self.pays and not is_promising
+        self._since_trial = 0 if is_last_trial else self._since_trial + 1
         if not num_drafts and self._since_plain >= self._between_plain:
             self._between_plain = min(2 * self._between_plain, LAST_REFRESH)
         self._since_plain = self._since_plain + 1 if num_drafts else 0
 
+    def _learn(self, num_drafts: int, num_right: int) -> None:
+        """Note which drafts of a step were right; those after a wrong one say nothing."""
+        self._engine.record_first(num_right > 0)
+        self._num_right = [KEPT * number for number in self._num_right]
+        self._num_checked = [KEPT * number for number in self._num_checked]
+        for depth in range(min(num_right + 1, num_drafts)):
+            self._num_right[depth] += depth < num_right
+            self._num_checked[depth] += 1
+
+    def _chances(self) -> list[float]:
+        """How often each draft of a step is right if those before it are."""
+        chances, chance = [], self._engine.hope
+        for right, checked in zip(self._num_right, self._num_checked, strict=True):
+            chance = (right + EXPECTED * chance) / (checked + EXPECTED)
+            chances.append(chance)
+        return chances
+
     def _best(self) -> int:
         """The number with most tokens a second; 0 if none gives LEAST_GAIN."""
-        deepest = self._right[-1] if self._right else HOPE
-        right = self._right + [deepest] * (self._most - len(self._right))
-        num_tokens = accumulate(accumulate(right, mul), initial=1.0)
-        plain_s, draft_s = self._plain_s, self._cost.seconds
+        num_tokens = accumulate(accumulate(self._chances(), mul), initial=1.0)
+        plain_s, draft_s = self._plain_s, self._engine.seconds
         rates = [tokens / (plain_s + k * draft_s) for k, tokens in enumerate(num_tokens)]
         best = max(range(len(rates)), key=rates.__getitem__)
         return best if rates[best] >= LEAST_GAIN * rates[0] else 0
 
 
-def _moved(average: float, new: float, weight: float = WEIGHT) -> float:
+def _moved(average: float, new: float, weight: float) -> float:
     return average + weight * (new - average)

@@ -14,7 +14,7 @@ from itertools import count
 import xxhash
 
 from nanoengine.config.engine import EngineConfig
-from nanoengine.engine.draft_length import DraftCost, PayingDrafts
+from nanoengine.engine.draft_length import EngineDrafts, PayingDrafts
 from nanoengine.engine.speculative import PromptLookup
 from nanoengine.errors import InvalidParamsError, InvalidPromptError, PromptTooLongError, shown
 from nanoengine.loading.generation_config import read_sampling_params
@@ -50,7 +50,7 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, plan: MemoryPlan, parts: Parts) -> None:
         self._config = config
-        self._draft_cost = DraftCost()
+        self._drafts = EngineDrafts()
         self._plan = plan
         self._model_config = parts.model.config
         self._tokenizer = parts.tokenizer
@@ -152,8 +152,8 @@ class InputProcessor:
             prompt_owner=prompt_owner,
             may_guess=may_guess,
             guesser=PromptLookup() if guesses else None,
-            draft_length=PayingDrafts(drafts, self._draft_cost) if drafts else None,
-            mtp_length=PayingDrafts(mtp, self._draft_cost) if mtp else None,
+            draft_length=PayingDrafts(drafts, self._drafts) if drafts else None,
+            mtp_length=PayingDrafts(mtp, self._drafts) if mtp else None,
             history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
             grammar=self.grammars.state_for(params, prompt.token_ids) if params.is_held else None,
             output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),

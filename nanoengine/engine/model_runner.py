@@ -182,8 +182,8 @@ def _known_tokens(item: ScheduledSequence) -> list[int]:
 
 def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
     """The runner of an engine's parts over a KV cache."""
-    sampler, mtp = Sampler(parts.ops.argmax, device.tensor), None
+    sampler, mtp = Sampler(parts.ops, device.tensor), None
     if parts.model.mtp is not None:
-        own = Sampler(parts.ops.argmax, device.tensor)
+        own = Sampler(parts.ops, device.tensor)
         mtp = MtpDrafter(parts.model.mtp, parts.attention, own, device)
     return ModelRunner(parts.model.decoder, parts.attention, kv, sampler, device, mtp)

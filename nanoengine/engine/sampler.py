@@ -7,13 +7,14 @@ is no generator state, so neither the batch nor preemption can change a request'
 from __future__ import annotations
 
 from collections import Counter, abc
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
 from nanoengine.context import MakeTensor
+from nanoengine.models.draw import Draws
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, Sequence, TokenHistory
 
@@ -26,14 +27,19 @@ def uniform(seed: int, position: int) -> float:
     return (xxhash.xxh3_64_intdigest(key) >> 12) / (1 << 52)
 
 
+class SamplingOps(Protocol):
+    """As in models.layer_ops.LayerOps."""
+
+    def argmax(self, logits: Tensor) -> Tensor: ...
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
+
+
 class Sampler:
     """Chooses the next token of each sequence."""
 
-    def __init__(self, argmax: Callable[[Tensor], Tensor], tensor: MakeTensor) -> None:
-        """argmax: [n, vocab] -> int64 [n], the first index of a row's largest value. tensor: makes
-        a tensor on the logits' device.
-        """
-        self._argmax = argmax
+    def __init__(self, ops: SamplingOps, tensor: MakeTensor) -> None:
+        """tensor: makes a tensor on the logits' device."""
+        self._ops = ops
         self._tensor = tensor
 
     def sample(
@@ -58,13 +64,17 @@ class Sampler:
             logits = logits.to(torch.float32, copy=True)
             for row, seq, position in changed:
                 self._adjust(logits[row], seq, position, ahead[row] if ahead else ())
-        tokens = self._argmax(logits)  # a NaN counts as the largest
+        tokens = self._ops.argmax(logits)  # a NaN counts as the largest
         largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         drawn = [i for i, s in enumerate(seqs) if not s.request.params.greedy]
         if drawn:
-            rows = self._tensor(drawn, torch.int64)
             numbers = [uniform(seqs[i].request.seed, positions[i]) for i in drawn]
-            tokens[rows] = self._draw(logits[rows].float(), [seqs[i] for i in drawn], numbers)
+            draws = Draws.of([seqs[i].request.params for i in drawn], numbers, self._tensor)
+            if len(drawn) == len(seqs):
+                tokens = self._ops.draw(logits, draws)
+            else:
+                rows = self._tensor(drawn, torch.int64)
+                tokens[rows] = self._ops.draw(logits[rows], draws)
         return torch.where(largest.abs() < LARGEST_LOGIT, tokens, NO_TOKEN)
 
     def _adjust(self, row: Tensor, seq: Sequence, position: int, ahead: tuple[int, ...]) -> None:
@@ -99,28 +109,6 @@ class Sampler:
             ids = self._tensor([*output], torch.int64)
             row[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
-    def _draw(self, logits: Tensor, seqs: abc.Sequence[Sequence], numbers: list[float]) -> Tensor:
-        params = [s.request.params for s in seqs]
-
-        def column(values: list[float]) -> Tensor:
-            return self._tensor(values, torch.float64).unsqueeze(1)
-
-        logits = logits / column([p.temperature for p in params]).float()
-        if any(0 < p.top_k < logits.shape[1] for p in params) or any(p.top_p < 1 for p in params):
-            vocab = logits.shape[1]
-            limits = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-            most = self._tensor(limits, torch.int64).unsqueeze(1)
-            logits = _top_k_top_p(logits, most, column([p.top_p for p in params]))
-        if any(p.min_p > 0 for p in params):
-            floor = (
-                logits.amax(dim=1, keepdim=True) + column([p.min_p for p in params]).log().float()
-            )
-            logits = logits.masked_fill(logits < floor, -torch.inf)
-        cumulative = torch.softmax(logits, dim=1, dtype=torch.float64).cumsum(dim=1)
-        u = column(numbers) * cumulative[:, -1:]
-        tokens = torch.searchsorted(cumulative, u, right=True).squeeze(1)
-        return tokens.clamp_(max=logits.shape[1] - 1)  # `sample` replaces the token of a NaN row
-
 
 def _is_adjusted(seq: Sequence, position: int) -> bool:
     params = seq.request.params
@@ -137,14 +125,3 @@ def _ends_of_bad_words(seq: Sequence, ahead: tuple[int, ...]) -> list[int]:
         for word in seq.request.bad_words
         if len(word) == 1 or output[1 - len(word) :] == [*word[:-1]]
     ]
-
-
-def _top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Set -inf outside the k likeliest tokens, then outside the smallest set that has top_p."""
-    ranked, order = logits.sort(dim=1, descending=True)
-    places = torch.arange(logits.shape[1], device=logits.device)
-    ranked = ranked.masked_fill(places >= top_k, -torch.inf)
-    probs = torch.softmax(ranked, dim=1, dtype=torch.float64)
-    before = probs.cumsum(dim=1) - probs  # mass of the likelier tokens
-    ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
-    return torch.full_like(logits, -torch.inf).scatter_(1, order, ranked)

@@ -21,7 +21,9 @@ from nanoengine.config.engine import EngineConfig
 from nanoengine.sequence import DraftLength, ScheduledSequence, Sequence
 
 LONGEST, SHORTEST = 4, 2  # tokens that must repeat
-DOUBTFUL = 16  # steps after a wrong guess in which drafts go first
+DOUBTFUL = 16  # steps after a wrong guess in which drafts go first; then twice as many, and so on
+MOST_DOUBTFUL = 256
+CAREFUL = 2  # guesses of a step that may have been drafts, until some were right
 # Tokens of a step and sequence that a grammar forces. A single one is not worth it: no step with
 # guesses is replayed.
 LEAST_FORCED, MOST_FORCED = 2, 16
@@ -70,6 +72,8 @@ def guesses_for(seq: Sequence, most: int, num_looked_up: int, drafts: bool) -> G
         return Guesses(forced)
     guesser, draft_length, known = seq.guesser, _length(seq, drafts), seq.next_guesses
     if guesser is not None and (draft_length is None or guesser.is_trusted):
+        if draft_length is not None and guesser.is_careful:
+            num_looked_up = min(num_looked_up, CAREFUL)
         found = guesser.guess(seq.token_ids, min(most, num_looked_up))
         if found:
             return Guesses(found)
@@ -131,17 +135,30 @@ class PromptLookup:
         self._tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._num_tokens = 0
         self._num_doubtful = 0  # steps that it sits out
+        self._doubt = DOUBTFUL  # how many it is to sit out next
+        self._was_right = False
 
     @property
     def is_trusted(self) -> bool:
         """Whether its guesses are worth more than drafts: not after one that was mostly wrong."""
         return self._num_doubtful == 0
 
+    @property
+    def is_careful(self) -> bool:
+        """Whether few guesses may take the place of drafts, as the last ones were not right."""
+        return not self._was_right
+
     def record(self, num_guesses: int, num_right: int) -> None:
         """What became of its guesses in a step; 0: it made none."""
         self._num_doubtful = max(0, self._num_doubtful - 1)
-        if 2 * num_right < num_guesses:
-            self._num_doubtful = DOUBTFUL
+        if not num_guesses:
+            return
+        self._was_right = 2 * num_right >= num_guesses
+        if self._was_right:
+            self._doubt = DOUBTFUL
+        else:
+            self._num_doubtful = self._doubt
+            self._doubt = min(2 * self._doubt, MOST_DOUBTFUL)
 
     def guess(self, token_ids: Seq[int], most: int) -> tuple[int, ...]:
         """Up to `most` tokens that followed the last occurrence of the longest repeated suffix;

@@ -1500,6 +1500,7 @@ void argmax(const void *x, int64_t *out, int64_t rows, int64_t dim, int64_t stri
 }
 
 #include "cpu_delta.h"
+#include "cpu_draw.h"
 
 const char *isa(void) {
 #if HAVE_PAIRS

@@ -21,13 +21,16 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape, CFunction
 from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.draw import Draws
 
-# One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; and
-# of delta_args in cpu_delta.h.
+# One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; of
+# delta_args in cpu_delta.h, and of draw_args in cpu_draw.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _DELTA_ARGS = struct.Struct("=12Q10qd")
+_DRAW_ARGS = struct.Struct("=4Q5q")
+_CANDIDATE_BYTES = 16
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -85,6 +88,8 @@ class CpuKernels:
         self._attend.argtypes = self._gated_delta.argtypes = [ctypes.c_char_p]
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
+        self._draw, self._workspace = library.draw, Workspace()
+        self._draw.argtypes = [ctypes.c_char_p]
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul, self._gelu_mul = library.silu_mul, library.gelu_mul
@@ -246,6 +251,22 @@ class CpuKernels:
             _IS_BF16[x.dtype],
             torch.get_num_threads(),
         )
+        return out
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """As draw.draw, of logits in float32 or bfloat16, rows of which are contiguous."""
+        rows, vocab = logits.shape
+        threads = min(torch.get_num_threads(), max(rows, 1))
+        scratch = self._workspace.buffer(
+            "candidates", (threads, 2 * vocab, _CANDIDATE_BYTES), torch.uint8
+        )
+        rules, out = draws.rules.contiguous(), torch.empty(rows, dtype=torch.int64)
+        assert rules.dtype is torch.float64 and rules.shape == (5, rows) and logits.stride(1) == 1
+        packed = _DRAW_ARGS.pack(
+            *(logits.data_ptr(), rules.data_ptr(), out.data_ptr(), scratch.data_ptr()),
+            *(rows, vocab, logits.stride(0), _IS_BF16[logits.dtype], threads),
+        )
+        self._draw(packed)
         return out
 
     def add(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> None:

@@ -18,6 +18,7 @@ from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
 from nanoengine.kernels.packed_product import PackedGateUp, PackedHeads, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.draw import Draws
 from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import (
     ON_A_GPU,
@@ -79,6 +80,7 @@ class Kernels(Protocol):
         self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
     ) -> None: ...
     def argmax(self, logits: Tensor) -> Tensor: ...
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> None: ...
@@ -126,6 +128,9 @@ class KernelOps(TorchOps):
 
     def argmax(self, logits: Tensor) -> Tensor:
         return self._kernels.argmax(logits)
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        return self._kernels.draw(logits, draws)
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         return forward() if self._recorder is None else self._recorder.replay(key, forward)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState
 from nanoengine.models.delta_net import DeltaNet, gated_delta
+from nanoengine.models.draw import Draws, draw
 
 
 @triton.jit
@@ -197,6 +198,10 @@ class TritonKernels:
     def argmax(self, logits: Tensor) -> Tensor:
         """int64 [rows]: the first place of the largest value of each row."""
         return logits.argmax(dim=-1)
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """As draw.draw, with PyTorch."""
+        return draw(logits, draws)
 
 
 def _gate(kernel: Any, gate_up: Tensor, out: Tensor, **constants: bool) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.draw import Draws
 from nanoengine.models.experts import MixtureWeights, RouterWeights
 from nanoengine.models.stored_codes import Weight
 
@@ -205,6 +206,10 @@ class LayerOps(Protocol):
 
     def argmax(self, logits: Tensor) -> Tensor:
         """[rows, vocab] -> int64 [rows]: the first place of the largest value, NaN above all."""
+        ...
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        """As draw.draw; a row's token does not depend on the other rows."""
         ...
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:

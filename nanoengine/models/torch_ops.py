@@ -12,6 +12,7 @@ from torch.nn import functional
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet, gated_delta
+from nanoengine.models.draw import Draws, draw
 from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import MixtureWeights, RouterWeights, route, sigmoid
 from nanoengine.models.layer_ops import (
@@ -178,6 +179,9 @@ class TorchOps:
 
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        return draw(logits, draws)
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         return forward()

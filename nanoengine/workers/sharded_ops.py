@@ -16,6 +16,7 @@ from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.errors import ConfigError
 from nanoengine.models.delta_net import DeltaNet
+from nanoengine.models.draw import Draws
 from nanoengine.models.expert_layer import make_experts
 from nanoengine.models.experts import MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product, Tiles
@@ -181,6 +182,9 @@ class ShardedOps:
 
     def argmax(self, logits: Tensor) -> Tensor:
         return self._ops.argmax(logits)
+
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        return self._ops.draw(logits, draws)
 
     def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
         """Where a replay makes the gathers again."""

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from nanoengine.context import KVTarget, SoftmaxState
 from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.models.draw import Draws
+from nanoengine.sampling_params import SamplingParams
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -159,7 +161,10 @@ def test_small_operators_take_each_row_by_itself(
         target = KVTarget(pool, slots, slots + len(part))
         kernels.rope_store(q, k, v, angles.cos(), angles.sin(), target)
         given = normed, widely, gated, by_gelu, clamped, added, turned
-        return [*given, pool[: len(part)], kernels.argmax(part)]
+        numbers, shares = part[:, :2].float().sigmoid().T.tolist()
+        limits = [SamplingParams(top_p=share) for share in shares]
+        draws = Draws.of(limits, numbers, lambda x, dtype: torch.tensor(x, dtype=dtype))
+        return [*given, pool[: len(part)], kernels.argmax(part), kernels.draw(part, draws)]
 
     whole = operate(x)
     for first, last in ((0, 1), (3, 5), (10, 27), (699, 700)):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from nanoengine.engine import draft_length
-from nanoengine.engine.draft_length import FIRST, NUM_PLAIN, NUM_TRIALS, DraftCost, PayingDrafts
+from nanoengine.engine.draft_length import FIRST, NUM_PLAIN, NUM_TRIALS, EngineDrafts, PayingDrafts
 
 MOST = 12
 
@@ -35,14 +35,14 @@ def run(
     right: float,
     num_tokens: int,
     noise: float = 0.0,
-    cost: DraftCost | None = None,
+    engine: EngineDrafts | None = None,
     seed: int = 3,
     check_s: float = 0.0,
 ) -> float:
     """Tokens a second of a request whose steps take 1 s, `draft_s` more a draft and `check_s` more
     with drafts.
     """
-    drafts, dice = PayingDrafts(MOST, cost or DraftCost()), random.Random(seed)
+    drafts, dice = PayingDrafts(MOST, engine or EngineDrafts()), random.Random(seed)
     done, began = 0, clock.now
     while done < num_tokens:
         num_drafts = drafts.choose()
@@ -78,10 +78,53 @@ def test_a_short_answer_that_cannot_be_drafted_loses_little(
     clock: Clock, draft_s: float, right: float
 ) -> None:
     """The mean over answers of 64 tokens, of an engine that knows what drafts cost."""
-    cost = DraftCost()
-    run(clock, draft_s, 1.0, 64, cost=cost)
-    speeds = [run(clock, draft_s, right, 64, cost=cost, seed=seed) for seed in range(20)]
+    engine = EngineDrafts()
+    run(clock, draft_s, 1.0, 64, engine=engine)
+    speeds = [run(clock, draft_s, right, 64, engine=engine, seed=seed) for seed in range(20)]
     assert sum(speeds) / len(speeds) >= 0.965
+
+
+@pytest.mark.parametrize(
+    ("draft_s", "right", "share"),
+    [(0.05, 0.7, 0.9), (0.1, 0.8, 0.88), (0.25, 0.8, 0.91), (0.4, 0.7, 0.95), (0.4, 0.8, 0.92)],
+)
+def test_a_short_answer_comes_near_the_best_number(
+    clock: Clock, draft_s: float, right: float, share: float
+) -> None:
+    """The mean over answers of 64 tokens, of an engine that knows what drafts cost."""
+    engine = EngineDrafts()
+    run(clock, draft_s, right, 64, engine=engine)
+    speeds = [run(clock, draft_s, right, 64, engine=engine, seed=seed) for seed in range(40)]
+    assert sum(speeds) / len(speeds) >= share * best(draft_s, right)
+
+
+def test_a_draft_that_was_hardly_tried_follows_the_one_before_it(clock: Clock) -> None:
+    """The second one was wrong once; since then only first ones were made, and all were right."""
+    engine = EngineDrafts()
+    run(clock, 0.45, 1.0, 64, engine=engine)
+    drafts, counts = PayingDrafts(MOST, engine), []
+    for number in range(30):
+        num_drafts = drafts.choose()
+        clock.now += 1 + 0.45 * num_drafts
+        drafts.record(num_drafts, min(num_drafts, 1 if number <= NUM_PLAIN else MOST), True, False)
+        counts.append(num_drafts)
+    assert max(counts[-4:]) > 2
+
+
+def test_a_request_hopes_for_what_others_had(clock: Clock) -> None:
+    engine, firsts = EngineDrafts(), []
+    run(clock, 0.2, 1.0, 64, engine=engine)
+    for right in [0.0] * 30 + [1.0] * 30:
+        drafts = PayingDrafts(MOST, engine)
+        for _ in range(NUM_PLAIN):
+            step(clock, drafts, 1.0)
+        firsts.append(drafts.choose())
+        for _ in range(12):
+            num_drafts = drafts.choose()
+            clock.now += 1 + 0.2 * num_drafts
+            drafts.record(num_drafts, int(right * num_drafts), True, False)
+    assert firsts[0] > firsts[29] > 0, "texts differ: each is tried"
+    assert firsts[-1] > firsts[29]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
@@ -104,7 +147,7 @@ def step(clock: Clock, drafts: PayingDrafts, seconds: float, is_decode: bool = T
 
 def test_the_first_steps_tell_the_cost(clock: Clock) -> None:
     """Their median counts: one may have compiled a kernel."""
-    drafts = PayingDrafts(MOST, DraftCost())
+    drafts = PayingDrafts(MOST, EngineDrafts())
     assert [step(clock, drafts, 1.0) for _ in range(NUM_PLAIN)] == [0] * NUM_PLAIN
     for seconds in (30.0, *[1.02] * (NUM_TRIALS - 1)):
         assert step(clock, drafts, seconds) == FIRST
@@ -113,9 +156,9 @@ def test_the_first_steps_tell_the_cost(clock: Clock) -> None:
 
 @pytest.mark.parametrize("at", [0, 2, NUM_PLAIN, NUM_PLAIN + 1, 20])
 def test_a_step_that_waited_for_another_program_is_no_rule(clock: Clock, at: int) -> None:
-    cost = DraftCost()
-    run(clock, 0.1, 1.0, 64, cost=cost)
-    drafts, counts = PayingDrafts(MOST, cost), []
+    engine = EngineDrafts()
+    run(clock, 0.1, 1.0, 64, engine=engine)
+    drafts, counts = PayingDrafts(MOST, engine), []
     for number in range(40):
         seconds = 1 + 0.1 * drafts.choose() + 100 * (number == at)
         counts.append(step(clock, drafts, seconds))
@@ -124,7 +167,7 @@ def test_a_step_that_waited_for_another_program_is_no_rule(clock: Clock, at: int
 
 def test_a_busy_start_is_forgotten(clock: Clock) -> None:
     """There all steps with drafts waited, for much longer than a step takes."""
-    drafts, counts = PayingDrafts(MOST, DraftCost()), []
+    drafts, counts = PayingDrafts(MOST, EngineDrafts()), []
     for number in range(800):
         draft_s = 30 if number < 10 else 0.1
         counts.append(step(clock, drafts, 1 + drafts.choose() * draft_s))
@@ -132,20 +175,20 @@ def test_a_busy_start_is_forgotten(clock: Clock) -> None:
 
 
 def test_a_request_learns_the_cost_from_those_before(clock: Clock) -> None:
-    cost = DraftCost()
+    engine = EngineDrafts()
     for draft_s, first in ((0.01, FIRST), (2.0, MOST)):
-        drafts = PayingDrafts(MOST, cost)
+        drafts = PayingDrafts(MOST, engine)
         for _ in range(NUM_PLAIN):
             step(clock, drafts, 1.0)
         assert drafts.choose() == first
         for _ in range(20):
             step(clock, drafts, 1 + drafts.choose() * draft_s)
-    assert PayingDrafts(MOST, cost).choose() == 0 and cost.seconds > 1
+    assert PayingDrafts(MOST, engine).choose() == 0 and engine.seconds > 1
 
 
 def test_the_time_without_drafts_is_measured_anew(clock: Clock) -> None:
     """Where the first steps were slow, as they brought blocks to the device."""
-    drafts = PayingDrafts(MOST, DraftCost())
+    drafts = PayingDrafts(MOST, EngineDrafts())
     for _ in range(NUM_PLAIN):
         step(clock, drafts, 3.0)
     counts = []
@@ -159,7 +202,7 @@ def test_the_time_without_drafts_is_measured_anew(clock: Clock) -> None:
 
 def test_they_pay_until_it_is_known_that_they_do_not(clock: Clock) -> None:
     """Neither while one is tried now and then; but again where these come true."""
-    drafts, seen = PayingDrafts(MOST, DraftCost()), []
+    drafts, seen = PayingDrafts(MOST, EngineDrafts()), []
     for right in (0, 1):
         for _ in range(400):
             num_drafts = drafts.choose()
@@ -172,7 +215,7 @@ def test_they_pay_until_it_is_known_that_they_do_not(clock: Clock) -> None:
 
 
 def test_a_step_with_other_work_says_nothing_of_the_time(clock: Clock) -> None:
-    drafts = PayingDrafts(MOST, DraftCost())
+    drafts = PayingDrafts(MOST, EngineDrafts())
     for seconds in (*[1.0] * NUM_PLAIN, *[1.02] * NUM_TRIALS):
         step(clock, drafts, seconds)
     for _ in range(20):
@@ -187,7 +230,7 @@ def test_drafts_must_gain_more_than_steps_that_are_begun_ahead(
     """Such a step takes 1 s, and one that is not 1.4 s: three of five right drafts gain only on the
     latter.
     """
-    drafts, dice, seen, is_ahead = PayingDrafts(MOST, DraftCost()), random.Random(3), [], False
+    drafts, dice, seen, is_ahead = PayingDrafts(MOST, EngineDrafts()), random.Random(3), [], False
     for _ in range(400):
         num_drafts = 0 if is_ahead else drafts.choose()
         is_next_ahead = not num_drafts and not drafts.is_due
@@ -204,7 +247,7 @@ def test_drafts_must_gain_more_than_steps_that_are_begun_ahead(
 
 def test_steps_that_asked_for_no_number_are_not_counted(clock: Clock) -> None:
     """Such as steps before the KV is streamed."""
-    drafts = PayingDrafts(MOST, DraftCost())
+    drafts = PayingDrafts(MOST, EngineDrafts())
     for _ in range(50):
         clock.now += 0.1
         drafts.record(0, 0, is_decode=True, is_ahead=True)

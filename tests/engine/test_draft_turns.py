@@ -22,7 +22,7 @@ from plain_products import use_plain_products
 
 from nanoengine import SamplingParams
 from nanoengine.config.engine import EngineConfig
-from nanoengine.engine.draft_length import DraftCost, PayingDrafts
+from nanoengine.engine.draft_length import EngineDrafts, PayingDrafts
 from nanoengine.engine.draft_turns import DraftTurns, FasterWay
 from nanoengine.engine.drafter import Drafts
 from nanoengine.engine.llm_engine import LLMEngine
@@ -232,7 +232,7 @@ def decoding(seq_id: int) -> Sequence:
     request = Request(SamplingParams(max_tokens=50), 0, frozenset(), 60)
     seq = Sequence(seq_id, [1, 2, 3], 2, request, RequestMetrics(0.0), SequenceStatus.RUNNING)
     seq.num_computed = 2
-    seq.draft_length = PayingDrafts(MOST, DraftCost())
+    seq.draft_length = PayingDrafts(MOST, EngineDrafts())
     return seq
 
 
@@ -327,7 +327,7 @@ def tokens_a_second(
 ) -> float:
     """What two requests get of a clock on which nothing else runs."""
     monkeypatch.undo()
-    clock, dice, cost = SimpleNamespace(now=0.0), random.Random(seed), DraftCost()
+    clock, dice, cost = SimpleNamespace(now=0.0), random.Random(seed), EngineDrafts()
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     each = [PayingDrafts(8, cost), PayingDrafts(8, cost)]
     kept: list[int | None] = [None, None]

@@ -21,6 +21,7 @@ from nanoengine import SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.drafter import Drafts, DraftStep
 from nanoengine.engine.llm_engine import LLMEngine
+from nanoengine.engine.speculative import CAREFUL
 from nanoengine.kv.step_plan import DEVICE
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
@@ -325,7 +326,7 @@ def test_lookup_comes_first(tiny: Callable[[str], Path]) -> None:
     engine.runner.launch = watched
     prompt = [5, 16, 27] * 40
     Driver(engine).run([prompt, PROMPTS[0]], [PARAMS[0], PARAMS[0]])
-    assert {(3, 0), (0, 5)} <= seen and not any(a and b for a, b in seen)
+    assert {(CAREFUL, 0), (0, 5)} <= seen and not any(a and b for a, b in seen)
     engine.close()
 
 

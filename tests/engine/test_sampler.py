@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from marks import needs_compiler
 
-from nanoengine.engine.sampler import Sampler, uniform
+from nanoengine.engine.sampler import Sampler, SamplingOps, uniform
+from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.models.torch_ops import TorchOps
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, Request, RequestMetrics, Sequence
 
@@ -23,15 +26,22 @@ def sequence(
     return Sequence(0, tokens, 3, Request(params, seed, stops, 100), RequestMetrics(0.0))
 
 
-def choose(logits: torch.Tensor, seqs: list[Sequence], num_ahead: int = 0) -> list[int]:
+@pytest.fixture(params=["torch", pytest.param("C", marks=needs_compiler)])
+def ops(request: pytest.FixtureRequest, build_folder: Path) -> SamplingOps:
+    return TorchOps() if request.param == "torch" else CpuKernels.load(build_folder)
+
+
+def choose(
+    ops: SamplingOps, logits: torch.Tensor, seqs: list[Sequence], num_ahead: int = 0
+) -> list[int]:
     """num_ahead: tokens that are not appended yet."""
-    sampler = Sampler(partial(torch.argmax, dim=-1), lambda x, dtype: torch.tensor(x, dtype=dtype))
+    sampler = Sampler(ops, lambda x, dtype: torch.tensor(x, dtype=dtype))
     return sampler.sample(logits, seqs, [s.num_tokens + num_ahead for s in seqs]).tolist()
 
 
-def frequencies(params: SamplingParams) -> list[float]:
+def frequencies(ops: SamplingOps, params: SamplingParams) -> list[float]:
     logits = torch.tensor([LOGITS]).expand(DRAWS, -1)
-    tokens = choose(logits, [sequence(params, seed) for seed in range(DRAWS)])
+    tokens = choose(ops, logits, [sequence(params, seed) for seed in range(DRAWS)])
     return [tokens.count(token) / DRAWS for token in range(len(LOGITS))]
 
 
@@ -64,16 +74,16 @@ CASES = {
 
 
 @pytest.mark.parametrize(("params", "expected"), CASES.values(), ids=CASES)
-def test_distribution(params: SamplingParams, expected: list[float]) -> None:
+def test_distribution(ops: SamplingOps, params: SamplingParams, expected: list[float]) -> None:
     """Every frequency within five standard deviations, and nothing outside the kept set."""
-    for seen, wanted in zip(frequencies(params), expected, strict=True):
+    for seen, wanted in zip(frequencies(ops, params), expected, strict=True):
         assert abs(seen - wanted) <= 5 * math.sqrt(wanted * (1 - wanted) / DRAWS)
 
 
-def test_greedy_beside_sampled_rows() -> None:
+def test_greedy_beside_sampled_rows(ops: SamplingOps) -> None:
     logits = torch.tensor([LOGITS, LOGITS[::-1], LOGITS])
     greedy = sequence(SamplingParams(temperature=0))
-    tokens = choose(logits, [greedy, greedy, sequence(SamplingParams(top_k=1))])
+    tokens = choose(ops, logits, [greedy, greedy, sequence(SamplingParams(top_k=1))])
     assert tokens == [0, 5, 0]
 
 
@@ -84,38 +94,42 @@ def test_uniform_depends_on_seed_and_position_only() -> None:
     assert abs(sum(values) / len(values) - 0.5) < 5 * math.sqrt(1 / 12 / len(values))
 
 
-def test_min_tokens_holds_stops_back() -> None:
+def test_min_tokens_holds_stops_back(ops: SamplingOps) -> None:
     """The likeliest token is a stop: it may not come before min_tokens."""
     params = SamplingParams(temperature=0, min_tokens=2)
     for num_out, expected in ((0, 1), (1, 1), (2, 0)):
         seq = sequence(params, num_out=num_out, stops=frozenset({0}))
-        assert choose(torch.tensor([LOGITS]), [seq]) == [expected]
+        assert choose(ops, torch.tensor([LOGITS]), [seq]) == [expected]
 
 
-def test_min_tokens_ends_in_time_beside_another_adjustment() -> None:
+def test_min_tokens_ends_in_time_beside_another_adjustment(ops: SamplingOps) -> None:
     """A logit_bias adjusts every row, so min_tokens must know by itself when it is over."""
     params = SamplingParams(temperature=0, min_tokens=2, logit_bias={5: 0.5})
     for num_out, expected in ((1, 1), (2, 0), (3, 0)):
         seq = sequence(params, num_out=num_out, stops=frozenset({0}))
-        assert choose(torch.tensor([LOGITS]), [seq]) == [expected]
+        assert choose(ops, torch.tensor([LOGITS]), [seq]) == [expected]
 
 
-def test_a_token_that_is_not_appended_yet_counts() -> None:
+def test_a_token_that_is_not_appended_yet_counts(ops: SamplingOps) -> None:
     """Drawn ahead or in its turn: the same position, the same token; and min_tokens counts it."""
     logits = torch.tensor([LOGITS]).expand(200, -1)
     late = [sequence(SamplingParams(), seed, num_out=1) for seed in range(200)]
     early = [sequence(SamplingParams(), seed) for seed in range(200)]
-    assert choose(logits, late) == choose(logits, early, num_ahead=1) != choose(logits, early)
+    assert (
+        choose(ops, logits, late)
+        == choose(ops, logits, early, num_ahead=1)
+        != choose(ops, logits, early)
+    )
     params = SamplingParams(temperature=0, min_tokens=2)
     seq = sequence(params, num_out=1, stops=frozenset({0}))
-    assert choose(torch.tensor([LOGITS]), [seq], num_ahead=1) == [0]
+    assert choose(ops, torch.tensor([LOGITS]), [seq], num_ahead=1) == [0]
 
 
-def test_low_precision_rows_are_sampled_in_full_precision() -> None:
+def test_low_precision_rows_are_sampled_in_full_precision(ops: SamplingOps) -> None:
     """bf16 logits with equal probabilities: no token is starved by rounding of the running sum."""
     vocab = 4096
     logits = torch.zeros(DRAWS, vocab, dtype=torch.bfloat16)
-    tokens = choose(logits, [sequence(SamplingParams(), seed) for seed in range(DRAWS)])
+    tokens = choose(ops, logits, [sequence(SamplingParams(), seed) for seed in range(DRAWS)])
     late = sum(token >= vocab // 2 for token in tokens) / DRAWS
     assert abs(late - 0.5) < 5 * math.sqrt(0.25 / DRAWS)
 
@@ -123,16 +137,16 @@ def test_low_precision_rows_are_sampled_in_full_precision() -> None:
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e37])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_that_has_no_finite_largest_logit_gives_no_token(
-    bad: float, dtype: torch.dtype
+    ops: SamplingOps, bad: float, dtype: torch.dtype
 ) -> None:
     logits = torch.tensor([LOGITS, LOGITS, [-torch.inf] * 5 + [1.0]], dtype=dtype)
     logits[1, 4] = bad
     for params in (SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2)):
-        first, second, third = choose(logits, [sequence(params, 1)] * 3)
+        first, second, third = choose(ops, logits, [sequence(params, 1)] * 3)
         assert 0 <= first < 6 and second == NO_TOKEN and third == 5
     only = SamplingParams(temperature=0, allowed_token_ids=[3, 4])
-    assert choose(logits[1:2], [sequence(only)]) == [NO_TOKEN]
+    assert choose(ops, logits[1:2], [sequence(only)]) == [NO_TOKEN]
 
 
-def test_a_row_without_any_token_left_gives_none() -> None:
-    assert choose(torch.full((1, 6), -torch.inf), [sequence(SamplingParams())]) == [NO_TOKEN]
+def test_a_row_without_any_token_left_gives_none(ops: SamplingOps) -> None:
+    assert choose(ops, torch.full((1, 6), -torch.inf), [sequence(SamplingParams())]) == [NO_TOKEN]

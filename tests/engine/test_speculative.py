@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 
 from nanoengine import SamplingParams
 from nanoengine.config.engine import EngineConfig
-from nanoengine.engine.speculative import DOUBTFUL, LONGEST, SHORTEST, Guesses, PromptLookup
+from nanoengine.engine.draft_length import EngineDrafts, PayingDrafts
+from nanoengine.engine.speculative import (
+    CAREFUL,
+    DOUBTFUL,
+    LONGEST,
+    MOST_DOUBTFUL,
+    SHORTEST,
+    Guesses,
+    PromptLookup,
+    guesses_for,
+)
 from nanoengine.errors import ConfigError
-from nanoengine.sequence import ScheduledBatch
+from nanoengine.sequence import Request, RequestMetrics, ScheduledBatch, Sequence, SequenceStatus
 
 BLOCK = 8
 OFFLOAD = STREAMED | {"debug_kv": True}
@@ -51,16 +61,43 @@ def test_guesses_are_what_followed_last_time(tokens: list[int], most: int, step:
         assert [*lookup.guess(tokens[:stop], most)] == looked_up(tokens[:stop], most)
 
 
-def test_a_lookup_that_was_wrong_is_in_doubt_for_a_while() -> None:
-    lookup = PromptLookup()
-    for num_guesses, num_right in ((4, 4), (4, 2), (0, 0)):
-        lookup.record(num_guesses, num_right)
-        assert lookup.is_trusted
-    lookup.record(4, 1)
-    for _ in range(DOUBTFUL):
-        assert not lookup.is_trusted
+def steps_in_doubt(lookup: PromptLookup) -> int:
+    """How many steps it sits out."""
+    number = 0
+    while not lookup.is_trusted:
         lookup.record(0, 0)
-    assert lookup.is_trusted
+        number += 1
+    return number
+
+
+def test_a_lookup_that_was_wrong_is_in_doubt_for_a_while() -> None:
+    """For longer if it is wrong again, until it was right."""
+    lookup, waits = PromptLookup(), []
+    for num_guesses, num_right in ((4, 4), (4, 2), (0, 0), (4, 1), (2, 0), (2, 1), (8, 3)):
+        lookup.record(num_guesses, num_right)
+        waits.append(steps_in_doubt(lookup))
+    assert waits == [0, 0, 0, DOUBTFUL, 2 * DOUBTFUL, 0, DOUBTFUL]
+    for _ in range(20):
+        lookup.record(2, 0)
+        waits.append(steps_in_doubt(lookup))
+    assert waits[-1] == MOST_DOUBTFUL
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_few_guesses_take_the_place_of_drafts_until_some_were_right(drafts: bool) -> None:
+    """Each wrong one costs its row; where there is nothing else, it costs nobody a draft."""
+    request = Request(SamplingParams(max_tokens=50), 0, frozenset(), 60)
+    seq = Sequence(
+        0, [*range(5, 13), 5, 6], 2, request, RequestMetrics(0.0), SequenceStatus.RUNNING
+    )
+    seq.num_computed, seq.draft_length = len(seq.token_ids) - 1, PayingDrafts(8, EngineDrafts())
+    lengths = []
+    for num_right in (0, 1, 2):
+        seq.guesser = PromptLookup()
+        if num_right:
+            seq.guesser.record(2, num_right)
+        lengths.append(len(guesses_for(seq, 6, 6, drafts).tokens))
+    assert lengths == ([CAREFUL, 6, 6] if drafts else [6, 6, 6])
 
 
 def repetitive_prompts() -> list[list[int]]:

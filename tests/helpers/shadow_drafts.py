@@ -91,6 +91,11 @@ class Lookup:
         """It is asked each time."""
         return True
 
+    @property
+    def is_careful(self) -> bool:
+        """It may guess as many as it likes."""
+        return False
+
     def guess(self, token_ids: list[int], most: int) -> tuple[int, ...]:
         """Right ones and wrong ones."""
         return self.adversary.look_up(self.hashes()[-1], most)

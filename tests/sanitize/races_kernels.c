@@ -87,11 +87,17 @@ static void check_rows(int is_bf16) {
     enum { TOKENS = 70, HEADS = 6, KV_HEADS = 2, DIM = 128, ALL = HEADS + 2 * KV_HEADS };
     const int64_t size = is_bf16 ? 2 : 4, wide = ALL * DIM, half = DIM / 2;
     char *normed[2], *widely[2], *gated[2], *turned[2], *pool[2];
-    int64_t largest[2][TOKENS], slots[TOKENS], v_slots[TOKENS];
+    int64_t highest[2][TOKENS], drawn[2][TOKENS], slots[TOKENS], v_slots[TOKENS];
+    double rules[5][TOKENS]; /* every second row is cut */
+    candidate_t *scratch = malloc(2 * 2 * wide * sizeof *scratch);
     void *weight = some_numbers(wide, is_bf16), *x = some_numbers(TOKENS * wide, is_bf16);
     void *wide_weight = some_numbers(wide, 0);
     void *cos = some_numbers(TOKENS * half, 0), *sin = some_numbers(TOKENS * half, 0);
-    for (int i = 0; i < TOKENS; i++) slots[i] = 2 * (TOKENS - 1 - i), v_slots[i] = slots[i] + 1;
+    for (int i = 0; i < TOKENS; i++) {
+        slots[i] = 2 * (TOKENS - 1 - i), v_slots[i] = slots[i] + 1;
+        rules[0][i] = 0.9, rules[1][i] = i % 4 * 50, rules[2][i] = i % 2 ? 0.8 : 1, rules[3][i] = 0.01;
+        rules[4][i] = i / (double)TOKENS;
+    }
     for (int i = 0; i < 2; i++) {
         const int threads = i + 1;
         normed[i] = malloc(TOKENS * wide * size), widely[i] = malloc(TOKENS * wide * size);
@@ -105,7 +111,8 @@ static void check_rows(int is_bf16) {
         rms_norm(&norm);
         add(widely[i], x, cos, TOKENS, wide, is_bf16, threads);
         silu_mul(x, gated[i], TOKENS, half * ALL, wide, is_bf16, threads);
-        argmax(x, largest[i], TOKENS, wide, wide, is_bf16, threads);
+        argmax(x, highest[i], TOKENS, wide, wide, is_bf16, threads);
+        draw(&(draw_args){x, rules[0], drawn[i], scratch, TOKENS, wide, wide, is_bf16, threads});
         char *k = turned[i] + HEADS * DIM * size, *v = k + KV_HEADS * DIM * size;
         const rope_args rope = {turned[i], k, v, cos, sin, slots, v_slots, pool[i], TOKENS, HEADS,
                                 KV_HEADS, DIM, wide, wide, wide, is_bf16, threads};
@@ -115,7 +122,8 @@ static void check_rows(int is_bf16) {
     expect_same("rms_norm", normed[0], normed[1], TOKENS * wide * size);
     expect_same("rms_norm with a weight in float32, and add", widely[0], widely[1], TOKENS * wide * size);
     expect_same("silu_mul", gated[0], gated[1], TOKENS * half * ALL * size);
-    expect_same("argmax", largest[0], largest[1], sizeof largest[0]);
+    expect_same("argmax", highest[0], highest[1], sizeof highest[0]);
+    expect_same("draw", drawn[0], drawn[1], sizeof drawn[0]);
     expect_same("rope_store: turned", turned[0], turned[1], TOKENS * wide * size);
     expect_same("rope_store: stored", pool[0], pool[1], 2 * TOKENS * KV_HEADS * DIM * size);
 }

@@ -1,0 +1,211 @@
+/* One token drawn from each row of logits: `draw` of models/draw.py; included by cpu_kernels.c. A row's
+ * token comes from that row alone.
+ *
+ * Sorting a vocabulary would take longer than a decode step of a small model. Only the logits near the
+ * largest one are looked at, as many as top_k and top_p need, and among these the last one that is kept is
+ * found by partition (Hoare's quickselect, by number or by mass). Masses are summed in double.
+ */
+enum { BLOCK_OF_SUMS = 1024 }; /* entries whose mass is summed apart */
+
+typedef double vd __attribute__((vector_size(8 * LANES)));
+typedef struct {
+    float logit, mass;
+    int64_t id;
+} candidate_t;
+typedef struct { /* filled by cpu_kernels.py: keep both in step; a field of `rules` for each row */
+    const void *logits;
+    const double *rules; /* [5, rows]: temperature, top_k or 0, top_p, min_p, a number in [0, 1) */
+    int64_t *out;
+    candidate_t *scratch; /* [threads, 2 * vocab] */
+    int64_t rows, vocab, stride, is_bf16, threads;
+} draw_args;
+typedef struct { double temperature, top_k, top_p, min_p, number; } rules_t;
+typedef struct { /* a row */
+    const void *logits;
+    int64_t dim;
+    float top, scale; /* the largest logit; a mass is 2^((logit - top) * scale) */
+} row_t;
+
+INLINE vf masses(const row_t *r, int64_t d, int mode) {
+    const int64_t dim = r->dim;
+    return exp2v((LOAD(r->logits, d, mode) - r->top) * r->scale);
+}
+
+/* Bits of the lanes that are set. */
+INLINE uint32_t bits_of(vi mask) {
+#if LANES == 16
+    return _mm512_movepi32_mask((__m512i)mask);
+#elif LANES == 8
+    return (uint32_t)_mm256_movemask_ps((__m256)mask);
+#else
+    uint32_t bits = 0;
+    UNROLL for (int i = 0; i < LANES; i++) bits |= (uint32_t)(mask[i] & 1) << i;
+    return bits;
+#endif
+}
+
+static float largest(const void *logits, int64_t dim, int mode) {
+    vf top = splat(-INFINITY);
+    for (int64_t d = 0; d < dim; d += LANES)
+        top = vmax(top, pick(IOTA + (int32_t)d < (int32_t)dim, LOAD(logits, d, mode), splat(-INFINITY)));
+    return max_lane(top);
+}
+
+/* The mass from d to `end`. */
+INLINE double mass_of(const row_t *r, int64_t d, int64_t end, int mode) {
+    vd sum = {0};
+    for (; d < end; d += LANES) {
+        const vf mass = pick(IOTA + (int32_t)d < (int32_t)r->dim, masses(r, d, mode), splat(0.0f));
+        sum += __builtin_convertvector(mass, vd);
+    }
+    double total = 0;
+    UNROLL for (int i = 0; i < LANES; i++) total += sum[i];
+    return total;
+}
+
+/* The token where the running sum of all masses passes `number` of the whole. */
+INLINE int64_t draw_of_all(const row_t *r, double number, double *sums, int mode) {
+    const int64_t blocks = ceil_div(r->dim, BLOCK_OF_SUMS);
+    double total = 0, before = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+        sums[b] = mass_of(r, b * BLOCK_OF_SUMS, min64((b + 1) * BLOCK_OF_SUMS, r->dim), mode);
+        total += sums[b];
+    }
+    int64_t block = 0, token = 0;
+    for (; block < blocks - 1 && before + sums[block] <= number * total; block++) before += sums[block];
+    for (int64_t d = block * BLOCK_OF_SUMS, end = min64(d + BLOCK_OF_SUMS, r->dim); d < end; d += LANES) {
+        const vf mass = masses(r, d, mode);
+        for (int64_t i = d; i < min64(d + LANES, end); i++) {
+            if (mass[i - d] > 0) token = i;
+            before += mass[i - d];
+            if (before > number * total) return token;
+        }
+    }
+    return token;
+}
+
+/* Those that are at least `least`, in the order of their tokens; returns how many. */
+INLINE int64_t collect(const row_t *r, float least, candidate_t *some, int mode) {
+    int64_t count = 0;
+    const int64_t dim = r->dim;
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf logits = LOAD(r->logits, d, mode);
+        uint32_t bits = bits_of((logits >= least) & (IOTA + (int32_t)d < (int32_t)dim));
+        if (!bits) continue;
+        const vf mass = masses(r, d, mode);
+        for (; bits; bits &= bits - 1) {
+            const int lane = __builtin_ctz(bits);
+            some[count++] = (candidate_t){logits[lane], mass[lane], d + lane};
+        }
+    }
+    return count;
+}
+
+/* Larger logits come first, of equals the first token. */
+static int comes_before(const candidate_t *a, const candidate_t *b) {
+    return a->logit > b->logit || (a->logit == b->logit && a->id < b->id);
+}
+
+static void swap(candidate_t *a, candidate_t *b) {
+    const candidate_t kept = *a;
+    *a = *b, *b = kept;
+}
+
+/* The last of those that it takes, in that order, to reach `need`, each of which counts 1 or its mass. They
+ * change places. */
+static candidate_t last_of(candidate_t *some, int64_t count, double need, int by_mass) {
+    candidate_t *low = some, *high = some + count; /* it is among these */
+    while (high - low > 1) {
+        candidate_t *middle = low + (high - low) / 2, *end = high - 1, *at = low;
+        if (comes_before(middle, low)) swap(middle, low);
+        if (comes_before(end, low)) swap(end, low);
+        if (comes_before(end, middle)) swap(end, middle);
+        swap(middle, end); /* the median of three is the pivot */
+        double sum = 0;
+        for (candidate_t *one = low; one < end; one++)
+            if (comes_before(one, end)) sum += by_mass ? one->mass : 1, swap(one, at++);
+        swap(at, end);
+        if (sum >= need && at > low) {
+            high = at;
+            continue;
+        }
+        need -= sum + (by_mass ? at->mass : 1);
+        if (need <= 0 || at + 1 == high) return *at;
+        low = at + 1;
+    }
+    return *low;
+}
+
+/* Leaves what is not after `last`, in the order of tokens; returns how many. */
+static int64_t cut_after(candidate_t *some, int64_t count, candidate_t last) {
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (!comes_before(&last, &some[i])) some[kept++] = some[i];
+    return kept;
+}
+
+static double mass_of_candidates(const candidate_t *some, int64_t count) {
+    double total = 0;
+    for (int64_t i = 0; i < count; i++) total += some[i].mass;
+    return total;
+}
+
+/* Candidates that hold all that top_k and top_p may keep. */
+INLINE int64_t enough(const row_t *r, rules_t rules, double mass, candidate_t *some, int mode) {
+    for (float depth = 8; depth < 100; depth *= 2) { /* of the exponent */
+        const int64_t count = collect(r, r->top - depth * (float)rules.temperature, some, mode);
+        if (rules.top_k ? count >= rules.top_k : mass_of_candidates(some, count) >= mass) return count;
+    }
+    return collect(r, -INFINITY, some, mode);
+}
+
+INLINE int64_t draw_row(const void *logits, int64_t dim, rules_t rules, candidate_t *some, int mode) {
+    const row_t r = {logits, dim, largest(logits, dim, mode), LOG2E / (float)rules.temperature};
+    if (rules.top_k >= dim) rules.top_k = 0;
+    const float floor = rules.min_p > 0 ? r.top + (float)(rules.temperature * log(rules.min_p)) : -INFINITY;
+    int64_t count;
+    if (rules.top_k || rules.top_p < 1) {
+        double mass = rules.top_k ? 0 : rules.top_p * mass_of(&r, 0, dim, mode);
+        count = enough(&r, rules, mass, some, mode);
+        candidate_t *moved = some + dim;
+        if (rules.top_k && count) {
+            memcpy(moved, some, (size_t)count * sizeof *some);
+            count = cut_after(some, count, last_of(moved, count, rules.top_k, 0));
+        }
+        if (rules.top_p < 1 && count) {
+            if (rules.top_k) mass = rules.top_p * mass_of_candidates(some, count);
+            memcpy(moved, some, (size_t)count * sizeof *some);
+            count = cut_after(some, count, last_of(moved, count, mass, 1));
+        }
+    } else if (rules.min_p > 0) {
+        count = collect(&r, floor, some, mode);
+    } else {
+        return draw_of_all(&r, rules.number, (double *)some, mode);
+    }
+    double total = 0, before = 0;
+    for (int64_t i = 0; i < count; i++) {
+        if (some[i].logit < floor) some[i].mass = 0;
+        total += some[i].mass;
+    }
+    int64_t token = 0;
+    for (int64_t i = 0; i < count && before <= rules.number * total; i++) {
+        if (some[i].mass > 0) token = some[i].id;
+        before += some[i].mass;
+    }
+    return token;
+}
+
+int draw(const draw_args *a) {
+#pragma omp parallel for num_threads((int)a->threads) schedule(static) if (a->rows > 1)
+    for (int64_t thread = 0; thread < a->threads; thread++)
+        for (int64_t row = thread; row < a->rows; row += a->threads) {
+            const double *rules = a->rules + row;
+            const rules_t own = {rules[0], rules[a->rows], rules[2 * a->rows], rules[3 * a->rows],
+                                 rules[4 * a->rows]};
+            candidate_t *some = a->scratch + thread * 2 * a->vocab;
+            const void *logits = AT(a->logits, row * a->stride, a->is_bf16 ? BF16_WIDE : F32);
+            a->out[row] = a->is_bf16 ? draw_row(logits, a->vocab, own, some, BF16_WIDE)
+                                     : draw_row(logits, a->vocab, own, some, F32);
+        }
+    return 0;
+}
