@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ class Kind:
     """A workload. figure: what its rows show; for "seconds", smaller is better.
 
     shape: requests, then fewest and most input and output tokens of each. prefix: tokens that all
-    prompts begin with. engines: the engines that can run it.
+    prompts begin with. engines: the engines that can run it. sampling: how tokens are drawn; {}:
+    greedily.
     """
 
     figure: str
@@ -73,10 +74,15 @@ class Kind:
     parts: tuple[str, ...] = ("run",)
     engines: tuple[str, ...] = ALL
     is_warm: bool = True
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
+QWENS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}  # what the model cards of Qwen 3 ask for
 WORKS = {
     "offline": Kind("output_tokens_per_s", (32, 64, 512, 64, 256), engines=BATCHING),
+    "sampled": Kind(
+        "output_tokens_per_s", (32, 64, 512, 64, 256), engines=BATCHING, sampling=QWENS
+    ),
     "single": Kind("output_tokens_per_s", (1, 128, 128, 256, 256)),
     "prefill": Kind("input_tokens_per_s", (1, 4096, 4096, 1, 1)),
     "long": Kind("seconds", (1, 8000, 8000, 32, 32)),
@@ -315,6 +321,7 @@ def make_work(
         dtype=args.dtype,
         keeps_codes=args.weights == "stored",
         activations="",
+        sampling=dict(kind.sampling),
     )
 
 

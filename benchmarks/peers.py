@@ -39,7 +39,8 @@ class Work:
 
     parts: names of equal runs over the prompts, one after the other. kv: "bf16", "f32" or
     "default", the engine's own choice. dtype: "bfloat16" or "float32". keeps_codes: of a GGUF file.
-    activations: "int8", of 8 bits where they meet codes.
+    activations: "int8", of 8 bits where they meet codes. sampling: temperature, top_k and top_p of
+    all prompts; {}: greedy.
     """
 
     model: str
@@ -56,11 +57,12 @@ class Work:
     dtype: str
     keeps_codes: bool
     activations: str
+    sampling: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A loaded engine. `generate` is greedy and ignores end-of-text tokens."""
+    """A loaded engine. `generate` ignores end-of-text tokens."""
 
     version: str
     generate: Generate
@@ -136,12 +138,13 @@ def _nanoengine(work: Work) -> Engine:
         enable_prefix_caching=work.prefix_caching,
     )
     print(llm.plan)
+    sampling = work.sampling or {"temperature": 0}
 
     def generate(
         prompts: list[list[int]], max_tokens: list[int]
     ) -> tuple[list[list[int]], list[int]]:
         params = [
-            nanoengine.SamplingParams(temperature=0, ignore_eos=True, max_tokens=count)
+            nanoengine.SamplingParams(ignore_eos=True, max_tokens=count, **sampling)
             for count in max_tokens
         ]
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -167,12 +170,13 @@ def _vllm(work: Work) -> Engine:
         max_model_len=work.max_model_len,
         enable_prefix_caching=work.prefix_caching,
     )
+    sampling = work.sampling or {"temperature": 0}
 
     def generate(
         prompts: list[list[int]], max_tokens: list[int]
     ) -> tuple[list[list[int]], list[int]]:
         params = [
-            vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=n, detokenize=False)
+            vllm.SamplingParams(ignore_eos=True, max_tokens=n, detokenize=False, **sampling)
             for n in max_tokens
         ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -226,7 +230,11 @@ def _transformers(work: Work) -> Engine:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         count = max(max_tokens)
         settings = transformers.GenerationConfig(
-            do_sample=False, max_new_tokens=count, min_new_tokens=count, pad_token_id=0
+            do_sample=bool(work.sampling),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            pad_token_id=0,
+            **work.sampling,
         )
         with torch.inference_mode():
             rows = model.generate(ids, attention_mask=mask, generation_config=settings).tolist()
@@ -291,7 +299,9 @@ def _openvino(work: Work) -> Engine:
         for count in max_tokens:
             config = genai.GenerationConfig()
             config.max_new_tokens, config.min_new_tokens = count, count
-            config.ignore_eos, config.do_sample = True, False
+            config.ignore_eos, config.do_sample = True, bool(work.sampling)
+            for name, value in work.sampling.items():
+                setattr(config, name, value)
             settings.append(config)
         results = pipe.generate(inputs, settings)
         return [list(r.m_generation_ids[0]) for r in results], [0] * len(prompts)

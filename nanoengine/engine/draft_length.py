@@ -80,6 +80,7 @@ class PayingDrafts:
         self._engine = engine
         # Of each draft of a step; older checks count less.
         self._num_right, self._num_checked = [0.0] * most, [0.0] * most
+        self._is_drafting = True  # who does goes on for less: to stop and try again costs, too
         self._plain_s, self._num_plain = math.inf, 0
         self._since_plain = self._since_trial = 0  # steps
         self._between_plain = FIRST_REFRESH
@@ -165,6 +166,7 @@ class PayingDrafts:
         for depth in range(min(num_right + 1, num_drafts)):
             self._num_right[depth] += depth < num_right
             self._num_checked[depth] += 1
+        self._is_drafting = self.pays
 
     def _chances(self) -> list[float]:
         """How often each draft of a step is right if those before it are."""
@@ -175,12 +177,13 @@ class PayingDrafts:
         return chances
 
     def _best(self) -> int:
-        """The number with most tokens a second; 0 if none gives LEAST_GAIN."""
+        """The number with most tokens a second; 0 if none gains enough."""
         num_tokens = accumulate(accumulate(self._chances(), mul), initial=1.0)
         plain_s, draft_s = self._plain_s, self._engine.seconds
         rates = [tokens / (plain_s + k * draft_s) for k, tokens in enumerate(num_tokens)]
         best = max(range(len(rates)), key=rates.__getitem__)
-        return best if rates[best] >= LEAST_GAIN * rates[0] else 0
+        least = 1.0 if self._is_drafting else LEAST_GAIN
+        return best if rates[best] > least * rates[0] else 0
 
 
 def _moved(average: float, new: float, weight: float) -> float:

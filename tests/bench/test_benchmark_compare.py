@@ -389,6 +389,9 @@ def test_the_works_are_those_of_the_table() -> None:
     }
     assert sizes == {"single": (1, 128, 256), "prefill": (1, 4096, 1), "long": (1, 8000, 32)}
     assert work(WORKS["startup"]).warm_up == []
+    sampled = work(WORKS["sampled"])
+    assert sampled.prompts == offline.prompts and sampled.max_tokens == offline.max_tokens
+    assert sampled.sampling["top_k"] == 20 and not offline.sampling
 
 
 @pytest.mark.parametrize(
