@@ -160,8 +160,9 @@ class NcclGroup:
             for factor in (1, 3):
                 part.copy_(rows * (factor + self.rank))
                 graph.replay()
-                differ = (replayed != exchange()).sum()
-                found = self._device.read_back(differ).tolist()
+                differ = (replayed != exchange()).sum().view(1, 1)
+                most = self.gather(differ, [1] * self.size).max()  # so that all ranks know
+                found = self._device.read_back(most).tolist()
                 if found:
                     raise EngineError(f"{found} of {replayed.numel()} values differ")
         except (EngineError, RuntimeError) as error:
