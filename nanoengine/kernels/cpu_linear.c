@@ -575,7 +575,7 @@ typedef struct { /* the experts of a layer for some rows, filled by packed_exper
     const char *x;                                /* [rows][k] */
     const int64_t *ids;                           /* [rows][top_k]: the experts of each row */
     const float *weights;                         /* [rows][top_k] */
-    char *out;                                    /* [rows][k] */
+    char *out;                                    /* [rows][outputs of down] */
     char *sorted;             /* [rows * top_k][k]: by expert; then what down gives */
     char *gated;              /* [rows * top_k][inner]: by expert; of a rank, its columns */
     const char *whole;        /* the columns of all ranks: `gated`, where there is one */

@@ -167,8 +167,8 @@ class NcclGroup:
                     raise EngineError(f"{found} of {replayed.numel()} values differ")
         except (EngineError, RuntimeError) as error:
             raise EngineError(
-                f"what {self.size} GPUs exchange, recorded in a graph and replayed, failed: {error}; "
-                "set enforce_eager=True, which records none"
+                f"a gather and a broadcast of {self.size} GPUs, recorded in a graph and replayed, "
+                f"failed: {error}; set enforce_eager=True, which records none"
             ) from error
 
     def abort(self) -> None:
