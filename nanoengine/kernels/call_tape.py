@@ -25,7 +25,7 @@ Args = bytes | tuple[Any, ...]  # the record that a function of C takes; or argu
 Call = tuple[CFunction, Args]
 _TAPED = struct.Struct("=2Q")  # one field per member of taped_t in call_tape.h, in that order
 # Operators that compute nothing, so a replay can leave them out.
-_SHAPING = {"empty", "new_empty", "view", "transpose"}
+_SHAPING = {"empty", "new_empty", "view", "transpose", "alias"}
 _SHAPING |= {"split_with_sizes", "slice", "select", "unbind", "detach"}
 
 

@@ -568,18 +568,23 @@ int linear(const calls_t *all) {
 
 /* ---- experts ---------------------------------------------------------------------------------- */
 
+enum { BOTH, GATES, DOWNS };
+
 typedef struct { /* the experts of a layer for some rows, filled by packed_experts.py; rows lie side by side */
     const weight_t *const *gate_up, *const *up, *const *down; /* [experts]; up: NULL, or gate_up is gate */
     const char *x;                                /* [rows][k] */
     const int64_t *ids;                           /* [rows][top_k]: the experts of each row */
     const float *weights;                         /* [rows][top_k] */
-    char *out;                                    /* [rows][k] */
-    char *sorted, *gated;     /* [rows * top_k][k] and [rows * top_k][inner]: by expert */
+    char *out;                                    /* [rows][outputs of down] */
+    char *sorted;             /* [rows * top_k][k]: by expert; then what down gives */
+    char *gated;              /* [rows * top_k][inner]: by expert; of a rank, its columns */
+    const char *whole;        /* the columns of all ranks: `gated`, where there is one */
     char *apart;              /* [rows * top_k][2][inner]: of gate and up, where they are two weights */
     int64_t *places, *starts; /* [rows * top_k]: of a row's choice in `sorted`; [experts + 1] */
     call_t *calls;            /* a call of each weight for each expert that rows go to */
     char *made;               /* the rows of all calls, rounded or arranged, where weights want that */
     int64_t experts, top_k, rows, activation, threads;
+    int64_t half; /* BOTH; or one of them: ranks gather `gated` between the two */
 } experts_t;
 
 /* Sort the choices by expert, keeping their order; and set up the calls: of gate and up, of down, and of up
@@ -597,7 +602,8 @@ static int64_t plan_experts(const experts_t *e) {
         const int64_t first = e->starts[id], rows = e->starts[id + 1] - first;
         if (!rows) continue;
         const weight_t *gate_up = e->gate_up[id], *down = e->down[id];
-        const int64_t width = ITEM * gate_up->k, inner = ITEM * down->k;
+        const int64_t width = ITEM * gate_up->k, inner = ITEM * gate_up->outputs;
+        const int64_t all = ITEM * down->k, given = ITEM * down->outputs;
         char *sorted = e->sorted + first * width, *gated = e->gated + first * inner;
         const int64_t epilogue = FLOAT + gate_up->activation;
         if (e->up) {
@@ -607,7 +613,8 @@ static int64_t plan_experts(const experts_t *e) {
             e->calls[2 * hit + n].w = e->up[id], e->calls[2 * hit + n].out = apart + inner;
         } else
             e->calls[n] = (call_t){gate_up, sorted, gated, NULL, width, inner, rows, epilogue, e->threads};
-        e->calls[hit + n++] = (call_t){down, gated, sorted, NULL, inner, width, rows, STORE, e->threads};
+        e->calls[hit + n++] = (call_t){down, e->whole + first * all, e->sorted + first * given, NULL, all, given,
+                                       rows, STORE, e->threads};
     }
     for (int64_t i = 0; i < choices; i++) e->places[i] = e->starts[e->ids[i]]++;
     return hit;
@@ -641,7 +648,7 @@ static void multiply_calls(const call_t *calls, int64_t count, int64_t threads) 
 }
 
 /* The rows of each call, of `first` and those after it, rounded or arranged where its weight wants that. */
-static void make_rows(const experts_t *e, call_t *calls, int64_t count, const char *first) {
+static void make_rows(const experts_t *e, call_t *calls, int64_t count, const char *first, int64_t threads) {
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) {
         call_t *c = &calls[i];
@@ -649,7 +656,7 @@ static void make_rows(const experts_t *e, call_t *calls, int64_t count, const ch
         const int64_t before = (c->x - first) / c->x_stride;
         if (c->w->is_rounded) {
             rounded_t *rounded = (rounded_t *)e->made + before * (c->w->k / GROUP);
-            round_rows(c, choose_block_rows(c->w, c->rows, halves, e->threads), 1, rounded);
+            round_rows(c, choose_block_rows(c->w, c->rows, halves, threads), 1, rounded);
             c->x = (const char *)rounded;
         } else if (looks_up(c->w) && c->rows > 1) { /* a call's blocks may begin a block later than its rows */
             char *made = e->made + (before / PAIR_ROWS + i) * PAIR_ROWS * c->x_stride;
@@ -662,7 +669,7 @@ static void make_rows(const experts_t *e, call_t *calls, int64_t count, const ch
 
 /* activation(gate) * up of a row's choice, where these are two weights. */
 INLINE void gate_choice(const experts_t *e, int64_t choice, const int activation) {
-    const int64_t inner = e->down[0]->k;
+    const int64_t inner = e->up[0]->outputs;
     const char *gate = e->apart + ITEM * choice * 2 * inner, *up = gate + ITEM * inner;
     for (int64_t at = 0; at < inner; at += LANES) {
         const int n = (int)min64(LANES, inner - at);
@@ -695,28 +702,37 @@ static void add_up(const experts_t *e, int64_t row) {
     }
 }
 
-/* out = for each row the sum over its experts of weight * down(activation(gate(x)) * up(x)). */
+/* One thread's part of a half: of the gates, and of the downs. */
+static void multiply_gates(const experts_t *e, int64_t hit, int64_t threads) {
+    const int64_t choices = e->rows * e->top_k, width = ITEM * e->gate_up[0]->k;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < choices; i++)
+        memcpy(e->sorted + e->places[i] * width, e->x + i / e->top_k * width, (size_t)width);
+    make_rows(e, e->calls, hit, e->sorted, threads);
+    multiply_calls(e->calls, hit, threads);
+    if (!e->up) return;
+    make_rows(e, e->calls + 2 * hit, hit, e->sorted, threads);
+    multiply_calls(e->calls + 2 * hit, hit, threads);
+    gate_choices(e, choices);
+}
+static void multiply_downs(const experts_t *e, int64_t hit, int64_t threads) {
+    make_rows(e, e->calls + hit, hit, e->whole, threads);
+    multiply_calls(e->calls + hit, hit, threads);
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < e->rows; row++) add_up(e, row);
+}
+
+/* out = for each row the sum over its experts of weight * down(activation(gate(x)) * up(x)). A half plans
+ * by itself: ids are the same in both. */
 int experts(const experts_t *e) {
-    const int64_t hit = plan_experts(e), width = ITEM * e->down[0]->outputs;
-    const int64_t choices = e->rows * e->top_k, products = choices * width * e->down[0]->k;
+    const int64_t hit = plan_experts(e);
+    const int64_t products = e->rows * e->top_k * e->down[0]->outputs * e->down[0]->k;
     const int64_t threads = products < 1 << 16 ? 1 : e->threads;
 #pragma omp parallel num_threads((int)threads) if (threads > 1)
     {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < choices; i++)
-            memcpy(e->sorted + e->places[i] * width, e->x + i / e->top_k * width, (size_t)width);
-        make_rows(e, e->calls, hit, e->sorted);
-        multiply_calls(e->calls, hit, threads);
-        if (e->up) {
-            make_rows(e, e->calls + 2 * hit, hit, e->sorted);
-            multiply_calls(e->calls + 2 * hit, hit, threads);
-            gate_choices(e, choices);
-        }
-        make_rows(e, e->calls + hit, hit, e->gated);
-        multiply_calls(e->calls + hit, hit, threads);
+        if (e->half != DOWNS) multiply_gates(e, hit, threads);
+        if (e->half != GATES) multiply_downs(e, hit, threads);
         if (e->down[0]->is_tiled || e->gate_up[0]->is_tiled || (e->up && e->up[0]->is_tiled)) release_tiles();
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < e->rows; row++) add_up(e, row);
     }
     return 0;
 }

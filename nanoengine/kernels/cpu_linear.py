@@ -152,9 +152,10 @@ class CpuLinear:
         router: Router,
         experts: Sequence[PackedExpert],
         before: Map | None = None,
+        gather: Map | None = None,
     ) -> PackedExperts:
-        """experts: as of PackedExperts. before: as of Experts."""
-        return PackedExperts(self._workspace, router, experts, before)
+        """experts: as of PackedExperts. before, gather: as of Experts."""
+        return PackedExperts(self._workspace, router, experts, before, gather)
 
     def route(
         self,

@@ -19,7 +19,6 @@ from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
 from nanoengine.kernels.packed_product import PackedGateUp, PackedHeads, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
-from nanoengine.models.expert_layer import finish_experts, make_router, norm_of_experts
 from nanoengine.models.experts import (
     ON_A_GPU,
     CodedExpert,
@@ -27,7 +26,6 @@ from nanoengine.models.experts import (
     ExpertWeights,
     GroupedExperts,
     Map,
-    MixtureWeights,
     Router,
     RouterWeights,
 )
@@ -224,17 +222,19 @@ class PackedOps(KernelOps):
         return x
 
     def experts(
-        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
+        self,
+        config: ExpertsConfig,
+        experts: Iterable[ExpertWeights],
+        router: Router,
+        activation: str,
+        before: Map | None = None,
+        gather: Map | None = None,
     ) -> Product:
-        """One call of C if each weight of an expert is of one format."""
-        each = [self._expert(expert, activation) for expert in weights.experts]
-        router, before = make_router(self, config, weights), norm_of_experts(self, weights, norm)
-        made = (
-            self._products.experts(router, each, before)
-            if self._are_one_call(each)
-            else Experts(router, [MLP(*parts) for parts in each], before)
-        )
-        return finish_experts(self, made, weights, norm, activation)
+        """Calls of C if each weight of an expert is of one format."""
+        each = [self._expert(expert, activation) for expert in experts]
+        if self._are_one_call(each):
+            return self._products.experts(router, each, before, gather)
+        return Experts(router, each, before, gather)
 
     def _expert(self, expert: ExpertWeights, activation: str) -> PackedExpert:
         """Gate and up, in one weight where they can be; and down."""
@@ -300,7 +300,12 @@ class GpuProducts(Protocol):
 
     def pack(self, weight: CodedWeight, bias: Tensor | None = None) -> GpuProduct: ...
     def experts(
-        self, router: Router, weights: list[CodedExpert], gated: Map, before: Map | None
+        self,
+        router: Router,
+        weights: list[CodedExpert],
+        gated: Map,
+        before: Map | None,
+        gather: Map | None,
     ) -> Map: ...
 
 
@@ -342,24 +347,26 @@ class GpuOps(KernelOps):
         return packed.gather_rows, self._normed(norm, packed.in_float)
 
     def experts(
-        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
+        self,
+        config: ExpertsConfig,
+        experts: Iterable[ExpertWeights],
+        router: Router,
+        activation: str,
+        before: Map | None = None,
+        gather: Map | None = None,
     ) -> Product:
         """Raises ConfigError where PyTorch's grouped product would make the host wait."""
-        router, gated = make_router(self, config, weights), self.gated(activation)
-        before = norm_of_experts(self, weights, norm)
-        others = iter(weights.experts)
+        others, gated = iter(experts), self.gated(activation)
         first = next(others)
         stored: Iterable[ExpertWeights] = chain((first,), others)
         if CodedExpert.of(first) is not None:
             stored = list(stored)  # a layer of them, as codes
             coded = [found for each in stored if (found := CodedExpert.of(each)) is not None]
             if len(coded) == config.count and len({each.formats for each in coded}) == 1:
-                experts = self._products.experts(router, coded, gated, before)
-                return finish_experts(self, experts, weights, norm, activation)
-        if weights.router.weight.dtype is not torch.bfloat16:
+                return self._products.experts(router, coded, gated, before, gather)
+        if first.gate.dtype is not torch.bfloat16:
             raise ConfigError(ON_A_GPU)
-        grouped = GroupedExperts(router, stored, config.count, gated, before)
-        return finish_experts(self, grouped, weights, norm, activation)
+        return GroupedExperts(router, stored, config.count, gated, before, gather)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

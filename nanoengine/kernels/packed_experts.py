@@ -1,4 +1,4 @@
-"""The experts of a layer over packed weights, for all rows in one call of C."""
+"""The experts of a layer over packed weights, for all rows in one call of C; on a rank in two."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from nanoengine.kernels.packed_weight import (
 from nanoengine.models.experts import Map, Router
 
 # One field per member of experts_t in cpu_linear.c, in that order.
-_EXPERTS = struct.Struct("=14Q5q")
+_EXPERTS = struct.Struct("=15Q6q")
+BOTH, GATES, DOWNS = range(3)  # which half of a call, as in cpu_linear.c
 
 
 class PackedApart:
@@ -49,7 +50,9 @@ PackedExpert = tuple[PackedGateUp | PackedApart, PackedLinear]
 
 
 class PackedExperts:
-    """The experts of a layer, for all rows in one call of C. Made by `CpuLinear.experts`."""
+    """The experts of a layer, for all rows in one call of C, which a rank cuts in two where it
+    gathers. Made by `CpuLinear.experts`.
+    """
 
     def __init__(
         self,
@@ -57,9 +60,13 @@ class PackedExperts:
         router: Router,
         experts: Sequence[PackedExpert],
         before: Map | None = None,
+        gather: Map | None = None,
     ) -> None:
-        """experts: all with gate and up in one weight, or all with two. before: as of Experts."""
+        """experts: all with gate and up in one weight, or all with two. before, gather: as of
+        Experts.
+        """
         self._workspace, self._router, self._before = workspace, router, before
+        self._gather = gather
         each = [(*gate_up.weights, down.weight) for gate_up, down in experts]
         first, self._experts = experts[0][0], each
         self._activation = first.activation if isinstance(first, PackedApart) else 0
@@ -68,7 +75,7 @@ class PackedExperts:
         ]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]. Rounds where `models.experts` does."""
+        """As Experts; rounds where that does."""
         ids, weights = self._router(x)
         x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
@@ -81,23 +88,34 @@ class PackedExperts:
                 f"{x.dtype}, shape {tuple(x.shape)}, strides {x.stride()}"
             )
         choices, count, buffer = tokens * top_k, len(self._experts), self._workspace.buffer
-        out = x.new_empty(x.shape)
+        out, inner = x.new_empty(tokens, down.outputs), gate_up.outputs
+        gated = buffer("by expert", (choices, inner), dtype)
         of_gate_up, *of_up, of_down = self._addresses
-        held = (
+        first = (
             *(of_gate_up, of_up[0] if up else None, of_down),
             *(x, ids.contiguous(), weights.contiguous(), out),
-            buffer("sorted", (choices, gate_up.inputs), dtype),
-            buffer("by expert", (choices, down.inputs), dtype),
-            buffer("apart", (choices, 2 * down.inputs), dtype) if up else None,
+            *(buffer("sorted", (choices, gate_up.inputs), dtype), gated),
+        )
+        last = (
+            buffer("apart", (choices, 2 * inner), dtype) if up else None,
             buffer("places", (choices,), torch.int64),
             buffer("starts", (count + 1,), torch.int64),
             buffer("calls", ((2 + len(up)) * min(count, choices), CALL.size), torch.uint8),
             buffer("made", (self._made_bytes(choices),), torch.uint8),
         )
-        numbers = count, top_k, tokens, self._activation, torch.get_num_threads()
-        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in held)
-        packed = _EXPERTS.pack(*addresses, *numbers)
-        gate_up.tape.call(gate_up.library.experts, packed, held)
+        sizes = count, top_k, tokens, self._activation, torch.get_num_threads()
+
+        def call(half: int, whole: Tensor) -> None:
+            held = (*first, whole, *last)
+            addresses = (0 if tensor is None else tensor.data_ptr() for tensor in held)
+            packed = _EXPERTS.pack(*addresses, *sizes, half)
+            gate_up.tape.call(gate_up.library.experts, packed, held)
+
+        if self._gather is None:
+            call(BOTH, gated)
+        else:
+            call(GATES, gated)
+            call(DOWNS, self._gather(gated))
         return out
 
     def _made_bytes(self, rows: int) -> int:

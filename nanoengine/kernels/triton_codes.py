@@ -143,17 +143,22 @@ class CodedMixture:
         count: int,
         gated: Map,
         before: Map | None,
+        gather: Map | None,
     ) -> None:
         self._router, self._gate_up, self._down = router, gate_up, down
-        self._count, self._gated, self._before = count, gated, before
+        self._count, self._gated = count, gated
+        self._before, self._gather = before, gather
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """As Experts."""
         ids, weights = self._router(x)
         x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
         tiles = ChosenTiles.of(ids, self._count)
-        results = self._down(self._gated(self._gate_up(x, tiles, top_k)), tiles, 1)
+        gated = self._gated(self._gate_up(x, tiles, top_k))
+        if self._gather is not None:
+            gated = self._gather(gated)
+        results = self._down(gated, tiles, 1)
         return add_up(results.view(tokens, top_k, -1), weights)
 
 
@@ -168,14 +173,19 @@ class TritonCodes:
         return CodedProduct(parts, bias, weight.dtype)
 
     def experts(
-        self, router: Router, weights: list[CodedExpert], gated: Map, before: Map | None
+        self,
+        router: Router,
+        weights: list[CodedExpert],
+        gated: Map,
+        before: Map | None,
+        gather: Map | None,
     ) -> CodedMixture:
         """weights: all experts, in the same formats and shapes; the others as of GroupedExperts."""
         biases = list(zip(*(each.biases for each in weights if each.biases), strict=True))
         of_gate_up, of_down = (torch.stack(each) for each in biases) if biases else (None, None)
         gate_up = CodedExperts(planes_of([each.gate_up for each in weights]), of_gate_up)
         down = CodedExperts(planes_of([each.down for each in weights]), of_down)
-        return CodedMixture(router, gate_up, down, len(weights), gated, before)
+        return CodedMixture(router, gate_up, down, len(weights), gated, before, gather)
 
 
 def multiply(x: Tensor, planes: CodePlanes, bias: Tensor | None, out: Tensor) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.models.experts import (
-    Experts,
     ExpertWeights,
     MixtureWeights,
     Router,
@@ -16,18 +17,28 @@ from nanoengine.models.experts import (
 from nanoengine.models.layer_ops import MLP, LayerOps, Norm, NormedProduct, Product
 
 
-def make_experts(
+def make_mixture(
     ops: LayerOps,
     config: ExpertsConfig,
     weights: MixtureWeights,
     norm: Norm | None,
     activation: str,
 ) -> Product:
-    """LayerOps.experts of the products of `ops`."""
-    each = [_expert(ops, expert, activation) for expert in weights.experts]
-    before = norm_of_experts(ops, weights, norm)
-    experts = Experts(make_router(ops, config, weights), each, before)
-    return finish_experts(ops, experts, weights, norm, activation)
+    """The experts of a layer, on norm(x), with the shared one beside them.
+
+    The norm is before the router, too, if that has none of its own.
+    """
+    before = None
+    if norm is not None and weights.before_router is not None:
+        before, norm = partial(ops.rms_norm, norm=norm), None  # which the experts alone see
+    router = make_router(ops, config, weights)
+    mixture = ops.experts(config, weights.experts, router, activation, before)
+    if weights.shared is not None:
+        gate = weights.shared_gate
+        product = None if gate is None else ops.router(RouterWeights(gate))
+        shared = MLP(*parts_of_expert(ops, weights.shared, activation))
+        mixture = SharedExpert(mixture, shared, product, ops.accumulate)
+    return mixture if norm is None else NormedProduct(ops, norm, mixture)
 
 
 def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -> Router:
@@ -41,29 +52,11 @@ def make_router(ops: LayerOps, config: ExpertsConfig, weights: MixtureWeights) -
     return choose
 
 
-def norm_of_experts(ops: LayerOps, weights: MixtureWeights, norm: Norm | None) -> Product | None:
-    """The norm that the experts alone see; None: what is before them is also before the router."""
-    if norm is None or weights.before_router is None:
-        return None
-    return lambda x: ops.rms_norm(x, norm)
-
-
-def finish_experts(
-    ops: LayerOps, experts: Product, weights: MixtureWeights, norm: Norm | None, activation: str
-) -> Product:
-    """The experts of a layer, with the norm before them and the shared one beside them."""
-    if weights.shared is not None:
-        gate = weights.shared_gate
-        product = None if gate is None else ops.router(RouterWeights(gate))
-        shared = _expert(ops, weights.shared, activation)
-        experts = SharedExpert(experts, shared, product, ops.accumulate)
-    if norm is None or weights.before_router is not None:
-        return experts
-    return NormedProduct(ops, norm, experts)
-
-
-def _expert(ops: LayerOps, weights: ExpertWeights, activation: str) -> Product:
+def parts_of_expert(
+    ops: LayerOps, weights: ExpertWeights, activation: str
+) -> tuple[Product, Product]:
+    """Gate and up, and down."""
     gate, up, down = weights.biases or (None, None, None)
     both = None if gate is None or up is None else (gate, up)
     gate_up = ops.gate_up(weights.gate, weights.up, both, None, activation)
-    return MLP(gate_up, ops.summand(weights.down, down))
+    return gate_up, ops.summand(weights.down, down)

@@ -89,23 +89,38 @@ class MixtureWeights:
 class Experts:
     """Sends each row to its experts and adds up what they give, an expert at a time."""
 
-    def __init__(self, router: Router, experts: Sequence[Map], before: Map | None = None) -> None:
-        """before: what the experts see of x; None: x, as the router does."""
-        self._router, self._experts, self._before = router, experts, before
+    def __init__(
+        self,
+        router: Router,
+        experts: Sequence[tuple[Map, Map]],
+        before: Map | None = None,
+        gather: Map | None = None,
+    ) -> None:
+        """experts: gate and up of each, and down.
+
+        before: what the experts see of x; None: x, as the router does. gather: on a rank, [choices,
+        its columns of inner] -> those of all ranks; in the same order of choices on each.
+        """
+        self._router, self._experts = router, experts
+        self._before, self._gather = before, gather
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """[tokens, hidden] -> [tokens, hidden]; on a rank, its columns of that."""
         ids, weights = self._router(x)
         x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
         chosen = ids.flatten()
         counts = torch.bincount(chosen, minlength=len(self._experts)).tolist()
-        parts = x.new_empty(len(chosen), x.shape[1])
-        places = torch.split(chosen.argsort(stable=True), counts)
-        for expert, rows in zip(self._experts, places, strict=True):
-            if len(rows):
-                parts[rows] = expert(x[rows // top_k])
-        return add_up(parts.view(tokens, top_k, -1), weights)
+        hit = [(*expert, num) for expert, num in zip(self._experts, counts, strict=True) if num]
+        nums = [num for *_, num in hit]
+        places = chosen.argsort(stable=True)
+        each = zip(hit, torch.split(places, nums), strict=True)
+        gated = torch.cat([gate_up(x[rows // top_k]) for (gate_up, *_), rows in each])
+        if self._gather is not None:
+            gated = self._gather(gated)
+        each = zip(hit, torch.split(gated, nums), strict=True)
+        results = torch.cat([down(rows) for (_, down, _), rows in each])
+        return add_up(_back(results, places).view(tokens, top_k, -1), weights)
 
 
 class GroupedExperts:
@@ -120,16 +135,18 @@ class GroupedExperts:
         count: int,
         gated: Map,
         before: Map | None = None,
+        gather: Map | None = None,
     ) -> None:
-        """gated: activation(gate) * up of [rows, 2 * inner]. before: as of Experts."""
-        self._router, self._gated, self._before = router, gated, before
+        """gated: activation(gate) * up of [rows, 2 * inner]. before, gather: as of Experts."""
+        self._router, self._gated = router, gated
+        self._before, self._gather = before, gather
         biases: list[tuple[Tensor, Tensor]] = []
         for index, expert in enumerate(experts):
             gate, up, down = map(numbers_of, (expert.gate, expert.up, expert.down))
             inner, hidden = gate.shape
             if index == 0:
                 self._gate_up = gate.new_empty(count, 2 * inner, hidden)
-                self._down = down.new_empty(count, hidden, inner)
+                self._down = down.new_empty(count, *down.shape)
             torch.cat((gate, up), out=self._gate_up[index])
             self._down[index] = down
             if expert.biases is not None:
@@ -139,7 +156,7 @@ class GroupedExperts:
         self._all = torch.arange(count, device=self._down.device)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[tokens, hidden] -> [tokens, hidden]."""
+        """As Experts."""
         ids, weights = self._router(x)
         x = x if self._before is None else self._before(x)
         tokens, top_k = ids.shape
@@ -148,12 +165,13 @@ class GroupedExperts:
         both = functional.grouped_mm(x[places // top_k], self._gate_up.mT, offs=ends)
         if self._biases is not None:
             both += self._biases[0][chosen]
-        results = functional.grouped_mm(self._gated(both), self._down.mT, offs=ends)
+        gated = self._gated(both)
+        if self._gather is not None:
+            gated = self._gather(gated)
+        results = functional.grouped_mm(gated, self._down.mT, offs=ends)
         if self._biases is not None:
             results += self._biases[1][chosen]
-        parts = torch.empty_like(results)
-        parts[places] = results
-        return add_up(parts.view(tokens, top_k, -1), weights)
+        return add_up(_back(results, places).view(tokens, top_k, -1), weights)
 
 
 class SharedExpert:
@@ -233,6 +251,13 @@ SCORES: dict[str, Map] = {"softmax": _softmax, "sigmoid": sigmoid}
 def _only_rows(weight: Weight) -> CodedRows | None:
     parts = weight.parts if isinstance(weight, CodedWeight) else (weight,)
     return parts[0] if len(parts) == 1 and isinstance(parts[0], CodedRows) else None
+
+
+def _back(results: Tensor, places: Tensor) -> Tensor:
+    """results [choices, width], by expert, in the order of the rows' choices."""
+    parts = results.new_empty(results.shape)
+    parts[places] = results
+    return parts
 
 
 def add_up(parts: Tensor, weights: Tensor) -> Tensor:

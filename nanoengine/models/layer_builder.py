@@ -19,6 +19,7 @@ from nanoengine.models.architectures import (
     ExpertNames,
 )
 from nanoengine.models.delta_net import DeltaNet, flat_projections
+from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import ExpertWeights, MixtureWeights, RouterWeights
 from nanoengine.models.latent import LATENT_NORM_EPS, absorbed, head_rows, latent_rows
 from nanoengine.models.layer_ops import MLP, Embed, LayerOps, Norm, Product, Tiles
@@ -308,7 +309,7 @@ class LayerBuilder:
             before_router=self._router_norm(own_router) if own_router else None,
             scale=None if scale is None else scale.float(),
         )
-        return self._ops.experts(config, weights, norm, self._architecture.activation)
+        return make_mixture(self._ops, config, weights, norm, self._architecture.activation)
 
     def _router_norm(self, layer: str) -> Product:
         """The norm before a router with one of its own, divided by the root of its size."""

@@ -5,7 +5,7 @@ LayerOps is the interface. torch_ops.py does all of it in PyTorch, kernels/fused
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
-from nanoengine.models.experts import MixtureWeights, RouterWeights
+from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
 from nanoengine.models.stored_codes import Weight
 
 # [tokens, in_features] -> [tokens, out_features], the norm, bias and activation included.
@@ -141,9 +141,15 @@ class LayerOps(Protocol):
         ...
 
     def experts(
-        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
+        self,
+        config: ExpertsConfig,
+        experts: Iterable[ExpertWeights],
+        router: Router,
+        activation: str,
+        before: Map | None = None,
+        gather: Map | None = None,
     ) -> Product:
-        """The experts of a layer, on norm(x)."""
+        """The experts of a layer, which are read one at a time. before, gather: as of Experts."""
         ...
 
     def after_attention(

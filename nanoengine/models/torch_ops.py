@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -13,8 +13,16 @@ from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet, gated_delta
 from nanoengine.models.draw import Draws, draw
-from nanoengine.models.expert_layer import make_experts
-from nanoengine.models.experts import MixtureWeights, RouterWeights, route, sigmoid
+from nanoengine.models.expert_layer import parts_of_expert
+from nanoengine.models.experts import (
+    Experts,
+    ExpertWeights,
+    Map,
+    Router,
+    RouterWeights,
+    route,
+    sigmoid,
+)
 from nanoengine.models.layer_ops import (
     AfterAttention,
     Embed,
@@ -124,9 +132,16 @@ class TorchOps:
         return route(config, logits, choice_bias, scale)
 
     def experts(
-        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
+        self,
+        config: ExpertsConfig,
+        experts: Iterable[ExpertWeights],
+        router: Router,
+        activation: str,
+        before: Map | None = None,
+        gather: Map | None = None,
     ) -> Product:
-        return make_experts(self, config, weights, norm, activation)
+        each = [parts_of_expert(self, expert, activation) for expert in experts]
+        return Experts(router, each, before, gather)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None

@@ -142,28 +142,33 @@ class NcclGroup:
             raise EngineError(f"the group of ranks has ended: {self._end}")
 
     def _check_graphs(self, graphs: VendorGraphs) -> None:
-        """Record a gather and replay it with other values. Raises EngineError if that fails, or
-        gives other bits than the gather itself.
+        """Record a gather and a broadcast, and replay them with other values. Raises EngineError if
+        that fails, or gives other bits than the two themselves.
         """
         rows = torch.arange(6.0, device=self._device.torch_device).view(3, 2)
         widths = [2] * self.size
         part = rows.clone()
+
+        def exchange() -> Tensor:
+            return self.broadcast(self.gather(part, widths) + self.rank)
+
         self._device.synchronize()
         try:
             graph = graphs.new()
             with graphs.capture(graph, graphs.new_pool()):
-                replayed = self.gather(part, widths)
+                replayed = exchange()
             for factor in (1, 3):
                 part.copy_(rows * (factor + self.rank))
                 graph.replay()
-                differ = (replayed != self.gather(part, widths)).sum()
-                found = self._device.read_back(differ).tolist()
+                differ = (replayed != exchange()).sum().view(1, 1)
+                most = self.gather(differ, [1] * self.size).max()  # so that all ranks know
+                found = self._device.read_back(most).tolist()
                 if found:
                     raise EngineError(f"{found} of {replayed.numel()} values differ")
         except (EngineError, RuntimeError) as error:
             raise EngineError(
-                f"a gather of {self.size} GPUs, recorded in a graph and replayed, failed: {error}; "
-                "set enforce_eager=True, which records none"
+                f"a gather and a broadcast of {self.size} GPUs, recorded in a graph and replayed, "
+                f"failed: {error}; set enforce_eager=True, which records none"
             ) from error
 
     def abort(self) -> None:

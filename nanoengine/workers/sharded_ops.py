@@ -3,22 +3,24 @@
     attended (this rank's heads) -> gather -> out (this rank's rows) -> gather -> added to x
     gate_up (this rank's rows) -> gather -> down (this rank's rows) -> gather -> added to x
 
+All experts of a layer go through the second line at once: a gather has a row for each choice of
+each row, so its size is the same whichever experts were chosen.
+
 Gathers move data and compute nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor
 
 from nanoengine.config.model import ExpertsConfig, ModelConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
-from nanoengine.errors import ConfigError
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
-from nanoengine.models.expert_layer import make_experts
-from nanoengine.models.experts import MixtureWeights, RouterWeights
+from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
 from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.shard import Shard
 from nanoengine.models.stored_codes import Weight
@@ -101,7 +103,7 @@ class ShardedOps:
         return self.embedding(weight), self.head(rows, norm)
 
     def router(self, weights: RouterWeights) -> Product:
-        """Every rank has all of it, so that all send a row to the same experts."""
+        """Every rank has all of it."""
         return self._ops.router(weights)
 
     def route(
@@ -111,7 +113,14 @@ class ShardedOps:
         choice_bias: Tensor | None,
         scale: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        return self._ops.route(config, logits, choice_bias, scale)
+        """Rank 0's choice, where a product may have other bits on another rank: a near tie that
+        falls another way there would put together columns of two experts.
+        """
+        ids, weights = self._ops.route(config, logits, choice_bias, scale)
+        if self._ops.is_batch_invariant:
+            return ids, weights
+        both = self._group.broadcast(torch.cat((ids.float(), weights), dim=1))  # ids are small
+        return both[:, : config.top_k].long(), both[:, config.top_k :]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._ops.copy(target, source)
@@ -123,17 +132,24 @@ class ShardedOps:
         return self._ops.accumulate(x, summand, gate)
 
     def experts(
-        self, config: ExpertsConfig, weights: MixtureWeights, norm: Norm | None, activation: str
+        self,
+        config: ExpertsConfig,
+        experts: Iterable[ExpertWeights],
+        router: Router,
+        activation: str,
+        before: Map | None = None,
+        gather: Map | None = None,
     ) -> Product:
-        """Every rank has its rows of each expert. Raises ConfigError on a GPU, which would wait for
-        the host at each layer.
+        """Every rank has its rows of each expert. Sums are made of a rank's columns, and gathered.
+        gather: this rank's own takes its place.
         """
-        if weights.router.weight.device.type != "cpu":
-            raise ConfigError(
-                f"tensor_parallel_size={self._shard.size} is not supported for mixtures of experts "
-                'on a GPU; leave it at 1, or set device="cpu"'
-            )
-        return make_experts(self, config, weights, norm, activation)
+        assert self._model.experts is not None
+        gather_parts, hidden = self._group.gather, self._shard.widths(self._model.hidden_size)
+        inner = self._shard.widths(self._model.experts.inner_size)
+        product = self._ops.experts(
+            *(config, experts, router, activation, before), lambda gated: gather_parts(gated, inner)
+        )
+        return lambda x: gather_parts(product(x), hidden)
 
     def after_attention(
         self, out: Product, mlp: Product, next_qkv: Product | None
@@ -149,7 +165,7 @@ class ShardedOps:
         widths = [
             x.shape[2] * len(each) * (rank == heads.index(each)) for rank, each in enumerate(heads)
         ]
-        whole = self._group.gather(x.flatten(1)[:, : widths[self._shard.rank]], widths)
+        whole = self._group.gather(x.view(len(x), -1)[:, : widths[self._shard.rank]], widths)
         mine = heads[self._shard.rank]
         normed = self._ops.rms_norm(whole, norm).view(len(x), -1, x.shape[2])
         return normed[:, mine.start : mine.stop]

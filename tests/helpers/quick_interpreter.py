@@ -111,7 +111,7 @@ def _check_no_overflow(semantic: Any) -> None:
 
 def _round_bfloat16(interpreter: Any) -> None:
     builder, tl = interpreter.InterpreterBuilder, interpreter.tl
-    cast, dot = builder.cast_impl, builder.create_dot
+    cast, dot, combine = builder.cast_impl, builder.create_dot, builder.binary_op
 
     def rounded(self: Any, source: Any, target: Any) -> Any:
         if (source.dtype.scalar, target.scalar) != (tl.float32, tl.bfloat16):
@@ -125,4 +125,10 @@ def _round_bfloat16(interpreter: Any) -> None:
             a, b = (cast(self, each, tl.float32) for each in (a, b))
         return dot(self, a, b, total, *others)
 
-    builder.cast_impl, builder.create_dot = rounded, multiplied
+    def combined(self: Any, a: Any, b: Any, op: Any) -> Any:
+        if a.dtype.scalar != tl.bfloat16:
+            return combine(self, a, b, op)
+        made = combine(self, *(cast(self, each, tl.float32) for each in (a, b)), op)
+        return made if made.data.dtype == np.bool_ else rounded(self, made, tl.bfloat16)
+
+    builder.cast_impl, builder.create_dot, builder.binary_op = rounded, multiplied, combined

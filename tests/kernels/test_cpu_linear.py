@@ -23,9 +23,10 @@ from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedExperts
 from nanoengine.kernels.fused_ops import PackedOps
 from nanoengine.kernels.packed_weight import ADD, WeightArena
-from nanoengine.models.expert_layer import make_experts
+from nanoengine.models.expert_layer import make_router
 from nanoengine.models.experts import Experts, ExpertWeights, MixtureWeights, RouterWeights, route
 from nanoengine.models.stored_codes import CodedWeight, joined
+from nanoengine.models.torch_ops import TorchOps
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
@@ -523,9 +524,10 @@ def compare_experts(
     router[1] -= 100  # to which no row goes
     config = ExpertsConfig(count, top_k, inner, renormalises=True)
     ops = PackedOps(kernels, packer)
+    chosen = make_router(ops, config, MixtureWeights(RouterWeights(router), ()))
     one_by_one, packed = (
-        make(config, MixtureWeights(RouterWeights(router), iter(weights)), None, activation)
-        for make in (partial(make_experts, ops), ops.experts)
+        make(config, iter(weights), chosen, activation)
+        for make in (partial(TorchOps.experts, ops), ops.experts)
     )
     assert isinstance(packed, kind)
     x = normal(700, hidden, seed=4).abs()

@@ -19,8 +19,10 @@ from nanoengine.loading.checkpoint import CheckpointReader, check_names, ignorab
 from nanoengine.loading.experts_json import expert_parts
 from nanoengine.loading.loader import load_model
 from nanoengine.loading.model_config import read_model_config
+from nanoengine.models import layer_builder
+from nanoengine.models.expert_layer import make_mixture
 from nanoengine.models.experts import MixtureWeights
-from nanoengine.models.layer_ops import Product
+from nanoengine.models.layer_ops import LayerOps, Product
 from nanoengine.models.torch_ops import TorchOps
 from nanoengine.models.weight_shapes import weight_shapes
 
@@ -113,14 +115,15 @@ def test_a_layer_that_drafts_is_left_out(tiny: Tiny, tmp_path: Path) -> None:
         read(changed(tiny("qwen3-moe"), tmp_path / "qwen", more))
 
 
-def test_a_bias_of_the_choice_stays_in_float32(tiny: Tiny) -> None:
-    class Ops(TorchOps):
-        def experts(self, config: Any, weights: MixtureWeights, *more: Any) -> Product:
-            seen.append(weights)
-            return super().experts(config, weights, *more)
-
+def test_a_bias_of_the_choice_stays_in_float32(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[MixtureWeights] = []
-    load_model(tiny("glm4-moe"), "auto", torch.device("cpu"), torch.bfloat16, 0, Ops())
+
+    def make(ops: LayerOps, config: Any, weights: MixtureWeights, *more: Any) -> Product:
+        seen.append(weights)
+        return make_mixture(ops, config, weights, *more)
+
+    monkeypatch.setattr(layer_builder, "make_mixture", make)
+    load_model(tiny("glm4-moe"), "auto", torch.device("cpu"), torch.bfloat16, 0, TorchOps())
     stored = read(tiny("glm4-moe"))
     for layer, weights in enumerate(seen, 1):
         bias = stored[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]

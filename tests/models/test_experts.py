@@ -13,7 +13,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from nanoengine.config.model import ExpertsConfig
-from nanoengine.models.expert_layer import make_router
+from nanoengine.models.expert_layer import make_mixture, make_router
 from nanoengine.models.experts import (
     ExpertWeights,
     GroupedExperts,
@@ -63,7 +63,7 @@ def test_all_experts_in_one_product_are_as_each_by_itself(has_bias: bool) -> Non
         experts = [replace(each, biases=b) for each, b in zip(experts, biases, strict=True)]
     ops = TorchOps()
     weights = MixtureWeights(RouterWeights(router, some(COUNT) if has_bias else None), experts)
-    one_by_one = ops.experts(CONFIG, weights, None, "silu")
+    one_by_one = make_mixture(ops, CONFIG, weights, None, "silu")
     chosen = make_router(ops, CONFIG, weights)
     grouped = GroupedExperts(chosen, iter(experts), COUNT, silu_mul)
     for rows in (x, x[:1]):
@@ -74,7 +74,7 @@ def test_all_experts_in_one_product_are_as_each_by_itself(has_bias: bool) -> Non
 def test_experts_equal_a_sum_by_hand(num_rows: int) -> None:
     x, router, weights = some(num_rows, HIDDEN), some(COUNT, HIDDEN), some_weights()
     mixture = MixtureWeights(RouterWeights(router), weights)
-    found = TorchOps().experts(CONFIG, mixture, None, "silu")(x)
+    found = make_mixture(TorchOps(), CONFIG, mixture, None, "silu")(x)
     for row, got in zip(x, found, strict=True):
         scores = (router @ row).softmax(0)
         top = scores.topk(TOP_K)
@@ -158,5 +158,6 @@ def test_a_shared_expert_is_that_of_qwen() -> None:
         shared_gate=block.shared_expert_gate.weight.data,
     )
     x = some(9, HIDDEN)
-    found = TorchOps().experts(replace(CONFIG, renormalises=False), weights, None, "silu")(x)
+    config = replace(CONFIG, renormalises=False)
+    found = make_mixture(TorchOps(), config, weights, None, "silu")(x)
     torch.testing.assert_close(found, block(x[None])[0].detach(), atol=1e-4, rtol=1e-5)

@@ -105,8 +105,8 @@ static void check_layer(int64_t width, int64_t k, int64_t inner, int kind) {
 
 enum { EXPERTS = 7, TOP_K = 3, ROWS_MOST = 120 };
 
-/* As PackedExperts in packed_experts.py; row r goes to experts r, r + 1 and r + 3, and none to the last. is_apart:
- * gate and up are two weights. */
+/* As PackedExperts in packed_experts.py, by several threads in two halves; row r goes to experts r, r + 1 and r + 3,
+ * and none to the last. is_apart: gate and up are two weights. */
 static char *some_experts(int64_t width, int64_t inner, int64_t rows, int threads, int kind, int is_apart) {
     random_state = 3;
     weight_t gate_up[EXPERTS], up[EXPERTS], down[EXPERTS];
@@ -126,9 +126,10 @@ static char *some_experts(int64_t width, int64_t inner, int64_t rows, int thread
     call_t calls[3 * EXPERTS];
     for (int64_t i = 0; i < choices; i++)
         ids[i] = (i / TOP_K + (i % TOP_K + 1) * (i % TOP_K) / 2) % (EXPERTS - 1), weights[i] = 0.3f;
-    const experts_t e = {gate_ups, is_apart ? ups : NULL, downs, x, ids, weights, out, sorted, gated, apart,
-                         places, starts, calls, made, EXPERTS, TOP_K, rows, SILU, threads};
+    experts_t e = {gate_ups, is_apart ? ups : NULL, downs, x, ids, weights, out, sorted, gated, gated, apart,
+                   places, starts, calls, made, EXPERTS, TOP_K, rows, SILU, threads, threads > 1 ? GATES : BOTH};
     experts(&e);
+    if (e.half == GATES) e.half = DOWNS, experts(&e);
     free(x), free(sorted), free(gated), free(apart), free(made);
     return out;
 }

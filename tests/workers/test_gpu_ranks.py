@@ -30,7 +30,11 @@ from nanoengine.engine import llm_engine
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kernels.cuda_graph import CudaGraphs
+from nanoengine.kernels.fused_ops import GpuOps
+from nanoengine.kernels.triton_codes import TritonCodes
 from nanoengine.models.decoder import Decoder
+from nanoengine.models.experts import RouterWeights
+from nanoengine.models.layer_ops import Product
 from nanoengine.outputs import RequestOutput
 from nanoengine.startup import probe
 from nanoengine.startup.parts import make_engine_device
@@ -61,6 +65,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "drafts": STREAMED | {"speculative": "resident:3"},
     "int8 KV": STREAMED | {"kv_offload_dtype": "int8"},
 }
+CODES = {"codes": RESIDENT | {"quantization": "int8"}}
+# Biases and clamped gates; shared experts with a gate and without; a router with a norm of its own;
+# norms over all heads.
+MIXTURES = ("gpt-oss", "qwen3.5-moe", "deepseek-v3", "gemma4-moe", "olmoe")
 Found = list[tuple[list[int], list[list[tuple[int, float]]]]]
 
 
@@ -352,12 +360,55 @@ def test_what_is_missing_is_said_before_a_process_starts(
         engine(tiny("llama"), size, device=name)
 
 
-def test_a_mixture_of_experts_is_refused(
-    gpus: list[VirtualGpu], monkeypatch: pytest.MonkeyPatch, tiny: Tiny
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("qwen3-moe", "resident"),
+        *(
+            pytest.param(name, way, marks=pytest.mark.breadth)
+            for name, way in (
+                ("qwen3-moe", "streamed"),
+                ("qwen3-moe", "eager"),
+                ("gpt-oss", "codes"),
+                *((name, "resident") for name in MIXTURES),
+            )
+        ),
+    ],
+)
+def test_mixtures_have_the_bits_of_one_gpu(
+    gpus: list[VirtualGpu], monkeypatch: pytest.MonkeyPatch, tiny: Tiny, name: str, way: str
 ) -> None:
+    """With graphs that hold their gathers; and rank 0 alone chooses experts, whatever the other
+    one's router says.
+    """
+    mixtures: list[object] = []
+    coded, router = TritonCodes.experts, GpuOps.router
+
+    def kept(self: TritonCodes, *args: Any) -> Any:
+        mixtures.append(args)
+        return coded(self, *args)
+
+    def turned(self: GpuOps, weights: RouterWeights) -> Product:
+        product = router(self, weights)
+        is_choice = len(weights.weight) > 1  # else the gate of a shared expert
+        return lambda x: product(x) * (-1 if is_choice and gpus[0]._here() is gpus[1] else 1)
+
+    monkeypatch.setattr(TritonCodes, "experts", kept)
+    settings = (WAYS | CODES)[way] | {"dtype": "float32" if way == "codes" else "bfloat16"}
+    expected = run(tiny(name), 1, **settings)
+    monkeypatch.setattr(GpuOps, "router", turned)
     use_virtual_nccl(monkeypatch, gpus)
-    with pytest.raises(ConfigError, match="not supported for mixtures of experts on a GPU"):
-        engine(tiny("qwen3-moe"), 2, dtype="bfloat16", **RESIDENT)
+    before = len(gpus[0].graphs)
+    found = run(tiny(name), 2, **settings)
+    if way == "codes":  # whose products are NumPy's here, for all outputs at once
+        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+        assert_near(found, expected)
+    else:
+        assert found == expected
+    replays = [[graph.num_replays for graph in gpu.graphs] for gpu in gpus]
+    assert replays[0][before:] == replays[1]
+    assert (sum(replays[1][1:]) > 0) == (way != "eager")
+    assert bool(mixtures) == (way == "codes")
 
 
 def test_graphs_go_before_the_communicator(

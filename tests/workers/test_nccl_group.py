@@ -176,14 +176,17 @@ def test_an_end_that_hangs_is_left_behind(ranks: Ranks, monkeypatch: pytest.Monk
     hangs.set()
 
 
-def test_graphs_that_lose_gathers_are_found_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("lost", ["gather", "broadcast"])
+def test_graphs_that_lose_a_call_are_found_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
-    """A gather whose result the replay does not renew."""
+    """One whose result the replay does not renew."""
     call = VirtualNccl._call
 
     def eager(self: VirtualNccl, what: str, given: Tensor, write: Any, options: Any) -> Any:
-        capturing, self._gpu._capturing = self._gpu._capturing, None
+        capturing = self._gpu._capturing
+        if what == lost:
+            self._gpu._capturing = None
         call(self, what, given, write, options)
         self._gpu._capturing = capturing
 

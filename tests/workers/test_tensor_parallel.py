@@ -11,7 +11,7 @@ import functools
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from nanoengine.outputs import RequestOutput, TokenLogprobs
 from nanoengine.startup import memory_plan
 from nanoengine.startup.parts import make_engine_device
 from nanoengine.workers import following_rank, leading_parts, leading_rank, rank_setup
+from nanoengine.workers.shared_memory_group import SharedMemoryGroup
 from nanoengine.workers.step_record import StepRecord
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("threads_as_before", "plain_ranks")]
@@ -52,6 +53,8 @@ STREAM = SMALL | {"offload_mode": "stream", "ring_slots": 2, "slot_tokens": 16}
 SLOW = ("mixtral", "qwen2-moe")
 FIRST = ("qwen3", "gemma3", "glm4-moe")  # norms of heads, windows and experts
 # Recurrent layers; heads of two sizes, shared KV and inputs of each layer; norms over all heads.
+# Shared experts with a gate and without, biases and clamped gates, a norm of the router's own.
+MIXTURES = ("qwen3.5-moe", "deepseek-v3", "gpt-oss", "gemma4-moe", "olmoe")
 OTHERS = ("qwen3.5", "qwen3-next-moe", "gemma4", "gemma4-shared", "olmo3")
 HEADS_OF_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
 WAYS: dict[str, dict[str, Any]] = {
@@ -84,6 +87,26 @@ def plain_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leading_rank, "WorkerProcesses", RankThreads)
     monkeypatch.setattr(PayingDrafts, "choose", lambda self: 3)  # whatever the times of steps
     use_plain_products(monkeypatch)
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How many steps each rank replays from here on, by its thread."""
+    seen: Counter[int] = Counter()
+    replay = _Pass.replay
+
+    def counted(this: _Pass, tensors: list[Tensor]) -> Tensor:
+        seen[threading.get_ident()] += this.is_whole
+        return replay(this, tensors)
+
+    monkeypatch.setattr(_Pass, "replay", counted)
+    return seen
+
+
+def assert_all_replay(replays: Counter[int], size: int) -> None:
+    """Each rank as often as the others, some steps of a run."""
+    assert len(replays) == size and len({*replays.values()}) == 1
+    assert min(replays.values()) > 2
 
 
 def prompts() -> list[list[int]]:
@@ -217,14 +240,18 @@ def test_in_bfloat16(tiny: Tiny, name: str, way: str) -> None:
     [
         pytest.param("qwen3.5-moe", {}, marks=pytest.mark.breadth),
         pytest.param("gpt-oss", {}, marks=pytest.mark.breadth),
+        ("qwen3-moe", {"moe_intermediate_size": 64}),
         pytest.param("gemma4-shared", {"hidden_size": 64}, marks=pytest.mark.breadth),
         ("gemma4-shared", {"hidden_size": 64, "hidden_size_per_layer_input": 32}),
         ("qwen3.5", {}),
     ],
 )
-def test_codes_of_a_gguf(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+def test_codes_of_a_gguf(
+    tmp_path: Path, replays: Counter[int], name: str, settings: dict[str, Any]
+) -> None:
     """Rows of codes, and columns where ranks make inputs of layers: whole blocks, or numbers. Value
     heads whose order in the file goes through the heads of all ranks; four share two key heads.
+    Gates and ups of experts in two formats.
     """
     made = replace(TINY[name], settings=TINY[name].settings | settings)
     (tmp_path / "hf").mkdir()
@@ -236,12 +263,15 @@ def test_codes_of_a_gguf(tmp_path: Path, name: str, settings: dict[str, Any]) ->
         if values.ndim > 1 and values.shape[-1] % 32 == 0:
             is_mxfp4 = model.arch == "gpt-oss" and "_exps" in each
             model.types[each] = QuantType.MXFP4 if is_mxfp4 else QuantType.Q8_0
+            if name == "qwen3-moe" and "_up_exps" in each:
+                model.types[each] = QuantType.Q4_0
     path = model.write(tmp_path / "m.gguf")
-    sizes = (1, 2, 4) if name == "qwen3.5" else (1, 2)
-    expected, *found = (
-        run(path, size, "bfloat16", quantization="gguf", **WAYS["resident"]) for size in sizes
-    )
-    assert all(each == expected for each in found)
+    settings = {"dtype": "bfloat16", "quantization": "gguf", **WAYS["resident"]}
+    expected = run(path, 1, **settings)
+    for size in (2, 4) if name == "qwen3.5" else (2,):
+        replays.clear()
+        assert run(path, size, **settings) == expected
+        assert_all_replay(replays, size)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-next"])
@@ -255,30 +285,57 @@ def test_codes_of_fp8(tiny: Tiny, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("our_products")
-@pytest.mark.parametrize("way", ["resident", "in place"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("qwen3", "resident"),
+        ("qwen3", "in place"),
+        ("qwen3-moe", "resident"),
+        *(pytest.param(name, "resident", marks=pytest.mark.breadth) for name in MIXTURES),
+        pytest.param("qwen3-moe", "int8 weights", marks=pytest.mark.breadth),
+        pytest.param("qwen3-moe", "int8 activations", marks=pytest.mark.breadth),
+        pytest.param("qwen3-moe", "in place", marks=pytest.mark.breadth),
+    ],
+)
 def test_every_rank_replays_its_decode_steps(
-    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, way: str
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, replays: Counter[int], name: str, way: str
 ) -> None:
     """All of those that rank 0 replays, and no other; and no bit moves."""
-    replays: Counter[int] = Counter()
     records: list[bool] = []
-    replay, write = _Pass.replay, leading_parts.encode
-
-    def counted(this: _Pass, tensors: list[Tensor]) -> Tensor:
-        replays[threading.get_ident()] += 1
-        return replay(this, tensors)
+    write = leading_parts.encode
 
     def kept(record: StepRecord) -> bytes:
         records.append(record.may_replay)
         return write(record)
 
-    monkeypatch.setattr(_Pass, "replay", counted)
     monkeypatch.setattr(leading_parts, "encode", kept)
-    found = run(tiny("qwen3"), 2, "bfloat16", **WAYS[way])
-    assert len(replays) == 2 and len({*replays.values()}) == 1
-    assert sum(records) >= min(replays.values()) > 5
+    found = run(tiny(name), 2, "bfloat16", **WAYS[way])
+    assert_all_replay(replays, 2)
+    assert sum(records) >= min(replays.values())
     monkeypatch.setattr(CallTape, "replay", lambda self, key, forward: forward())
-    assert found == run(tiny("qwen3"), 1, "bfloat16", **WAYS[way])
+    assert found == run(tiny(name), 1, "bfloat16", **WAYS[way])
+
+
+def test_gathers_of_experts_are_few_and_of_one_size(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of what the gates give, with a row for each choice, whichever experts were chosen."""
+    seen: Counter[tuple[tuple[int, ...], int]] = Counter()
+    gather = SharedMemoryGroup.gather
+
+    def watched(self: SharedMemoryGroup, part: Tensor, widths: Sequence[int]) -> Tensor:
+        if self.rank == 0:
+            seen[tuple(part.shape), sum(widths)] += 1
+        return gather(self, part, widths)
+
+    monkeypatch.setattr(SharedMemoryGroup, "gather", watched)
+    made = {"num_gpu_blocks": 64, "dtype": "bfloat16", "num_threads": 2, **KNOWN}
+    with LLM(tiny("qwen3-moe"), tensor_parallel_size=2, **made) as llm:
+        seen.clear()
+        llm.generate([prompts()[1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    tokens = len(prompts()[1])
+    of_experts = {key: num for key, num in seen.items() if key[1] == 40}
+    assert of_experts == {((3 * tokens, 20), 40): 2}  # two layers of three have experts
 
 
 def test_beams_are_those_of_one_process(tiny: Tiny) -> None:
