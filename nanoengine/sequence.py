@@ -291,6 +291,7 @@ class Sequence:
             request=self.request,
             metrics=RequestMetrics(self.metrics.arrival_time),
             prompt_owner=self,
+            may_guess=self.may_guess,
         )
 
     def append(self, token_id: int) -> None:
