@@ -18,7 +18,7 @@ from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.draft_turns import DraftingKV, DraftTurns
 from nanoengine.engine.link_pacer import LinkPacer
 from nanoengine.engine.speculative import guesses_for, is_draft_due, most_guesses, record_guesses
-from nanoengine.errors import LogitsError, RequestError, TransferError
+from nanoengine.errors import RequestError, TransferError
 from nanoengine.sequence import (
     NO_TOKEN,
     Admission,
@@ -205,7 +205,7 @@ class Scheduler:
         num_taken = 0
         for token in accepted:
             if token == NO_TOKEN:
-                seq.fail(LogitsError.for_token(seq.num_tokens))
+                seq.fail_without_token()
                 return
             try:
                 seq.append(token)
