@@ -267,7 +267,9 @@ class Scheduler:
             if victim is seq:
                 return
         if granted:
-            guesses = guesses.first(max(0, granted - seq.num_remaining))
+            # In reserve() it may have lost its state, and have more to compute: it guesses later.
+            guesses = guesses.first(0 if seq.is_prefill else granted - 1)
+            granted = min(granted, seq.num_remaining + len(guesses))
             step.items[seq.seq_id] = guesses.of(seq, granted)
             step.tokens -= granted
             step.guess_tokens -= len(guesses)

@@ -5,8 +5,9 @@ and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mtp_models import (
     with_head,
     wrap,
 )
+from shadow import Boom
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
@@ -182,6 +184,37 @@ def test_no_bit_depends_on_the_head(
         assert 10 < accepted < guessed
     if layout.get("decode_reserve_blocks") == 0:
         assert sum(output.metrics.num_preemptions for output in outputs)
+    engine.close()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("always")
+def test_nor_on_steps_that_fail(heads: Any) -> None:
+    """A recurrent state is lost with the step: what came after its last snapshot is computed once
+    more, and where that is little, the step had room for guesses after it.
+    """
+    expected = plain(heads("qwen3.5"))
+    texts = [prompt + ids for prompt, (ids, _) in zip(PROMPTS, expected, strict=True)]
+    engine = small_engine(heads("qwen3.5"), speculative="mtp:7")
+    watch_head(engine, half_right(texts))
+    sample, number = engine.runner.sampler.sample, count()
+
+    def failing(*args: Any) -> Tensor:
+        if next(number) % 3 == 2:
+            raise Boom
+        return sample(*args)
+
+    engine.runner.sampler.sample = failing
+    ids = [engine.add_request(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+    found: dict[int | str, RequestOutput] = {}
+    while engine.has_unfinished_requests:
+        with suppress(Boom):
+            found |= {output.request_id: output for output in engine.step()}
+        engine.kv.check()
+    outputs = scored([found[i] for i in ids])
+    for (made, logprobs), (right, as_before) in zip(outputs, expected, strict=True):
+        assert made == right and torch.equal(logprobs, as_before)
+    assert sum(output.metrics.num_accepted for output in found.values()) > 10
     engine.close()
 
 
