@@ -202,8 +202,8 @@ class Scheduler:
         that has no token to take fails, and its KV is not published.
         """
         seq = item.seq
-        num_taken = 0
-        for token in accepted:
+        num_right = 0
+        for num_right, token in enumerate(accepted):
             if token == NO_TOKEN:
                 seq.fail_without_token()
                 return
@@ -211,10 +211,8 @@ class Scheduler:
                 seq.append(token)
             except RequestError as error:  # its text cannot be decoded
                 seq.fail(error)
-            num_taken += 1
             if seq.is_finished:
                 break
-        num_right = max(0, num_taken - 1)
         num_rejected = len(item.guesses) - num_right
         record_guesses(item, num_right, is_timed)
         self._kv.commit(seq, item.num_tokens - num_rejected, num_rejected)
@@ -267,8 +265,7 @@ class Scheduler:
             if victim is seq:
                 return
         if granted:
-            # In reserve() it may have lost its state, and have more to compute: it guesses later.
-            guesses = guesses.first(0 if seq.is_prefill else granted - 1)
+            guesses = guesses.first(0 if seq.is_prefill else granted - 1)  # it may be back there
             granted = min(granted, seq.num_remaining + len(guesses))
             step.items[seq.seq_id] = guesses.of(seq, granted)
             step.tokens -= granted
