@@ -201,9 +201,8 @@ class Scheduler:
         """Append tokens until one ends the sequence, and commit the KV behind them. A sequence
         that has no token to take fails, and its KV is not published.
         """
-        seq = item.seq
-        num_right = 0
-        for num_right, token in enumerate(accepted):
+        seq, num_before = item.seq, item.seq.num_tokens
+        for token in accepted:
             if token == NO_TOKEN:
                 seq.fail_without_token()
                 return
@@ -213,6 +212,7 @@ class Scheduler:
                 seq.fail(error)
             if seq.is_finished:
                 break
+        num_right = max(0, seq.num_tokens - num_before - 1)
         num_rejected = len(item.guesses) - num_right
         record_guesses(item, num_right, is_timed)
         self._kv.commit(seq, item.num_tokens - num_rejected, num_rejected)

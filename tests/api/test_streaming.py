@@ -79,7 +79,6 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop(text: str, stops: 
     assert num_held_back(text, stops) == held_by_definition(text, stops)
 
 
-
 def test_no_delta_comes_before_the_scores_of_the_prompt(tiny: Callable[[str], Path]) -> None:
     """A recurrent state is shared through the prefix cache alone, where whoever scores the prompt
     finds nothing: other completions have tokens long before it.
@@ -94,6 +93,7 @@ def test_no_delta_comes_before_the_scores_of_the_prompt(tiny: Callable[[str], Pa
             next(stream)
             assert any(seq.num_cached for seq in stream.request.seqs)
             assert stream.request.prompt_logprobs == whole.prompt_logprobs
+
 
 def test_a_step_lets_all_streams_go_on(llm: LLM) -> None:
     streams = [llm.stream([5, 6, last], GREEDY) for last in (7, 8)]
