@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from nanoengine.errors import RequestError
+from nanoengine.errors import InvalidParamsError, LogitsError, RequestError
 from nanoengine.sampling_params import SamplingParams, StructuredOutputsParams
 
 NO_TOKEN = -1  # what is sampled where no token can be
@@ -293,6 +293,7 @@ class Sequence:
             request=self.request,
             metrics=RequestMetrics(self.metrics.arrival_time),
             prompt_owner=self,
+            may_guess=self.may_guess,
         )
 
     def append(self, token_id: int) -> None:
@@ -339,6 +340,24 @@ class Sequence:
         """End the sequence by an error."""
         self.output.error = error
         self.finish("error")
+
+    def fail_without_token(self) -> None:
+        """End the sequence, as no token can come next: by its logits, or because its form allows
+        only what other parameters forbid.
+        """
+        params, number = self.request.params, self.num_tokens
+        others = ("allowed_token_ids", "bad_words", "min_tokens")
+        named = [name for name in others if getattr(params, name)] if params.is_held else []
+        if not named:
+            self.fail(LogitsError.for_token(number))
+            return
+        form = "structured_outputs" if params.form else "thinking_token_budget"
+        self.fail(
+            InvalidParamsError(
+                f"{form} with {' and '.join(named)} leave no token to choose for token {number} of "
+                "this request (unless the model's logits are no numbers); leave one of them out"
+            )
+        )
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:
         """End the sequence; the first reason stays."""

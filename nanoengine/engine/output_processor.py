@@ -52,7 +52,11 @@ class RequestState:
         return all(part.is_given_out for part in self._parts)
 
     def new_deltas(self) -> list[StreamDelta]:
-        """New output since the last call, at most one delta for each completion."""
+        """New output since the last call, a delta for a completion, once the prompt is scored."""
+        first = self.seqs[0]  # others may have found the prompt in the prefix cache
+        is_scored = len(first.output.prompt_scores) >= first.num_prompt_tokens - 1
+        if first.request.scores_prompt and not (is_scored or self.has_ended):
+            return []
         deltas = (part.new_delta() for part in self._parts)
         return [delta for delta in deltas if delta is not None]
 

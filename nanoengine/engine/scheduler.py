@@ -18,7 +18,7 @@ from nanoengine.config.engine import EngineConfig
 from nanoengine.engine.draft_turns import DraftingKV, DraftTurns
 from nanoengine.engine.link_pacer import LinkPacer
 from nanoengine.engine.speculative import guesses_for, is_draft_due, most_guesses, record_guesses
-from nanoengine.errors import LogitsError, RequestError, TransferError
+from nanoengine.errors import RequestError, TransferError
 from nanoengine.sequence import (
     NO_TOKEN,
     Admission,
@@ -201,20 +201,18 @@ class Scheduler:
         """Append tokens until one ends the sequence, and commit the KV behind them. A sequence
         that has no token to take fails, and its KV is not published.
         """
-        seq = item.seq
-        num_taken = 0
+        seq, num_before = item.seq, item.seq.num_tokens
         for token in accepted:
             if token == NO_TOKEN:
-                seq.fail(LogitsError.for_token(seq.num_tokens))
+                seq.fail_without_token()
                 return
             try:
                 seq.append(token)
             except RequestError as error:  # its text cannot be decoded
                 seq.fail(error)
-            num_taken += 1
             if seq.is_finished:
                 break
-        num_right = max(0, num_taken - 1)
+        num_right = max(0, seq.num_tokens - num_before - 1)
         num_rejected = len(item.guesses) - num_right
         record_guesses(item, num_right, is_timed)
         self._kv.commit(seq, item.num_tokens - num_rejected, num_rejected)
@@ -267,7 +265,8 @@ class Scheduler:
             if victim is seq:
                 return
         if granted:
-            guesses = guesses.first(max(0, granted - seq.num_remaining))
+            guesses = guesses.first(0 if seq.is_prefill else granted - 1)  # it may be back there
+            granted = min(granted, seq.num_remaining + len(guesses))
             step.items[seq.seq_id] = guesses.of(seq, granted)
             step.tokens -= granted
             step.guess_tokens -= len(guesses)

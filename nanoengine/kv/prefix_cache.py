@@ -75,7 +75,7 @@ class PrefixCache:
             if self._spec.num_states:  # the last token is computed: its logits give the next
                 hits = hits[: (table.seq.num_tokens - 1) // self._size]
             hits = hits[: self._num_resumable(hits)]
-        return Start(hits, self._spec.first_needed(self._num_found(table.seq, hits)), owner)
+        return Start(hits, self._spec.first_needed(self._num_found(table.seq, len(hits))), owner)
 
     def adopt(self, table: BlockTable, start: Start) -> None:
         """Take references to the blocks that the sequence begins with."""
@@ -84,7 +84,7 @@ class PrefixCache:
             self._blocks.acquire(block)
         table.adopt(hits, start.num_released)
         table.num_shared_tokens = len(hits) * size
-        table.commit(self._num_found(seq, hits))
+        table.commit(self._num_found(seq, len(hits)))
         if seq.metrics.first_scheduled_time is None:
             seq.num_cached = seq.num_computed
             self.hits.num_tokens += seq.num_tokens
@@ -150,9 +150,9 @@ class PrefixCache:
         if owner is None or owner.is_finished or self._spec.num_states:
             return None
         found = tables.get(owner.seq_id)
-        num_full = owner.num_prompt_tokens // self._size
-        needed = self._spec.first_needed(num_full * self._size)
-        return None if found is None or found.num_released > needed else found
+        num_found = self._num_found(table.seq, table.seq.num_prompt_tokens // self._size)
+        is_released = found is not None and found.num_released > self._spec.first_needed(num_found)
+        return None if is_released else found
 
     def _lookup(self, table: BlockTable) -> list[Block]:
         """The cached blocks with which the sequence begins.
@@ -173,6 +173,6 @@ class PrefixCache:
         key = table.keys[num_hits] if num_hits < len(table.keys) else None
         return key is not None and self._blocks.is_in_flight(key)
 
-    def _num_found(self, seq: Request, hits: list[Block]) -> int:
+    def _num_found(self, seq: Request, num_hits: int) -> int:
         """Tokens that need not be computed. The last one always is: its logits give the next."""
-        return min(len(hits) * self._size, seq.num_tokens - 1)
+        return min(num_hits * self._size, seq.num_tokens - 1)

@@ -119,6 +119,12 @@ class _Worker:
         try:
             deadline = time.monotonic() + START_SECONDS
             template_worker.receive(self._link, deadline, max_bytes=0)
+        except TimeoutError as error:
+            self._end()
+            raise RequestError(
+                f"the process for chat templates and grammars did not start within "
+                f"{START_SECONDS:g} s: is the machine too busy? Try again"
+            ) from error
         except (EOFError, OSError) as error:
             self._end()
             raise RequestError(

@@ -39,7 +39,7 @@ class LeadingRank:
     """Rank 0 of `config.tensor_parallel_size` (engine.ranks.Ranks)."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the other ranks. Raises ConfigError."""
+        """Start the other ranks. Raises ConfigError, EngineError."""
         self._size = config.tensor_parallel_size
         devices = devices_of_ranks(config.device, self._size)
         self.config = replace(settings_of_a_rank(config), device=devices[0])
@@ -51,13 +51,17 @@ class LeadingRank:
         self._setup = RankSetup(
             asdict(self.config), devices, self._meeting.memory, self._meeting.folder
         )
-        self._processes = WorkerProcesses(
-            ENTRY,
-            self._size - 1,
-            {"setup": asdict(self._setup)},
-            self._meeting.fds,
-            on_death=partial(_abort, self._joined),
-        )
+        try:
+            self._processes = WorkerProcesses(
+                ENTRY,
+                self._size - 1,
+                {"setup": asdict(self._setup)},
+                self._meeting.fds,
+                on_death=partial(_abort, self._joined),
+            )
+        except BaseException:
+            self._meeting.close()
+            raise
 
     @property
     def group(self) -> Group:

@@ -79,6 +79,22 @@ def test_what_is_held_back_is_the_longest_beginning_of_a_stop(text: str, stops: 
     assert num_held_back(text, stops) == held_by_definition(text, stops)
 
 
+def test_no_delta_comes_before_the_scores_of_the_prompt(tiny: Callable[[str], Path]) -> None:
+    """A recurrent state is shared through the prefix cache alone, where whoever scores the prompt
+    finds nothing: other completions have tokens long before it.
+    """
+    prompt = [(7 * i) % 250 + 4 for i in range(33)]
+    params = SamplingParams(n=3, seed=0, max_tokens=4, ignore_eos=True, prompt_logprobs=0)
+    chunks = {"kvcache_block_size": 8, "max_num_batched_tokens": 12, "max_num_seqs": 4}
+    chunks |= {"max_num_partial_prefills": 3, "max_long_partial_prefills": 3}
+    with LLM(tiny("qwen3.5"), **SETTINGS | chunks) as llm:
+        (whole,) = llm.generate([prompt], params, use_tqdm=False)
+        with llm.stream(prompt, params) as stream:
+            next(stream)
+            assert any(seq.num_cached for seq in stream.request.seqs)
+            assert stream.request.prompt_logprobs == whole.prompt_logprobs
+
+
 def test_a_step_lets_all_streams_go_on(llm: LLM) -> None:
     streams = [llm.stream([5, 6, last], GREEDY) for last in (7, 8)]
     num_steps = 0

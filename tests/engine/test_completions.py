@@ -29,6 +29,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "in place": OFFLOAD | {"offload_mode": "in_place"},
     "a large device": OFFLOAD | {"num_gpu_blocks": 60},
 }
+# After 24 tokens a window of 21 passes a block, which whoever computes the last of them sees.
+BLOCKS_OF_FOUR = {"kvcache_block_size": 4, "num_gpu_blocks": 128}
 
 
 def drain(engine: LLMEngine) -> dict[int, RequestOutput]:
@@ -44,8 +46,9 @@ def prompt_of(length: int) -> list[int]:
     [
         *(("llama", settings) for settings in SETTINGS.values()),
         *(("mistral-window", SETTINGS[kind]) for kind in ("resident", "chunked", "streamed")),
+        ("mistral-window", BLOCKS_OF_FOUR),
     ],
-    ids=[*SETTINGS, "windows", "windows, chunked", "windows, streamed"],
+    ids=[*SETTINGS, "windows", "windows, chunked", "windows, streamed", "windows, small blocks"],
 )
 def test_completions_are_those_of_single_requests(
     tiny: Callable[[str], Path], name: str, settings: dict[str, Any]

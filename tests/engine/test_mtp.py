@@ -5,8 +5,9 @@ and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from mtp_models import (
     with_head,
     wrap,
 )
+from shadow import Boom
 from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
@@ -186,6 +188,37 @@ def test_no_bit_depends_on_the_head(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("always")
+def test_nor_on_steps_that_fail(heads: Any) -> None:
+    """A recurrent state is lost with the step: what came after its last snapshot is computed once
+    more, and where that is little, the step had room for guesses after it.
+    """
+    expected = plain(heads("qwen3.5"))
+    texts = [prompt + ids for prompt, (ids, _) in zip(PROMPTS, expected, strict=True)]
+    engine = small_engine(heads("qwen3.5"), speculative="mtp:7")
+    watch_head(engine, half_right(texts))
+    sample, number = engine.runner.sampler.sample, count()
+
+    def failing(*args: Any) -> Tensor:
+        if next(number) % 3 == 2:
+            raise Boom
+        return sample(*args)
+
+    engine.runner.sampler.sample = failing
+    ids = [engine.add_request(*each) for each in zip(PROMPTS, PARAMS, strict=True)]
+    found: dict[int | str, RequestOutput] = {}
+    while engine.has_unfinished_requests:
+        with suppress(Boom):
+            found |= {output.request_id: output for output in engine.step()}
+        engine.kv.check()
+    outputs = scored([found[i] for i in ids])
+    for (made, logprobs), (right, as_before) in zip(outputs, expected, strict=True):
+        assert made == right and torch.equal(logprobs, as_before)
+    assert sum(output.metrics.num_accepted for output in found.values()) > 10
+    engine.close()
+
+
+@needs_compiler
 @pytest.mark.usefixtures("always", "our_products")
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -311,16 +344,20 @@ def test_steps_are_begun_ahead_where_none_are_checked(
     engine.close()
 
 
-def test_beams_and_other_ways_to_ask(heads: Any) -> None:
-    found = []
+def test_beams_never_ask_it(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """Nor do their forks, though it knows what comes: each takes one token a step."""
+    path, found = knowing_head(tiny("qwen3.5"), tmp_path / "model", is_right=True), []
     for speculative in ("off", "mtp:2"):
         llm = LLM(
-            heads("qwen3.5"), device="cpu", dtype="float32", num_gpu_blocks=64,
-            kvcache_block_size=8, speculative=speculative,
+            path, device="cpu", dtype="float32", num_gpu_blocks=64, kvcache_block_size=8,
+            speculative=speculative,
         )  # fmt: skip
+        said = watch_head(llm.llm_engine) if speculative != "off" else []
         beams = llm.beam_search(PROMPTS[1:], beam_width=3, max_tokens=8, use_tqdm=False)
         found.append([beam.sequences for beam in beams])
+        llm.close()
     assert found[0] == found[1]
+    assert not said
 
 
 def test_guesses_are_made_where_they_pay(tiny: Callable[[str], Path], tmp_path: Path) -> None:
@@ -334,7 +371,7 @@ def test_guesses_are_made_where_they_pay(tiny: Callable[[str], Path], tmp_path: 
 
 
 def test_nobody_guesses_where_it_does_not_pay(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output head is not asked either, and beams never ask it."""
+    """The output head is not asked either."""
     engine = small_engine(heads("qwen3.5"), speculative="mtp:2")
     said = watch_head(engine)
     monkeypatch.setattr(PayingDrafts, "_number", lambda self: 0)

@@ -405,3 +405,24 @@ def test_tokens_are_forced_where_a_state_is_kept(
     assert (output.metrics.num_guessed > 0) == (speculative is not None)
     assert output.outputs[0].text.startswith("a long texta long text")
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [
+        ({"bad_words": "b"}, "structured_outputs with bad_words leave"),
+        ({"min_tokens": 3, "stop_token_ids": [68]}, "with min_tokens leave"),
+        ({"min_tokens": 2, "bad_words": "b"}, "with bad_words and min_tokens leave"),
+        ({"allowed_token_ids": [69, 70]}, "with allowed_token_ids leave"),
+    ],
+)
+def test_what_forbids_all_that_a_form_allows_is_named(
+    tiny: Callable[[str], Path], others: dict[str, Any], named: str
+) -> None:
+    """The model's weights are not blamed; the engine goes on."""
+    params = {"structured_outputs": {"choice": ["abc"]}, "max_tokens": 5, "temperature": 0}
+    with LLM(tiny("llama"), dtype="float32", num_gpu_blocks=64, kvcache_block_size=8) as llm:
+        assert llm.tokenizer.encode("abc", add_special_tokens=False) == [68, 69, 70]
+        output = llm.generate([PROMPTS[2]], [params | others], use_tqdm=False)[0]
+        assert isinstance(output.error, InvalidParamsError) and named in str(output.error)
+        assert llm.generate([PROMPTS[2]], [params], use_tqdm=False)[0]["text"] == "abc"

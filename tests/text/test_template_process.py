@@ -306,6 +306,25 @@ def test_without_a_python_there_is_a_clear_error(
         TemplateProcess().render("x", {})
 
 
+def test_a_slow_start_is_not_blamed_on_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And leaves no process behind; the next request starts another."""
+    process, real = TemplateProcess(), sys.executable
+    told = tmp_path / "pid"
+    (slow := tmp_path / "python").write_text(f"#!/bin/sh\necho $$ > {told}\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    monkeypatch.setattr(template_process, "START_SECONDS", 1.0)
+    with pytest.raises(RequestError, match="did not start within 1 s: is the machine too busy"):
+        process.render("x", {})
+    if told.exists():  # the shell may not have come so far
+        await_true(lambda: is_gone(int(told.read_text())))
+    monkeypatch.undo()
+    assert sys.executable == real
+    answers(process)
+
+
 def test_modules_that_lie_about_are_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,3 +147,17 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(
     with pytest.raises(ConfigError, match=r"=2 from cuda:900 on needs 902 GPUs, .* sees \d"):
         make(device="cuda:900")
     assert not pids
+
+
+def test_ranks_that_do_not_start_leave_nothing_open(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise EngineError("no process")
+
+    monkeypatch.setattr(leading_rank, "WorkerProcesses", refuse)
+    for _ in range(2):  # modules are imported in the first
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(EngineError, match="no process"):
+            make()
+    assert len(os.listdir("/proc/self/fd")) == len(before)
