@@ -83,7 +83,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every decode checks as many guesses as it may, whether they pay or not."""
-    monkeypatch.setattr(PayingDrafts, "_number", lambda self: self._most)
+    monkeypatch.setattr(PayingDrafts, "_number", lambda self: len(self._num_right))
 
 
 def run(engine: LLMEngine) -> list[RequestOutput]:
