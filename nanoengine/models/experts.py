@@ -22,6 +22,10 @@ Router = Callable[[Tensor], tuple[Tensor, Tensor]]  # [rows, hidden] -> as `rout
 ON_A_GPU = (
     'experts of numbers run on a GPU in bfloat16 only; set dtype="bfloat16" or quantization="int8"'
 )
+RANKS_ON_A_GPU = (
+    "tensor_parallel_size={} is not supported for mixtures of experts on a GPU; leave it at 1, or "
+    'set device="cpu"'
+)
 LEAST_SUM = 1e-20  # below any sum of scores that is not 0, by which nothing can be divided
 
 

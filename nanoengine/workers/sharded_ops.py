@@ -17,10 +17,10 @@ from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayK
 from nanoengine.errors import ConfigError
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.expert_layer import make_experts
-from nanoengine.models.experts import MixtureWeights, RouterWeights
+from nanoengine.models.experts import RANKS_ON_A_GPU, MixtureWeights, RouterWeights
 from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.shard import Shard
-from nanoengine.models.stored_codes import Weight
+from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.workers.group import Group
 
 
@@ -34,6 +34,7 @@ class ShardedOps:
         self._all = [Shard(rank, shard.size) for rank in range(shard.size)]
         self._group = group
         self._model = model
+        self._copied_bytes = 0  # rows of embeddings that the head holds once more
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -44,8 +45,12 @@ class ShardedOps:
         return self._ops.takes_codes
 
     @property
+    def packs(self) -> bool:
+        return self._ops.packs
+
+    @property
     def saved_bytes(self) -> int:
-        return self._ops.saved_bytes
+        return self._ops.saved_bytes - self._copied_bytes
 
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
@@ -97,6 +102,8 @@ class ShardedOps:
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """Every rank holds all embeddings; its head takes its rows of them."""
         rows = self._shard.take("lm_head.weight", weight, self._model)
+        if self.packs or isinstance(rows, CodedWeight):
+            self._copied_bytes += rows.nbytes
         return self.embedding(weight), self.head(rows, norm)
 
     def router(self, weights: RouterWeights) -> Product:
@@ -128,10 +135,7 @@ class ShardedOps:
         the host at each layer.
         """
         if weights.router.weight.device.type != "cpu":
-            raise ConfigError(
-                f"tensor_parallel_size={self._shard.size} is not supported for mixtures of experts "
-                'on a GPU; leave it at 1, or set device="cpu"'
-            )
+            raise ConfigError(RANKS_ON_A_GPU.format(self._shard.size))
         return make_experts(self, config, weights, norm, activation)
 
     def after_attention(
