@@ -132,8 +132,8 @@ def run(folder: Path, size: int, **settings: Any) -> Found:
 def test_two_gpus_have_the_bits_of_one(
     gpus: list[VirtualGpu], monkeypatch: pytest.MonkeyPatch, tiny: Tiny, name: str, way: str
 ) -> None:
-    """Every call is queued on the stream that computes; both ranks replay the same. With fewer heads
-    to a KV head, tiles have fewer rows.
+    """Every call is queued on the stream that computes; both ranks replay the same. With fewer
+    heads to a KV head, tiles have fewer rows.
     """
     settings = WAYS[way]
     if name.startswith("gemma4"):
