@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.beside_clients import beside_round
 from benchmarks.compare import Peer, cpu_name, given_peers, peer_argument
 from benchmarks.ending import exit_on_sigterm
 from nanoengine.bench.report import versions
@@ -34,7 +35,7 @@ from nanoengine.loading.model_config import read_model_config
 
 Row = dict[str, Any]
 
-OURS = "nanoengine"
+OURS, BESIDE = "nanoengine", "offline beside clients"
 START_S, END_S, RUN_S = 600.0, 20.0, 900.0
 WARM_UP = {"num_prompts": 4, "min_input": 32, "max_input": 64, "min_output": 4, "max_output": 8}
 FIGURES = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
@@ -150,12 +151,18 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
     return total, used(Path(f"/proc/{pid}/task/{pid}/stat"))[1]
 
 
-def bench_serve(url: str, vocab_size: int, concurrency: int, sizes: dict[str, int]) -> Row:
-    """What `bench serve` reports."""
-    command = [sys.executable, "-m", "nanoengine.bench", "serve", "--base-url", url]
+def clients(vocab_size: int, concurrency: int, sizes: dict[str, int]) -> list[str]:
+    """The command of `bench serve`, but for the address."""
+    command = [sys.executable, "-m", "nanoengine.bench", "serve"]
     command += ["--vocab-size", str(vocab_size), "--max-concurrency", str(concurrency)]
     for name, size in sizes.items():
         command += ["--" + name.replace("_", "-"), str(size)]
+    return command
+
+
+def bench_serve(url: str, command: list[str]) -> Row:
+    """What `bench serve` reports. command: see clients."""
+    command = [*command, "--base-url", url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
     if done.returncode:
         raise EngineError(f"bench serve ended with {done.returncode}: {done.stderr[-1000:]}")
@@ -163,19 +170,28 @@ def bench_serve(url: str, vocab_size: int, concurrency: int, sizes: dict[str, in
     return found
 
 
-def serve_round(server: Server, args: argparse.Namespace, vocab_size: int, log: Path) -> Row:
-    """One start of a server, and its figures."""
-    sizes = {name: getattr(args, name) for name in WARM_UP}
+def serve_round(
+    server: Server, args: argparse.Namespace, vocab_size: int, log: Path, recording: Path | None
+) -> Row:
+    """One start of a server, and its figures. recording: where its answers go; None: nowhere."""
+    command = clients_of(args, vocab_size)
+    command += [] if recording is None else ["--record", str(recording)]
     with running(server, log) as (url, pid, start_s):
-        bench_serve(url, vocab_size, args.concurrency, WARM_UP)
+        bench_serve(url, clients(vocab_size, args.concurrency, WARM_UP))
         all_before, main_before = cpu_seconds(pid)
-        found = bench_serve(url, vocab_size, args.concurrency, sizes)
+        found = bench_serve(url, command)
         all_after, main_after = cpu_seconds(pid)
     row = {name: found[name] for name in (*FIGURES, "completed", "failed", "client_cpu_s")}
     row |= {"start_s": round(start_s, 2), "server_cpu_s": round(all_after - all_before, 2)}
     if server.name == OURS:
         row["http_cpu_s"] = round(main_after - main_before, 2)
     return row
+
+
+def clients_of(args: argparse.Namespace, vocab_size: int) -> list[str]:
+    """Those that a server is measured with."""
+    sizes = {name: getattr(args, name) for name in WARM_UP}
+    return clients(vocab_size, args.concurrency, sizes)
 
 
 def offline_round(args: argparse.Namespace) -> Row:
@@ -192,7 +208,9 @@ def offline_round(args: argparse.Namespace) -> Row:
 
 
 def summary(rounds: dict[str, list[Row]]) -> Row:
-    """Medians of each server, and our throughput over each other's, round by round."""
+    """Medians of each server, and our throughput over each other's, round by round; and that of
+    each over the offline run beside clients, if there is one.
+    """
     rows: Row = {}
     own = [row["output_throughput"] for row in rounds[OURS]]
     for name, runs in rounds.items():
@@ -201,6 +219,10 @@ def summary(rounds: dict[str, list[Row]]) -> Row:
         ratios = [mine / run["output_throughput"] for mine, run in zip(own, runs, strict=True)]
         rows[name]["ours_over_it"] = round(statistics.median(ratios), 3)
         rows[name]["spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
+        if BESIDE in rounds:
+            beside = [row["output_throughput"] for row in rounds[BESIDE]]
+            ratios = [run["output_throughput"] / of for run, of in zip(runs, beside, strict=True)]
+            rows[name]["over_beside_clients"] = round(statistics.median(ratios), 3)
         rows[name]["rounds"] = runs
     return rows
 
@@ -212,6 +234,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--model", default="smollm2-135m")
     add("--peer", type=peer_argument, action="append", default=[], help="vllm=... or llama.cpp=...")
     add("--engine-process", action="store_true", help="also our server with that flag")
+    add(
+        "--offline-beside-clients",
+        action="store_true",
+        help="also an offline run while a stand-in replays our server's answers to its clients",
+    )
     add("--vllm-dtype", default="bfloat16", help="of vLLM: the faster one")
     add("--rounds", type=int, default=3)
     add("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -228,20 +255,35 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.engine_process:
         servers.append(ours(args, f"{OURS}, engine process", "--engine-process"))
     servers += [peer_server(peer, args) for peer in given_peers(args.peer, folder)]
-    rounds: dict[str, list[Row]] = {name: [] for name in (*(s.name for s in servers), "offline")}
+    others = ["offline", *([BESIDE] if args.offline_beside_clients else [])]
+    rounds: dict[str, list[Row]] = {name: [] for name in (*(s.name for s in servers), *others)}
     with tempfile.TemporaryDirectory() as logs:
+        log, recording = Path(logs, "log"), Path(logs, "recording")
         for number in range(args.rounds):
             for server in servers:
-                row = serve_round(server, args, vocab_size, Path(logs, "log"))
-                rounds[server.name].append(row)
-                print(number, server.name, json.dumps(row), flush=True)
-            rounds["offline"].append(offline_round(args))
-            print(number, "offline", json.dumps(rounds["offline"][-1]), flush=True)
+                kept = recording if server.name == OURS and args.offline_beside_clients else None
+                row = serve_round(server, args, vocab_size, log, kept)
+                note(rounds, number, server.name, row)
+            note(rounds, number, "offline", offline_round(args))
+            if args.offline_beside_clients:
+                as_served: Row = {"model": args.model, "num_threads": args.num_threads}
+                as_served |= {"max_num_seqs": 64, "quantization": "none"}
+                command = clients_of(args, vocab_size)
+                note(rounds, number, BESIDE, beside_round(recording, command, as_served, log))
             hidden = ("peer", "output")
             settings = {name: str(v) for name, v in vars(args).items() if name not in hidden}
             about = {"settings": settings, "cpu": cpu_name(), "versions": versions()}
             report = about | {"servers": summary(rounds)}
             args.output.write_text(json.dumps(report, indent=2) + "\n")
+    for name, row in summary(rounds).items():
+        if args.offline_beside_clients and name not in others:
+            print(f"{name}: {row['over_beside_clients']} of {BESIDE}")
+
+
+def note(rounds: dict[str, list[Row]], number: int, name: str, row: Row) -> None:
+    """Keep and print what a round of one of them gave."""
+    rounds[name].append(row)
+    print(number, name, json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from nanoengine.config.engine import GIB, make_config
 from nanoengine.config.model import DeltaConfig, ExpertsConfig, ModelConfig, RopeConfig
-from nanoengine.startup.forecast import CodeCounts, Forecast, Forecaster, Hardware
+from nanoengine.startup.forecast import Forecast, Forecaster, Hardware
 from nanoengine.startup.plan import gib_up
+from nanoengine.startup.weight_bytes import CodeCounts
 
 # Name -> GiB of memory, GB/s at which it is read.
 CARDS = {"16 GB": (16, 500.0), "24 GB": (24, 900.0)}

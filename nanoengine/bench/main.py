@@ -319,6 +319,7 @@ def _serve_arguments(sub: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of prompts, lengths and times")
     add("--timeout", type=float, default=600.0, help="seconds without a byte")
     add("--json", metavar="FILE", help="also write the result here, indented")
+    add("--record", metavar="FILE", help="write each line of the answers here, with its time")
 
 
 def common_arguments(sub: argparse.ArgumentParser) -> None:

@@ -14,6 +14,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -49,11 +50,14 @@ class Asked:
 
 @dataclass(slots=True)
 class Answered:
-    """What became of a request. times: when each part of its text came; error: "" if none."""
+    """What became of a request. times: when each part of its text came; lines: all that came, if
+    they are kept, with seconds after the start; error: "" if none.
+    """
 
     asked: Asked
     start: float
     times: list[float] = field(default_factory=list)
+    lines: list[tuple[float, str]] | None = None
     num_tokens: int = 0
     error: str = ""
 
@@ -85,6 +89,12 @@ def run_serve(args: argparse.Namespace) -> dict[str, Any]:
     requests = random_requests(args, args.num_prompts, args.vocab_size)
     asked = [Asked(prompt, max_tokens) for prompt, max_tokens in requests]
     answers, elapsed, cpu_s = asyncio.run(_ask_all(args, asked))
+    if args.record:
+        kept = [
+            {"prompt": each.asked.prompt, "max_tokens": each.asked.max_tokens, "lines": each.lines}
+            for each in answers
+        ]
+        Path(args.record).write_text(json.dumps(kept), encoding="utf-8")
     failed = [answer for answer in answers if answer.error]
     if len(failed) == len(answers):
         raise EngineError(f"all {len(failed)} requests failed; the first: {failed[0].error}")
@@ -114,7 +124,7 @@ async def _ask_all(
 
         async def ask(each: Asked) -> Answered:
             async with room:
-                return await _ask(client, model, each)
+                return await _ask(client, model, each, keeps_lines=bool(args.record))
 
         cpu_start, start = time.process_time(), time.perf_counter()
         tasks = [
@@ -149,8 +159,8 @@ async def _arriving(asked: Sequence[Asked], rate: float | None, seed: int) -> As
         yield each
 
 
-async def _ask(client: httpx2.AsyncClient, model: str, asked: Asked) -> Answered:
-    answer = Answered(asked, time.perf_counter())
+async def _ask(client: httpx2.AsyncClient, model: str, asked: Asked, keeps_lines: bool) -> Answered:
+    answer = Answered(asked, time.perf_counter(), lines=[] if keeps_lines else None)
     try:
         async with client.stream("POST", "/v1/completions", json=asked.body(model)) as response:
             if response.status_code != 200:
@@ -168,6 +178,8 @@ async def _ask(client: httpx2.AsyncClient, model: str, asked: Asked) -> Answered
 
 def _read_line(answer: Answered, line: str) -> None:
     """One line of server-sent events."""
+    if answer.lines is not None:
+        answer.lines.append((time.perf_counter() - answer.start, line))
     if not line.startswith("data:"):
         return
     data = line.removeprefix("data:").strip()

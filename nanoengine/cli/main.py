@@ -199,9 +199,14 @@ def _fill_plan(parser: Parser) -> None:
     wanted = parser.add_argument_group("what is asked, and the machine")
     for flag, kind, metavar, text in (
         ("--context", _count, "TOKENS", "tokens of a request (default: the longest that fits)"),
-        ("--gpu-gib", _amount, "GIB", "memory of the GPU; 0: no GPU (default: what is here)"),
+        ("--gpu-gib", _amount, "GIB", "memory of each GPU; 0: no GPU (default: what is here)"),
         ("--ram-gib", _positive, "GIB", "RAM that may be taken (default: what is free here)"),
-        ("--link-gbps", _positive, "GB/S", "copies from RAM to the GPU, in GB/s"),
+        (
+            "--link-gbps",
+            _positives,
+            "GB/S",
+            "copies from RAM to the GPU, in GB/s; of several, while all copy, as in 25,12",
+        ),
         ("--read-gbps", _positive, "GB/S", "reads of the memory that weights lie in, in GB/s"),
     ):
         wanted.add_argument(flag, type=kind, metavar=metavar, help=text)
@@ -255,6 +260,10 @@ def _amount(text: str) -> float:
     if not 0 <= number < MAX_GIB:
         raise argparse.ArgumentTypeError(f"must be from 0 to {MAX_GIB}, got {text}")
     return number
+
+
+def _positives(text: str) -> tuple[float, ...]:
+    return tuple(map(_positive, text.split(",")))
 
 
 def _positive(text: str) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanoengine.cli.flags import engine_config
@@ -13,11 +14,24 @@ from nanoengine.cli.usage import UsageError
 from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.startup.bars import Bar, Part
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
+from nanoengine.startup.plan import describe_copies
 
 # GB/s that are assumed where none are given; printed beside what follows from them.
 LINK_GB_PER_S = 25.0  # PCIe 4 x16
 GPU_READ_GB_PER_S = 300.0
 CPU_READ_GB_PER_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """What to plan for. hardware: a Hardware. links: GB/s of copies of each rank, while all copy.
+    assumed: sentences. speed: what was measured; None: nothing.
+    """
+
+    hardware: Any
+    links: tuple[float, ...]
+    assumed: list[str]
+    speed: MachineSpeed | None
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -28,14 +42,13 @@ def plan(args: argparse.Namespace) -> int:
     from nanoengine.startup.forecast import Forecaster
 
     model = read_config_of(config.model)
-    speed = _measured(args, config)
-    hardware, assumed = _hardware(args, speed)
+    machine = _machine(args, _measured(args, config), config.tensor_parallel_size)
     codes = read_codes_of(config.model) if config.quantization in (None, "gguf") else {}
-    made = Forecaster(config, model, hardware, codes).forecast(args.context)
+    made = Forecaster(config, model, machine.hardware, codes).forecast(args.context)
     if args.json:
-        print(json.dumps(_row(args, made, hardware, assumed, speed), indent=2))
+        print(json.dumps(_row(args, made, machine), indent=2))
     else:
-        print("\n".join(_lines(args, made, hardware, assumed, speed)))
+        print("\n".join(_lines(args, made, machine)))
     return 1 if made.refusal else 0
 
 
@@ -62,8 +75,8 @@ def _measured(args: argparse.Namespace, config: EngineConfig) -> MachineSpeed | 
     return remembered_speed(machine)
 
 
-def _hardware(args: argparse.Namespace, speed: MachineSpeed | None) -> tuple[Any, list[str]]:
-    """The Hardware to plan for, and sentences about what was assumed. speed: None: not measured."""
+def _machine(args: argparse.Namespace, speed: MachineSpeed | None, ranks: int) -> _Machine:
+    """The machine of the command line, or this one. speed: None: not measured."""
     import torch
 
     from nanoengine.devices.cpu import available_memory, native_dtype
@@ -72,50 +85,79 @@ def _hardware(args: argparse.Namespace, speed: MachineSpeed | None) -> tuple[Any
     assumed = []
     gpu_bytes = 0 if args.gpu_gib is None else int(args.gpu_gib * GIB)
     if args.gpu_gib is None and torch.cuda.is_available():
-        gpu_bytes = torch.cuda.mem_get_info()[1]
+        here = range(min(ranks, torch.cuda.device_count()))
+        gpu_bytes = min(torch.cuda.mem_get_info(index)[1] for index in here)
+        if len(here) < ranks:
+            assumed.append(f"{ranks} GPUs, and {len(here)} can be seen here (--gpu-gib)")
     ram_bytes = available_memory() if args.ram_gib is None else int(args.ram_gib * GIB)
     if args.ram_gib is None:
         assumed.append("RAM: what is free here (--ram-gib)")
-    read, link = args.read_gbps, args.link_gbps
-    if link is None and speed is not None:
-        link = speed.link_gb_per_s or None
+    read = args.read_gbps
     if read is None and speed is None:
         read = GPU_READ_GB_PER_S if gpu_bytes else CPU_READ_GB_PER_S
         where = "GPU memory" if gpu_bytes else "RAM"
         assumed.append(f"{where} is read at {read:g} GB/s (--read-gbps)")
-    if link is None:
-        link = LINK_GB_PER_S
-        if gpu_bytes:
-            assumed.append(f"copies from RAM to the GPU at {link:g} GB/s (--link-gbps)")
+    links = _links(args, speed, ranks)
+    if gpu_bytes:
+        assumed += _about_links(args, speed, links)
+    if ranks > 1:
+        assumed.append("gathers between ranks take no time")
     dtype = torch.bfloat16 if gpu_bytes else native_dtype()[0]
-    if speed is None:
-        return Hardware(gpu_bytes, ram_bytes, read, link, dtype), assumed
-    read, kv, layer_s = speed.read_gb_per_s, speed.kv_gb_per_s, speed.layer_us / 1e6
-    return Hardware(gpu_bytes, ram_bytes, read, link, dtype, 1.0, kv, layer_s), assumed
+    hardware = Hardware(gpu_bytes, ram_bytes, read or 0.0, min(links), dtype)
+    if speed is not None:
+        hardware = replace(
+            hardware,
+            read_gb_per_s=speed.read_gb_per_s,
+            read_efficiency=1.0,
+            kv_gb_per_s=speed.kv_gb_per_s,
+            layer_s=speed.layer_us / 1e6,
+        )
+    return _Machine(hardware, links, assumed, speed)
 
 
-def _lines(
-    args: argparse.Namespace,
-    made: Any,
-    hardware: Any,
-    assumed: list[str],
-    speed: MachineSpeed | None,
+def _links(args: argparse.Namespace, speed: MachineSpeed | None, ranks: int) -> tuple[float, ...]:
+    """GB/s of copies of each rank. Raises UsageError for as many as there are not."""
+    measured = speed.link_gb_per_s if speed is not None else 0.0
+    links: tuple[float, ...] = args.link_gbps or (measured or LINK_GB_PER_S,)
+    if len(links) not in (1, ranks):
+        raise UsageError(
+            f"--link-gbps has {len(links)} speeds for --tensor-parallel-size {ranks}; give one, or "
+            "one for each rank"
+        )
+    return links if len(links) == ranks else links * ranks
+
+
+def _about_links(
+    args: argparse.Namespace, speed: MachineSpeed | None, links: tuple[float, ...]
 ) -> list[str]:
+    """What nobody has said or measured of the links."""
+    if args.link_gbps is not None:
+        return []
+    is_measured = speed is not None and speed.link_gb_per_s
+    if len(links) == 1:
+        text = f"copies from RAM to the GPU at {links[0]:g} GB/s (--link-gbps)"
+        return [] if is_measured else [text]
+    return [f"copies from RAM to each GPU at {links[0]:g} GB/s while all copy (--link-gbps)"]
+
+
+def _lines(args: argparse.Namespace, made: Any, machine: _Machine) -> list[str]:
     from nanoengine.startup.forecast import held_dtype  # imports torch
 
-    model, memory = made.model, made.plan
-    is_sparse = made.active_bytes < memory.weight_bytes
+    model, memory, speed = made.model, made.plan, machine.speed
+    is_sparse = made.active_bytes < made.whole_bytes
     active = f" ({_gib(made.active_bytes)} for a token)" if is_sparse else ""
     method = made.settings.get("quantization")
-    dtype = str(held_dtype(model, memory.kv.dtype, hardware)).removeprefix("torch.")
+    dtype = str(held_dtype(model, memory.kv.dtype, machine.hardware)).removeprefix("torch.")
     bits = f"{dtype} and {method}" if method else dtype
     lines = [
         f"model     {args.model}: {model.architecture}, {model.num_layers} layers, "
-        f"{_gib(memory.weight_bytes)} of weights{active} in {bits}, "
+        f"{_gib(made.whole_bytes)} of weights{active} in {bits}, "
         f"{model.max_position:,} positions"
     ]
-    for bar in _bars(made, hardware):
+    for bar in _bars(made, machine.hardware):
         lines += bar.lines()
+    if memory.ranks > 1:
+        lines += _lines_of_ranks(made, machine)
     lines.append(
         f"longest   {made.longest:,} tokens in one request, at about "
         f"{made.longest_tokens_per_s:.3g} tok/s"
@@ -129,13 +171,49 @@ def _lines(
     )
     if speed is not None:
         lines.append(f"measured  {_describe(speed)}")
-    if assumed:
-        lines.append(f"assumed   {'; '.join(assumed)}")
+    if machine.assumed:
+        lines.append(f"assumed   {'; '.join(machine.assumed)}")
     settings = "".join(f", {name}={value!r}" for name, value in made.settings.items())
     lines.append(f"settings  LLM({args.model!r}{settings})")
     flags = "".join(f" {_flag(name, value)}" for name, value in made.settings.items())
     lines.append(f"command   nanoengine chat {args.model}{flags}")
     return lines
+
+
+def _lines_of_ranks(made: Any, machine: _Machine) -> list[str]:
+    """What each rank holds, what all do, and what is left of each memory."""
+    has_gpu = made.plan.has_gpu
+    each = [_held(made, num_bytes) for num_bytes in made.weights]
+    fullest = max(each, key=lambda held: held["weights"])
+    whose = {"GPU": "each GPU", "RAM": "the RAM"}
+    left = [f"{whose[bar.name]} has {_gib(bar.free)} left" for bar in _bars(made, machine.hardware)]
+    where = "each on a GPU of its own; the RAM is shared" if has_gpu else "which share the RAM"
+    lines = [
+        f"ranks     {made.plan.ranks} processes, {where}",
+        f"each      {_sizes(fullest)}",
+        f"together  {_sizes(_sum(each))}",
+        f"fits      {', '.join(left)}",
+    ]
+    if has_gpu:
+        lines.append(f"links     {describe_copies(machine.links)}")
+    return lines
+
+
+def _held(made: Any, weight_bytes: int) -> dict[str, int]:
+    """Bytes of a rank by what they are. weight_bytes: of its weights."""
+    kv = made.plan.kv
+    parts = replace(made.plan, weight_bytes=weight_bytes).device_parts("KV")
+    host = kv.num_host_blocks * kv.host_block_bytes
+    return {part.key: part.num_bytes for part in parts} | {"host_kv": host}
+
+
+def _sum(each: list[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(held[name] for held in each) for name in each[0]}
+
+
+def _sizes(held: Mapping[str, int]) -> str:
+    names = {"step": "a step", "kv": "KV", "ring": "buffer", "host_kv": "KV in RAM"}
+    return ", ".join(f"{names.get(name, name)} {_gib(size)}" for name, size in held.items() if size)
 
 
 def _describe(speed: MachineSpeed) -> str:
@@ -150,15 +228,23 @@ def _describe(speed: MachineSpeed) -> str:
 
 
 def _bars(made: Any, hardware: Any) -> list[Bar]:
-    """What takes which memory, with what is kept back of a GPU."""
+    """What takes which memory, with what is kept back of a GPU: of the fullest one, where there are
+    several. RAM is that of all ranks.
+    """
     memory, kv = made.plan, made.plan.kv
-    parts = memory.device_parts(_kv_label(kv.num_blocks * kv.block_size))
+    ranks = memory.ranks
+    label = _kv_label(kv.num_blocks * kv.block_size)
     if not hardware.gpu_bytes:
-        return [Bar("RAM", hardware.ram_bytes, parts)]
+        parts = [
+            replace(part, num_bytes=part.num_bytes * ranks) for part in memory.device_parts(label)
+        ]
+        parts[0] = replace(parts[0], num_bytes=sum(made.weights))
+        return [Bar("RAM", hardware.ram_bytes, tuple(parts))]
+    on_gpu = replace(memory, weight_bytes=max(made.weights)).device_parts(label)
     kept = Part("x", "reserved", "kept back", made.reserved_bytes)
     label = _kv_label(kv.num_host_blocks * kv.block_size)
-    host = Part("K", "kv", label, kv.num_host_blocks * kv.host_block_bytes)
-    gpu = Bar("GPU", hardware.gpu_bytes, (*parts, kept))
+    host = Part("K", "kv", label, ranks * kv.num_host_blocks * kv.host_block_bytes)
+    gpu = Bar("GPU", hardware.gpu_bytes, (*on_gpu, kept))
     return [gpu, Bar("RAM", hardware.ram_bytes, (host,))]
 
 
@@ -166,13 +252,9 @@ def _kv_label(num_tokens: int) -> str:
     return f"KV of {num_tokens:,} tokens"
 
 
-def _row(
-    args: argparse.Namespace,
-    made: Any,
-    hardware: Any,
-    assumed: list[str],
-    speed: MachineSpeed | None,
-) -> dict[str, Any]:
+def _row(args: argparse.Namespace, made: Any, machine: _Machine) -> dict[str, Any]:
+    hardware, speed = machine.hardware, machine.speed
+    each = [_held(made, num_bytes) for num_bytes in made.weights]
     return {
         "model": args.model,
         "architecture": made.model.architecture,
@@ -181,6 +263,8 @@ def _row(
             bar.name: {"bytes": bar.total} | {part.key: part.num_bytes for part in bar.parts}
             for bar in _bars(made, hardware)
         },
+        "ranks": each,
+        "together": _sum(each),
         "longest": made.longest,
         "longest_tokens_per_s": round(made.longest_tokens_per_s, 3),
         "context": made.context,
@@ -188,7 +272,8 @@ def _row(
         "limit": "link" if made.is_link_bound else "memory",
         "read_gb_per_s": hardware.read_gb_per_s,
         "link_gb_per_s": hardware.link_gb_per_s,
-        "assumed": assumed,
+        "links_gb_per_s": machine.links,
+        "assumed": machine.assumed,
         "measured": None if speed is None else asdict(speed),
         "settings": dict(made.settings),
         "refusal": made.refusal or None,

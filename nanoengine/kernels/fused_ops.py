@@ -146,6 +146,7 @@ class PackedOps(KernelOps):
     """
 
     is_batch_invariant = True
+    packs = True
 
     def __init__(self, kernels: CpuKernels, products: CpuLinear) -> None:
         super().__init__(kernels, kernels.tape)

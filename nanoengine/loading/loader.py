@@ -44,7 +44,8 @@ COPIED_BYTES = 1 << 20  # of a tensor; larger ones are packed, or mapped on purp
 class LoadedModel:
     """A decoder in memory. `source` describes its weights for the plan.
 
-    config: of the model. part: of this process's part of it, see Shard. codes: how many of its
+    config: of the model. part: of this process's part of it, see Shard. weight_bytes: that it
+    holds. codes: how many of its
     tensors are codes, by format. mtp: its head for multi-token prediction, if that was asked for.
     """
 
@@ -85,16 +86,14 @@ def load_model(
         shard, ops = sharding.shard, sharding.sharded(ops, config)
         shard.check(config)
     shapes, part = weight_shapes(config), shard.config(config)
-    held = shard.shapes(shapes, config)
-    num_bytes = sum(map(math.prod, held.values())) * dtype.itemsize
+    num_bytes = sum(map(math.prod, shard.shapes(shapes, config).values())) * dtype.itemsize
     made = _FinalWeights(device, dtype, quantization == "int8")
     keeps_codes = ops.takes_codes and quantization in (None, "gguf")
     if load_format == "dummy":
         dummy = DummyWeights(config, shard, device, dtype, seed)
         decoder = Decoder(part, lambda name: made.weight(name, dummy.part(name)), device, ops)
-        return LoadedModel(
-            config, part, decoder, "random weights", made.num_bytes, made.codes, decoder.mtp
-        )
+        held = made.num_bytes - ops.saved_bytes
+        return LoadedModel(config, part, decoder, "random weights", held, made.codes, decoder.mtp)
     is_wrapped = bool(config.wrapper)
     with _open(folder, is_wrapped) as reader:
         reader.rename(mtp_parts(config, reader.names()))
@@ -117,7 +116,8 @@ def load_model(
             origin = f"{origin}; {growth}"
     if is_wrapped:
         origin = f"{origin}; {about_others(config.wrapper, reader.others)}"
-    return LoadedModel(config, part, decoder, origin, made.num_bytes, made.codes, decoder.mtp)
+    held = made.num_bytes - ops.saved_bytes
+    return LoadedModel(config, part, decoder, origin, held, made.codes, decoder.mtp)
 
 
 class _FinalWeights:

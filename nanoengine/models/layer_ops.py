@@ -60,6 +60,11 @@ class LayerOps(Protocol):
         ...
 
     @property
+    def packs(self) -> bool:
+        """Whether products hold copies of weights, in a form of their own."""
+        ...
+
+    @property
     def saved_bytes(self) -> int:
         """How many bytes less the weights so far take than their numbers in the dtype."""
         ...

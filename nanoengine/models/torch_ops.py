@@ -65,6 +65,7 @@ class TorchOps:
 
     is_batch_invariant = False
     takes_codes = False
+    packs = False
 
     @property
     def saved_bytes(self) -> int:

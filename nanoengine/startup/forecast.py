@@ -18,15 +18,20 @@ from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.loading.mtp_names import with_mtp
 from nanoengine.models.experts import ON_A_GPU
-from nanoengine.models.make_codes import EMBEDDINGS, FORMAT, becomes_codes
-from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS
-from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
-from nanoengine.models.weight_shapes import weight_shapes
-from nanoengine.startup.memory_plan import ModelFacts, plan_memory
+from nanoengine.models.shard import WHOLE, Shard
+from nanoengine.models.stored_codes import FORMATS, HELD_BYTES
+from nanoengine.startup.memory_plan import Memory, ModelFacts, plan_memory
 from nanoengine.startup.plan import GIB_STEPS, MemoryPlan, gib_up
+from nanoengine.startup.rank_share import MemoryShare, memory_settings_of_a_rank
+from nanoengine.startup.weight_bytes import (
+    CodeCounts,
+    WeightForm,
+    are_codes,
+    bytes_of_codes,
+    experts_become_codes,
+    weight_bytes,
+)
 
-# Of "layers" and of "ends", the embedding and the head: weights by their format in a GGUF.
-CodeCounts = Mapping[str, Mapping[str, int]]
 # What CUDA's context and the kernels' code take on a GPU beside torch's tensors.
 CUDA_CONTEXT_BYTES = GIB // 2
 # The share of the memory's bandwidth that a decode step reaches: Llama-3.1-8B's shapes on an H200.
@@ -38,7 +43,8 @@ SMALL = {"max_num_batched_tokens": 512, "slot_tokens": 4096}
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """A machine. gpu_bytes: all memory of its GPU (0: it has none). ram_bytes: RAM that the engine
-    may take. read_gb_per_s: of the memory that weights lie in; link_gb_per_s: from RAM to GPU.
+    may take. read_gb_per_s: of the memory that weights lie in; link_gb_per_s: from RAM to GPU. Of
+    several GPUs, each has this memory, and the slowest link is this fast while all copy.
     auto_dtype: what the setting dtype="auto" takes there. read_efficiency: the share of
     read_gb_per_s that a step reaches; kv_gb_per_s: at which it reads KV (0: as weights); layer_s:
     seconds that each layer takes beside.
@@ -63,11 +69,12 @@ class Hardware:
 class Forecast:
     """What fits and how fast it is.
 
-    plan: the division of memory, with `settings`. longest: the most tokens that any settings reach,
-    with its speed. context: tokens of the request that plan, settings and tokens_per_s are for.
-    reserved_bytes: of the GPU, not used. active_bytes: weights of a token's experts and of all that
-    is no expert. is_link_bound: copies from RAM limit the speed. refusal: why the wanted context
-    cannot be reached; "" if it can.
+    plan: the division of memory, with `settings`; as an engine's plan, it is of the first rank.
+    weights: bytes that each rank holds; whole_bytes: that one process would. longest: the most
+    tokens that any settings reach, with its speed. context: tokens of the request that plan,
+    settings and tokens_per_s are for. reserved_bytes: of the GPU, not used. active_bytes: of
+    whole_bytes, those of a token's experts and of all that is no expert. is_link_bound: copies from
+    RAM limit the speed. refusal: why the wanted context cannot be reached; "" if it can.
     """
 
     model: ModelConfig
@@ -78,6 +85,8 @@ class Forecast:
     context: int
     tokens_per_s: float
     reserved_bytes: int
+    weights: tuple[int, ...]
+    whole_bytes: int
     active_bytes: int
     is_link_bound: bool
     refusal: str = ""
@@ -149,30 +158,38 @@ class Forecaster:
         dtype: torch.dtype = getattr(torch, config.dtype) if is_asked else hardware.auto_dtype
         self._dtype = dtype
         self._held_dtype = held_dtype(model, dtype, hardware)
-        itemsize = self._held_dtype.itemsize
-        method = _quantization(config, codes or {}, dtype, hardware)
-        are_codes = method == "gguf" or (method is None and model.codes)
-        are_codes = are_codes or (method == "int8" and _experts_become_codes(model))
-        is_taken = dtype is torch.bfloat16 or are_codes
-        if hardware.gpu_bytes and model.experts is not None and not is_taken:
-            raise ConfigError(ON_A_GPU)
         self._codes = codes
-        each = _bytes_of_weights(codes or {}, itemsize)
+        self._ranks = config.tensor_parallel_size
+        self._shards = [Shard(rank, self._ranks) for rank in range(self._ranks)]
+        self._shards[0].check(model)
+        self._part = self._shards[0].config(model)
+        form = self._weight_form()
+        self._whole = weight_bytes(model, WHOLE, form)
+        self._weights = [weight_bytes(model, shard, form) for shard in self._shards]
+        held = [each.held for each in self._weights]
+        # On the fullest GPU, or of all ranks in the RAM that they share.
+        self._weight_bytes = max(held) if hardware.gpu_bytes else sum(held)
+        machine = _Planned(hardware, self._weight_bytes)
+        of_gpus = machine.memory() if hardware.gpu_bytes else None
+        self._memory: Memory = MemoryShare(machine, self._ranks, of_gpus)
+
+    def _weight_form(self) -> WeightForm:
+        """Raises ConfigError for experts that a GPU does not take."""
+        config, model, dtype = self._config, self._model, self._dtype
+        codes, has_gpu = self._codes or {}, self._hardware.gpu_bytes > 0
+        method = _quantization(config, codes, dtype, self._hardware)
+        is_coded = method == "gguf" or (method is None and model.codes)
+        is_coded = is_coded or (method == "int8" and experts_become_codes(model))
+        is_wide = dtype is not torch.bfloat16 and not is_coded
+        if has_gpu and model.experts is not None and is_wide:
+            raise ConfigError(ON_A_GPU)
+        itemsize = self._held_dtype.itemsize
+        each = bytes_of_codes(codes, itemsize)
         each["numbers"] = float(dtype.itemsize)  # those of codes fit no 16 bits
         if model.codes:
             kept = ("experts",) if model.codes == "MXFP4" else ("experts", "others")
             each |= dict.fromkeys(kept, HELD_BYTES[model.codes] / FORMATS[model.codes][0])
-        found = bytes_by_name(model, itemsize, method, each)
-        shares = dict.fromkeys(found, 1.0)
-        if model.experts is not None:
-            share = model.experts.top_k / model.experts.count
-            shares |= {name: share for name in found if ".experts." in name}
-        self._weight_bytes = int(sum(found.values()))
-        self._active_bytes = int(sum(found[name] * share for name, share in shares.items()))
-        # Of embeddings a step takes a row, but of those that are the head, too.
-        tables = (EMBEDDINGS_OF_LAYERS, "" if model.tie_word_embeddings else EMBEDDINGS)
-        self._table_bytes = sum(found.get(name, 0.0) for name in tables)
-        self._memory = _Planned(hardware, self._weight_bytes)
+        return WeightForm(itemsize, method, each, packs=not has_gpu)
 
     def forecast(self, context: int | None) -> Forecast:
         """The plan that reaches `context` tokens with the fewest settings (None: that of the
@@ -197,16 +214,19 @@ class Forecaster:
 
     def _too_large(self) -> str:
         """How the weights fill the memory."""
-        _, total = self._memory.memory()
+        hardware, whose = self._hardware, ""
+        if self._ranks > 1:
+            whose = " of a rank" if hardware.gpu_bytes else f" of {self._ranks} ranks"
         return (
-            f"the weights take {_gib(self._weight_bytes)} in {self._name_of_dtype()}, the "
-            f"{self._where()} has {_gib(total)}, and weights are not offloaded"
+            f"the weights{whose} take {_gib(self._weight_bytes)} in {self._name_of_dtype()}, the "
+            f"{self._where()} has {_gib(hardware.gpu_bytes or hardware.ram_bytes)}, and weights "
+            "are not offloaded"
         )
 
     def _smaller(self) -> str:
         """What fits where these weights do not."""
         ways = []
-        for method in ("gguf", "int8") if _are_codes(self._codes or {}) else ("int8",):
+        for method in ("gguf", "int8") if are_codes(self._codes or {}) else ("int8",):
             config = replace(self._config, quantization=method)
             try:
                 other = Forecaster(config, self._model, self._hardware, self._codes)
@@ -244,9 +264,10 @@ class Forecaster:
         if not self._hardware.gpu_bytes:
             spare = max(1, self._config.decode_reserve_blocks)
             num_bytes = (-(-context // kv.block_size) + spare) * kv.block_bytes
-            gib = min(gib_up(num_bytes), self._room_gib())
+            gib = min(gib_up(num_bytes * self._ranks), self._room_gib())
             return self._fit(max_model_len=asked, kv_cache_gib=gib)
-        gib = min(gib_up(kv.host_bytes_for(context)), _gib_down(self._hardware.ram_bytes))
+        num_bytes = kv.host_bytes_for(context) * self._ranks
+        gib = min(gib_up(num_bytes), _gib_down(self._hardware.ram_bytes))
         return self._offloaded(max_model_len=asked, kv_offload_gib=gib)
 
     def _offloaded(self, **settings: Any) -> _Fit:
@@ -263,11 +284,12 @@ class Forecaster:
             )
         kv = longest.kv
         num_blocks = -(-context // kv.block_size)
-        missing = num_blocks - kv.capacity_blocks
+        missing = (num_blocks - kv.capacity_blocks) * self._ranks
         gib = (self._hardware.ram_bytes + missing * kv.host_block_bytes) / GIB
+        block_bytes = kv.block_bytes * self._ranks
         text = (
-            f"the KV of {context:,} tokens takes {_gib(num_blocks * kv.block_bytes)}, and "
-            f"{_gib(kv.capacity_blocks * kv.block_bytes)} are left for it; it fits with --ram-gib "
+            f"the KV of {context:,} tokens takes {_gib(num_blocks * block_bytes)}, and "
+            f"{_gib(kv.capacity_blocks * block_bytes)} are left for it; it fits with --ram-gib "
             f"{math.ceil(gib)}"
         )
         if self._hardware.gpu_bytes and self._config.kv_offload_dtype is None:
@@ -294,7 +316,9 @@ class Forecaster:
             context=tokens,
             tokens_per_s=speed,
             reserved_bytes=reserved,
-            active_bytes=self._active_bytes,
+            weights=tuple(each.held for each in self._weights),
+            whole_bytes=self._whole.held,
+            active_bytes=self._whole.active,
             is_link_bound=copying > computing,
         )
 
@@ -302,7 +326,7 @@ class Forecaster:
         """Seconds in which a decode step of one request reads weights and KV, and in which it
         copies host KV; on a GPU both happen at once.
         """
-        kv, model = plan.kv, self._model
+        kv, model, hardware = plan.kv, self._part, self._hardware
         itemsize = self._dtype.itemsize
         windows = model.windows or (None,) * (model.num_layers + model.has_mtp)
         seen_bytes = sum(
@@ -310,8 +334,11 @@ class Forecaster:
             for layer in model.attention_layers
         )
         seen_bytes *= model.kv_parts * itemsize
-        hardware = self._hardware
-        read_s = (self._active_bytes - self._table_bytes) / hardware.read_gb_per_s
+        read = [each.read for each in self._weights]
+        read_bytes = max(read)  # ranks wait for each other
+        if not hardware.gpu_bytes:  # all read the same RAM
+            read_bytes, seen_bytes = sum(read), seen_bytes * self._ranks
+        read_s = read_bytes / hardware.read_gb_per_s
         read_s += seen_bytes / (hardware.kv_gb_per_s or hardware.read_gb_per_s)
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
@@ -323,7 +350,7 @@ class Forecaster:
         """GiB of RAM that a CPU's KV may take beside weights and a step."""
         free, _ = self._memory.memory()
         plan = self._fit(max_model_len=None).plan
-        return _gib_down(free - plan.activation_bytes - plan.kv.fixed_bytes)
+        return _gib_down((free - plan.activation_bytes - plan.kv.fixed_bytes) * self._ranks)
 
     def _try(self, **settings: Any) -> _Fit | None:
         """The fit with these settings; None if there is none."""
@@ -336,8 +363,10 @@ class Forecaster:
         """Raises OutOfMemoryError for settings that do not fit."""
         config = replace(self._config, **settings)
         is_cpu = self._hardware.name == "cpu"
-        facts = ModelFacts("", self._dtype, "", self._weight_bytes, "", fuses_delta=is_cpu)
-        return _Fit(config, plan_memory(config, self._model, self._memory, facts, None))
+        held = self._weights[0].held
+        facts = ModelFacts("", self._dtype, "", held, "", fuses_delta=is_cpu)
+        of_a_rank = memory_settings_of_a_rank(config)
+        return _Fit(config, plan_memory(of_a_rank, self._part, self._memory, facts, None))
 
     def _name_of_dtype(self) -> str:
         method = self._config.quantization
@@ -350,60 +379,14 @@ def held_dtype(model: ModelConfig, dtype: torch.dtype, hardware: Hardware) -> to
     return getattr(torch, model.stored_dtype) if is_narrow and hardware.name == "cpu" else dtype
 
 
-def _are_codes(codes: CodeCounts) -> bool:
-    """Whether any weight is."""
-    return any(name in FORMATS for counts in codes.values() for name in counts)
-
-
 def _quantization(
     config: EngineConfig, codes: CodeCounts, dtype: torch.dtype, hardware: Hardware
 ) -> str | None:
     """The setting; "gguf", too, where a CPU keeps the codes of a GGUF without it."""
     is_taken = hardware.name == "cpu" and dtype in (torch.float32, hardware.auto_dtype)
-    if config.quantization is None and is_taken and _are_codes(codes):
+    if config.quantization is None and is_taken and are_codes(codes):
         return "gguf"
     return config.quantization
-
-
-def _bytes_of_weights(codes: CodeCounts, itemsize: int) -> dict[str, float]:
-    """Of a weight with quantization="gguf", on average, in "layers" and in "ends"."""
-    sizes = {name: HELD_BYTES[name] / weights for name, (weights, _) in FORMATS.items()}
-    found = dict.fromkeys(("layers", "ends"), float(itemsize))
-    for place, counts in codes.items():
-        if counts:
-            num_bytes = sum(n * sizes.get(name, itemsize) for name, n in counts.items())
-            found[place] = num_bytes / sum(counts.values())
-    return found
-
-
-def _experts_become_codes(model: ModelConfig) -> bool:
-    """Whether "int8" leaves none of their products numbers."""
-    shapes = {name: shape for name, shape in weight_shapes(model).items() if ".experts." in name}
-    return all(becomes_codes(name, shape) for name, shape in shapes.items() if len(shape) == 2)
-
-
-def bytes_by_name(
-    model: ModelConfig, itemsize: int, quantization: str | None, codes: Mapping[str, float]
-) -> dict[str, float]:
-    """Bytes of each weight.
-
-    codes: bytes of a weight with quantization="gguf", in "layers", in "ends", and of "numbers" that
-    are never codes; without it, of "experts" and of "others" in layers, if they stay codes.
-    """
-    found, never = {}, (*NEVER_CODES, *model.not_codes)
-    for name, shape in weight_shapes(model).items():
-        place = "layers" if ".layers." in name else "ends"
-        is_matrix = len(shape) == 2 and not name.endswith(ROUTERS)
-        is_coded = is_matrix and not name.endswith(never)
-        each = float(itemsize)
-        if quantization == "int8":
-            each = HELD_BYTES[FORMAT] / FORMATS[FORMAT][0] if becomes_codes(name, shape) else each
-        elif quantization == "gguf":
-            each = codes[place if is_coded else "numbers"]
-        elif quantization is None and is_coded and place == "layers":
-            each = codes.get("experts" if ".experts." in name else "others", itemsize)
-        found[name] = math.prod(shape) * each
-    return found
 
 
 def _gib(num_bytes: int) -> str:

@@ -186,7 +186,7 @@ def load_compute_parts(
         source=source,
         dtype=dtype,
         dtype_reason=dtype_reason,
-        weight_bytes=model.weight_bytes - ops.saved_bytes,
+        weight_bytes=model.weight_bytes,
         attention=f"{attention.name} ({reasons})" if reasons else attention.name,
         quantization=describe_codes(model.codes, dtype, config),
         invariance=describe_invariance(*invariant, are_ranks),

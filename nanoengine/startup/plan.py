@@ -7,6 +7,7 @@ memory_plan.py makes it, probe.py adds the speeds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanoengine.config.engine import GIB, EngineConfig
@@ -159,9 +160,7 @@ class MemoryPlan:
         """The predicted speed, and what is known of it."""
         if not self.decode_tokens_per_s:
             return "not measured, as other programs use the processor"
-        copies = f"; copies at {self.copy_gb_per_s:.1f} GB/s" if self.copy_gb_per_s else ""
-        if copies and self.ranks > 1:
-            copies += f" together, the slowest at {min(self.link_gb_per_s):.1f}"
+        copies = f"; {describe_copies(self.link_gb_per_s)}" if self.copy_gb_per_s else ""
         what = f"one request of {self.max_model_len} tokens decodes at"
         if not self.is_slowed:
             return f"{what} about {self.decode_tokens_per_s:.1f} tok/s{copies}"
@@ -169,6 +168,14 @@ class MemoryPlan:
             f"{what} {self.decode_tokens_per_s:.1f} tok/s or more{copies}; measured while other "
             "programs used the processor"
         )
+
+
+def describe_copies(link_gb_per_s: Sequence[float]) -> str:
+    """How fast copies from host memory are. link_gb_per_s: of each rank, all at once."""
+    copies = f"copies at {sum(link_gb_per_s):.1f} GB/s"
+    if len(link_gb_per_s) == 1:
+        return copies
+    return f"{copies} together, the slowest at {min(link_gb_per_s):.1f}"
 
 
 def how_to_hold(spec: KVSpec, room: OffloadRoom | None, num_tokens: int) -> str:

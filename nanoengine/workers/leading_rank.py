@@ -16,6 +16,7 @@ from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.memory_plan import Memory
 from nanoengine.startup.parts import Parts, load_parts, usable_settings
 from nanoengine.startup.probe import measure_copy
+from nanoengine.startup.rank_share import MemoryShare
 from nanoengine.workers.group import Group
 from nanoengine.workers.leading_parts import LeadingDecoder, LeadingHead, LeadingMemory
 from nanoengine.workers.orders import Order, spec_to_json
@@ -152,28 +153,3 @@ def _abort(joined: list[Group]) -> None:
     """Wake whoever waits for a rank that will not come."""
     for group in joined:
         group.abort()
-
-
-class MemoryShare:
-    """The memory that one of `size` ranks may plan with: its part of the machine's.
-
-    of_gpus: free and total bytes of any rank's GPU; None: ranks share the CPU's memory.
-    """
-
-    def __init__(self, device: Device, size: int, of_gpus: tuple[int, int] | None = None) -> None:
-        self._device = device
-        self._size = size
-        self._of_gpus = of_gpus
-        self.name = device.name
-        self.computes_later = device.computes_later
-
-    def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
-        if self._of_gpus is not None:
-            return self._of_gpus
-        free, total = self._device.memory()
-        return free // self._size, total // self._size
-
-    def host_memory(self) -> int:
-        """Available bytes of host memory."""
-        return self._device.host_memory() // self._size

@@ -23,6 +23,7 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.models.layer_ops import LayerOps
 from nanoengine.models.shard import Shard
 from nanoengine.startup.parts import ComputeParts
+from nanoengine.startup.rank_share import memory_settings_of_a_rank
 from nanoengine.workers.gloo_group import GlooGroup
 from nanoengine.workers.group import Group
 from nanoengine.workers.nccl_group import NcclGroup, check_nccl
@@ -121,18 +122,9 @@ def devices_of_ranks(name: str, size: int) -> tuple[str, ...]:
 
 def settings_of_a_rank(config: EngineConfig) -> EngineConfig:
     """The settings of each rank: its part of the threads and of the memory."""
-    size = config.tensor_parallel_size
-
-    def part(gib: float | None) -> float | None:
-        return None if gib is None else gib / size
-
     threads = config.num_threads or default_threads()
-    return replace(
-        config,
-        num_threads=max(1, threads // size),
-        kv_cache_gib=part(config.kv_cache_gib),
-        kv_offload_gib=part(config.kv_offload_gib),
-    )
+    num_threads = max(1, threads // config.tensor_parallel_size)
+    return replace(memory_settings_of_a_rank(config), num_threads=num_threads)
 
 
 def fingerprint(parts: ComputeParts) -> str:

@@ -23,7 +23,7 @@ from nanoengine.models.draw import Draws
 from nanoengine.models.experts import ExpertWeights, Map, Router, RouterWeights
 from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product, Tiles
 from nanoengine.models.shard import Shard
-from nanoengine.models.stored_codes import Weight
+from nanoengine.models.stored_codes import CodedWeight, Weight
 from nanoengine.workers.group import Group
 
 
@@ -37,6 +37,7 @@ class ShardedOps:
         self._all = [Shard(rank, shard.size) for rank in range(shard.size)]
         self._group = group
         self._model = model
+        self._copied_bytes = 0  # rows of embeddings that the head holds once more
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -47,8 +48,12 @@ class ShardedOps:
         return self._ops.takes_codes
 
     @property
+    def packs(self) -> bool:
+        return self._ops.packs
+
+    @property
     def saved_bytes(self) -> int:
-        return self._ops.saved_bytes
+        return self._ops.saved_bytes - self._copied_bytes
 
     def linear(
         self, weight: Weight, bias: Tensor | None = None, norm: Norm | None = None
@@ -100,6 +105,8 @@ class ShardedOps:
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
         """Every rank holds all embeddings; its head takes its rows of them."""
         rows = self._shard.take("lm_head.weight", weight, self._model)
+        if self.packs or isinstance(rows, CodedWeight):
+            self._copied_bytes += rows.nbytes
         return self.embedding(weight), self.head(rows, norm)
 
     def router(self, weights: RouterWeights) -> Product:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,23 @@ def test_a_failed_request_is_counted_and_told(capsys: pytest.CaptureFixture[str]
     assert found["errors"] == ['HTTP 400: {"error": {"message": "seven"}}']
     with pytest.raises(EngineError, match=r"all 2 requests failed.*seven"):
         bench(capsys, "--num-prompts", "2", "--min-input", "7", "--max-input", "7")
+
+
+def test_what_came_is_kept_with_its_times(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Each line, so that a server can say the same again."""
+    path, sizes = tmp_path / "kept.json", ["--min-output", "1", "--max-output", "5"]
+    found = bench(capsys, "--num-prompts", "3", *sizes, "--record", str(path))
+    kept = json.loads(path.read_text())
+    assert (
+        len(kept) == 3 and sum(each["max_tokens"] for each in kept) == found["total_output_tokens"]
+    )
+    for each in kept:
+        times, lines = zip(*each["lines"], strict=True)
+        assert sum('" word"' in line for line in lines) == each["max_tokens"]
+        assert lines.count(": keep-alive") >= each["max_tokens"] and lines[-2] == "data: [DONE]"
+        assert list(times) == sorted(times) and times[-1] >= GAP_S * each["max_tokens"]
 
 
 def test_no_server_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from benchmarks.servers import Server, cpu_seconds, running, summary
+from benchmarks import beside_clients
+from benchmarks.beside_clients import beside_round
+from benchmarks.servers import BESIDE, Server, clients, cpu_seconds, running, summary
+from nanoengine.bench.workload import random_requests
 from nanoengine.errors import EngineError
 
 LATE = """
@@ -77,6 +85,80 @@ def test_sigterm_leaves_no_server(tmp_path: Path) -> None:
             benchmark.kill()
     with pytest.raises(ProcessLookupError):
         os.kill(server_pid, 0)
+
+
+GAP_S, NUM_TOKENS = 0.05, 12
+SIZES = {"num_prompts": 3, "min_input": 5, "max_input": 9}
+SIZES |= {"min_output": NUM_TOKENS, "max_output": NUM_TOKENS}
+
+
+def record(path: Path) -> int:
+    """What a server sent to these clients, a token every GAP_S; returns how many."""
+    kept = []
+    namespace = SimpleNamespace(**SIZES, seed=0)
+    for prompt, num_tokens in random_requests(namespace, SIZES["num_prompts"], 60):
+        lines = []
+        for at in range(num_tokens):
+            chunk = {"choices": [{"text": f" {at}"}]}
+            lines += [(GAP_S * (at + 1), f"data: {json.dumps(chunk)}"), (GAP_S * (at + 1), "")]
+        end = json.dumps({"choices": [], "usage": {"completion_tokens": num_tokens}})
+        last = GAP_S * num_tokens
+        lines += [(last, f"data: {end}"), (last, ""), (last, "data: [DONE]"), (last, "")]
+        kept.append({"prompt": prompt, "max_tokens": num_tokens, "lines": lines})
+    path.write_text(json.dumps(kept))
+    return SIZES["num_prompts"] * NUM_TOKENS
+
+
+def test_an_offline_run_beside_the_clients_of_a_stand_in(
+    tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The clients get what was recorded, when it came; the run answers their prompts meanwhile."""
+    recording = tmp_path / "recording"
+    num_tokens = record(recording)
+    settings = {"model": str(tiny("llama")), "num_threads": 1, "dtype": "float32"}
+    row = beside_round(recording, clients(60, 2, SIZES), settings, tmp_path / "log")
+    assert row["clients_s"] >= 2 * GAP_S * NUM_TOKENS  # two at a time
+    assert row["clients_output_throughput"] == pytest.approx(
+        num_tokens / row["clients_s"], rel=0.01
+    )
+    assert row["output_throughput"] == pytest.approx(num_tokens / row["elapsed_s"], rel=0.2)
+    assert row["dtype"] == "float32" and row["client_cpu_s"] >= 0 <= row["stand_in_cpu_s"]
+
+
+def test_the_run_begins_with_its_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client asks, so nothing is told to begin; and no program is left."""
+    record(tmp_path / "recording")
+    begun: list[subprocess.Popen[str]] = []
+    told: list[str] = []
+    popen = subprocess.Popen
+
+    def kept(command: list[str], **settings: Any) -> subprocess.Popen[str]:
+        if "benchmarks.beside_clients" in command:
+            code = "import time; print('ready', flush=True); time.sleep(8)"
+            command = [sys.executable, "-c", code]
+        begun.append(popen(command, **settings))
+        return begun[-1]
+
+    monkeypatch.setattr(beside_clients.subprocess, "Popen", kept)
+    monkeypatch.setattr(beside_clients, "_go", lambda process: told.append(str(process.args)))
+    asking = [sys.executable, "-c", "import time; time.sleep(60)"]
+    stop = threading.Timer(3, lambda: begun[0].kill())  # a stand-in that dies
+    stop.start()
+    with pytest.raises(EngineError, match=r"stand_in.* has ended"):
+        beside_round(tmp_path / "recording", asking, {}, tmp_path / "log")
+    stop.cancel()
+    assert told == [] and len(begun) == 3
+    assert all(process.poll() is not None for process in begun)
+
+
+def test_servers_are_compared_with_the_run_beside_clients() -> None:
+    rounds = {
+        "nanoengine": [{"output_throughput": 10.0}, {"output_throughput": 30.0}],
+        BESIDE: [{"output_throughput": 20.0}, {"output_throughput": 30.0}],
+    }
+    assert summary(rounds)["nanoengine"]["over_beside_clients"] == 0.75
+    del rounds[BESIDE]
+    assert "over_beside_clients" not in summary(rounds)["nanoengine"]
 
 
 def test_ratios_are_of_the_same_round() -> None:

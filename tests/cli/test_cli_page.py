@@ -42,7 +42,7 @@ def test_an_example_prints_what_the_page_shows(
 
 
 def test_there_are_examples() -> None:
-    assert len(EXAMPLES) == 2
+    assert len(EXAMPLES) == 3
 
 
 def test_commands_have_flags_that_exist() -> None:

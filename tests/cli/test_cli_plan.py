@@ -57,6 +57,71 @@ def test_two_bars_and_the_settings_that_reach_the_context(
     assert "--max-model-len 100000 --enable-cpu-offload --kv-offload-gib " in out
 
 
+TWO = ["--tensor-parallel-size", "2"]
+
+
+def test_what_each_rank_holds_and_all_together(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--gpu-gib", "12", "--ram-gib", "32", "--context", "100000", *TWO]
+    assert main(["plan", str(folder), *flags, "--link-gbps", "25,12.5"]) == 0
+    out = capsys.readouterr().out
+    assert "32 layers, 14.96 GiB of weights in bfloat16" in out
+    assert "ranks     2 processes, each on a GPU of its own; the RAM is shared\n" in out
+    found = {
+        name: [float(gib) for gib in re.findall(r"([\d.]+) GiB", line)]
+        for name, line in re.findall(r"^(each|together|fits) +(.*)$", out, re.MULTILINE)
+    }
+    assert found["together"] == pytest.approx([2 * gib for gib in found["each"]], abs=0.02)
+    weights, step, kv, ring, on_host = found["each"]
+    assert weights == pytest.approx(14.96 / 2 + 128256 * 4096 / 2**30, abs=0.01)
+    gpu, ram = found["fits"]
+    kept = 12 * 0.1 + 0.5
+    assert weights + step + kv + ring + kept + gpu == pytest.approx(12, abs=0.03)
+    assert 2 * on_host + ram == pytest.approx(32, abs=0.02)
+    assert "links     copies at 37.5 GB/s together, the slowest at 12.5\n" in out
+    assert "gathers between ranks take no time" in out and "--link-gbps" not in out
+    assert "LLM(" in out and "tensor_parallel_size=2" in out
+    rows = [
+        plan(capsys, folder, *flags, "--link-gbps", link) for link in ("25,12.5", "12.5", "25,25")
+    ]
+    speeds = [row["tokens_per_s"] for row in rows]
+    assert speeds[0] == speeds[1] == pytest.approx(speeds[2] / 2, rel=0.01)
+    assert rows[0]["links_gb_per_s"] == [25, 12.5] and rows[0]["link_gb_per_s"] == 12.5
+
+
+def test_a_context_out_of_reach_of_ranks_names_the_ram_of_all(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["--gpu-gib", "12", *TWO, "--context", "90000"]
+    row = plan(capsys, folder, *few, "--ram-gib", "3", status=FAILED)
+    need = re.search(r"it fits with --ram-gib (\d+)", row["refusal"])
+    assert need
+    assert plan(capsys, folder, *few, "--ram-gib", need[1])["refusal"] is None
+    assert main(["plan", str(folder), "--gpu-gib", "6", "--ram-gib", "3", *TWO]) == FAILED
+    assert "the weights of a rank take 7.97 GiB in bfloat16, the GPU" in capsys.readouterr().err
+
+
+def test_a_link_for_each_rank(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(folder), *GPU_24, *TWO, "--link-gbps", "1,2,3"]) == MISUSED
+    assert "has 3 speeds for --tensor-parallel-size 2; give one" in capsys.readouterr().err
+
+
+def test_gpus_that_are_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two, of which the first is larger; another is like them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda at=0: (0, (48 - 24 * at) << 30))
+    for size, gib in (1, 48), (2, 24), (4, 24):
+        row = plan(capsys, folder, "--ram-gib", "4", "--tensor-parallel-size", str(size))
+        assert row["memory"]["GPU"]["bytes"] == gib << 30
+        said = f"{size} GPUs, and 2 can be seen here (--gpu-gib)"
+        assert (said in row["assumed"]) == (size > 2)
+
+
 def test_json_holds_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = plan(capsys, folder, *GPU_24, "--context", "100000", "--link-gbps", "50")
     assert row["settings"]["enable_cpu_offload"] is True and row["refusal"] is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from torch import Tensor
+from torch.nn import functional
 
 from nanoengine.models import torch_ops
 
@@ -39,3 +40,31 @@ def _multiply_in_order(self: torch_ops.Linear, x: Tensor) -> Tensor:
         parts = parts[:-half]
     out = parts[0].contiguous()  # as kernels take it
     return (out if self._bias is None else out + self._bias.float()).to(x.dtype)
+
+
+def use_plain_tiles(patch: pytest.MonkeyPatch) -> None:
+    """From here on Triton's interpreter computes each number of a product of tiles by itself. The
+    bits of NumPy's products depend on how many rows a tile has.
+    """
+    from triton.runtime import interpreter
+
+    def multiplied(self: Any, a: Any, b: Any, total: Any, *_: Any) -> Any:
+        out = total.data.copy()
+        for column, row in zip(a.data.T, b.data, strict=True):
+            out += column[:, None] * row[None, :]
+        return interpreter.TensorHandle(out, total.dtype.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", multiplied)
+
+
+def use_plain_softplus(patch: pytest.MonkeyPatch) -> None:
+    """From here on no number's softplus depends on its place. PyTorch computes whole vectors of a
+    CPU in another way than the rest.
+    """
+    softplus = functional.softplus
+
+    def padded(x: Tensor) -> Tensor:
+        whole = functional.pad(x.flatten(), (0, -x.numel() % 64))
+        return softplus(whole)[: x.numel()].view(x.shape)
+
+    patch.setattr(functional, "softplus", padded)

@@ -50,13 +50,16 @@ def test_speeds_are_those_measured_on_an_h200() -> None:
 
 
 @pytest.mark.parametrize("model", [LLAMA_8B, GEMMA_LIKE], ids=["full", "windows"])
-@pytest.mark.parametrize("gpu_gib", [0, 17.7, 18, 24, 80])
+@pytest.mark.parametrize(
+    ("gpu_gib", "ranks"),
+    [*((gib, 1) for gib in (0, 17.7, 18, 24, 80)), (0, 2), (0, 8), (11, 2), (7, 16), (11, 16)],
+)
 @pytest.mark.parametrize("context", [None, 2000, 60000, 300000])
 def test_the_settings_make_the_plan(
-    gpu_gib: float, context: int | None, model: ModelConfig
+    gpu_gib: float, ranks: int, context: int | None, model: ModelConfig
 ) -> None:
     hardware = Hardware(int(gpu_gib * GIB), 64 * GIB, 300.0, 25.0)
-    made = forecaster(hardware, model).forecast(context)
+    made = forecaster(hardware, model, tensor_parallel_size=ranks).forecast(context)
     assert not made.refusal and made.context == (context or made.longest)
     assert made.longest_tokens_per_s <= made.tokens_per_s
     again = forecaster(hardware, model, **made.settings).forecast(context)
@@ -64,8 +67,9 @@ def test_the_settings_make_the_plan(
     kv = made.plan.kv
     on_device = made.plan.weight_bytes + made.plan.activation_bytes + kv.ring_bytes
     on_device += kv.num_blocks * kv.block_bytes + made.reserved_bytes
-    on_host = kv.num_host_blocks * kv.host_block_bytes
-    assert on_device <= (hardware.gpu_bytes or hardware.ram_bytes) and on_host <= 64 * GIB
+    on_host = kv.num_host_blocks * kv.host_block_bytes * ranks
+    room = hardware.gpu_bytes or hardware.ram_bytes / ranks
+    assert on_device <= room and on_host <= 64 * GIB
     assert bool(kv.num_host_blocks) == ("kv_offload_gib" in made.settings)
 
 
@@ -174,6 +178,45 @@ def test_a_cpu_holds_weights_of_16_bits_in_these() -> None:
             for model in (LLAMA_8B, stored)
         )
         assert narrow == ratio * wide
+
+
+STREAMED = {"enable_cpu_offload": True, "kv_offload_gib": 65, "num_gpu_blocks": 32}
+
+
+def test_n_links_copy_n_times_as_fast() -> None:
+    """If the slowest is as fast as a single one; all ranks wait for it."""
+    alone, both, slow = (
+        forecaster(
+            Hardware(80 * GIB, 80 * GIB, 3000.0, link), **STREAMED, tensor_parallel_size=size
+        ).forecast(200000)
+        for size, link in ((1, 25.0), (2, 25.0), (2, 12.5))
+    )
+    assert alone.is_link_bound and both.is_link_bound
+    assert both.tokens_per_s == pytest.approx(2 * alone.tokens_per_s)
+    assert slow.tokens_per_s == pytest.approx(alone.tokens_per_s)
+
+
+def test_each_gpu_reads_its_part() -> None:
+    """A rank holds all embeddings and norms, and reads its rows of the head."""
+    hardware = Hardware(80 * GIB, 80 * GIB, 300.0, 25.0)
+    held = 128256 * 4096 * 2 + 65 * 4096 * 2
+    for size in (2, 8):
+        alone = forecaster(hardware).forecast(60000)
+        ranks = forecaster(hardware, tensor_parallel_size=size).forecast(60000)
+        assert ranks.tokens_per_s == pytest.approx(size * alone.tokens_per_s, rel=0.001)
+        assert ranks.weights == (held + (alone.whole_bytes - held) // size,) * size
+
+
+def test_ranks_on_a_cpu_read_the_same_ram() -> None:
+    """They are no faster; and 16 of them hold and read each of 8 KV heads twice."""
+    hardware = Hardware(0, 128 * GIB, 20.0, 25.0)
+    steps = [
+        1 / forecaster(hardware, tensor_parallel_size=size).forecast(60000).tokens_per_s
+        for size in (1, 8, 16)
+    ]
+    assert steps[1] == pytest.approx(steps[0], rel=0.001)
+    twice = 60000 * LLAMA_8B.kv_bytes_per_token(2) + 32 * 2 * 1024 * 4096 * 2
+    assert steps[2] - steps[1] == pytest.approx(twice / (20e9 * READ_EFFICIENCY), rel=0.001)
 
 
 def test_no_memory_is_an_error() -> None:

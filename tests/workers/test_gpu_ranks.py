@@ -1,5 +1,5 @@
 """Tensor parallelism on GPUs made of the CPU: two ranks as threads (virtual_nccl.py). What one GPU
-finds, two find, whatever is replayed, streamed or late; and a rank that dies is an error.
+finds, two find, bit by bit, whatever is replayed, streamed or late; a rank that dies is an error.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from driver import answer, host_gib, small_engine
 from marks import needs_no_gpu
 from mtp_models import watch_head, with_head
-from plain_products import use_plain_products
+from plain_products import use_plain_products, use_plain_softplus, use_plain_tiles
+from torch import Tensor
+from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -76,6 +79,7 @@ Found = list[tuple[list[int], list[list[tuple[int, float]]]]]
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[VirtualGpu]]:
     """Two, of which the test's thread has the first. Products give every output by itself."""
     use_plain_products(monkeypatch)
+    use_plain_softplus(monkeypatch)
     monkeypatch.setattr(PayingDrafts, "choose", lambda self: 3)
     monkeypatch.setattr(probe, "NUM_WARMUPS", 0)
     monkeypatch.setattr(probe, "NUM_BLOCKS", 2)
@@ -116,14 +120,6 @@ def run(folder: Path, size: int, **settings: Any) -> Found:
     return numbers(outputs)
 
 
-def assert_near(found: Found, expected: Found) -> None:
-    """The same tokens with nearly the same log probabilities."""
-    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert [i for i, _ in a] == [i for i, _ in b]
-            assert [x for _, x in a] == pytest.approx([x for _, x in b], abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -132,6 +128,8 @@ def assert_near(found: Found, expected: Found) -> None:
         pytest.param("qwen3.5", "resident", marks=pytest.mark.breadth),
         pytest.param("olmo3", "streamed", marks=pytest.mark.breadth),
         pytest.param("gemma4-shared", "resident", marks=pytest.mark.breadth),
+        pytest.param("gemma4", "streamed", marks=pytest.mark.breadth),
+        pytest.param("qwen3.5", "streamed", marks=pytest.mark.breadth),
         *(
             pytest.param("llama", way, marks=pytest.mark.breadth)
             for way in WAYS
@@ -142,17 +140,17 @@ def assert_near(found: Found, expected: Found) -> None:
 def test_two_gpus_have_the_bits_of_one(
     gpus: list[VirtualGpu], monkeypatch: pytest.MonkeyPatch, tiny: Tiny, name: str, way: str
 ) -> None:
-    """Every call is queued on the stream that computes; both ranks replay the same."""
+    """Every call is queued on the stream that computes; both ranks replay the same. With fewer
+    heads to a KV head, tiles have fewer rows.
+    """
     settings = WAYS[way]
+    if name.startswith("gemma4"):
+        use_plain_tiles(monkeypatch)
     expected = run(tiny(name), 1, **settings)
     before = [len(gpu.graphs) for gpu in gpus]
     calls = use_virtual_nccl(monkeypatch, gpus)
     found = run(tiny(name), 2, **settings)
-    if name in ("qwen3.5", "gemma4-shared"):  # PyTorch computes parts of these for all at once
-        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-        assert_near(found, expected)
-    else:
-        assert found == expected
+    assert found == expected
     replays = [
         [graph.num_replays for graph in gpu.graphs[num:]]
         for gpu, num in zip(gpus, before, strict=True)
@@ -164,6 +162,31 @@ def test_two_gpus_have_the_bits_of_one(
     assert streams == {(0, gpus[0].current), (1, gpus[1].current)}
 
 
+def test_a_part_has_the_numbers_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch and NumPy compute otherwise on a CPU: a softplus of half the heads, a product of
+    tiles with half the rows.
+    """
+    from triton.runtime import interpreter
+
+    use_plain_softplus(monkeypatch)
+    use_plain_tiles(monkeypatch)
+    x = torch.linspace(-5, 5, 200).view(25, 8).sin() * 5
+    of_parts = [functional.softplus(part.contiguous()) for part in x.chunk(4, dim=1)]
+    assert torch.equal(functional.softplus(x), torch.cat(of_parts, dim=1))
+    assert torch.allclose(functional.softplus(x), x.exp().log1p())
+
+    def times(rows: Tensor, tile: Tensor) -> Tensor:
+        each = rows, tile, torch.zeros(len(rows), tile.shape[1])
+        a, b, total = (interpreter.TensorHandle(x.numpy(), interpreter.tl.float32) for x in each)
+        found = interpreter.interpreter_builder.create_dot(a, b, total, None, 0)
+        return torch.from_numpy(found.data)
+
+    rows, tile = torch.randn(128, 32), torch.randn(32, 128)
+    whole = times(rows, tile)
+    assert torch.allclose(whole, rows @ tile, atol=1e-4)
+    assert all(torch.equal(whole[:num], times(rows[:num], tile)) for num in (16, 32, 64))
+
+
 @pytest.mark.breadth
 @pytest.mark.parametrize("way", ["resident", "streamed"])
 def test_two_gpus_guess_by_the_model_s_own_head(
@@ -173,7 +196,7 @@ def test_two_gpus_guess_by_the_model_s_own_head(
     tmp_path: Path,
     way: str,
 ) -> None:
-    """What the head of one says, those of two say, nearly: PyTorch multiplies all heads at once."""
+    """What the head of one says, those of two say."""
     folder = with_head(tiny("qwen3.5"), tmp_path)
     settings = WAYS[way] | {"speculative": "mtp:3"}
     if way == "streamed":
@@ -187,11 +210,8 @@ def test_two_gpus_guess_by_the_model_s_own_head(
         found.append(numbers(answer(made, [prompt(1), prompt(47)], [PARAMS, PARAMS])))
         said.append([(*where, logits.tolist()) for *where, logits in heard])
         made.close()
-    assert [ids for ids, _ in found[0]] == [ids for ids, _ in found[1]]
-    assert_near(*found)
-    assert len(said[0]) == len(said[1]) > 10
-    for (*where, logits), (*there, others) in zip(*said, strict=True):
-        assert where == there and logits == pytest.approx(others, abs=1e-4)
+    assert found[0] == found[1]
+    assert said[0] == said[1] and len(said[0]) > 10
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -400,11 +420,7 @@ def test_mixtures_have_the_bits_of_one_gpu(
     use_virtual_nccl(monkeypatch, gpus)
     before = len(gpus[0].graphs)
     found = run(tiny(name), 2, **settings)
-    if way == "codes":  # whose products are NumPy's here, for all outputs at once
-        assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-        assert_near(found, expected)
-    else:
-        assert found == expected
+    assert found == expected
     replays = [[graph.num_replays for graph in gpu.graphs] for gpu in gpus]
     assert replays[0][before:] == replays[1]
     assert (sum(replays[1][1:]) > 0) == (way != "eager")
