@@ -12,6 +12,8 @@ from torch import Tensor
 from nanoengine.devices.device import Device, Readable
 from nanoengine.sequence import ScheduledBatch, Sequence, TokenScore
 
+TopK = Callable[[Tensor, int], Tensor]  # models.layer_ops.LayerOps.topk
+
 PROMPT_ROWS = 256  # logits of so many tokens of a prompt are held at once
 
 
@@ -62,9 +64,10 @@ class StepScores:
 class TokenScorer:
     """Scores the tokens of a step, where requests ask for it."""
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], device: Device) -> None:
+    def __init__(self, logits: Callable[[Tensor], Tensor], topk: TopK, device: Device) -> None:
         """logits: from hidden states [n, hidden] to [n, vocab]."""
         self._logits = logits
+        self._topk = topk
         self._device = device
 
     def score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> StepScores:
@@ -79,7 +82,7 @@ class TokenScorer:
         asked = [width for width in widths if width is not None]
         if not asked:
             return scores
-        sampled = score_tokens(logits, tokens, max(asked))
+        sampled = score_tokens(logits, tokens, max(asked), self._topk)
         return replace(scores, sampled=self._device.read_back(sampled))
 
     def _prompt_parts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
@@ -96,12 +99,12 @@ class TokenScorer:
                     end = min(stop, start + PROMPT_ROWS)
                     rows = hidden[row + start - item.start : row + end - item.start]
                     following = self._device.tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
-                    scores = score_tokens(self._logits(rows), following, width)
+                    scores = score_tokens(self._logits(rows), following, width, self._topk)
                     yield PromptScores(seq, start + 1, self._device.read_back(scores))
             row += item.num_tokens
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
+def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int, topk: TopK) -> Tensor:
     """How likely tokens are by these logits, and which are likeliest: what `read_scores` reads.
 
     logits [n, vocab], tokens int64 [n], whose NO_TOKENs get any score. Returns float64
@@ -111,8 +114,8 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
     logprobs = torch.log_softmax(logits.float(), dim=1)
     chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
-    values, ids = logprobs.topk(min(num_likeliest, logits.shape[1]), dim=1)
-    return torch.cat([part.double() for part in (chosen, ranks, values, ids)], dim=1)
+    ids = topk(logprobs, min(num_likeliest, logits.shape[1]))
+    return torch.cat([p.double() for p in (chosen, ranks, logprobs.gather(1, ids), ids)], dim=1)
 
 
 def read_scores(row: Seq[float], token_id: int, num_likeliest: int) -> TokenScore:

@@ -58,6 +58,7 @@ class ModelRunner:
         attention: AttentionBackend,
         kv: StepOpener,
         sampler: Sampler,
+        scorer: TokenScorer,
         device: Device,
         mtp: MtpDrafter | None = None,
     ) -> None:
@@ -66,7 +67,7 @@ class ModelRunner:
         self.attention = attention
         self._kv = kv
         self.sampler = sampler
-        self._scorer = TokenScorer(model.logits, device)
+        self._scorer = scorer
         self.mtp = mtp
         self.drafter = mtp or Drafter(model, attention, sampler, device)
         self._device = device
@@ -186,4 +187,6 @@ def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
     if parts.model.mtp is not None:
         own = Sampler(parts.ops, device.tensor)
         mtp = MtpDrafter(parts.model.mtp, parts.attention, own, device)
-    return ModelRunner(parts.model.decoder, parts.attention, kv, sampler, device, mtp)
+    decoder = parts.model.decoder
+    scorer = TokenScorer(decoder.logits, parts.ops.topk, device)
+    return ModelRunner(decoder, parts.attention, kv, sampler, scorer, device, mtp)

@@ -1,5 +1,5 @@
-/* One token drawn from each row of logits: `draw` of models/draw.py; included by cpu_kernels.c. A row's
- * token comes from that row alone.
+/* One token drawn from each row of logits, `draw` of models/draw.py, and where a row is largest; included by
+ * cpu_kernels.c. What a row gives comes from that row alone.
  *
  * Sorting a vocabulary would take longer than a decode step of a small model. Only the logits near the
  * largest one are looked at, as many as top_k and top_p need, and among these the last one that is kept is
@@ -207,5 +207,40 @@ int draw(const draw_args *a) {
             a->out[row] = a->is_bf16 ? draw_row(logits, a->vocab, own, some, BF16_WIDE)
                                      : draw_row(logits, a->vocab, own, some, F32);
         }
+    return 0;
+}
+
+/* ---- where rows are largest --------------------------------------------------------------------- */
+
+typedef struct { /* filled by cpu_kernels.py */
+    const float *x;
+    int64_t *out;         /* [rows, count] */
+    candidate_t *scratch; /* [threads, 2 * width] */
+    int64_t rows, width, stride, count, threads;
+} topk_args;
+
+/* The `count` largest, larger ones first, of equals the first; of a row with a NaN: anything. */
+static void topk_row(const float *x, int64_t width, int64_t count, candidate_t *some, int64_t *out) {
+    const row_t r = {x, width, largest(x, width, F32), LOG2E};
+    const rules_t rules = {.temperature = 1, .top_k = (double)count};
+    const int64_t found = enough(&r, rules, 0, some, F32);
+    candidate_t *kept = some + width;
+    memcpy(kept, some, (size_t)found * sizeof *some);
+    const int64_t left = found ? cut_after(some, found, last_of(kept, found, (double)count, 0)) : 0;
+    for (int64_t i = 0; i < count; i++) out[i] = i;
+    for (int64_t i = 0; i < min64(left, count); i++) { /* in the order of tokens: sorted in */
+        int64_t at = i;
+        for (; at > 0 && comes_before(&some[i], &kept[at - 1]); at--) kept[at] = kept[at - 1];
+        kept[at] = some[i];
+    }
+    for (int64_t i = 0; i < min64(left, count); i++) out[i] = kept[i].id;
+}
+
+int topk(const topk_args *a) {
+#pragma omp parallel for num_threads((int)a->threads) schedule(static) if (a->rows > 1)
+    for (int64_t thread = 0; thread < a->threads; thread++)
+        for (int64_t row = thread; row < a->rows; row += a->threads)
+            topk_row(a->x + row * a->stride, a->width, a->count, a->scratch + thread * 2 * a->width,
+                     a->out + row * a->count);
     return 0;
 }

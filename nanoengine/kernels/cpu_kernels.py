@@ -24,13 +24,15 @@ from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; of
-# delta_args in cpu_delta.h, and of draw_args in cpu_draw.h.
+# delta_args in cpu_delta.h, and of draw_args and topk_args in cpu_draw.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _DELTA_ARGS = struct.Struct("=12Q10qd")
 _DRAW_ARGS = struct.Struct("=4Q5q")
+_TOPK_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
+MOST_SORTED = 256  # entries of a row that `topk` puts in order one after the other
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -89,7 +91,8 @@ class CpuKernels:
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
         self._draw, self._workspace = library.draw, Workspace()
-        self._draw.argtypes = [ctypes.c_char_p]
+        self._topk = library.topk
+        self._draw.argtypes = self._topk.argtypes = [ctypes.c_char_p]
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul, self._gelu_mul = library.silu_mul, library.gelu_mul
@@ -256,18 +259,38 @@ class CpuKernels:
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """As draw.draw, of logits in float32 or bfloat16, rows of which are contiguous."""
         rows, vocab = logits.shape
-        threads = min(torch.get_num_threads(), max(rows, 1))
-        scratch = self._workspace.buffer(
-            "candidates", (threads, 2 * vocab, _CANDIDATE_BYTES), torch.uint8
-        )
+        threads, scratch = self._candidates(rows, vocab)
         rules, out = draws.rules.contiguous(), torch.empty(rows, dtype=torch.int64)
         assert rules.dtype is torch.float64 and rules.shape == (5, rows) and logits.stride(1) == 1
         packed = _DRAW_ARGS.pack(
-            *(logits.data_ptr(), rules.data_ptr(), out.data_ptr(), scratch.data_ptr()),
+            *(logits.data_ptr(), rules.data_ptr(), out.data_ptr(), scratch),
             *(rows, vocab, logits.stride(0), _IS_BF16[logits.dtype], threads),
         )
         self._draw(packed)
         return out
+
+    def topk(self, x: Tensor, count: int) -> Tensor:
+        """As LayerOps.topk, of x in float32, rows of which are contiguous."""
+        if count > MOST_SORTED:
+            return x.topk(count, dim=1).indices
+        (rows, width), out = x.shape, torch.empty(x.shape[0], count, dtype=torch.int64)
+        if not out.numel():
+            return out
+        threads, scratch = self._candidates(rows, width)
+        assert x.dtype is torch.float32 and x.stride(1) == 1 and count <= width
+        self._topk(
+            _TOPK_ARGS.pack(
+                *(x.data_ptr(), out.data_ptr(), scratch),
+                *(rows, width, x.stride(0), count, threads),
+            )
+        )
+        return out
+
+    def _candidates(self, rows: int, width: int) -> tuple[int, int]:
+        """How many threads look for candidates in rows of this width, and where they note them."""
+        threads = min(torch.get_num_threads(), max(rows, 1))
+        shape = threads, 2 * width, _CANDIDATE_BYTES
+        return threads, self._workspace.buffer("candidates", shape, torch.uint8).data_ptr()
 
     def add(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> None:
         """As LayerOps.accumulate."""

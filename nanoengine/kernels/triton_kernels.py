@@ -199,6 +199,10 @@ class TritonKernels:
         """int64 [rows]: the first place of the largest value of each row."""
         return logits.argmax(dim=-1)
 
+    def topk(self, x: Tensor, count: int) -> Tensor:
+        """As LayerOps.topk, with PyTorch."""
+        return x.topk(count, dim=1).indices
+
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """As draw.draw, with PyTorch."""
         return draw(logits, draws)

@@ -196,6 +196,9 @@ class TorchOps:
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
 
+    def topk(self, x: Tensor, count: int) -> Tensor:
+        return x.topk(count, dim=1).indices
+
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         return draw(logits, draws)
 

@@ -206,6 +206,9 @@ class ShardedOps:
     def argmax(self, logits: Tensor) -> Tensor:
         return self._ops.argmax(logits)
 
+    def topk(self, x: Tensor, count: int) -> Tensor:
+        return self._ops.topk(x, count)
+
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         return self._ops.draw(logits, draws)
 
