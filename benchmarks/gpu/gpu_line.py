@@ -24,9 +24,10 @@ from benchmarks.gpu.gpu_measure import (
     running,
 )
 from nanoengine import PromptTooLongError
-from nanoengine.engine.drafter import Drafter, Drafts, DraftStep
+from nanoengine.engine.drafter import Drafter, Drafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.kv_cache import HybridKVCacheManager
+from nanoengine.kv.open_step import DraftStep
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.sequence import ScheduledBatch, Sequence
 

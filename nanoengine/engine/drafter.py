@@ -6,39 +6,22 @@ is overwritten by the step that checks it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nanoengine.context import AttentionBackend, KVCache
+from nanoengine.context import AttentionBackend, ForwardContext
 from nanoengine.devices.device import Device
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.engine.token_masks import masked
+from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.decoder import Model
 from nanoengine.sequence import ScheduledBatch
 
 NOT_DRAFTED = 0  # stands where no draft was made; it is checked as all guesses are
-
-
-class DraftStep(Protocol):
-    """A decode step that drafts (kv.open_step.DraftStep): the batch's items that have a row in it,
-    their positions, and the keys that they see.
-    """
-
-    @property
-    def kv(self) -> KVCache: ...
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def items(self) -> tuple[int, ...]: ...
-    @property
-    def positions(self) -> tuple[int, ...]: ...
-    @property
-    def num_keys(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +32,19 @@ class Drafts:
 
     tokens: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     places: dict[int, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, drawn: Iterable[tuple[DraftStep, Tensor]]) -> Drafts:
+        """drawn: each step, and the tokens that its rows drew."""
+        made: list[Tensor] = []
+        places: dict[int, list[int]] = {}
+        num_made = 0
+        for step, tokens in drawn:
+            made.append(tokens)
+            for place, item in enumerate(step.items, num_made):
+                places.setdefault(item, []).append(place)
+            num_made += len(step.items)
+        return cls(torch.cat(made), places) if made else cls()
 
     def fill(self, batch: ScheduledBatch, token_ids: list[int]) -> ScheduledBatch:
         """The batch with these drafts as guesses. token_ids: `tokens` on the host."""
@@ -83,46 +79,32 @@ class Drafter:
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
         """Run the steps one after the other; each begins with what the one before it drew."""
-        made: list[Tensor] = []
-        places: dict[int, list[int]] = {}
+        return Drafts.of(self._drawn(batch, steps))
+
+    def _drawn(
+        self, batch: ScheduledBatch, steps: Iterable[DraftStep]
+    ) -> Iterator[tuple[DraftStep, Tensor]]:
         known: dict[int, tuple[int, ...]] = {}
-        num_made = 0
+        before: tuple[DraftStep, Tensor] | None = None
         for step in steps:
-            newest = {item: at[-1] for item, at in places.items()}
-            made.append(self._next(batch, step, newest, made, self._masks(batch, step, known)))
-            self._read(batch, step, made[-1], known)
-            for place, item in enumerate(step.items, num_made):
-                places.setdefault(item, []).append(place)
-            num_made += len(step.items)
-        return Drafts(torch.cat(made), places) if made else Drafts()
+            ctx = draft_context(batch, step, self._attention, self._device)
+            if before is not None:
+                newest = rows_of(step, *before, self._device)
+                ctx.token_ids[: len(newest)] = newest
+            tokens = self._next(batch, step, ctx, self._masks(batch, step, known))
+            self._read(batch, step, tokens, known)
+            before = step, tokens
+            yield before
 
     def _next(
-        self,
-        batch: ScheduledBatch,
-        step: DraftStep,
-        newest: dict[int, int],
-        made: list[Tensor],
-        masks: dict[int, bytes],
+        self, batch: ScheduledBatch, step: DraftStep, ctx: ForwardContext, masks: dict[int, bytes]
     ) -> Tensor:
-        """What each row of a step draws, int64 [rows]. newest: where among all that was made the
-        newest draft of each item is. masks: of rows whose tokens a grammar limits.
+        """What each row of a step draws, int64 [rows]. masks: of rows whose tokens a grammar
+        limits.
         """
         seqs = [batch.items[item].seq for item in step.items]
-        rows = [
-            SequenceRows(seq.token_ids[position : position + 1] or [0], position, num_keys, 1)
-            for seq, position, num_keys in zip(seqs, step.positions, step.num_keys, strict=True)
-        ]
-        ctx = forward_context(rows, step.num_rows, step.kv, self._attention, self._device)
-        if made:
-            num_before = sum(map(len, made[:-1]))
-            at = [newest[item] - num_before for item in step.items]
-            last = made[-1]
-            is_same = at == [*range(len(last))]
-            ctx.token_ids[: len(rows)] = (
-                last if is_same else last[self._device.tensor(at, torch.int64)]
-            )
         hidden = self._model.forward(ctx)
-        logits = masked(self._model.logits(hidden[: len(rows)]), masks, self._device)
+        logits = masked(self._model.logits(hidden[: len(seqs)]), masks, self._device)
         positions = [position + 1 for position in step.positions]
         return self._sampler.sample(logits, seqs, positions).clamp_(min=0)
 
@@ -150,3 +132,24 @@ class Drafter:
                 step.items, self._device.read_back(tokens).tolist(), strict=True
             ):
                 known[item] = (*known.get(item, ()), token)
+
+
+def draft_context(
+    batch: ScheduledBatch, step: DraftStep, attention: AttentionBackend, device: Device
+) -> ForwardContext:
+    """The forward context of a step that drafts, a row an item; 0 stands for a token that the host
+    does not know.
+    """
+    seqs = (batch.items[item].seq for item in step.items)
+    rows = [
+        SequenceRows(seq.token_ids[position : position + 1] or [0], position, num_keys, 1)
+        for seq, position, num_keys in zip(seqs, step.positions, step.num_keys, strict=True)
+    ]
+    return forward_context(rows, step.num_rows, step.kv, attention, device)
+
+
+def rows_of(step: DraftStep, before: DraftStep, made: Tensor, device: Device) -> Tensor:
+    """What the step before made, [its rows, ...], for the items of a step."""
+    if step.items == before.items:
+        return made
+    return made[device.tensor([*map(before.items.index, step.items)], torch.int64)]

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device
-from nanoengine.engine.drafter import Drafter, Drafts, DraftStep
+from nanoengine.engine.drafter import Drafter, Drafts
 from nanoengine.engine.logprobs import TokenScorer
 from nanoengine.engine.mtp_drafter import MtpDrafter
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.engine.step_tokens import StepTokens
 from nanoengine.engine.token_masks import masked, step_masks
+from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.decoder import Model, last
 from nanoengine.sequence import ScheduledBatch, ScheduledSequence
 from nanoengine.startup.parts import Parts

@@ -8,7 +8,7 @@ checks them overwrites.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext
 from nanoengine.devices.device import Device
-from nanoengine.engine.drafter import Drafts, DraftStep
+from nanoengine.engine.drafter import Drafts, draft_context, rows_of
 from nanoengine.engine.sampler import Sampler
-from nanoengine.engine.step_inputs import SequenceRows, forward_context
+from nanoengine.kv.open_step import DraftStep
 from nanoengine.models.mtp import OwnHead
 from nanoengine.sequence import ScheduledBatch, Sequence
 
@@ -48,24 +48,22 @@ class MtpDrafter:
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
         """The drafts after the first guess of each item: as Drafter.draft."""
-        made: list[Tensor] = []
-        places: dict[int, list[int]] = {}
-        before: tuple[int, ...] = ()
-        given, num_made = torch.empty(0), 0
+        return Drafts.of(self._drawn(batch, steps))
+
+    def _drawn(
+        self, batch: ScheduledBatch, steps: Iterable[DraftStep]
+    ) -> Iterator[tuple[DraftStep, Tensor]]:
+        before: DraftStep | None = None
         for step in steps:
-            if not made:
+            if before is None:
                 next_ids = [batch.items[item].guesses[-1] for item in step.items]
                 tokens, given = self._device.tensor(next_ids, torch.int64), self._known(batch, step)
             else:
-                at = self._device.tensor([*map(before.index, step.items)], torch.int64)
-                tokens, given = made[-1][at], given[at]
-            drawn, given = self._next(batch, step, tokens, given)
-            made.append(drawn)
-            before = step.items
-            for place, item in enumerate(step.items, num_made):
-                places.setdefault(item, []).append(place)
-            num_made += len(step.items)
-        return Drafts(torch.cat(made), places) if made else Drafts()
+                tokens = rows_of(step, before, tokens, self._device)
+                given = rows_of(step, before, given, self._device)
+            tokens, given = self._next(batch, step, tokens, given)
+            yield step, tokens
+            before = step
 
     def _known(self, batch: ScheduledBatch, step: DraftStep) -> Tensor:
         """What the head made of the token before each item's newest one, [rows, hidden]; zeros
@@ -86,12 +84,8 @@ class MtpDrafter:
         follow the rows'. given: as in OwnHead.
         """
         seqs = [batch.items[item].seq for item in step.items]
-        rows = [
-            SequenceRows([0], position, num_keys, 1)
-            for position, num_keys in zip(step.positions, step.num_keys, strict=True)
-        ]
-        ctx = forward_context(rows, step.num_rows, step.kv, self._attention, self._device)
-        num, num_padded = len(rows), len(ctx.token_ids)
+        ctx = draft_context(batch, step, self._attention, self._device)
+        num, num_padded = len(seqs), len(ctx.token_ids)
         next_ids = tokens.new_zeros(num_padded)
         next_ids[:num] = tokens
         padded = given.new_zeros(num_padded, given.shape[1])

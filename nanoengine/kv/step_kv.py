@@ -20,25 +20,22 @@ from nanoengine.context import (
     MakeTensor,
     RecurrentState,
     ReplayKey,
-    Spans,
     packed,
 )
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.offload import TransferRun
-from nanoengine.kv.step_plan import DEVICE, HOST, Part, StepPlan
+from nanoengine.kv.step_plan import DEVICE, HOST, Part, SequenceSpan, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """A part of the step's reads as the tensors of a KVChunk, the same for every layer."""
+    """A part of the step's reads, the same for every layer. tensors: seq_index, first_block,
+    num_blocks and block_table of its KVChunk. slots: those that it reads, each once.
+    """
 
     part: Part
     fill_index: int
-    seq_index: Tensor
-    first_block: Tensor
-    num_blocks: Tensor
-    block_table: Tensor
-    spans: Spans
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor]
     slots: tuple[int, ...]
 
     @classmethod
@@ -50,38 +47,26 @@ class ChunkTable:
         width = max(len(span.slots) for span in spans)
         if num_rows:
             width = 1 << (width - 1).bit_length()
-        rows = [[*span.slots, *[0] * (width - len(span.slots))] for span in spans]
-        empty = range(len(spans), num_rows)
-        nothing = [0 for _ in empty]
+        rows = [*spans, *(SequenceSpan(row, 0, ()) for row in range(len(spans), num_rows))]
+        ids = ((*row.slots, *[0] * (width - len(row.slots))) for row in rows)
         seq_index, first_block, num_blocks, table = packed(
             tensor,
             (
-                [*(span.sequence for span in spans), *empty],
-                [*(span.first for span in spans), *nothing],
-                [*(len(span.slots) for span in spans), *nothing],
-                [*chain(*rows), *[0] * (width * len(empty))],
+                [row.sequence for row in rows],
+                [row.first for row in rows],
+                [len(row.slots) for row in rows],
+                [*chain.from_iterable(ids)],
             ),
             torch.int32,
         )
+        slots = tuple({slot for span in spans for slot in span.slots})
         return cls(
-            part,
-            fill_index,
-            seq_index,
-            first_block,
-            num_blocks,
-            table.view(-1, width),
-            spans,
-            tuple({slot for span in spans for slot in span.slots}),
+            part, fill_index, (seq_index, first_block, num_blocks, table.view(-1, width)), slots
         )
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Those of the chunk, but for k and v."""
-        return self.seq_index, self.first_block, self.num_blocks, self.block_table
 
     def chunk(self, parts: tuple[Tensor, ...], is_last: bool) -> KVChunk:
         """The chunk over k and perhaps v, each [pool_blocks, block_size, kv_heads, head_dim]."""
-        return KVChunk(parts[0], parts[-1], *self.tensors, spans=self.spans, is_last=is_last)
+        return KVChunk(parts[0], parts[-1], *self.tensors, spans=self.part.spans, is_last=is_last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from virtual_gpu import Costs, VirtualGpu, VirtualStream
 from nanoengine import SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.draft_turns import FasterWay
-from nanoengine.engine.drafter import Drafts, DraftStep
+from nanoengine.engine.drafter import Drafts
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kv.open_step import OpenStep
+from nanoengine.kv.open_step import DraftStep, OpenStep
 from nanoengine.sequence import ScheduledBatch
 
 pytestmark = needs_no_gpu

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from nanoengine import SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
-from nanoengine.engine.drafter import Drafts, DraftStep
+from nanoengine.engine.drafter import Drafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.engine.speculative import CAREFUL
+from nanoengine.kv.open_step import DraftStep
 from nanoengine.kv.step_plan import DEVICE
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch

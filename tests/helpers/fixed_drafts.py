@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import MakeTensor
-from nanoengine.engine.drafter import Drafts, DraftStep
+from nanoengine.engine.drafter import Drafts
+from nanoengine.kv.open_step import DraftStep
 from nanoengine.outputs import RequestOutput
 from nanoengine.sequence import ScheduledBatch
 
