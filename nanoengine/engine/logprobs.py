@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,8 +42,8 @@ class StepScores:
     request wants them.
     """
 
-    prompts: tuple[PromptScores, ...] = ()
-    sampled: Readable | None = None
+    prompts: tuple[PromptScores, ...]
+    sampled: Readable | None
 
     def append_to_sequences(self, batch: ScheduledBatch, token_ids: list[int]) -> None:
         """Append to each sequence what it asked for; before its tokens are. token_ids: sampled by
@@ -70,24 +70,17 @@ class TokenScorer:
         self._topk = topk
         self._device = device
 
-    def score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> StepScores:
-        """hidden: the states of the batch's tokens, [tokens, hidden]."""
-        return StepScores(tuple(self._prompt_parts(batch, hidden)))
-
-    def score_sampled(
-        self, scores: StepScores, seqs: Seq[Sequence], logits: Tensor, tokens: Tensor
-    ) -> StepScores:
-        """With the scores of sampled tokens. logits: [n, vocab]; tokens: int64 [n], of `seqs`."""
+    def score_sampled(self, seqs: Seq[Sequence], logits: Tensor, tokens: Tensor) -> Readable | None:
+        """Scores of sampled tokens. logits: [n, vocab]; tokens: int64 [n], of `seqs`."""
         widths = [seq.request.num_likeliest for seq in seqs]
         asked = [width for width in widths if width is not None]
         if not asked:
-            return scores
-        sampled = score_tokens(logits, tokens, max(asked), self._topk)
-        return replace(scores, sampled=self._device.read_back(sampled))
+            return None
+        return self._device.read_back(score_tokens(logits, tokens, max(asked), self._topk))
 
-    def _prompt_parts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
+    def score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
         """Scores of the prompts' next tokens: every token of a chunk but the prompt's last has one
-        after it.
+        after it. hidden: the states of the batch's tokens, [tokens, hidden].
         """
         row = 0
         for item in batch.items:

@@ -16,7 +16,7 @@ from torch import Tensor
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device
 from nanoengine.engine.drafter import Drafter, Drafts
-from nanoengine.engine.logprobs import TokenScorer
+from nanoengine.engine.logprobs import StepScores, TokenScorer
 from nanoengine.engine.mtp_drafter import MtpDrafter
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
@@ -109,11 +109,12 @@ class ModelRunner:
     ) -> StepTokens:
         """The tokens of a step, of which the model has computed [tokens, hidden]."""
         drafts, of_resting = all_drafts
-        scores = self._scorer.score_prompts(batch, hidden)
+        prompts = tuple(self._scorer.score_prompts(batch, hidden))
         if not len(ctx.logit_rows):
             nothing = torch.empty(0, dtype=torch.int64)
             if self.mtp is not None:
                 self.mtp.guess(batch, ctx, hidden, nothing)
+            scores = StepScores(prompts, None)
             return StepTokens(batch, nothing, nothing, scores, drafts, of_resting)
         logits = self._logits(hidden, ctx, num_padding)
         known = drafts.read(batch, self._device)
@@ -129,7 +130,7 @@ class ModelRunner:
         if self.mtp is not None:
             parts.append(self.mtp.guess(batch, ctx, hidden, tokens))
         numbers = self._device.read_back(torch.cat(parts) if len(parts) > 1 else tokens)
-        scores = self._scorer.score_sampled(scores, seqs, logits, tokens)
+        scores = StepScores(prompts, self._scorer.score_sampled(seqs, logits, tokens))
         return StepTokens(batch, tokens, numbers, scores, drafts, of_resting)
 
     def _logits(self, hidden: Tensor, ctx: ForwardContext, num_padding: int) -> Tensor:

@@ -51,11 +51,6 @@ class _Step:
     guess_tokens: int
     items: dict[int, ScheduledSequence] = field(default_factory=dict)
 
-    @property
-    def partial(self) -> list[Sequence]:
-        """The sequences whose prompt the step leaves half computed."""
-        return [item.seq for item in self.items.values() if not item.samples]
-
 
 class Scheduler:
     """Owns the waiting queue and the running list (oldest first)."""
@@ -277,10 +272,7 @@ class Scheduler:
         skipped: list[Sequence] = []
         while self.waiting and step.tokens and len(self.running) < self._config.max_num_seqs:
             seq = self.waiting.popleft()
-            if seq.status is SequenceStatus.PAUSED:
-                skipped.append(seq)
-                continue
-            if not self._may_start(seq, step):
+            if seq.status is SequenceStatus.PAUSED or not self._may_start(seq, step):
                 skipped.append(seq)  # shorter ones may pass while it waits for its place
                 continue
             admission = self._kv.admit(seq)
@@ -300,7 +292,8 @@ class Scheduler:
         theirs.
         """
         wanted = min(seq.num_remaining, most)
-        if self._is_long(seq) and self._others_prefill(seq):
+        others = (s for s in (*self.waiting, *self.running) if s is not seq)
+        if self._is_long(seq) and any(s.is_prefill for s in others):
             wanted = min(wanted, self._long_tokens)
         return wanted
 
@@ -308,7 +301,7 @@ class Scheduler:
         """False when `seq` would stay half computed and enough prompts already do."""
         if self._chunk(seq, step.tokens) == seq.num_remaining:
             return True
-        partial = step.partial
+        partial = [item.seq for item in step.items.values() if not item.samples]
         if len(partial) >= self._config.max_num_partial_prefills:
             return False
         num_long = sum(map(self._is_long, partial))
@@ -316,9 +309,6 @@ class Scheduler:
 
     def _is_long(self, seq: Sequence) -> bool:
         return seq.num_remaining > self._long_tokens
-
-    def _others_prefill(self, seq: Sequence) -> bool:
-        return any(s is not seq and s.is_prefill for s in [*self.waiting, *self.running])
 
     def preempt(self, seq: Sequence) -> None:
         """A running sequence waits at the front again; KV that others take meanwhile is computed

@@ -34,6 +34,7 @@ def forward_context(
     """The forward context of these sequences. Those past them, up to `num_rows`, have a token and
     no keys. block_mass: see ForwardContext.
     """
+    rows = [*rows, *[SequenceRows([0], 0, 0, 0)] * (num_rows - len(rows))]
     token_ids: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
@@ -42,11 +43,5 @@ def forward_context(
         positions += range(each.start, each.start + len(each.token_ids))
         logit_rows += range(len(token_ids) - each.num_logits, len(token_ids))
     lengths = [(len(each.token_ids), each.num_keys) for each in rows]
-    num_empty = max(0, num_rows - len(rows))
-    step_rows = StepRows(
-        token_ids + [0] * num_empty,
-        positions + [0] * num_empty,
-        lengths + [(1, 0)] * num_empty,
-        logit_rows,
-    )
+    step_rows = StepRows(token_ids, positions, lengths, logit_rows)
     return ForwardContext.lay_out(step_rows, kv, attention, device.tensor, block_mass)

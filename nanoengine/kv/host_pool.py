@@ -109,10 +109,6 @@ class _Segments:
             self._changed.notify_all()
         self.wants_rest.set()
 
-    def drop(self) -> None:
-        """Free the segments."""
-        self.allocated = []
-
 
 class HostPool:
     """Owns the host tier's memory. Its thread ends after the last segment, with `close`, when the
@@ -208,7 +204,7 @@ class HostPool:
     def close(self) -> None:
         """End allocation and free the memory."""
         self._end()
-        self._segments.drop()
+        self._segments.allocated = []
         self._layers.clear()
 
 

@@ -79,7 +79,7 @@ class HybridKVCacheManager:
         num_writable = self.spec.num_blocks - self._num_kept([*running, table])
         if running and self.spec.num_host_blocks and len(running) >= num_writable - 1:
             return Admission.FULL
-        if not self._states.may_take(len(running)):
+        if self.spec.num_states and len(running) >= self.spec.num_states:
             return Admission.FULL
         self._rewind_if_lost(table)
         start = self._prefix_cache.find_start(table, self.tables)

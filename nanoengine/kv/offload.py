@@ -314,8 +314,7 @@ class TransferRun:
         """
         compute = self._engine.device.compute
         self.share_cores(False)
-        complete = self._next_fill == self._begins[-1]
-        complete &= not self._filled
+        complete = self._next_fill == self._begins[-1] and not self._filled
         for event in [*self._filled.values(), *self._loaded]:
             compute.wait(event)
         for number in self._filled:

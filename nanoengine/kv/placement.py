@@ -87,10 +87,6 @@ def drop_ranks(tables: StepTables) -> dict[Block, Rank]:
     return ranks
 
 
-def _heat(block: Block) -> float:
-    return block.heat
-
-
 def _length_rank(blocks: list[Block]) -> int:
     return -len(blocks).bit_length()
 
@@ -141,7 +137,7 @@ class Placement:
         """Bring the blocks of a sequence that attention looks at most to the device, in place of
         those that it looks at least. A few at a time: each swap is one more block on the link.
         """
-        self._swap(blocks[:-1], _heat, HOTTER)
+        self._swap(blocks[:-1], lambda block: block.heat, HOTTER)
 
     def swap_recent(self, blocks: list[Block]) -> None:
         """Bring the most recent blocks of a sequence to the device, in place of the first ones.

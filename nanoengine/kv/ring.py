@@ -30,11 +30,6 @@ class Ring:
     def __len__(self) -> int:
         return len(self._slots)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self._slots.nbytes
-
     def of_layer(self, layer: int) -> Tensor:
         """The slots of a layer, [slots, slot_blocks, parts, block_size, kv_heads, head_dim]."""
         return self._views[layer]

@@ -65,10 +65,6 @@ class StateSlots:
         self._lengths: dict[int, int] = {}  # by seq_id, the tokens behind its state
         self._snapshots = StateSnapshots(spec.num_snapshots)
 
-    def may_take(self, num_running: int) -> bool:
-        """Whether another sequence can have a slot beside those that run."""
-        return not self._spec.num_states or num_running < self._spec.num_states
-
     def take(self, table: BlockTable, running: Iterable[BlockTable]) -> None:
         """Give a sequence a slot, if it has none: a free one, or that of another sequence, which
         does not run; and the state at its last computed token.

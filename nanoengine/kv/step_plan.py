@@ -236,10 +236,9 @@ def fills_of_layers(
     numbers = [number for number, part in enumerate(parts) if part.fill]
     if not any(hidden.intersection(numbers) for hidden in unseen):
         return ()
-    each = (enumerate(numbers) for _ in unseen)
     return tuple(
-        tuple(fill for fill, number in fills if number not in hidden)
-        for fills, hidden in zip(each, unseen, strict=True)
+        tuple(fill for fill, number in enumerate(numbers) if number not in hidden)
+        for hidden in unseen
     )
 
 
