@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count
 
 import xxhash
 
@@ -83,20 +83,15 @@ class SlotPool:
 
     @contextmanager
     def all_taken_but(self, num_kept: int) -> Iterator[None]:
-        """Hide all free slots but the `num_kept` that would be taken last; slots freed meanwhile
-        can be taken.
-        """
-        kept = list(islice(self._last_first(), num_kept))
+        """Hide all free slots but the next `num_kept`; slots freed meanwhile can be taken."""
+        kept = [slot for _ in range(num_kept) if (slot := self.allocate()) is not None]
         hidden = self._freed, self._next, self._ahead
-        self._freed, self._next, self._ahead = dict.fromkeys(kept), self.num_slots, set()
+        self._freed, self._next, self._ahead = dict.fromkeys(kept[::-1]), self.num_slots, set()
         try:
             yield
         finally:
             left = self._freed
             self._freed, self._next, self._ahead = hidden
-            for slot in kept:
-                if slot not in left:
-                    self.allocate(slot)
             for slot in left:
                 self.free(slot)
 
@@ -110,13 +105,6 @@ class SlotPool:
     def _is_free(self, slot: int) -> bool:
         is_new = self._next <= slot < self.num_slots and slot not in self._ahead
         return is_new or slot in self._freed
-
-    def _last_first(self) -> Iterator[int]:
-        """The free slots in reverse order: the one that would be taken last comes first."""
-        for slot in range(self.num_slots - 1, self._next - 1, -1):
-            if slot not in self._ahead:
-                yield slot
-        yield from self._freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +136,10 @@ class BlockManager:
 
     At most `capacity` blocks may be referenced at once: all slots of both tiers minus `spare`
     slots, which are needed to move blocks when both tiers are full.
+
+    cached: unreferenced published blocks, least recently used first. by_digest: the published
+    blocks by the digest of their key. in_flight: the id of the sequence that computes a block, by
+    its digest.
     """
 
     def __init__(self, num_device: int, num_host: int = 0, spare: int = 0) -> None:
@@ -156,30 +148,15 @@ class BlockManager:
         self.capacity = num_device + num_host - (spare if num_host else 0)
         self._ids = count()
         self._num_referenced = 0
-        self._cached: OrderedDict[Block, None] = OrderedDict()  # unreferenced, oldest first
+        self.cached: OrderedDict[Block, None] = OrderedDict()
         self._cached_on_device: OrderedDict[Block, None] = OrderedDict()  # those with a device slot
-        self._by_digest: dict[bytes, Block] = {}
-        self._in_flight: dict[bytes, int] = {}  # digest -> id of the sequence computing that block
+        self.by_digest: dict[bytes, Block] = {}
+        self.in_flight: dict[bytes, int] = {}
 
     @property
     def num_available(self) -> int:
         """Blocks that may still be referenced; cached blocks are evicted for them."""
         return self.capacity - self._num_referenced
-
-    @property
-    def cached(self) -> Iterable[Block]:
-        """Unreferenced published blocks, least recently used first."""
-        return self._cached
-
-    @property
-    def by_digest(self) -> Mapping[bytes, Block]:
-        """The published blocks by the digest of their key."""
-        return self._by_digest
-
-    @property
-    def in_flight(self) -> Mapping[bytes, int]:
-        """By digest, the id of the sequence that computes the block."""
-        return self._in_flight
 
     @property
     def oldest_on_device(self) -> Block | None:
@@ -210,21 +187,21 @@ class BlockManager:
 
         Tokens and parent are compared, so a hash collision cannot give out another prompt's KV.
         """
-        block = self._by_digest.get(key.digest)
+        block = self.by_digest.get(key.digest)
         return block if block and block.key == key and block.parent is parent else None
 
     def promise(self, key: BlockKey, owner: int) -> None:
         """Record that `owner` will compute the block with this key, unless another owner will."""
-        self._in_flight.setdefault(key.digest, owner)
+        self.in_flight.setdefault(key.digest, owner)
 
     def withdraw(self, key: BlockKey, owner: int) -> None:
         """End `owner`'s promise: it has computed the block or never will."""
-        if self._in_flight.get(key.digest) == owner:
-            del self._in_flight[key.digest]
+        if self.in_flight.get(key.digest) == owner:
+            del self.in_flight[key.digest]
 
     def is_in_flight(self, key: BlockKey) -> bool:
         """True while a sequence computes the block with this key. A collision only costs a wait."""
-        return key.digest in self._in_flight
+        return key.digest in self.in_flight
 
     def acquire(self, block: Block) -> None:
         """Add a table's reference to the block."""
@@ -244,9 +221,9 @@ class BlockManager:
         known = self.find(parent, key)
         if known is not None:
             return known
-        if key.digest not in self._by_digest:
+        if key.digest not in self.by_digest:
             block.key, block.parent = key, parent
-            self._by_digest[key.digest] = block
+            self.by_digest[key.digest] = block
         return block
 
     def release(self, block: Block) -> None:
@@ -258,7 +235,7 @@ class BlockManager:
         if block.key is None:
             self._free_slots(block)
         else:
-            self._cached[block] = None
+            self.cached[block] = None
             if block.device_slot is not None:
                 self._cached_on_device[block] = None
 
@@ -271,14 +248,14 @@ class BlockManager:
     def unpublish(self, block: Block) -> None:
         """Make a published block in use unfindable."""
         if block.key is not None:
-            del self._by_digest[block.key.digest]
+            del self.by_digest[block.key.digest]
         block.key, block.parent = None, None
 
     def reset_cache(self) -> None:
         """Unpublish every block; blocks in use stay allocated."""
-        for block in list(self._cached):
+        for block in list(self.cached):
             self.evict(block)
-        for block in list(self._by_digest.values()):
+        for block in list(self.by_digest.values()):
             self.unpublish(block)
 
     def drop_device(self, block: Block) -> int:
@@ -306,17 +283,15 @@ class BlockManager:
         assert len(references) == self._num_referenced, "referenced blocks are miscounted"
         for block, num_tables in references.items():
             assert block.ref_count == num_tables, "a reference count is off"
-        blocks = [*references, *self._cached]
+        blocks = [*references, *self.cached]
         assert len(set(blocks)) == len(blocks), "a block is both referenced and cached"
         self.device.check(b.device_slot for b in blocks if b.device_slot is not None)
         self.host.check(b.host_slot for b in blocks if b.host_slot is not None)
-        for block in self._by_digest.values():
+        for block in self.by_digest.values():
             assert block.ref_count == references.get(block, 0), "a reference count is off"
-            assert block.ref_count or block in self._cached, (
-                "published, but neither used nor cached"
-            )
+            assert block.ref_count or block in self.cached, "published, but neither used nor cached"
             assert block.num_tokens, "published, but not computed"
-        on_device = [b for b in self._cached if b.device_slot is not None]
+        on_device = [b for b in self.cached if b.device_slot is not None]
         assert set(on_device) == set(self._cached_on_device), "the device's cache is miscounted"
         for block in blocks:
             copied = block.device_slot is not None or block.is_on_host
@@ -324,7 +299,7 @@ class BlockManager:
             assert block.host_len <= block.num_tokens, "a host copy is longer than the block"
 
     def _uncache(self, block: Block) -> None:
-        del self._cached[block]
+        del self.cached[block]
         self._cached_on_device.pop(block, None)
 
     def _free_slots(self, block: Block) -> None:

@@ -54,7 +54,7 @@ class HybridKVCacheManager:
         resumable = self._states.num_resumable
         self._prefix_cache = PrefixCache(self.blocks, spec, enable_prefix_caching, resumable)
         locate = self.memory.offload.host.locate if self.memory.offload else None
-        self._planner = StepPlanner(spec, self.blocks, locate, padding, self._states)
+        self._planner = StepPlanner(spec, self.blocks, locate, self._states, padding)
         self._heat = BlockHeat(device)
         self._budget = StepBudget(0)
 

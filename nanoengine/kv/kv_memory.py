@@ -65,8 +65,7 @@ class KVMemory:
             self.states = self._make_states(spec)
             self.offload = self._make_offload(spec)
         except (RuntimeError, MemoryError) as error:
-            num_bytes = spec.block_bytes * spec.num_blocks
-            num_bytes += spec.state_bytes
+            num_bytes = spec.block_bytes * spec.num_blocks + spec.state_bytes
             gib = (num_bytes + spec.host_block_bytes * spec.num_host_blocks) / (1 << 30)
             raise OutOfMemoryError(
                 f"{spec.num_blocks} device and {spec.num_host_blocks} host KV blocks need "
@@ -140,7 +139,7 @@ class KVMemory:
 
     def start(self, transfers: StepTransfers) -> TransferRun | None:
         """Queue a step's copies between the tiers; None without a host tier."""
-        return self.offload.start(transfers) if self.offload else None
+        return TransferRun(self.offload, transfers) if self.offload else None
 
     def before_write(self, layer: int, slots: Sequence[int]) -> None:
         """Compute is about to write these device slots of a layer."""

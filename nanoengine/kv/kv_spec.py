@@ -25,14 +25,14 @@ class KVSpec:
     through ring_slots buffers of slot_blocks blocks each; slot_blocks 0 reads them in host memory.
     window: keys that a query sees in the layer that sees most (0: all). step_tokens: most tokens of
     a sequence in a step. With a window, a sequence holds the blocks of both. windows: of each layer
-    (None: all keys); () without any. host_codec: of host blocks (None: as on the device).
-    least_run_bytes: of one layer; fewer bytes of device blocks between streamed ones are streamed
-    too if the host has them: an attention call and a fill of their own would take longer.
-    windows: of the layers with attention. delta: of recurrent layers; num_states: sequences that
-    can have their state at once, which are those that run; keeps_states: each has a second one, of
-    before the guesses of a step; num_snapshots: of such states that the host holds for prefix hits
-    and preempted sequences. drafts_from: blocks of a sequence that drafts although all its KV is on
-    the device (draft_plan.drafts_from); 0: none does.
+    with attention (None: all keys); () without any. host_codec: of host blocks (None: as on the
+    device). least_run_bytes: of one layer; fewer bytes of device blocks between streamed ones are
+    streamed too if the host has them: an attention call and a fill of their own would take longer.
+    delta: of recurrent layers; num_states: sequences that can have their state at once, which are
+    those that run; keeps_states: each has a second one, of before the guesses of a step;
+    num_snapshots: of states that the host holds for prefix hits and preempted sequences.
+    drafts_from: blocks of a sequence that drafts although all its KV is on the device
+    (draft_plan.drafts_from); 0: none does.
     """
 
     num_layers: int

@@ -73,10 +73,6 @@ class OffloadEngine:
         self._debug = debug
         self.poison_all()
 
-    def start(self, transfers: StepTransfers) -> TransferRun:
-        """Queue the step's stores, loads and first fills."""
-        return TransferRun(self, transfers)
-
     def poison_all(self) -> None:
         """Fill the ring and the host pool with NaN (debug only); nothing may be under way."""
         if self._debug:
@@ -246,7 +242,8 @@ class OffloadEngine:
 
 
 class TransferRun:
-    """The transfers of one step on their way; compute calls it layer by layer.
+    """The transfers of one step on their way: stores, loads and the first fills are queued at once.
+    Compute calls it layer by layer.
 
     Loads are of the layers that have KV. Fills are of the layers that read it: two that read the
     same KV each have theirs.

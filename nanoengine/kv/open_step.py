@@ -99,8 +99,7 @@ class OpenStep:
         """
         for write in self._planned.writes:
             write.block.num_tokens = max(write.block.num_tokens, write.offset + write.num_tokens)
-        if self._planner.states is not None:
-            self._planner.states.end(self._batch)
+        self._planner.states.end(self._batch)
         self._heat.end()
 
     def close(self) -> None:

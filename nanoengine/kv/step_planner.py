@@ -80,11 +80,11 @@ class StepPlanner:
         spec: KVSpec,
         blocks: BlockManager,
         locate: Locate | None,
+        states: StateSlots,
         padding: StepPadding | None = None,
-        states: StateSlots | None = None,
     ) -> None:
         """locate: host slot -> (segment of the host pool, place in it); None without a host tier.
-        padding: None: no step is padded. states: of recurrent layers; None: the model has none.
+        padding: None: no step is padded.
         """
         self.states = states
         self._spec = spec
@@ -129,7 +129,7 @@ class StepPlanner:
             reads=tuple(parts),
             unseen=unseen,
             transfers=self._transfers(batch, placement, parts, unseen, seen),
-            state_slots=self.states.begin(batch, num_sequences) if self.states else (),
+            state_slots=self.states.begin(batch, num_sequences),
             num_padding=num_padding,
         )
         counted = tuple(metrics[index] for index in streamed)

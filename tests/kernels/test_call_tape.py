@@ -27,7 +27,7 @@ from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.kv.offload import OffloadEngine
+from nanoengine.kv.offload import OffloadEngine, TransferRun
 from nanoengine.kv.step_kv import StepKV
 from nanoengine.kv.step_plan import (
     DEVICE,
@@ -230,7 +230,7 @@ def test_a_step_is_still_only_once_stores_before_it_are_done() -> None:
     """Of what it reads and writes; other slots may be on their way."""
     device = HeldDevice()
     engine = OffloadEngine(device, torch.zeros(2, 4, 2, 4, 1, 3), 6, 2, 2)
-    engine.start(StepTransfers(stores=(Store(0, 5, 0, 4),))).finish()
+    TransferRun(engine, StepTransfers(stores=(Store(0, 5, 0, 4),))).finish()
     assert not engine.are_stored((0,), [])
     assert not engine.are_stored((1,), [(0, (4, 5))])
     assert engine.are_stored((1,), [(0, (4,))])
@@ -274,7 +274,7 @@ def test_a_core_is_left_to_copies_while_a_decode_step_streams(
     two_threads: None, is_decode: bool, fills: tuple[tuple[int, ...], ...]
 ) -> None:
     engine = OffloadEngine(CpuDevice(2, copy_workers=True), torch.zeros(1, 4, 2, 4, 1, 3), 6, 2, 2)
-    run = engine.start(StepTransfers(fills=fills, is_decode=is_decode))
+    run = TransferRun(engine, StepTransfers(fills=fills, is_decode=is_decode))
     assert torch.get_num_threads() == (1 if is_decode and fills else 2)
     run.finish()
     assert torch.get_num_threads() == 2

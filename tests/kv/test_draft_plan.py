@@ -146,7 +146,7 @@ def test_a_draft_is_not_replayed_over_a_store_under_way() -> None:
     device = HeldDevice()
     memory = KVMemory(KVSpec(2, 4, 4, 1, 3, torch.float32, 6, 2, 2), device)
     assert memory.offload is not None
-    memory.offload.start(StepTransfers(stores=(Store(1, 5, 0, 2),))).finish()
+    memory.start(StepTransfers(stores=(Store(1, 5, 0, 2),))).finish()
     draft = DraftReads(0, start=6, num_drafts=2, kept=(0,), tail=(1,))
     plan = plan_draft([draft], 0, block_size=4, num_rows=0)
     assert StepKV.open(plan, memory).replay_key() is None

@@ -26,6 +26,7 @@ from nanoengine.errors import ConfigError, TransferError
 from nanoengine.kv.kv_codec import CPU_ELEMENTS, Int8Codec
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.offload import TransferRun
 from nanoengine.kv.step_plan import Load, StepTransfers, Store
 from nanoengine.outputs import RequestOutput
 
@@ -147,12 +148,12 @@ def test_a_round_trip_through_the_host(dtype: torch.dtype) -> None:
     for layer in range(2):
         pool[layer].copy_(content[layer])
     stores = (Store(0, 4, 0, 4), Store(1, 5, 0, 4), Store(2, 0, 1, 3))
-    assert engine.start(StepTransfers(stores=stores)).finish()
+    assert TransferRun(engine, StepTransfers(stores=stores)).finish()
     device.synchronize()
     assert torch.equal(torch.stack(pool), content)  # storing leaves what is on the device as it is
     for slot in range(4):
         memory.poison(slot, None)
-    run = engine.start(StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (0,))))
+    run = TransferRun(engine, StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (0,))))
     for layer in range(2):
         run.await_loads(layer)
         memory.before_read(layer, (3,))

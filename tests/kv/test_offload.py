@@ -33,7 +33,7 @@ from nanoengine.devices.stream_check import CheckedDevice
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
-from nanoengine.kv.offload import OffloadEngine
+from nanoengine.kv.offload import OffloadEngine, TransferRun
 from nanoengine.kv.step_plan import Load, StepTransfers, Store, store_runs
 from nanoengine.startup import parts
 
@@ -422,11 +422,11 @@ def test_bytes_survive_a_round_trip(settings: dict[str, Any]) -> None:
         memory.before_write(layer, (0, 1, 2, 3))
         pool[layer].copy_(content[layer])
     stores = (Store(0, 4, 0, 4), Store(1, 5, 0, 4), Store(2, 0, 0, 3))
-    assert engine.start(StepTransfers(stores=stores)).finish()
+    assert TransferRun(engine, StepTransfers(stores=stores)).finish()
     for slot in range(4):
         memory.poison(slot, None)
     transfers = StepTransfers(loads=(Load(0, 3, 3),), fills=((4, 5), (5,)))
-    run = engine.start(transfers)
+    run = TransferRun(engine, transfers)
     for layer, source in enumerate(spec.layer_sources):
         if layer < 2:
             run.await_loads(layer)
@@ -455,13 +455,14 @@ def test_reads_of_the_host_wait_for_the_store_that_wrote_it() -> None:
     content = torch.randn(pool.shape)
     pool.copy_(content)
     for slot in range(3):
-        assert engine.start(StepTransfers(stores=(Store(slot, slot, 0, 4),))).finish()
-        run = engine.start(
+        assert TransferRun(engine, StepTransfers(stores=(Store(slot, slot, 0, 4),))).finish()
+        run = TransferRun(
+            engine,
             [
                 StepTransfers(loads=(Load(0, 3, 4),)),
                 StepTransfers(fills=((1,),)),
                 StepTransfers(),
-            ][slot]
+            ][slot],
         )
         for layer in range(2):
             if slot == 0:

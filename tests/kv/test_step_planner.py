@@ -11,6 +11,7 @@ from nanoengine.kv.block_manager import Block, BlockManager
 from nanoengine.kv.block_table import BlockTable
 from nanoengine.kv.kv_codec import Int8Codec
 from nanoengine.kv.kv_spec import KVSpec
+from nanoengine.kv.state_slots import StateSlots
 from nanoengine.kv.step_plan import DEVICE, HOST, Location, StepPlan
 from nanoengine.kv.step_planner import StepPlanner
 from nanoengine.sampling_params import SamplingParams
@@ -46,7 +47,7 @@ def plan_of(
     num_known = SIZE * len(blocks) - len(guesses)
     seq = Sequence(0, [1] * num_known, 1, request, RequestMetrics(0.0))
     seq.num_computed = SIZE * len(blocks) - num_tokens
-    planner = StepPlanner(spec, manager, lambda slot: (0, slot))
+    planner = StepPlanner(spec, manager, lambda slot: (0, slot), StateSlots(spec, None, {}))
     batch = ScheduledBatch((ScheduledSequence(seq, num_tokens, guesses=guesses),))
     return planner.plan(batch, {0: BlockTable(seq, blocks, is_preempted=False)}).plan
 
@@ -121,7 +122,7 @@ def test_who_rests_drafts_over_what_the_step_leaves_it() -> None:
     tables = {0: table(0, copied[0], tail), 1: table(1, copied[1], new)}
     runs = ScheduledSequence(tables[1].seq, 1)
     rests = ScheduledSequence(tables[0].seq, 2, num_drafts=1)
-    planned = StepPlanner(SPEC, manager, lambda slot: (0, slot)).plan(
+    planned = StepPlanner(SPEC, manager, lambda slot: (0, slot), StateSlots(SPEC, None, {})).plan(
         ScheduledBatch((runs,), (rests,)), tables
     )
     assert new.device_slot == 0 and copied[0].device_slot is None
