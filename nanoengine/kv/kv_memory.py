@@ -63,7 +63,18 @@ class KVMemory:
                 whole.fill_(torch.nan)
             self.pool = blocks_by_layer(whole, spec.num_blocks, shapes)
             self.states = self._make_states(spec)
-            self.offload = self._make_offload(spec)
+            self.offload: OffloadEngine | None = None
+            if spec.num_host_blocks:
+                self.offload = OffloadEngine(
+                    device,
+                    self.pool,
+                    spec.num_host_blocks,
+                    spec.ring_slots,
+                    spec.slot_blocks,
+                    debug,
+                    spec.host_codec,
+                    spec.layer_sources,
+                )
         except (RuntimeError, MemoryError) as error:
             num_bytes = spec.block_bytes * spec.num_blocks + spec.state_bytes
             gib = (num_bytes + spec.host_block_bytes * spec.num_host_blocks) / (1 << 30)
@@ -74,20 +85,6 @@ class KVMemory:
             ) from error
         self.layers = [LayerPool.of(blocks) for blocks in self.pool]
         self._no_transfers = TransferCounters()
-
-    def _make_offload(self, spec: KVSpec) -> OffloadEngine | None:
-        if not spec.num_host_blocks:
-            return None
-        return OffloadEngine(
-            self.device,
-            self.pool,
-            spec.num_host_blocks,
-            spec.ring_slots,
-            spec.slot_blocks,
-            self.is_debugged,
-            spec.host_codec,
-            spec.layer_sources,
-        )
 
     def _make_states(self, spec: KVSpec) -> list[tuple[Tensor, Tensor]]:
         delta, place = spec.delta, self.device.torch_device

@@ -69,7 +69,7 @@ class PrefixCache:
             hits = owner.blocks[: table.seq.num_prompt_tokens // self._size]
         else:
             hits = self._lookup(table)
-            if self._is_in_flight(table, len(hits)):
+            if any(map(self._blocks.is_in_flight, table.keys[len(hits) : len(hits) + 1])):
                 return None
             table.known = hits
             if self._spec.num_states:  # the last token is computed: its logits give the next
@@ -167,11 +167,6 @@ class PrefixCache:
                     break
                 hits.append(block)
         return hits
-
-    def _is_in_flight(self, table: BlockTable, num_hits: int) -> bool:
-        """True when another sequence is computing the block after the hits."""
-        key = table.keys[num_hits] if num_hits < len(table.keys) else None
-        return key is not None and self._blocks.is_in_flight(key)
 
     def _num_found(self, seq: Request, num_hits: int) -> int:
         """Tokens that need not be computed. The last one always is: its logits give the next."""

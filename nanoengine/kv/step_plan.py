@@ -171,36 +171,31 @@ def _run(table: Sequence[Location], at: int, tier: int) -> tuple[int, ...]:
 
 def _fills(runs: list[tuple[int, ...]], firsts: list[int], slot_blocks: int) -> list[Part]:
     """Cut host runs into ring fills. A slot that several sequences need next is copied once."""
-    parts: list[Part] = []
-    fill: list[int] = []
-    spans: dict[int, list[int]] = {}
-    starts: dict[int, int] = {}
+    # Slots of each; and by sequence the first block of its span, and where it lies in the fill.
+    fills: list[tuple[list[int], dict[int, tuple[int, list[int]]]]] = []
     served = [0] * len(runs)
-
-    def flush() -> None:
-        if fill:
-            made = (SequenceSpan(i, starts[i], tuple(at)) for i, at in sorted(spans.items()))
-            parts.append(Part(HOST, tuple(made), tuple(fill)))
-            fill.clear()
-            spans.clear()
-            starts.clear()
-
     # A sequence that has released blocks begins further on: the blocks that it shares with others
     # are then in their fills.
     for index in sorted(range(len(runs)), key=firsts.__getitem__):
         run = runs[index]
         while served[index] < len(run):
             slot = run[served[index]]
-            if len(fill) == slot_blocks:
-                flush()
+            if not fills or len(fills[-1][0]) == slot_blocks:
+                fills.append(([], {}))
+            fill, spans = fills[-1]
             for i, other in enumerate(runs):
                 if served[i] < len(other) and other[served[i]] == slot:
-                    starts.setdefault(i, firsts[i] + served[i])
-                    spans.setdefault(i, []).append(len(fill))
+                    spans.setdefault(i, (firsts[i] + served[i], []))[1].append(len(fill))
                     served[i] += 1
             fill.append(slot)
-    flush()
-    return parts
+    return [
+        Part(
+            HOST,
+            tuple(SequenceSpan(i, first, tuple(at)) for i, (first, at) in sorted(spans.items())),
+            tuple(fill),
+        )
+        for fill, spans in fills
+    ]
 
 
 def unseen_parts(
