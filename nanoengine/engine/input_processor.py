@@ -254,9 +254,10 @@ class InputProcessor:
 def _checked_salt(salt: object) -> str:
     if salt is None:
         return ""
-    if not (isinstance(salt, str) and salt and _is_utf8(salt)):
-        raise InvalidPromptError(f"cache_salt must be a non-empty string, got {shown(salt)}")
-    return salt
+    with suppress(UnicodeEncodeError):  # half of a surrogate pair
+        if isinstance(salt, str) and salt.encode():
+            return salt
+    raise InvalidPromptError(f"cache_salt must be a non-empty string, got {shown(salt)}")
 
 
 def _token_id(value: object) -> int:
@@ -265,11 +266,3 @@ def _token_id(value: object) -> int:
         with suppress(TypeError):
             return operator.index(value)  # type: ignore[arg-type]
     raise InvalidPromptError(f"a prompt holds {shown(value)}, which is no token id")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair
-        return False
-    return True

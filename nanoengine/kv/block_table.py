@@ -71,10 +71,6 @@ class BlockTable:
         """The blocks that the sequence has a reference to."""
         return self.blocks[self.num_released :]
 
-    def held_from(self, first: int) -> list[Block]:
-        """Those of them from block `first` on."""
-        return self.blocks[max(self.num_released, first) :]
-
     def is_resumable(self, index: int, size: int) -> bool:
         """Whether others, or this sequence, may well go on from the end of the first `index` blocks
         of `size` tokens: texts parted there before, or the prompt ends in the next one.

@@ -42,16 +42,16 @@ def blocks_by_layer(whole: Tensor, num_blocks: int, shapes: Sequence[Shape]) -> 
     return [part.view(num_blocks, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def segment_sizes(num_blocks: int, block_bytes: int, smallest: int = SMALLEST_SEGMENT) -> list[int]:
+def segment_sizes(num_blocks: int, block_bytes: int) -> list[int]:
     """Blocks of each segment: segments of LARGEST_SEGMENT bytes, then halves of that for the rest.
 
-    Only the last segment may be smaller than `smallest` bytes.
+    Only the last segment may be smaller than SMALLEST_SEGMENT bytes.
     """
     sizes: list[int] = []
     segment_bytes, left = LARGEST_SEGMENT, num_blocks
     while left:
         fits = segment_bytes // block_bytes
-        if segment_bytes <= smallest or fits <= 1:
+        if segment_bytes <= SMALLEST_SEGMENT or fits <= 1:
             fits = min(left, max(fits, 1))
         if fits <= left:
             sizes.append(fits)

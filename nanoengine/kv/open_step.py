@@ -32,7 +32,7 @@ class DraftStep:
 
 class OpenStep:
     """kv: what the forward pass writes and reads; num_rows: the sequences that it is laid out
-    for; num_padding: as in StepPlan; drafts: what is drafted before.
+    for; num_padding: as in StepPlan.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class PrefixCache:
         blocks: BlockManager,
         spec: KVSpec,
         is_enabled: bool,
-        num_resumable: Callable[[Sequence[Block]], int] = len,
+        num_resumable: Callable[[Sequence[Block]], int],
     ) -> None:
         """num_resumable: how many of these consecutive blocks a sequence can begin with."""
         self._num_resumable = num_resumable

@@ -68,8 +68,8 @@ class PlannedStep:
     writes: tuple[Write, ...]
     placement: Placement
     streamed: tuple[RequestMetrics, ...]
-    drafts: tuple[DraftReads, ...] = ()
-    of_resting: tuple[DraftReads, ...] = ()
+    drafts: tuple[DraftReads, ...]
+    of_resting: tuple[DraftReads, ...]
 
 
 class StepPlanner:
@@ -206,7 +206,8 @@ class StepPlanner:
         if self._spec.kept_blocks > 1:
             for table in (*step, *resting):
                 start = starts.get(table.seq.seq_id, table.seq.num_computed)
-                kept.update(table.held_from(self._spec.first_kept(start)))
+                first = max(table.num_released, self._spec.first_kept(start))
+                kept.update(table.blocks[first:])
         return StepTables(
             [table.held for table in step],
             [table.held for table in resting],
@@ -277,8 +278,8 @@ class StepPlanner:
         streamed = streamed_bytes(parts, unseen, self._read_bytes)
         if not (streamed or placement.loads or placement.stores):
             return
+        of_a_token = self._block_bytes // self._spec.block_size
         for index, (counted, blocks) in enumerate(zip(metrics, seen, strict=True)):
             loaded, stored = placement.moved_tokens(blocks)
-            of_a_token = self._block_bytes // self._spec.block_size
             counted.h2d_bytes += streamed.get(index, 0) + loaded * of_a_token
             counted.d2h_bytes += stored * of_a_token
