@@ -128,9 +128,8 @@ class Drafter:
     ) -> None:
         """Note the drafts that grammars must know."""
         if any(batch.items[item].seq.grammar is not None for item in step.items):
-            for item, token in zip(
-                step.items, self._device.read_back(tokens).tolist(), strict=True
-            ):
+            drawn = self._device.read_back(tokens).tolist()
+            for item, token in zip(step.items, drawn, strict=True):
                 known[item] = (*known.get(item, ()), token)
 
 
