@@ -345,7 +345,7 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
     windows, fills = driver.engine.kv.spec.windows, set()
     assert driver.engine.kv.spec.kept_blocks == tail
     prompts = [some_ids(6, 150), some_ids(7, 120), some_ids(8, 11), some_ids(6, 150)[:100]]
-    start = driver.engine.kv.memory.offload.start
+    start = driver.engine.kv.memory.start
 
     def recorded(transfers: StepTransfers) -> TransferRun:
         numbers = range(len(transfers.fills))
@@ -353,7 +353,7 @@ def test_windowed_layers_never_stream(tiny: Callable[[str], Path], model: str, t
         fills.update((layer, windows[layer]) for layer, read in enumerate(of_layers) for _ in read)
         return start(transfers)
 
-    driver.engine.kv.memory.offload.start = recorded
+    driver.engine.kv.memory.start = recorded
     outputs = driver.run(prompts, greedy(12))
     assert_greedy(path, prompts, outputs, 12)
     assert fills == {(layer, None) for layer, window in enumerate(windows) if window is None}
