@@ -75,9 +75,7 @@ class TokenScorer:
         self, scores: StepScores, seqs: Seq[Sequence], logits: Tensor, tokens: Tensor
     ) -> StepScores:
         """With the scores of sampled tokens. logits: [n, vocab]; tokens: int64 [n], of `seqs`."""
-        widths = [seq.request.num_likeliest for seq in seqs]
-        asked = [width for width in widths if width is not None]
-        if not asked:
+        if not (asked := [k for seq in seqs if (k := seq.request.num_likeliest) is not None]):
             return scores
         sampled = score_tokens(logits, tokens, max(asked))
         return replace(scores, sampled=self._device.read_back(sampled))
@@ -88,10 +86,9 @@ class TokenScorer:
         """
         row = 0
         for item in batch.items:
-            seq, stop = item.seq, item.start + item.num_tokens
-            stop = min(stop, seq.num_prompt_tokens - 1)
-            width = seq.request.params.prompt_logprobs
-            if width is not None:
+            seq = item.seq
+            stop = min(item.start + item.num_tokens, seq.num_prompt_tokens - 1)
+            if (width := seq.request.params.prompt_logprobs) is not None:
                 for start in range(item.start, stop, PROMPT_ROWS):
                     end = min(stop, start + PROMPT_ROWS)
                     rows = hidden[row + start - item.start : row + end - item.start]
@@ -106,13 +103,16 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int) -> Tensor:
 
     logits [n, vocab], tokens int64 [n], whose NO_TOKENs get any score. Returns float64
     [n, 2 + 2 k]: log-probability and rank of the token, the k largest log-probabilities, and the
-    ids that have them.
+    ids that have them. Of equals the first, whatever k is: it comes from all requests of a step.
     """
     logprobs = torch.log_softmax(logits.float(), dim=1)
     chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
-    values, ids = logprobs.topk(min(num_likeliest, logits.shape[1]), dim=1)
-    return torch.cat([part.double() for part in (chosen, ranks, values, ids)], dim=1)
+    # Keys that no two tokens share. No log-probability is above 0: a likelier one's bits are less.
+    keys = logprobs.view(torch.int32).long().bitwise_and_(0x7FFFFFFF).bitwise_left_shift_(32)
+    keys += torch.arange(logits.shape[1], device=logits.device)
+    ids = keys.topk(min(num_likeliest, logits.shape[1]), dim=1, largest=False).values & 0xFFFFFFFF
+    return torch.cat([x.double() for x in (chosen, ranks, logprobs.gather(1, ids), ids)], dim=1)
 
 
 def read_scores(row: Seq[float], token_id: int, num_likeliest: int) -> TokenScore:
