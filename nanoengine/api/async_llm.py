@@ -31,7 +31,7 @@ from nanoengine.api.streaming import DeltaStream
 from nanoengine.config.engine import NAMES, Settings, shows_settings
 from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.errors import RequestError, ends_at_the_user, without_our_lines
-from nanoengine.outputs import RequestOutput, StreamDelta
+from nanoengine.outputs import RequestOutput
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.text.known_names import ARGUMENT, explains_unknown, translated
 from nanoengine.text.tokenizer import Tokenizer
@@ -255,10 +255,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         try:
             async with await self._open(open_stream, request_id, params) as stream:
+                so_far = await stream.take()  # one delta for each completion
                 begun = stream.begun()
-                so_far: list[StreamDelta] = []  # one for each completion
                 while stream.output is None:
+                    yield replace(begun, outputs=outputs_of(so_far))
                     so_far = merge_deltas([*so_far, *await stream.take()])
-                    yield stream.output or replace(begun, outputs=outputs_of(so_far))
+                yield stream.output
         except RequestError as error:
             raise without_our_lines(error) from error.__cause__

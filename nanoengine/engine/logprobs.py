@@ -12,7 +12,7 @@ from torch import Tensor
 from nanoengine.devices.device import Device, Readable
 from nanoengine.sequence import ScheduledBatch, Sequence, TokenScore
 
-TopK = Callable[[Tensor, int], Tensor]  # models.layer_ops.LayerOps.topk
+Likeliest = Callable[[Tensor, int], Tensor]  # models.draw.likeliest
 
 PROMPT_ROWS = 256  # logits of so many tokens of a prompt are held at once
 
@@ -64,10 +64,12 @@ class StepScores:
 class TokenScorer:
     """Scores the tokens of a step, where requests ask for it."""
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], topk: TopK, device: Device) -> None:
+    def __init__(
+        self, logits: Callable[[Tensor], Tensor], likeliest: Likeliest, device: Device
+    ) -> None:
         """logits: from hidden states [n, hidden] to [n, vocab]."""
         self._logits = logits
-        self._topk = topk
+        self._likeliest = likeliest
         self._device = device
 
     def score_sampled(self, seqs: Seq[Sequence], logits: Tensor, tokens: Tensor) -> Readable | None:
@@ -76,7 +78,7 @@ class TokenScorer:
         asked = [width for width in widths if width is not None]
         if not asked:
             return None
-        return self._device.read_back(score_tokens(logits, tokens, max(asked), self._topk))
+        return self._device.read_back(score_tokens(logits, tokens, max(asked), self._likeliest))
 
     def score_prompts(self, batch: ScheduledBatch, hidden: Tensor) -> Iterator[PromptScores]:
         """Scores of the prompts' next tokens: every token of a chunk but the prompt's last has one
@@ -84,30 +86,31 @@ class TokenScorer:
         """
         row = 0
         for item in batch.items:
-            seq, stop = item.seq, item.start + item.num_tokens
-            stop = min(stop, seq.num_prompt_tokens - 1)
-            width = seq.request.params.prompt_logprobs
-            if width is not None:
+            seq = item.seq
+            stop = min(item.start + item.num_tokens, seq.num_prompt_tokens - 1)
+            if (width := seq.request.params.prompt_logprobs) is not None:
                 for start in range(item.start, stop, PROMPT_ROWS):
                     end = min(stop, start + PROMPT_ROWS)
                     rows = hidden[row + start - item.start : row + end - item.start]
                     following = self._device.tensor(seq.token_ids[start + 1 : end + 1], torch.int64)
-                    scores = score_tokens(self._logits(rows), following, width, self._topk)
+                    scores = score_tokens(self._logits(rows), following, width, self._likeliest)
                     yield PromptScores(seq, start + 1, self._device.read_back(scores))
             row += item.num_tokens
 
 
-def score_tokens(logits: Tensor, tokens: Tensor, num_likeliest: int, topk: TopK) -> Tensor:
+def score_tokens(
+    logits: Tensor, tokens: Tensor, num_likeliest: int, likeliest: Likeliest
+) -> Tensor:
     """How likely tokens are by these logits, and which are likeliest: what `read_scores` reads.
 
     logits [n, vocab], tokens int64 [n], whose NO_TOKENs get any score. Returns float64
     [n, 2 + 2 k]: log-probability and rank of the token, the k largest log-probabilities, and the
-    ids that have them.
+    ids that have them. Of equals the first, whatever k is: it comes from all requests of a step.
     """
     logprobs = torch.log_softmax(logits.float(), dim=1)
     chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=1, keepdim=True) + 1
-    ids = topk(logprobs, min(num_likeliest, logits.shape[1]))
+    ids = likeliest(logprobs, min(num_likeliest, logits.shape[1]))
     return torch.cat([p.double() for p in (chosen, ranks, logprobs.gather(1, ids), ids)], dim=1)
 
 

@@ -190,5 +190,5 @@ def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
         own = Sampler(parts.ops, device.tensor)
         mtp = MtpDrafter(parts.model.mtp, parts.attention, own, device)
     decoder = parts.model.decoder
-    scorer = TokenScorer(decoder.logits, parts.ops.topk, device)
+    scorer = TokenScorer(decoder.logits, parts.ops.likeliest, device)
     return ModelRunner(decoder, parts.attention, kv, sampler, scorer, device, mtp)

@@ -21,7 +21,7 @@ from nanoengine.errors import EngineError
 from nanoengine.kernels.c_build import SOURCE, load_library
 from nanoengine.kernels.call_tape import CallTape, CFunction
 from nanoengine.models.delta_net import DeltaNet
-from nanoengine.models.draw import Draws
+from nanoengine.models.draw import Draws, likeliest
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; of
 # delta_args in cpu_delta.h, and of draw_args and topk_args in cpu_draw.h.
@@ -32,7 +32,7 @@ _DELTA_ARGS = struct.Struct("=12Q10qd")
 _DRAW_ARGS = struct.Struct("=4Q5q")
 _TOPK_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
-MOST_SORTED = 256  # entries of a row that `topk` puts in order one after the other
+MOST_SORTED = 256  # tokens of a row that are put in order one after the other
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
 _IS_BF16 = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -269,19 +269,19 @@ class CpuKernels:
         self._draw(packed)
         return out
 
-    def topk(self, x: Tensor, count: int) -> Tensor:
-        """As LayerOps.topk, of x in float32, rows of which are contiguous."""
+    def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
+        """As draw.likeliest; rows are contiguous."""
         if count > MOST_SORTED:
-            return x.topk(count, dim=1).indices
-        (rows, width), out = x.shape, torch.empty(x.shape[0], count, dtype=torch.int64)
+            return likeliest(logprobs, count)
+        (rows, vocab), out = logprobs.shape, torch.empty(len(logprobs), count, dtype=torch.int64)
         if not out.numel():
             return out
-        threads, scratch = self._candidates(rows, width)
-        assert x.dtype is torch.float32 and x.stride(1) == 1 and count <= width
+        threads, scratch = self._candidates(rows, vocab)
+        assert logprobs.dtype is torch.float32 and logprobs.stride(1) == 1 and count <= vocab
         self._topk(
             _TOPK_ARGS.pack(
-                *(x.data_ptr(), out.data_ptr(), scratch),
-                *(rows, width, x.stride(0), count, threads),
+                *(logprobs.data_ptr(), out.data_ptr(), scratch),
+                *(rows, vocab, logprobs.stride(0), count, threads),
             )
         )
         return out

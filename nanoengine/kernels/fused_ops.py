@@ -78,7 +78,7 @@ class Kernels(Protocol):
         self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
     ) -> None: ...
     def argmax(self, logits: Tensor) -> Tensor: ...
-    def topk(self, x: Tensor, count: int) -> Tensor: ...
+    def likeliest(self, logprobs: Tensor, count: int) -> Tensor: ...
     def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
@@ -128,8 +128,8 @@ class KernelOps(TorchOps):
     def argmax(self, logits: Tensor) -> Tensor:
         return self._kernels.argmax(logits)
 
-    def topk(self, x: Tensor, count: int) -> Tensor:
-        return self._kernels.topk(x, count)
+    def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
+        return self._kernels.likeliest(logprobs, count)
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         return self._kernels.draw(logits, draws)

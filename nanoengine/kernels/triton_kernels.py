@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState
 from nanoengine.models.delta_net import DeltaNet, gated_delta
-from nanoengine.models.draw import Draws, draw
+from nanoengine.models.draw import Draws, draw, likeliest
 
 
 @triton.jit
@@ -199,9 +199,9 @@ class TritonKernels:
         """int64 [rows]: the first place of the largest value of each row."""
         return logits.argmax(dim=-1)
 
-    def topk(self, x: Tensor, count: int) -> Tensor:
-        """As LayerOps.topk, with PyTorch."""
-        return x.topk(count, dim=1).indices
+    def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
+        """As draw.likeliest, with PyTorch."""
+        return likeliest(logprobs, count)
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """As draw.draw, with PyTorch."""

@@ -1,4 +1,6 @@
-"""Draws a token from each row of logits: the numbers that say how, and PyTorch's way to do it."""
+"""Draws a token from each row of logits: the numbers that say how, and PyTorch's way to do it. And
+which tokens are likeliest.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +70,14 @@ def _top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     before = probs.cumsum(dim=1) - probs  # mass of the likelier tokens
     ranked = ranked.masked_fill((before >= top_p) & (top_p < 1), -torch.inf)
     return torch.full_like(logits, -torch.inf).scatter_(1, order, ranked)
+
+
+def likeliest(logprobs: Tensor, count: int) -> Tensor:
+    """logprobs: float32 [rows, vocab], none above 0. Returns int64 [rows, count]: the likeliest
+    tokens of each row, likelier ones first, of equally likely ones the first; of a row with a NaN:
+    any.
+    """
+    # Keys that no two tokens share. No log probability is above 0: a likelier one's bits are less.
+    keys = logprobs.view(torch.int32).long().bitwise_and_(0x7FFFFFFF).bitwise_left_shift_(32)
+    keys += torch.arange(logprobs.shape[1], device=logprobs.device)
+    return keys.topk(count, dim=1, largest=False).values & 0xFFFFFFFF

@@ -219,10 +219,8 @@ class LayerOps(Protocol):
         """[rows, vocab] -> int64 [rows]: the first place of the largest value, NaN above all."""
         ...
 
-    def topk(self, x: Tensor, count: int) -> Tensor:
-        """[rows, width] in float32 -> int64 [rows, count]: where each row is largest, larger values
-        first; of a row with a NaN: any.
-        """
+    def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
+        """As draw.likeliest."""
         ...
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:

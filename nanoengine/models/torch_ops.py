@@ -12,7 +12,7 @@ from torch.nn import functional
 from nanoengine.config.model import ExpertsConfig
 from nanoengine.context import ForwardContext, KVTarget, RecurrentState, ReplayKey
 from nanoengine.models.delta_net import DeltaNet, gated_delta
-from nanoengine.models.draw import Draws, draw
+from nanoengine.models.draw import Draws, draw, likeliest
 from nanoengine.models.expert_layer import parts_of_expert
 from nanoengine.models.experts import (
     Experts,
@@ -196,8 +196,8 @@ class TorchOps:
     def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
 
-    def topk(self, x: Tensor, count: int) -> Tensor:
-        return x.topk(count, dim=1).indices
+    def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
+        return likeliest(logprobs, count)
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         return draw(logits, draws)

@@ -206,8 +206,8 @@ class ShardedOps:
     def argmax(self, logits: Tensor) -> Tensor:
         return self._ops.argmax(logits)
 
-    def topk(self, x: Tensor, count: int) -> Tensor:
-        return self._ops.topk(x, count)
+    def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
+        return self._ops.likeliest(logprobs, count)
 
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         return self._ops.draw(logits, draws)

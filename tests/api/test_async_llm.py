@@ -9,6 +9,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,25 @@ def test_a_stream_that_has_begun_knows_its_prompt(shared: AsyncLLM, plain: LLM) 
         assert not stream.is_queued
         begun = stream.begun()
         assert begun.prompt_logprobs == expected.prompt_logprobs and not begun.finished
+
+    run(work())
+
+
+def test_every_output_knows_its_prompt(shared: AsyncLLM, plain: LLM) -> None:
+    """Also the unfinished ones: what was found in the prefix cache, and the prompt's scores."""
+    prompt = [7] * (3 * BLOCK)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    scored = replace(params, prompt_logprobs=1)
+    (expected,) = plain.generate([prompt], scored, use_tqdm=False)
+
+    async def work() -> None:
+        await last(shared, prompt)
+        for output in await collect(shared, prompt, params):
+            assert output.num_cached_tokens == len(prompt) - 1
+        outputs = await collect(shared, prompt, scored)
+        assert len(outputs) > 1 and not outputs[0].finished
+        for output in outputs:
+            assert output.prompt_logprobs == expected.prompt_logprobs
 
     run(work())
 

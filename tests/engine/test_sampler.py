@@ -9,6 +9,7 @@ import pytest
 import torch
 from marks import needs_compiler
 
+from nanoengine.engine.logprobs import score_tokens
 from nanoengine.engine.sampler import Sampler, SamplingOps, uniform
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.models.torch_ops import TorchOps
@@ -150,3 +151,30 @@ def test_a_row_that_has_no_finite_largest_logit_gives_no_token(
 
 def test_a_row_without_any_token_left_gives_none(ops: SamplingOps) -> None:
     assert choose(ops, torch.full((1, 6), -torch.inf), [sequence(SamplingParams())]) == [NO_TOKEN]
+
+
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("C", marks=needs_compiler)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_likeliest_of_a_row_depend_on_no_other(
+    build_folder: Path, dtype: torch.dtype, kernel: str
+) -> None:
+    """Neither on how many are asked for nor on other rows: of equals the first ones, among them the
+    token that a greedy request takes.
+    """
+    likeliest = TorchOps().likeliest
+    if kernel == "C":
+        likeliest = CpuKernels.load(build_folder).likeliest
+    torch.manual_seed(0)
+    logits = (2 * torch.randn(40, 3000)).round().to(dtype)
+    logits[3, 5], logits[4, 7:] = 80.0, -torch.inf  # one that is certain; few that are possible
+    logprobs = torch.log_softmax(logits.float(), dim=1)
+    values, ids = logprobs.sort(dim=1, descending=True, stable=True)
+    tokens = logits.argmax(dim=1)
+    assert torch.equal(tokens, ids[:, 0])
+    for number in (0, 1, 2, 20, 2999, 5000):
+        k = min(number, 3000)
+        scores = score_tokens(logits, tokens, number, likeliest)
+        assert torch.equal(scores[:, 2 : 2 + k], values[:, :k].double())
+        assert torch.equal(scores[:, 2 + k :], ids[:, :k].double())
+        alone = score_tokens(logits[7:8], tokens[7:8], number, likeliest)
+        assert torch.equal(scores[7:8], alone)
