@@ -28,10 +28,12 @@ from benchmarks.ending import exit_on_sigterm
 from benchmarks.plan_check import SHAPES, SMOLLM2, model_of
 from nanoengine import LLM, SamplingParams
 from nanoengine.bench.report import versions
+from nanoengine.config.model import ModelConfig
 from nanoengine.devices.cpu import default_threads
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kv.step_plan import DEVICE, Part, SequenceSpan, SlotWrite, StepPlan
 from nanoengine.models.shard import Shard
+from nanoengine.startup.plan import MemoryPlan
 from nanoengine.startup.probe import time_steps
 from nanoengine.workers import rank_setup
 from nanoengine.workers.step_record import StepRecord, decode, encode
@@ -143,11 +145,17 @@ def measured(args: argparse.Namespace) -> Row:
             "prefill_tokens_per_s": round(args.prefill / prefill_s, 1),
             "weight_and_kv_bytes": llm.plan.weight_bytes
             + llm.plan.kv.num_blocks * llm.plan.kv.block_bytes,
-            "embedding_bytes": engine.model_config.vocab_size
-            * engine.model_config.hidden_size
-            * llm.plan.kv.dtype.itemsize,
+            "embedding_bytes": embedding_bytes(args, engine.model_config, llm.plan),
             "peak_gib": [round(each, 2) for each in _peaks()],
         }
+
+
+def embedding_bytes(args: argparse.Namespace, model: ModelConfig, plan: MemoryPlan) -> int:
+    """Of rank 0: all embeddings, and its rows of them that a head of these packs once more."""
+    rows = model.vocab_size
+    if args.way != ONE and model.tie_word_embeddings:
+        rows += len(Shard(0, args.ranks).part(model.vocab_size))
+    return rows * model.hidden_size * plan.kv.dtype.itemsize
 
 
 def _refuse(size: int) -> int:

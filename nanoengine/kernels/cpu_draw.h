@@ -159,29 +159,30 @@ INLINE int64_t enough(const row_t *r, rules_t rules, double mass, candidate_t *s
     return collect(r, -INFINITY, some, mode);
 }
 
+/* Leaves the candidates that top_k and top_p keep, in the order of tokens; returns how many. */
+INLINE int64_t keep_likeliest(const row_t *r, rules_t rules, candidate_t *some, int mode) {
+    double mass = rules.top_k ? 0 : rules.top_p * mass_of(r, 0, r->dim, mode);
+    int64_t count = enough(r, rules, mass, some, mode);
+    candidate_t *moved = some + r->dim;
+    if (rules.top_k && count) {
+        memcpy(moved, some, (size_t)count * sizeof *some);
+        count = cut_after(some, count, last_of(moved, count, rules.top_k, 0));
+    }
+    if (rules.top_p < 1 && count) {
+        if (rules.top_k) mass = rules.top_p * mass_of_candidates(some, count);
+        memcpy(moved, some, (size_t)count * sizeof *some);
+        count = cut_after(some, count, last_of(moved, count, mass, 1));
+    }
+    return count;
+}
+
 INLINE int64_t draw_row(const void *logits, int64_t dim, rules_t rules, candidate_t *some, int mode) {
     const row_t r = {logits, dim, largest(logits, dim, mode), LOG2E / (float)rules.temperature};
     if (rules.top_k >= dim) rules.top_k = 0;
+    const int is_cut = rules.top_k || rules.top_p < 1;
+    if (!is_cut && rules.min_p <= 0) return draw_of_all(&r, rules.number, (double *)some, mode);
     const float floor = rules.min_p > 0 ? r.top + (float)(rules.temperature * log(rules.min_p)) : -INFINITY;
-    int64_t count;
-    if (rules.top_k || rules.top_p < 1) {
-        double mass = rules.top_k ? 0 : rules.top_p * mass_of(&r, 0, dim, mode);
-        count = enough(&r, rules, mass, some, mode);
-        candidate_t *moved = some + dim;
-        if (rules.top_k && count) {
-            memcpy(moved, some, (size_t)count * sizeof *some);
-            count = cut_after(some, count, last_of(moved, count, rules.top_k, 0));
-        }
-        if (rules.top_p < 1 && count) {
-            if (rules.top_k) mass = rules.top_p * mass_of_candidates(some, count);
-            memcpy(moved, some, (size_t)count * sizeof *some);
-            count = cut_after(some, count, last_of(moved, count, mass, 1));
-        }
-    } else if (rules.min_p > 0) {
-        count = collect(&r, floor, some, mode);
-    } else {
-        return draw_of_all(&r, rules.number, (double *)some, mode);
-    }
+    const int64_t count = is_cut ? keep_likeliest(&r, rules, some, mode) : collect(&r, floor, some, mode);
     double total = 0, before = 0;
     for (int64_t i = 0; i < count; i++) {
         if (some[i].logit < floor) some[i].mass = 0;
@@ -217,10 +218,10 @@ typedef struct { /* filled by cpu_kernels.py */
     int64_t *out;         /* [rows, count] */
     candidate_t *scratch; /* [threads, 2 * width] */
     int64_t rows, width, stride, count, threads;
-} topk_args;
+} likeliest_args;
 
 /* The `count` largest, larger ones first, of equals the first; of a row with a NaN: anything. */
-static void topk_row(const float *x, int64_t width, int64_t count, candidate_t *some, int64_t *out) {
+static void likeliest_row(const float *x, int64_t width, int64_t count, candidate_t *some, int64_t *out) {
     const row_t r = {x, width, largest(x, width, F32), LOG2E};
     const rules_t rules = {.temperature = 1, .top_k = (double)count};
     const int64_t found = enough(&r, rules, 0, some, F32);
@@ -236,11 +237,11 @@ static void topk_row(const float *x, int64_t width, int64_t count, candidate_t *
     for (int64_t i = 0; i < min64(left, count); i++) out[i] = kept[i].id;
 }
 
-int topk(const topk_args *a) {
+int likeliest(const likeliest_args *a) {
 #pragma omp parallel for num_threads((int)a->threads) schedule(static) if (a->rows > 1)
     for (int64_t thread = 0; thread < a->threads; thread++)
         for (int64_t row = thread; row < a->rows; row += a->threads)
-            topk_row(a->x + row * a->stride, a->width, a->count, a->scratch + thread * 2 * a->width,
+            likeliest_row(a->x + row * a->stride, a->width, a->count, a->scratch + thread * 2 * a->width,
                      a->out + row * a->count);
     return 0;
 }

@@ -24,13 +24,13 @@ from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws, likeliest
 
 # One field per member of attend_args, norm_args and rope_args in cpu_kernels.c, in that order; of
-# delta_args in cpu_delta.h, and of draw_args and topk_args in cpu_draw.h.
+# delta_args in cpu_delta.h, and of draw_args and likeliest_args in cpu_draw.h.
 _ATTEND_ARGS = struct.Struct("=14Q16q2Q3q2d")
 _NORM_ARGS = struct.Struct("=3Q10qd")
 _ROPE_ARGS = struct.Struct("=8Q9q")
 _DELTA_ARGS = struct.Struct("=12Q10qd")
 _DRAW_ARGS = struct.Struct("=4Q5q")
-_TOPK_ARGS = struct.Struct("=3Q5q")
+_LIKELIEST_ARGS = struct.Struct("=3Q5q")
 _CANDIDATE_BYTES = 16
 MOST_SORTED = 256  # tokens of a row that are put in order one after the other
 _ALL_KEYS = (1 << 31) - 1  # INT32_MAX
@@ -91,8 +91,8 @@ class CpuKernels:
         self._add = library.add
         self._add.argtypes, self._add.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 4, None
         self._draw, self._workspace = library.draw, Workspace()
-        self._topk = library.topk
-        self._draw.argtypes = self._topk.argtypes = [ctypes.c_char_p]
+        self._likeliest = library.likeliest
+        self._draw.argtypes = self._likeliest.argtypes = [ctypes.c_char_p]
         self._argmax = library.argmax
         self._argmax.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 5
         self._silu_mul, self._gelu_mul = library.silu_mul, library.gelu_mul
@@ -278,8 +278,8 @@ class CpuKernels:
             return out
         threads, scratch = self._candidates(rows, vocab)
         assert logprobs.dtype is torch.float32 and logprobs.stride(1) == 1 and count <= vocab
-        self._topk(
-            _TOPK_ARGS.pack(
+        self._likeliest(
+            _LIKELIEST_ARGS.pack(
                 *(logprobs.data_ptr(), out.data_ptr(), scratch),
                 *(rows, vocab, logprobs.stride(0), count, threads),
             )

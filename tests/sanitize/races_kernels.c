@@ -112,7 +112,7 @@ static void check_rows(int is_bf16) {
         add(widely[i], x, cos, TOKENS, wide, is_bf16, threads);
         silu_mul(x, gated[i], TOKENS, half * ALL, wide, is_bf16, threads);
         argmax(x, highest[i], TOKENS, wide, wide, is_bf16, threads);
-        topk(&(topk_args){cos, places[i], scratch, TOKENS, half, half, 9, threads});
+        likeliest(&(likeliest_args){cos, places[i], scratch, TOKENS, half, half, 9, threads});
         draw(&(draw_args){x, rules[0], drawn[i], scratch, TOKENS, wide, wide, is_bf16, threads});
         char *k = turned[i] + HEADS * DIM * size, *v = k + KV_HEADS * DIM * size;
         const rope_args rope = {turned[i], k, v, cos, sin, slots, v_slots, pool[i], TOKENS, HEADS,
@@ -124,7 +124,7 @@ static void check_rows(int is_bf16) {
     expect_same("rms_norm with a weight in float32, and add", widely[0], widely[1], TOKENS * wide * size);
     expect_same("silu_mul", gated[0], gated[1], TOKENS * half * ALL * size);
     expect_same("argmax", highest[0], highest[1], sizeof highest[0]);
-    expect_same("topk", places[0], places[1], sizeof places[0]);
+    expect_same("likeliest", places[0], places[1], sizeof places[0]);
     expect_same("draw", drawn[0], drawn[1], sizeof drawn[0]);
     expect_same("rope_store: turned", turned[0], turned[1], TOKENS * wide * size);
     expect_same("rope_store: stored", pool[0], pool[1], 2 * TOKENS * KV_HEADS * DIM * size);
