@@ -291,7 +291,7 @@ static float decode_softmax(float *scores, int n, int visible, float scale, floa
 }
 
 /* acc[r][d..] = acc * alpha + p V for `rows` rows and `vecs` vectors of head_dim (in pairs: of twice
- * LANES). `left` is how many elements remain from d on. */
+ * LANES); alpha NULL: there is no acc yet. `left` is how many elements remain from d on. */
 INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *probs, float **acc,
                           const float *alpha, const char *soon, int64_t d, int64_t left,
                           const int rows, const int vecs, int mode) {
@@ -299,7 +299,8 @@ INLINE void decode_values(const char *v, int64_t v_stride, int n, const float *p
     vf a[ROWS][2 * MAX];
     const int outs = mode == BF16_PAIRS ? 2 * vecs : vecs;
     UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int j = 0; j < outs; j++) a[r][j] = load(acc[r] + d + j * LANES) * alpha[r];
+        UNROLL for (int j = 0; j < outs; j++)
+            a[r][j] = alpha ? load(acc[r] + d + j * LANES) * alpha[r] : splat(0);
     if (mode == BF16_PAIRS) {
         for (int i = 0; i < n; i += 2) {
             if (soon) prefetch(soon + i * 64 * vecs, 128 * vecs);
@@ -365,8 +366,9 @@ static void pack_queries(const attend_args *a, const entry_t *e, int64_t kv_head
 }
 
 /* Partial states of all rows of the kv heads [head0, head1) over one segment. `after` is K of the
- * segment that comes next, `cold` says that nobody has prefetched this one. */
-static void decode_segment(const attend_args *a, segment_t seg, const char *after, int cold,
+ * segment that comes next, `cold` says that nobody has prefetched this one, `packed` that `scratch` holds
+ * the queries. */
+static void decode_segment(const attend_args *a, segment_t seg, const span_t *after, int cold, int packed,
                            int64_t head0, int64_t head1, float *partial, char *scratch) {
     const int mode = mode_of(a);
     const int64_t dim = a->head_dim;
@@ -383,22 +385,26 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
     char *q = (char *)(alpha + ceil_div(all, LANES) * LANES);
     float *state[all];
     for (int64_t h = head0, i = 0; h < head1; h++) {
-        pack_queries(a, &e, h, q + i * q_bytes, mode);
+        if (!packed) pack_queries(a, &e, h, q + i * q_bytes, mode);
         for (int64_t query = 0; query < e.q_len; query++)
             for (int64_t head = h * group; head < (h + 1) * group; head++, i++) {
                 state[i] = partial + (query * a->heads + head) * stride;
-                memset(state[i], 0, stride * 4);
-                state[i][stride - 16] = -INFINITY;
+                state[i][stride - 16] = -INFINITY, state[i][stride - 15] = 0;
             }
     }
-    if (cold && whole) prefetch(span.k, TILE * key_stride);
+    if (cold && whole) {
+        const int64_t bytes = min64(TILE, span.count) * key_stride;
+        prefetch(span.k, bytes), prefetch(span.v, bytes);
+    }
     const int64_t skipped = max64(0, e.seen_begin - span.pos) / TILE * TILE;
     for (int64_t t = skipped; t < span.count; t += TILE) {
         const int n = min64(TILE, span.count - t);
         const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
-        const char *next = !whole ? v : t + TILE < span.count ? k + TILE * key_stride : after;
+        const int is_last = t + TILE >= span.count;
+        const char *next_k = is_last ? after->k : k + TILE * key_stride;
+        const char *next_v = !whole ? v : is_last ? after->v : v + TILE * key_stride;
         const int64_t lines = whole ? n * key_stride / 64 : 0;
-        soon_t soon = {v, lines, ceil_div(lines, calls)}; /* while K is read, V comes in */
+        soon_t soon = {next_k, lines, ceil_div(lines, calls)}; /* while K is read, the next K comes in */
         for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
             decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
                           probs + i * TILE, dim, mode);
@@ -412,12 +418,12 @@ static void decode_segment(const attend_args *a, segment_t seg, const char *afte
             alpha[i] = decode_softmax(probs + i * TILE, n, min64(n, last + 1 - span.pos - t),
                                       a->softcap ? 1.0f : a->scale, state[i] + stride - 16, mode);
         }
-        for (int64_t h = head0; h < head1; h++) { /* while V is read, the next K */
-            const char *vh = v + h * width, *soon = next + (h - head0) * TILE * width;
+        for (int64_t h = head0; h < head1; h++) { /* while V is read, the next V */
+            const char *vh = v + h * width, *soon = next_v + (h - head0) * n * width;
             int64_t i = (h - head0) * rows, some;
             for (const int64_t end = i + rows; i < end; i += some, soon = 0) {
                 some = rows_at_once(end - i);
-                float *p = probs + i * TILE, **s = state + i, *f = alpha + i;
+                float *p = probs + i * TILE, **s = state + i, *f = t == skipped ? NULL : alpha + i;
                 (mode == F32 ? values_f32 : mode == BF16_WIDE ? values_wide : values_pairs)(
                     vh, key_stride, n, p, s, f, soon, dim, some);
             }
@@ -439,16 +445,25 @@ INLINE vf merged(const merge_t *m, vf state, vf partial) {
     return fused(state, m->old, partial * m->add) + 0.0f;
 }
 
-/* state = state (+) partial, for one row; a partial that saw no key changes nothing. */
-static void merge_partial(float *row_max, float *row_sum, float *acc, const float *partial,
-                          int64_t dim) {
-    const float *tail = partial + partial_stride(dim) - 16;
-    if (tail[0] == -INFINITY) return;
-    const merge_t m = merge_of(splat(*row_max), splat(tail[0]));
-    *row_max = m.top[0];
-    *row_sum = merged(&m, splat(*row_sum), splat(tail[1]))[0];
-    for (int64_t d = 0; d < dim; d += LANES)
-        STORE(acc, d, merged(&m, LOAD(acc, d, F32), load(partial + d)), F32);
+/* state = state (+) partial, for `rows` rows, LANES at most; a partial that saw no key changes nothing. */
+static void merge_partials(float *row_max, float *row_sum, float *acc, const float *partial, int64_t rows,
+                           int64_t dim) {
+    const int64_t stride = partial_stride(dim);
+    vf top = splat(-INFINITY), sum = {0};
+    for (int64_t r = 0; r < rows; r++) {
+        top[r] = partial[(r + 1) * stride - 16], sum[r] = partial[(r + 1) * stride - 15];
+    }
+    const vi is_seen = top > splat(-INFINITY);
+    const vf old_top = load_f32(row_max, rows, F32), old_sum = load_f32(row_sum, rows, F32);
+    const merge_t m = merge_of(old_top, top);
+    store_n(row_max, pick(is_seen, m.top, old_top), rows, F32);
+    store_n(row_sum, pick(is_seen, merged(&m, old_sum, sum), old_sum), rows, F32);
+    for (int64_t r = 0; r < rows; r++, acc += dim, partial += stride) {
+        if (!is_seen[r]) continue;
+        const merge_t one = {m.top, splat(m.old[r]), splat(m.add[r])};
+        for (int64_t d = 0; d < dim; d += LANES)
+            STORE(acc, d, merged(&one, LOAD(acc, d, F32), load(partial + d)), F32);
+    }
 }
 
 /* Keep (top, sum) of a row and a segment for add_mass, merged with those before it in its block. */
@@ -1211,21 +1226,22 @@ static void fill_plan(const attend_args *a, plan_t *p) {
     qsort(p->items, p->num_items, sizeof *p->items, by_cost);
 }
 
-/* Merge one row of entry i with its partials of the segments [begin, end). */
-static void merge_row(const attend_args *a, const plan_t *p, int64_t i, int64_t row, int64_t begin,
-                      int64_t end, const float *partials) {
-    const int64_t stride = partial_stride(a->head_dim);
+/* Merge `rows` rows of entry i, from `row` on, with their partials of the segments [begin, end). */
+static void merge_rows(const attend_args *a, const plan_t *p, int64_t i, int64_t row, int64_t rows,
+                       int64_t begin, int64_t end, const float *partials) {
+    const int64_t dim = a->head_dim, stride = partial_stride(dim);
     const entry_t e = entry_at(a, i);
-    const int64_t at = e.query_start * a->heads + row;
-    if (row >= e.q_len * a->heads) return;
+    const int64_t at = e.query_start * a->heads + row, n = min64(rows, e.q_len * a->heads - row);
+    if (n <= 0) return;
     for (int64_t s = p->next_segment[i]; s >= 0 && s < end; s = p->segments[s].next) {
         const float *partial = partials + ((s - begin) * p->max_rows + row) * stride;
-        merge_partial(a->row_max + at, a->row_sum + at, a->acc + at * a->head_dim, partial, a->head_dim);
+        merge_partials(a->row_max + at, a->row_sum + at, a->acc + at * dim, partial, n, dim);
         if (!a->mass) continue;
         const int64_t index = p->segments[s].index, per_block = ceil_div(a->block_size, SEG);
         const int64_t block = per_block == 1 ? index : index / per_block; /* a division takes 40 cycles */
-        keep_state(a, at, a->first_block[i] + block, index == block * per_block, partial[stride - 16],
-                   partial[stride - 15]);
+        const float *tail = partial + stride - 16;
+        for (int64_t r = 0; r < n; r++, tail += stride)
+            keep_state(a, at + r, a->first_block[i] + block, index == block * per_block, tail[0], tail[1]);
     }
 }
 
@@ -1266,12 +1282,16 @@ int attend(const attend_args *a) {
     const int64_t fit = tiled_decode ? ROWS_PER_ITEM / (ceil_div(rows, LANES) * LANES) : a->kv_heads;
     const int64_t split = work < 4 * p.threads ? a->kv_heads : ceil_div(a->kv_heads, fit);
     const int64_t heads = ceil_div(a->kv_heads, split);
+    /* Rows merged at once: their states are one vector. */
+    const int64_t at_once = max64(1, min64(LANES, ceil_div(a->entries * p.max_rows, p.threads)));
+    const int64_t merges = ceil_div(p.max_rows, at_once);
     /* Runs of segments, so that one can prefetch the next; short enough to share them out evenly. */
     const int64_t run = window * split / (4 * p.threads), chunk = run < 1 ? 1 : min64(run, 8);
 #pragma omp parallel num_threads((int)p.threads)
     {
         const unsigned saved = flush_denormals();
         float *mine = scratches + omp_get_thread_num() * scratch;
+        int64_t packed = -1; /* whose queries lie there: entry and share of the heads */
         const int tiled = tiled_decode || (p.num_items && mode_of(a) == BF16_TILES);
         if (tiled) shape_tiles(TILE_ROWS, TILE_ROWS);
         if (a->is_first) { /* read past a barrier: that of the segments, or this one */
@@ -1290,17 +1310,19 @@ int attend(const attend_args *a) {
                 const int64_t h1 = min64(h0 + heads, a->kv_heads), bundle = p.segments[seg].bundle;
                 if (bundle == 0 || h0 >= h1) continue;
                 const span_t after = span_at(a, &p, min64(seg + bundle, p.num_segments - 1));
+                const int64_t whose = p.segments[seg].entry * split + i % split;
                 float *to = partials + (seg - begin) * segment_floats;
                 if (tiled_decode)
                     decode_bundle(a, p.segments + seg, &after, next != i, h0, h1, to, segment_floats,
                                   mine);
                 else
-                    decode_segment(a, p.segments[seg], after.k, next != i, h0, h1, to, (char *)mine);
-                next = i + bundle * split;
+                    decode_segment(a, p.segments[seg], &after, next != i, packed == whose, h0, h1, to,
+                                   (char *)mine);
+                next = i + bundle * split, packed = whose;
             }
 #pragma omp for schedule(static)
-            for (int64_t i = 0; i < a->entries * p.max_rows; i++)
-                merge_row(a, &p, i / p.max_rows, i % p.max_rows, begin, end, partials);
+            for (int64_t i = 0; i < a->entries * merges; i++)
+                merge_rows(a, &p, i / merges, i % merges * at_once, at_once, begin, end, partials);
             if (end == p.num_segments) break;
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < a->entries; i++)
