@@ -267,27 +267,49 @@ INLINE vf weight(vf score, float scale, vf base, const int mode) {
     return exp2_for(fused(score, splat(scale * LOG2E), -base), mode);
 }
 
-/* Softmax of one row over a tile, against the carried maximum; p replaces the scores. Returns alpha,
- * the factor for what was accumulated before. */
-static float decode_softmax(float *scores, int n, int visible, float scale, float *row, int mode) {
-    vf s[TILE / LANES], top = splat(-INFINITY), sum = {0};
+typedef struct { float top[LANES], sum[LANES]; } states_t; /* of so many rows; at first -inf and 0 */
+
+static const states_t NO_KEYS = {.top = {[0 ... LANES - 1] = -INFINITY}};
+
+/* Softmax of `rows` rows, LANES at most, over a tile, against their carried maxima; p replaces the scores,
+ * [row][TILE]. visible: keys that each sees. alpha: factors for what was accumulated before. */
+INLINE void softmax_rows(float *scores, int64_t rows, int n, const int *visible, float scale,
+                         states_t *states, float *alpha, const int mode) {
     const int vecs = ceil_div(n, LANES);
-    for (int c = 0; c < vecs; c++) {
-        s[c] = pick(IOTA + c * LANES < visible, load(scores + c * LANES), splat(-INFINITY));
-        top = vmax(top, s[c]);
+    vf x[LANES];
+    float bases[LANES];
+    for (int r = 0; r < LANES; r++) {
+        x[r] = splat(-INFINITY);
+        for (int c = 0; c < vecs && r < rows; c++) {
+            float *at = scores + r * TILE + c * LANES;
+            if (visible[r] < (c + 1) * LANES)
+                store(at, pick(IOTA + c * LANES < visible[r], load(at), splat(-INFINITY)));
+            x[r] = vmax(x[r], load(at));
+        }
     }
-    const float old = row[0], best = (max_lane(top) + 0.0f) * scale, new = old > best ? old : best;
-    const vf base = base_of(splat(new));
-    for (int c = 0; c < vecs; c++) {
-        const vf p = weight(s[c], scale, base, mode);
-        sum += p;
-        if (mode == BF16_PAIRS) store_n((uint16_t *)scores + c * LANES, p, LANES, mode);
-        else store(scores + c * LANES, p);
+    const vf old = load(states->top), new = vmax(old, (max_of_each(x) + 0.0f) * scale);
+    const vf base = base_of(new), lowest = splat(-INFINITY);
+    const vf factor = pick(old == lowest, splat(0), exp2v(base_of(old) - base));
+    store(bases, base);
+    for (int r = 0; r < LANES; r++) {
+        x[r] = splat(0);
+        for (int c = 0; c < vecs && r < rows; c++) {
+            float *at = scores + r * TILE;
+            const vf p = weight(load(at + c * LANES), scale, splat(bases[r]), mode);
+            x[r] += p;
+            if (mode == BF16_PAIRS) store_n((uint16_t *)at + c * LANES, p, LANES, mode);
+            else store(at + c * LANES, p);
+        }
     }
-    const float alpha = old == -INFINITY ? 0 : exp2v(base_of(splat(old)) - base)[0];
-    row[0] = new;
-    row[1] = fused_one(row[1], alpha, sum_lanes(sum));
-    return alpha;
+    store(states->top, new), store(alpha, factor);
+    store(states->sum, fused(load(states->sum), factor, sum_of_each(x)));
+}
+
+static void decode_softmax(float *scores, int64_t rows, int n, const int *visible, float scale,
+                           states_t *states, float *alpha, int mode) {
+    if (mode == F32) softmax_rows(scores, rows, n, visible, scale, states, alpha, F32);
+    else if (mode == BF16_WIDE) softmax_rows(scores, rows, n, visible, scale, states, alpha, BF16_WIDE);
+    else softmax_rows(scores, rows, n, visible, scale, states, alpha, BF16_PAIRS);
 }
 
 /* acc[r][d..] = acc * alpha + p V for `rows` rows and `vecs` vectors of head_dim (in pairs: of twice
@@ -381,17 +403,18 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
     const int64_t words = ceil_div(size * dim, 4), steps = ceil_div(words, LANES);
     /* Of a head: blocks of words to turn, and to multiply for some rows at a time; rows. */
     const int64_t calls = (head1 - head0) * (steps * (TILE / LANES + ceil_div(rows, ROWS)) + rows);
+    const int64_t groups = ceil_div(all, LANES); /* of rows */
     float *keys = (float *)scratch, *probs = keys + TILE * (q_bytes / 4), *alpha = probs + all * TILE;
-    char *q = (char *)(alpha + ceil_div(all, LANES) * LANES);
-    float *state[all];
+    states_t *states = (states_t *)(alpha + groups * LANES);
+    char *q = (char *)(states + groups);
+    float *acc[all];
     for (int64_t h = head0, i = 0; h < head1; h++) {
         if (!packed) pack_queries(a, &e, h, q + i * q_bytes, mode);
         for (int64_t query = 0; query < e.q_len; query++)
-            for (int64_t head = h * group; head < (h + 1) * group; head++, i++) {
-                state[i] = partial + (query * a->heads + head) * stride;
-                state[i][stride - 16] = -INFINITY, state[i][stride - 15] = 0;
-            }
+            for (int64_t head = h * group; head < (h + 1) * group; head++, i++)
+                acc[i] = partial + (query * a->heads + head) * stride;
     }
+    for (int64_t g = 0; g < groups; g++) states[g] = NO_KEYS;
     if (cold && whole) {
         const int64_t bytes = min64(TILE, span.count) * key_stride;
         prefetch(span.k, bytes), prefetch(span.v, bytes);
@@ -408,26 +431,36 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
         for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
             decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
                           probs + i * TILE, dim, mode);
-        for (int64_t i = 0, row = 0, head = 0, last = e.first_pos; i < all; i++, row++, head++) {
-            if (row == rows) row = head = 0, last = e.first_pos; /* the next kv head */
-            if (head == group) head = 0, last++; /* the next query; a division takes 40 cycles */
-            bring_some(&soon);
-            if (a->softcap) cap_scores(probs + i * TILE, ceil_div(n, LANES), a->scale, a->softcap);
-            for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
-                probs[i * TILE + j - 1] = -INFINITY; /* before the window */
-            alpha[i] = decode_softmax(probs + i * TILE, n, min64(n, last + 1 - span.pos - t),
-                                      a->softcap ? 1.0f : a->scale, state[i] + stride - 16, mode);
+        int64_t row = 0, head = 0, last = e.first_pos;
+        for (int64_t first = 0; first < all; first += LANES) {
+            const int64_t some = min64(LANES, all - first);
+            int visible[LANES];
+            for (int64_t i = first; i < first + some; i++, row++, head++) {
+                if (row == rows) row = head = 0, last = e.first_pos; /* the next kv head */
+                if (head == group) head = 0, last++; /* the next query; a division takes 40 cycles */
+                bring_some(&soon);
+                if (a->softcap) cap_scores(probs + i * TILE, ceil_div(n, LANES), a->scale, a->softcap);
+                for (int64_t j = min64(n, last + 1 - a->window - span.pos - t); j > 0; j--)
+                    probs[i * TILE + j - 1] = -INFINITY; /* before the window */
+                visible[i - first] = max64(0, min64(n, last + 1 - span.pos - t));
+            }
+            decode_softmax(probs + first * TILE, some, n, visible, a->softcap ? 1.0f : a->scale,
+                           states + first / LANES, alpha + first, mode);
         }
         for (int64_t h = head0; h < head1; h++) { /* while V is read, the next V */
             const char *vh = v + h * width, *soon = next_v + (h - head0) * n * width;
             int64_t i = (h - head0) * rows, some;
             for (const int64_t end = i + rows; i < end; i += some, soon = 0) {
                 some = rows_at_once(end - i);
-                float *p = probs + i * TILE, **s = state + i, *f = t == skipped ? NULL : alpha + i;
+                float *p = probs + i * TILE, **s = acc + i, *f = t == skipped ? NULL : alpha + i;
                 (mode == F32 ? values_f32 : mode == BF16_WIDE ? values_wide : values_pairs)(
                     vh, key_stride, n, p, s, f, soon, dim, some);
             }
         }
+    }
+    for (int64_t i = 0; i < all; i++) {
+        const states_t *own = states + i / LANES;
+        acc[i][stride - 16] = own->top[i % LANES], acc[i][stride - 15] = own->sum[i % LANES];
     }
 }
 
@@ -461,8 +494,10 @@ static void merge_partials(float *row_max, float *row_sum, float *acc, const flo
     for (int64_t r = 0; r < rows; r++, acc += dim, partial += stride) {
         if (!is_seen[r]) continue;
         const merge_t one = {m.top, splat(m.old[r]), splat(m.add[r])};
-        for (int64_t d = 0; d < dim; d += LANES)
-            STORE(acc, d, merged(&one, LOAD(acc, d, F32), load(partial + d)), F32);
+        int64_t d = 0;
+        for (; d + LANES <= dim; d += LANES)
+            store(acc + d, merged(&one, load(acc + d), load(partial + d)));
+        if (d < dim) STORE(acc, d, merged(&one, LOAD(acc, d, F32), load(partial + d)), F32);
     }
 }
 
@@ -1001,25 +1036,29 @@ static void bundle_scores(const char *k, int64_t k_stride, int n, const float *q
     }
 }
 
-/* One tile of `n` keys into the states of up to 16 rows: acc[row][dim], state[row][2]. V in pairs. */
+/* One tile of `n` keys into acc[row][dim] and the states of up to 16 rows. V in pairs. */
 static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *w, int n,
                         const decode_row_t *rows, int64_t count, const float *q, float *acc,
-                        float *state, int is_narrow, keys_ahead_t *next) {
+                        states_t *states, int is_narrow, keys_ahead_t *next) {
     const int64_t dim = a->head_dim;
-    float *turned = w->scores, *probs = w->scores + TILE * LANES;
+    float *turned = w->scores, *probs = w->scores + TILE * LANES, alpha[LANES];
+    int visible[LANES];
     bundle_scores(t->k, t->k_stride, n, q, dim, turned, probs, count, is_narrow, next);
     for (int64_t i = 0; i < count; i++) {
         bring(next);
         float *p = probs + i * TILE;
-        const int64_t visible = rows[i].pos + 1 - t->pos;
-        const float scale = a->softcap ? 1.0f : a->scale;
+        const int64_t seen = rows[i].pos + 1 - t->pos;
         if (a->softcap) cap_scores(p, ceil_div(n, LANES), a->scale, a->softcap);
-        for (int64_t j = min64(n, visible - a->window); j > 0; j--) p[j - 1] = -INFINITY;
-        const float alpha = decode_softmax(p, n, max64(0, min64(n, visible)), scale, state + 2 * i,
-                                           BF16_PAIRS);
-        store_n((uint16_t *)p + ceil_div(n, LANES) * LANES, (vf){0}, LANES, BF16_PAIRS); /* up to 32 */
+        for (int64_t j = min64(n, seen - a->window); j > 0; j--) p[j - 1] = -INFINITY;
+        visible[i] = max64(0, min64(n, seen));
+    }
+    decode_softmax(probs, count, n, visible, a->softcap ? 1.0f : a->scale, states, alpha, BF16_PAIRS);
+    for (int64_t i = 0; i < count; i++) {
+        uint16_t *p = (uint16_t *)(probs + i * TILE);
+        store_n(p + ceil_div(n, LANES) * LANES, (vf){0}, LANES, BF16_PAIRS); /* up to 32 */
         float *end = acc + (i + 1) * dim;
-        for (float *at = end - dim; at < end && alpha != 1.0f; at += LANES) store(at, load(at) * alpha);
+        for (float *at = end - dim; at < end && alpha[i] != 1.0f; at += LANES)
+            store(at, load(at) * alpha[i]);
     }
     const side_t left = {(const char *)probs, TILE * 4, TILE_BYTES};
     for (int64_t d = 0; d < dim; d += 2 * LANES) {
@@ -1041,17 +1080,16 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
     const span_t span = span_of(a, &e, segments->index);
     decode_row_t rows[ROWS_PER_ITEM];
     rows16_t groups[GROUPS];
-    float state[ROWS_PER_ITEM][2];
+    states_t states[GROUPS];
     int64_t num = 0, total = 0;
     for (int64_t h = head0; h < head1; h++) {
         const int64_t count = bundled_rows(a, segments, h, partials, segment_floats, rows + total);
         for (int64_t r = 0; r < count; r += LANES, num++) {
             const char *q[LANES];
             groups[num] = (rows16_t){h, total + r, min64(LANES, count - r)};
-            for (int64_t i = 0; i < LANES; i++) { /* those past the end repeat the last row */
+            states[num] = NO_KEYS;
+            for (int64_t i = 0; i < LANES; i++) /* those past the end repeat the last row */
                 q[i] = rows[total + min64(r + i, count - 1)].q;
-                state[num * LANES + i][0] = -INFINITY, state[num * LANES + i][1] = 0;
-            }
             rows_to_lanes(q, dim / 2, w.q + num * LANES * w.padded, LANES, F32);
         }
         total += count;
@@ -1088,7 +1126,7 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
                     memset(w.values + i * w.padded, 0, 4 * w.padded);
             }
             bundle_tile(a, &tile, &w, n, rows + groups[g].first, groups[g].count,
-                        w.q + g * LANES * w.padded, w.acc + g * LANES * dim, state[g * LANES],
+                        w.q + g * LANES * w.padded, w.acc + g * LANES * dim, &states[g],
                         is_narrow, &next);
         }
         next.share = next.lines * next.rows;
@@ -1100,7 +1138,7 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
             float *to = rows[groups[g].first + i].partial, *tail = to + partial_stride(dim) - 16;
             const float *from = w.acc + (g * LANES + i) * dim;
             for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(from + d));
-            tail[0] = state[g * LANES + i][0], tail[1] = state[g * LANES + i][1];
+            tail[0] = states[g].top[i], tail[1] = states[g].sum[i];
         }
 }
 
@@ -1260,7 +1298,7 @@ int attend(const attend_args *a) {
     const int64_t segment_floats = p.max_rows * partial_stride(a->head_dim);
     int64_t window = segment_floats ? p.threads * WINDOW_BYTES / (4 * segment_floats) : 0;
     window = min64(p.num_segments, window > p.threads ? window : p.threads);
-    int64_t scratch = p.max_rows * (padded + TILE + 1) + LANES + TILE * padded;
+    int64_t scratch = p.max_rows * (padded + TILE + 3) + 3 * LANES + TILE * padded;
     const int tiled_decode = p.num_segments && mode_of(a) == BF16_TILES;
     if (p.num_items || tiled_decode) scratch = max64(scratch, workspace_words(a->head_dim));
     scratch = up_to_line(4 * scratch) / 4;

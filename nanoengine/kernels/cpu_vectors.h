@@ -162,6 +162,23 @@ INLINE float sum_lanes(vf x) {
     return x[0];
 }
 
+/* The same of LANES vectors at once: lane r is max_lane or sum_lanes of x[r]. */
+#define FOLD(w, f)                                                                                  \
+    UNROLL for (int i = 0; i < (w); i++) {                                                          \
+        const vf a = x[i], b = x[i + (w)];                                                          \
+        x[i] = f(SHUFFLE(a, b, SWAP_LO, w), SHUFFLE(a, b, SWAP_HI, w));                             \
+    }
+#if LANES == 16
+#define FOLD_ALL(f) FOLD(8, f) FOLD(4, f) FOLD(2, f) FOLD(1, f)
+#elif LANES == 8
+#define FOLD_ALL(f) FOLD(4, f) FOLD(2, f) FOLD(1, f)
+#else
+#define FOLD_ALL(f) FOLD(2, f) FOLD(1, f)
+#endif
+INLINE vf plus(vf a, vf b) { return a + b; }
+INLINE vf max_of_each(vf *x) { FOLD_ALL(vmax) return x[0]; }
+INLINE vf sum_of_each(vf *x) { FOLD_ALL(plus) return x[0]; }
+
 /* 2^t for t <= 0, exactly 1 at 0 and exactly 0 at -inf. A minimax polynomial on [-1/2, 1/2] with a
  * constant term of 1: relative error 9e-8. */
 INLINE vf exp2v(vf t) {
