@@ -46,6 +46,7 @@
 
 enum { TILE = 64, SEG = 256 };
 enum { FEW = 4, SOME = 24 }; /* queries of an entry: see is_split */
+enum { FAR_BYTES = 640 << 10 };
 enum { WINDOW_BYTES = 512 << 10 }; /* of decode partials, a thread: they are merged from L2 */
 #if LANES == 16
 enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4, ROWS = 6 }; /* register blocks: 24 sums in 32 registers */
@@ -415,19 +416,22 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
                 acc[i] = partial + (query * a->heads + head) * stride;
     }
     for (int64_t g = 0; g < groups; g++) states[g] = NO_KEYS;
+    /* What is read next comes in a tile ahead; where two tiles do not fit L2, half a tile. */
+    const int is_far = 4 * TILE * key_stride <= FAR_BYTES;
     if (cold && whole) {
         const int64_t bytes = min64(TILE, span.count) * key_stride;
-        prefetch(span.k, bytes), prefetch(span.v, bytes);
+        prefetch(span.k, bytes);
+        if (is_far) prefetch(span.v, bytes);
     }
     const int64_t skipped = max64(0, e.seen_begin - span.pos) / TILE * TILE;
     for (int64_t t = skipped; t < span.count; t += TILE) {
         const int n = min64(TILE, span.count - t);
         const char *k = span.k + t * key_stride, *v = span.v + t * key_stride;
         const int is_last = t + TILE >= span.count;
-        const char *next_k = is_last ? after->k : k + TILE * key_stride;
+        const char *next_k = !whole ? v : is_last ? after->k : k + TILE * key_stride;
         const char *next_v = !whole ? v : is_last ? after->v : v + TILE * key_stride;
         const int64_t lines = whole ? n * key_stride / 64 : 0;
-        soon_t soon = {next_k, lines, ceil_div(lines, calls)}; /* while K is read, the next K comes in */
+        soon_t soon = {is_far ? next_k : v, lines, ceil_div(lines, calls)}; /* while K is read */
         for (int64_t h = head0, i = 0; h < head1; h++, i += rows)
             decode_scores(k + h * width, key_stride, n, q + i * q_bytes, q_bytes, rows, &soon, keys,
                           probs + i * TILE, dim, mode);
@@ -447,8 +451,9 @@ static void decode_segment(const attend_args *a, segment_t seg, const span_t *af
             decode_softmax(probs + first * TILE, some, n, visible, a->softcap ? 1.0f : a->scale,
                            states + first / LANES, alpha + first, mode);
         }
-        for (int64_t h = head0; h < head1; h++) { /* while V is read, the next V */
-            const char *vh = v + h * width, *soon = next_v + (h - head0) * n * width;
+        for (int64_t h = head0; h < head1; h++) {
+            const char *vh = v + h * width;
+            const char *soon = (is_far ? next_v : next_k) + (h - head0) * n * width; /* while V is read */
             int64_t i = (h - head0) * rows, some;
             for (const int64_t end = i + rows; i < end; i += some, soon = 0) {
                 some = rows_at_once(end - i);
