@@ -1,10 +1,10 @@
 """PayingDrafts: how many tokens to draft for one request, from what drafts cost and how many were
 right.
 
-A step with k drafts takes plain_s + k * draft_s seconds and gives 1 + p1 + p1 p2 + ... tokens,
-where p_i is how often draft i is right if those before it are. The k with most tokens a second is
-taken, or none where that is hardly more than without. Steps without drafts may be begun ahead, and
-are timed so: what drafts cost is also that theirs are not.
+A step with k drafts takes plain_s + fixed_s + k * draft_s seconds and gives 1 + p1 + p1 p2 + ...
+tokens, where p_i is how often draft i is right if those before it are. The k with most tokens a
+second is taken, or none where that is hardly more than without. Steps without drafts may be begun
+ahead and replayed, and are timed so: fixed_s is that those with drafts are not.
 
 p_i is the mean of a beta distribution: what was checked, and before that an expectation. Of the
 first draft that is what the engine's requests have had lately, of each other one p of the one
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from itertools import accumulate
+from itertools import accumulate, combinations
 from operator import mul
 from statistics import median
 
@@ -27,10 +27,11 @@ KEPT = 0.98  # of what a check counts for, at each step with drafts after it
 LEAST_HOPE = 0.5  # texts differ: one that is not drafted well says little about the next
 HOPE_STEPS = 60  # over how many steps with drafts the engine's average goes
 WEIGHT = 0.15  # of a slower time without drafts than the one known
-NUM_PLAIN = 2  # steps without drafts, at first: the time of the faster counts
+NUM_PLAIN = 2  # steps without drafts, while their cost is unknown: the time of the faster counts
 FIRST = 2  # drafts of a step while their cost is unknown
 NUM_TRIALS = 3  # such steps
-NUM_COSTS = 5  # whose median counts: a step that waited for another program is no rule
+NUM_COSTS = 5  # whose medians count: a step that waited for another program is no rule
+LEAST_SHARE = 0.5  # of what a step's drafts add, that is theirs; the rest may be for any number
 # Drafts that do not pay are tried again, but may not cost more than that share of the time.
 TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
@@ -40,18 +41,18 @@ FIRST_REFRESH, LAST_REFRESH = 4, 64
 
 
 class EngineDrafts:
-    """What drafts were like lately in an engine, over all its requests: the seconds that each adds
+    """What drafts were like lately in an engine, over all its requests: the seconds that they add
     to a step, and how often the first one is right.
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=NUM_COSTS)
+        self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_COSTS)
+        self._fixed_s = self._draft_s = math.inf
         self._hope = HOPE
 
-    @property
-    def seconds(self) -> float:
-        """Infinite if nobody has drafted."""
-        return median(self._recent) if self._recent else math.inf
+    def seconds(self, number: int) -> float:
+        """What so many drafts add to a step. Infinite if nobody has drafted."""
+        return self._fixed_s + number * self._draft_s if number else 0.0
 
     @property
     def is_known(self) -> bool:
@@ -63,9 +64,17 @@ class EngineDrafts:
         """How often the first draft of a request is right, before any was checked."""
         return max(LEAST_HOPE, self._hope)
 
-    def record_time(self, seconds: float) -> None:
-        """What each draft of a step has added to it."""
-        self._recent.append(max(0.0, seconds))
+    def record_time(self, number: int, seconds: float) -> None:
+        """What so many drafts have added to a step; a line through the newest of these: medians of
+        their slopes (Theil and Sen) and of what is left.
+        """
+        self._recent.append((number, max(0.0, seconds)))
+        one = median(added / drafts for drafts, added in self._recent)
+        pairs = combinations(sorted(self._recent), 2)
+        slopes = [(b - a) / (more - less) for (less, a), (more, b) in pairs if more > less]
+        self._draft_s = min(max(median(slopes or [one]), LEAST_SHARE * one), one)
+        left = median(added - drafts * self._draft_s for drafts, added in self._recent)
+        self._fixed_s = max(0.0, left)
 
     def record_first(self, is_right: bool) -> None:
         """Whether the first draft of a step was right."""
@@ -98,7 +107,7 @@ class PayingDrafts:
         requests drafts while the other is checked, they may then cost nothing.
         """
         best = self._best() if self._is_decided else 0
-        return best > 0 and 2 * best * self._engine.seconds <= self._plain_s
+        return best > 0 and 2 * self._engine.seconds(best) <= self._plain_s
 
     @property
     def is_due(self) -> bool:
@@ -130,13 +139,13 @@ class PayingDrafts:
         elif is_decode and self._num_plain:
             # A draft reads less than a step: one that takes two waited for other programs, and
             # would keep the next trial away for long.
-            draft_s = (seconds - self._plain_s) / num_drafts
-            self._engine.record_time(min(draft_s, 2 * self._plain_s))
+            most = 2 * num_drafts * self._plain_s
+            self._engine.record_time(num_drafts, min(seconds - self._plain_s, most))
 
     @property
     def _is_decided(self) -> bool:
         """Whether enough was measured to say whether drafts pay."""
-        return self._num_plain >= NUM_PLAIN and self._engine.is_known
+        return self._num_plain > 0 and self._engine.is_known
 
     def _number(self) -> int:
         """How many tokens the next step drafts."""
@@ -144,14 +153,14 @@ class PayingDrafts:
             return 0 if self._num_plain < NUM_PLAIN else min(FIRST, len(self._num_right))
         if best := self._best():
             return best if self._since_plain < self._between_plain else 0
-        wait = self._engine.seconds / (self._plain_s * TRIAL_COST)
+        wait = self._engine.seconds(1) / (self._plain_s * TRIAL_COST)
         return int(self._since_trial >= max(LEAST_WAIT, wait))
 
     def _count(self, num_drafts: int, num_right: int) -> None:
         """Count a step that has ended, by what was known when it began. After a trial that was
         right comes another, if drafts could pay at all.
         """
-        is_promising = num_right == num_drafts and self._engine.seconds < self._plain_s
+        is_promising = num_right == num_drafts and self._engine.seconds(1) < self._plain_s
         is_last_trial = num_drafts and not self.pays and not is_promising
         self._since_trial = 0 if is_last_trial else self._since_trial + 1
         if not num_drafts and self._since_plain >= self._between_plain:
@@ -179,8 +188,8 @@ class PayingDrafts:
     def _best(self) -> int:
         """The number with most tokens a second; 0 if none gains enough."""
         num_tokens = accumulate(accumulate(self._chances(), mul), initial=1.0)
-        plain_s, draft_s = self._plain_s, self._engine.seconds
-        rates = [tokens / (plain_s + k * draft_s) for k, tokens in enumerate(num_tokens)]
+        plain_s, added = self._plain_s, self._engine.seconds
+        rates = [tokens / (plain_s + added(k)) for k, tokens in enumerate(num_tokens)]
         best = max(range(len(rates)), key=rates.__getitem__)
         least = 1.0 if self._is_drafting else LEAST_GAIN
         return best if rates[best] > least * rates[0] else 0

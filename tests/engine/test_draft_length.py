@@ -98,6 +98,24 @@ def test_a_short_answer_comes_near_the_best_number(
     assert sum(speeds) / len(speeds) >= share * best(draft_s, right)
 
 
+@pytest.mark.parametrize("right", [0.6, 0.7, 0.8])
+def test_what_steps_with_any_drafts_cost_is_no_draft_of_theirs(clock: Clock, right: float) -> None:
+    """A third of a step more if one drafts at all, and a twentieth for each draft."""
+    engine, most = EngineDrafts(), range(1, MOST + 1)
+    run(clock, 0.05, right, 200, engine=engine, check_s=0.33)
+    speeds = [run(clock, 0.05, right, 400, 0.1, engine, seed, 0.33) for seed in range(20)]
+    right_best = max(sum(right**i for i in range(k + 1)) / (1.33 + k * 0.05) for k in most)
+    assert sum(speeds) / len(speeds) * 1.05 >= 0.92 * right_best
+
+
+def test_who_knows_what_drafts_cost_times_one_step_without(clock: Clock) -> None:
+    engine = EngineDrafts()
+    run(clock, 0.1, 1.0, 64, engine=engine)
+    drafts = PayingDrafts(MOST, engine)
+    assert step(clock, drafts, 1.0) == 0
+    assert step(clock, drafts, 1.0) > 0
+
+
 def test_a_draft_that_was_hardly_tried_follows_the_one_before_it(clock: Clock) -> None:
     """The second one was wrong once; since then only first ones were made, and all were right."""
     engine = EngineDrafts()
@@ -183,7 +201,7 @@ def test_a_request_learns_the_cost_from_those_before(clock: Clock) -> None:
         assert drafts.choose() == first
         for _ in range(20):
             step(clock, drafts, 1 + drafts.choose() * draft_s)
-    assert PayingDrafts(MOST, engine).choose() == 0 and engine.seconds > 1
+    assert PayingDrafts(MOST, engine).choose() == 0 and engine.seconds(1) > 1
 
 
 def test_the_time_without_drafts_is_measured_anew(clock: Clock) -> None:

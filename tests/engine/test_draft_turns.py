@@ -187,6 +187,8 @@ def test_real_drafts_leave_nothing(tiny: Callable[[str], Path], name: str, layou
                 assert held == max(table.seq.num_computed, table.num_shared_tokens)
                 poison_after(watched.engine, table)
         outputs = [ended[each] for each in ids]
+        for output in outputs:
+            assert output.outputs[0].finish_reason == "length", output
         for (tokens, logprobs), (right, as_before) in zip(scored(outputs), expected, strict=True):
             assert tokens == right and torch.equal(logprobs, as_before)
     assert watched.num_turns > 10
