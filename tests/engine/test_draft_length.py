@@ -192,6 +192,17 @@ def test_a_busy_start_is_forgotten(clock: Clock) -> None:
     assert sum(count > 0 for count in counts[600:]) > 190
 
 
+def test_a_busy_start_is_forgotten_by_short_answers(clock: Clock) -> None:
+    """Each ends long before it would try drafts again by itself."""
+    engine, counts = EngineDrafts(), []
+    for request in range(60):
+        drafts = PayingDrafts(MOST, engine)
+        for _ in range(20):
+            draft_s = 30 if request == 0 else 0.1
+            counts.append(step(clock, drafts, 1 + drafts.choose() * draft_s))
+    assert sum(count > 0 for count in counts[-200:]) > 160
+
+
 def test_a_request_learns_the_cost_from_those_before(clock: Clock) -> None:
     engine = EngineDrafts()
     for draft_s, first in ((0.01, FIRST), (2.0, MOST)):
