@@ -49,7 +49,7 @@ class EngineDrafts:
         self._recent: deque[tuple[int, float]] = deque(maxlen=NUM_COSTS)
         self._fixed_s = self._draft_s = math.inf
         self._hope = HOPE
-        self.since_trial = 0  # steps of all requests: a short one may end before the next trial
+        self.since_trial = 0  # steps of the newest request: a short one ends before its first trial
 
     def seconds(self, number: int) -> float:
         """What so many drafts add to a step. Infinite if nobody has drafted."""
@@ -92,7 +92,7 @@ class PayingDrafts:
         self._num_right, self._num_checked = [0.0] * most, [0.0] * most
         self._is_drafting = True  # who does goes on for less: to stop and try again costs, too
         self._plain_s, self._num_plain = math.inf, 0
-        self._since_plain = 0  # steps
+        self._since_plain, self._since_trial = 0, engine.since_trial  # steps
         self._between_plain = FIRST_REFRESH
         self._began: float | None = None  # when the step under way was planned
         self._ended: float | None = None  # when the one before did, if it was timed
@@ -155,7 +155,7 @@ class PayingDrafts:
         if best := self._best():
             return best if self._since_plain < self._between_plain else 0
         wait = self._engine.seconds(1) / (self._plain_s * TRIAL_COST)
-        return int(self._engine.since_trial >= max(LEAST_WAIT, wait))
+        return int(self._since_trial >= max(LEAST_WAIT, wait))
 
     def _count(self, num_drafts: int, num_right: int) -> None:
         """Count a step that has ended, by what was known when it began. After a trial that was
@@ -163,7 +163,8 @@ class PayingDrafts:
         """
         is_promising = num_right == num_drafts and self._engine.seconds(1) < self._plain_s
         is_last_trial = num_drafts and not self.pays and not is_promising
-        self._engine.since_trial = 0 if is_last_trial else self._engine.since_trial + 1
+        self._since_trial = 0 if is_last_trial else self._since_trial + 1
+        self._engine.since_trial = self._since_trial
         if not num_drafts and self._since_plain >= self._between_plain:
             self._between_plain = min(2 * self._between_plain, LAST_REFRESH)
         self._since_plain = self._since_plain + 1 if num_drafts else 0

@@ -46,7 +46,7 @@
 
 enum { TILE = 64, SEG = 256 };
 enum { FEW = 4, SOME = 24 }; /* queries of an entry: see is_split */
-enum { FAR_BYTES = 640 << 10 };
+enum { FAR_BYTES = 640 << 10 }; /* K and V of two tiles, where both are brought into L2 */
 enum { WINDOW_BYTES = 512 << 10 }; /* of decode partials, a thread: they are merged from L2 */
 #if LANES == 16
 enum { KEYS = 8, DIMS = 8, DVEC = 4, SVECS = 4, ROWS = 6 }; /* register blocks: 24 sums in 32 registers */
