@@ -95,7 +95,7 @@ NO_BARRIER = Fault(
     "cpu_kernels.c",
     "#pragma omp for schedule(dynamic, chunk)\n",
     "#pragma omp for schedule(dynamic, chunk) nowait\n",
-    r"data race(?:.*\n)+.* merge_row ",
+    r"data race(?:.*\n)+.* merge_rows ",
 )
 NONE_BETWEEN = Fault(
     "cpu_linear.c", "#pragma omp barrier\n", "\n", r"data race(?:.*\n)+.* linear_in_team "
