@@ -78,14 +78,6 @@ INLINE vf fused(vf a, vf b, vf c) {
 #endif
 }
 
-INLINE float fused_one(float a, float b, float c) {
-#if LANES >= 8 || defined(__aarch64__)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-
 #if defined(__clang__)
 #define SHUFFLE(a, b, lane, w) __builtin_shufflevector(a, b, LANE_LIST(lane, w))
 #else
