@@ -18,9 +18,11 @@ from torch.nn import functional
 from nanoengine.config.attention import AttentionConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.context import ForwardContext, KVChunk, KVTarget, RecurrentState, ReplayKey
-from nanoengine.engine.sampler import uniform
+from nanoengine.engine.sampler import draw_key
 from nanoengine.errors import ConfigError
 from nanoengine.models.decoder import Decoder
+from nanoengine.models.draw import Draws, draw
+from nanoengine.sampling_params import SamplingParams
 
 BLOCK = 32  # tokens of which a draft reads all or none
 DEPTH = 12  # drafts of a round
@@ -74,10 +76,9 @@ class Sampling:
         logits[:, list(self.banned)] = -math.inf
         if not self.temperature:
             return logits.argmax(1)
-        odds = torch.softmax(logits / self.temperature, 1, dtype=torch.float64).cumsum(1)
-        numbers = torch.tensor([[uniform(SEED, p)] for p in positions.tolist()])
-        chosen = torch.searchsorted(odds, numbers.double() * odds[:, -1:], right=True)
-        return chosen.squeeze(1).clamp_(max=logits.shape[1] - 1)
+        params = [SamplingParams(temperature=self.temperature)] * len(logits)
+        keys = [draw_key(SEED, position) for position in positions.tolist()]
+        return draw(logits, Draws.of(params, keys, lambda x, dtype: torch.tensor(x, dtype=dtype)))
 
 
 @dataclass(frozen=True, slots=True)

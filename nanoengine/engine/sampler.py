@@ -1,7 +1,7 @@
 """Samples tokens from logits. Knows sampling parameters and positions, no scheduler and no KV.
 
-Inverts the cumulative distribution at a uniform number, which is a hash of (seed, position). There
-is no generator state, so neither the batch nor preemption can change a request's tokens.
+The luck of a token is a hash of (seed, position, token): see models/draw.py. There is no generator
+state, so neither the batch nor preemption can change a request's tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from nanoengine.sequence import NO_TOKEN, Sequence, TokenHistory
 LARGEST_LOGIT = 1e36  # still finite after division by the lowest temperature
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from (seed, position) only: xxh3-64 / 2^64, cut to 52 bits."""
-    key = (seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little") + position.to_bytes(8, "little")
-    return (xxhash.xxh3_64_intdigest(key) >> 12) / (1 << 52)
+def draw_key(seed: int, position: int) -> int:
+    """64 bits from (seed, position) only: xxh3-64."""
+    both = (seed & 0xFFFFFFFFFFFFFFFF).to_bytes(8, "little") + position.to_bytes(8, "little")
+    return xxhash.xxh3_64_intdigest(both)
 
 
 class SamplingOps(Protocol):
@@ -68,8 +68,8 @@ class Sampler:
         largest = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
         drawn = [i for i, s in enumerate(seqs) if not s.request.params.greedy]
         if drawn:
-            numbers = [uniform(seqs[i].request.seed, positions[i]) for i in drawn]
-            draws = Draws.of([seqs[i].request.params for i in drawn], numbers, self._tensor)
+            keys = [draw_key(seqs[i].request.seed, positions[i]) for i in drawn]
+            draws = Draws.of([seqs[i].request.params for i in drawn], keys, self._tensor)
             if len(drawn) == len(seqs):
                 tokens = self._ops.draw(logits, draws)
             else:

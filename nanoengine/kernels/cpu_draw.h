@@ -5,8 +5,6 @@
  * largest one are looked at, as many as top_k and top_p need, and among these the last one that is kept is
  * found by partition (Hoare's quickselect, by number or by mass). Masses are summed in double.
  */
-enum { BLOCK_OF_SUMS = 1024 }; /* entries whose mass is summed apart */
-
 typedef double vd __attribute__((vector_size(8 * LANES)));
 typedef struct {
     float logit, mass;
@@ -14,12 +12,13 @@ typedef struct {
 } candidate_t;
 typedef struct { /* filled by cpu_kernels.py: keep both in step; a field of `rules` for each row */
     const void *logits;
-    const double *rules; /* [5, rows]: temperature, top_k or 0, top_p, min_p, a number in [0, 1) */
+    const double *rules; /* [6, rows]: temperature, top_k or 0, top_p, min_p, two halves of a key */
     int64_t *out;
     candidate_t *scratch; /* [threads, 2 * vocab] */
     int64_t rows, vocab, stride, is_bf16, threads;
 } draw_args;
-typedef struct { double temperature, top_k, top_p, min_p, number; } rules_t;
+typedef struct { uint32_t first, second; } luck_t;
+typedef struct { double temperature, top_k, top_p, min_p; luck_t key; } rules_t;
 typedef struct { /* a row */
     const void *logits;
     int64_t dim;
@@ -51,10 +50,10 @@ static float largest(const void *logits, int64_t dim, int mode) {
     return max_lane(top);
 }
 
-/* The mass from d to `end`. */
-INLINE double mass_of(const row_t *r, int64_t d, int64_t end, int mode) {
+/* The mass of a row. */
+INLINE double mass_of(const row_t *r, int mode) {
     vd sum = {0};
-    for (; d < end; d += LANES) {
+    for (int64_t d = 0; d < r->dim; d += LANES) {
         const vf mass = pick(IOTA + (int32_t)d < (int32_t)r->dim, masses(r, d, mode), splat(0.0f));
         sum += __builtin_convertvector(mass, vd);
     }
@@ -63,25 +62,75 @@ INLINE double mass_of(const row_t *r, int64_t d, int64_t end, int mode) {
     return total;
 }
 
-/* The token where the running sum of all masses passes `number` of the whole. */
-INLINE int64_t draw_of_all(const row_t *r, double number, double *sums, int mode) {
-    const int64_t blocks = ceil_div(r->dim, BLOCK_OF_SUMS);
-    double total = 0, before = 0;
-    for (int64_t b = 0; b < blocks; b++) {
-        sums[b] = mass_of(r, b * BLOCK_OF_SUMS, min64((b + 1) * BLOCK_OF_SUMS, r->dim), mode);
-        total += sums[b];
-    }
-    int64_t block = 0, token = 0;
-    for (; block < blocks - 1 && before + sums[block] <= number * total; block++) before += sums[block];
-    for (int64_t d = block * BLOCK_OF_SUMS, end = min64(d + BLOCK_OF_SUMS, r->dim); d < end; d += LANES) {
-        const vf mass = masses(r, d, mode);
-        for (int64_t i = d; i < min64(d + LANES, end); i++) {
-            if (mass[i - d] > 0) token = i;
-            before += mass[i - d];
-            if (before > number * total) return token;
-        }
-    }
+/* ---- the race ----------------------------------------------------------------------------------- */
+
+/* A permutation of 32 bits: Wellons's lowbias32. */
+INLINE vu mixed(vu x) {
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
+/* In (0, 1), as `exponentials` of draw.py has them. */
+INLINE vf uniforms(vi tokens, luck_t key) {
+    const vu bits = mixed(mixed((vu)tokens ^ key.first) ^ key.second) >> 1;
+    const vf u = (__builtin_convertvector((vi)bits, vf) + 0.5f) * 0x1p-31f, most = splat(1 - 0x1p-24f);
+    return pick(u > most, most, u);
+}
+
+/* -log(1 - u) to some 1e-7 of it: by the exponent of 1 - u and 2 artanh of what is left, in which u stands by
+ * itself where it is small. */
+INLINE vf exponential_of(vf u) {
+    const vf rest = 1.0f - u;
+    const vi exponent = ((vi)rest - 0x3f3504f3) >> 23; /* so that what is left is in [sqrt(1/2), sqrt(2)) */
+    const vf left = (vf)((vi)rest - (exponent << 23));
+    const vf s = pick(exponent == 0, u, 1.0f - left) / (1.0f + left), z = s * s;
+    const vf p = ((z * 0.111111112f + 0.142857149f) * z + 0.2f) * z + 0.333333343f;
+    return 2.0f * (s + s * z * p) - __builtin_convertvector(exponent, vf) * 0.693147182f;
+}
+
+typedef struct { vf best; vi tokens; float fastest; } race_t; /* in each lane the best, and its token; of all */
+
+/* An exponential number is no less than its u, so most vectors are out of the race by that alone. */
+INLINE void run(race_t *race, vi tokens, vf mass, luck_t key) {
+    const vf u = uniforms(tokens, key);
+    if (!bits_of(u * race->fastest <= mass * 1.00001f)) return;
+    const vf speed = mass / exponential_of(u);
+    const vi is_better = speed > race->best;
+    race->best = pick(is_better, speed, race->best);
+    race->tokens = (is_better & tokens) | (~is_better & race->tokens);
+    race->fastest = max_lane(race->best);
+}
+
+/* Of equals the first token; 0 where there are only NaN. */
+INLINE int64_t winner(const race_t *race) {
+    float best = -1;
+    int64_t token = 0;
+    UNROLL for (int i = 0; i < LANES; i++)
+        if (race->best[i] > best || (race->best[i] == best && race->tokens[i] < token))
+            best = race->best[i], token = race->tokens[i];
     return token;
+}
+
+INLINE int64_t draw_of_all(const row_t *r, luck_t key, int mode) {
+    race_t race = {splat(-1.0f), {0}, -1};
+    for (int64_t d = 0; d < r->dim; d += LANES) {
+        const vi tokens = IOTA + (int32_t)d;
+        run(&race, tokens, pick(tokens < (int32_t)r->dim, masses(r, d, mode), splat(-2.0f)), key);
+    }
+    return winner(&race);
+}
+
+static int64_t draw_of_some(const candidate_t *some, int64_t count, luck_t key) {
+    race_t race = {splat(-1.0f), {0}, -1};
+    for (int64_t from = 0; from < count; from += LANES) {
+        vi tokens = {0};
+        vf mass = splat(-2.0f);
+        for (int64_t i = 0; i < min64(LANES, count - from); i++)
+            tokens[i] = (int32_t)some[from + i].id, mass[i] = some[from + i].mass;
+        run(&race, tokens, mass, key);
+    }
+    return winner(&race);
 }
 
 /* Those that are at least `least`, in the order of their tokens; returns how many. */
@@ -161,7 +210,7 @@ INLINE int64_t enough(const row_t *r, rules_t rules, double mass, candidate_t *s
 
 /* Leaves the candidates that top_k and top_p keep, in the order of tokens; returns how many. */
 INLINE int64_t keep_likeliest(const row_t *r, rules_t rules, candidate_t *some, int mode) {
-    double mass = rules.top_k ? 0 : rules.top_p * mass_of(r, 0, r->dim, mode);
+    double mass = rules.top_k ? 0 : rules.top_p * mass_of(r, mode);
     int64_t count = enough(r, rules, mass, some, mode);
     candidate_t *moved = some + r->dim;
     if (rules.top_k && count) {
@@ -180,20 +229,13 @@ INLINE int64_t draw_row(const void *logits, int64_t dim, rules_t rules, candidat
     const row_t r = {logits, dim, largest(logits, dim, mode), LOG2E / (float)rules.temperature};
     if (rules.top_k >= dim) rules.top_k = 0;
     const int is_cut = rules.top_k || rules.top_p < 1;
-    if (!is_cut && rules.min_p <= 0) return draw_of_all(&r, rules.number, (double *)some, mode);
+    if (!is_cut && rules.min_p <= 0) return draw_of_all(&r, rules.key, mode);
     const float floor = rules.min_p > 0 ? r.top + (float)(rules.temperature * log(rules.min_p)) : -INFINITY;
     const int64_t count = is_cut ? keep_likeliest(&r, rules, some, mode) : collect(&r, floor, some, mode);
-    double total = 0, before = 0;
-    for (int64_t i = 0; i < count; i++) {
-        if (some[i].logit < floor) some[i].mass = 0;
-        total += some[i].mass;
-    }
-    int64_t token = 0;
-    for (int64_t i = 0; i < count && before <= rules.number * total; i++) {
-        if (some[i].mass > 0) token = some[i].id;
-        before += some[i].mass;
-    }
-    return token;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (some[i].logit >= floor) some[kept++] = some[i];
+    return draw_of_some(some, kept, rules.key);
 }
 
 int draw(const draw_args *a) {
@@ -201,8 +243,8 @@ int draw(const draw_args *a) {
     for (int64_t thread = 0; thread < a->threads; thread++)
         for (int64_t row = thread; row < a->rows; row += a->threads) {
             const double *rules = a->rules + row;
-            const rules_t own = {rules[0], rules[a->rows], rules[2 * a->rows], rules[3 * a->rows],
-                                 rules[4 * a->rows]};
+            const luck_t key = {(uint32_t)rules[4 * a->rows], (uint32_t)rules[5 * a->rows]};
+            const rules_t own = {rules[0], rules[a->rows], rules[2 * a->rows], rules[3 * a->rows], key};
             candidate_t *some = a->scratch + thread * 2 * a->vocab;
             const void *logits = AT(a->logits, row * a->stride, a->is_bf16 ? BF16_WIDE : F32);
             a->out[row] = a->is_bf16 ? draw_row(logits, a->vocab, own, some, BF16_WIDE)

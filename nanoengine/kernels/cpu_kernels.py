@@ -261,7 +261,7 @@ class CpuKernels:
         rows, vocab = logits.shape
         threads, scratch = self._candidates(rows, vocab)
         rules, out = draws.rules.contiguous(), torch.empty(rows, dtype=torch.int64)
-        assert rules.dtype is torch.float64 and rules.shape == (5, rows) and logits.stride(1) == 1
+        assert rules.dtype is torch.float64 and rules.shape == (6, rows) and logits.stride(1) == 1
         packed = _DRAW_ARGS.pack(
             *(logits.data_ptr(), rules.data_ptr(), out.data_ptr(), scratch),
             *(rows, vocab, logits.stride(0), _IS_BF16[logits.dtype], threads),

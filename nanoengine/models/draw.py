@@ -1,5 +1,11 @@
 """Draws a token from each row of logits: the numbers that say how, and PyTorch's way to do it. And
 which tokens are likeliest.
+
+A draw is a race: each token has an exponential random number, which is a hash of the row's key and
+the token; the token with the largest probability over its number wins. That happens as often as its
+probability says. Two rows with the same key and similar probabilities mostly give the same token:
+if the distance between them (in total variation) is d, at least (1 - d) / (1 + d) of the time
+(Daliri, Musco and Suresh 2024, "Coupling without Communication"). So drafts are mostly right.
 """
 
 from __future__ import annotations
@@ -19,9 +25,9 @@ from nanoengine.sampling_params import SamplingParams
 class Draws:
     """How the rows of logits are drawn from.
 
-    rules: float64 [5, rows], on the logits' device: temperature, top_k (0: all), top_p, min_p, and
-    where in [0, 1) the cumulative distribution is inverted. is_cut, has_floor: whether any row has
-    a top_k or top_p, or a min_p, that leaves tokens out.
+    rules: float64 [6, rows], on the logits' device: temperature, top_k (0: all), top_p, min_p, and
+    both halves of its key, 32 bits each. is_cut, has_floor: whether any row has a top_k or top_p,
+    or a min_p, that leaves tokens out.
     """
 
     rules: Tensor
@@ -29,16 +35,15 @@ class Draws:
     has_floor: bool
 
     @classmethod
-    def of(
-        cls, params: Sequence[SamplingParams], numbers: Sequence[float], tensor: MakeTensor
-    ) -> Self:
-        """Those of such rows. numbers: where each distribution is inverted."""
+    def of(cls, params: Sequence[SamplingParams], keys: Sequence[int], tensor: MakeTensor) -> Self:
+        """Those of such rows. keys: of each, 64 bits; rows with the same one have the same luck."""
         rules = (
             [p.temperature for p in params],
             [max(p.top_k, 0) for p in params],
             [p.top_p for p in params],
             [p.min_p for p in params],
-            [*numbers],
+            [key >> 32 for key in keys],
+            [key & 0xFFFFFFFF for key in keys],
         )
         is_cut = any(p.top_k > 0 or p.top_p < 1 for p in params)
         return cls(tensor(rules, torch.float64), is_cut, any(p.min_p > 0 for p in params))
@@ -48,7 +53,7 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     """logits: [rows, vocab] of any float dtype. Returns int64 [rows]: a token of each row, which
     means nothing where a row has a NaN or no finite largest value.
     """
-    temperature, top_k, top_p, min_p, number = draws.rules.unsqueeze(2)
+    temperature, top_k, top_p, min_p, *key = draws.rules.unsqueeze(2)
     logits = logits.float() / temperature.float()
     vocab = logits.shape[1]
     if draws.is_cut:
@@ -56,9 +61,31 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     if draws.has_floor:
         floor = logits.amax(dim=1, keepdim=True) + min_p.log().float()
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    cumulative = torch.softmax(logits, dim=1, dtype=torch.float64).cumsum(dim=1)
-    tokens = torch.searchsorted(cumulative, number * cumulative[:, -1:], right=True).squeeze(1)
-    return tokens.clamp_(max=vocab - 1)
+    return torch.softmax(logits, dim=1).div_(exponentials(key, vocab)).argmax(dim=1)
+
+
+def exponentials(key: Sequence[Tensor], count: int) -> Tensor:
+    """Numbers of the exponential distribution with mean 1, float32 [rows, count], that depend on
+    the row's key and the place alone. key: both halves, [rows, 1], each less than 2^32.
+    """
+    first, second = (half.long().int() for half in key)
+    places = torch.arange(count, dtype=torch.int32, device=first.device)
+    bits = _mixed(_mixed(places ^ first).bitwise_xor_(second))
+    # The smallest numbers matter most, and are the most precise.
+    numbers = _shifted(bits, 1).float().add_(0.5).mul_(2**-31)
+    return numbers.clamp_(max=1 - 2**-24).neg_().log1p_().neg_()
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """A permutation of all int32, in place: Wellons's lowbias32 (hash-prospector)."""
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
+        bits.bitwise_xor_(_shifted(bits, shift)).mul_(factor)
+    return bits.bitwise_xor_(_shifted(bits, 16))
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """To the right, as if without a sign."""
+    return (bits >> by).bitwise_and_((1 << (32 - by)) - 1)
 
 
 def _top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

@@ -69,7 +69,11 @@ def test_calls_are_read(llm: LLM) -> None:
 def test_an_answer_on_an_event_loop(llm: LLM, choice: Any) -> None:
     """The last output is LLM.chat's, and those before it hold no messages."""
     text = {"choice": [f"Hm.\n{CALL}"]}
-    params = PARAMS if choice else SamplingParams(max_tokens=160, structured_outputs=text)
+    params = (
+        PARAMS
+        if choice
+        else SamplingParams(structured_outputs=text, thinking_token_budget=0, max_tokens=160)
+    )
     rest: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice}
     (wanted,) = llm.chat(TALK, params, use_tqdm=False, **rest)
 

@@ -161,9 +161,10 @@ def test_small_operators_take_each_row_by_itself(
         target = KVTarget(pool, slots, slots + len(part))
         kernels.rope_store(q, k, v, angles.cos(), angles.sin(), target)
         given = normed, widely, gated, by_gelu, clamped, added, turned
-        numbers, shares = part[:, :2].float().sigmoid().T.tolist()
+        luck, shares = part[:, :2].float().sigmoid().T.tolist()
         limits = [SamplingParams(top_p=share) for share in shares]
-        draws = Draws.of(limits, numbers, lambda x, dtype: torch.tensor(x, dtype=dtype))
+        keys = [int(number * 2**64) for number in luck]
+        draws = Draws.of(limits, keys, lambda x, dtype: torch.tensor(x, dtype=dtype))
         return [*given, pool[: len(part)], kernels.argmax(part), kernels.draw(part, draws)]
 
     whole = operate(x)

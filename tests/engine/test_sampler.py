@@ -10,8 +10,9 @@ import torch
 from marks import needs_compiler
 
 from nanoengine.engine.logprobs import score_tokens
-from nanoengine.engine.sampler import Sampler, SamplingOps, uniform
+from nanoengine.engine.sampler import Sampler, SamplingOps, draw_key
 from nanoengine.kernels.cpu_kernels import CpuKernels
+from nanoengine.models.draw import exponentials
 from nanoengine.models.torch_ops import TorchOps
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.sequence import NO_TOKEN, Request, RequestMetrics, Sequence
@@ -88,11 +89,49 @@ def test_greedy_beside_sampled_rows(ops: SamplingOps) -> None:
     assert tokens == [0, 5, 0]
 
 
-def test_uniform_depends_on_seed_and_position_only() -> None:
-    assert uniform(1, 2) == uniform(1, 2)
-    values = {uniform(seed, position) for seed in range(-50, 50) for position in range(100)}
-    assert len(values) == 10_000 and min(values) >= 0 and max(values) < 1
-    assert abs(sum(values) / len(values) - 0.5) < 5 * math.sqrt(1 / 12 / len(values))
+def test_a_key_depends_on_seed_and_position_only() -> None:
+    assert draw_key(1, 2) == draw_key(1, 2)
+    keys = {draw_key(seed, position) for seed in range(-50, 50) for position in range(100)}
+    assert len(keys) == 10_000 and min(keys) >= 0 and max(keys) < 1 << 64
+
+
+def test_luck_is_exponential_and_independent() -> None:
+    """By tokens, positions and seeds: moments, and the share of the smallest, which win."""
+    keys = [draw_key(seed, position) for seed in range(20) for position in range(20)]
+    halves = [[[float(part)] for part in half] for half in zip(*map(halves_of, keys), strict=True)]
+    luck = exponentials([torch.tensor(half, dtype=torch.float64) for half in halves], 5000).double()
+    number = luck.numel()
+    assert luck.min() > 0 and torch.isfinite(luck).all()
+    assert abs(luck.mean() - 1) < 5 / math.sqrt(number)
+    assert abs(luck.var() - 1) < 5 * math.sqrt(8 / number)
+    for share in (1e-4, 1e-2, 0.5, 0.99):
+        seen = (luck < -math.log1p(-share)).double().mean()
+        assert abs(seen - share) < 5 * math.sqrt(share * (1 - share) / number)
+    apart = luck - 1
+    for one, other in (
+        (apart[:, 1:], apart[:, :-1]),
+        (apart[1:], apart[:-1]),
+        (apart[20:], apart[:-20]),
+    ):
+        assert abs((one * other).mean()) < 5 / math.sqrt(number - 5000 * 20)
+
+
+def halves_of(key: int) -> tuple[int, int]:
+    return key >> 32, key & 0xFFFFFFFF
+
+
+def test_similar_rows_mostly_draw_the_same_token(ops: SamplingOps) -> None:
+    """Two rows with one key agree at least (1 - d) / (1 + d) of the time, if they are d apart. The
+    inverse of the cumulative distribution would give 0.15, and this at least 0.74.
+    """
+    torch.manual_seed(0)
+    logits = torch.randn(1, 500)
+    other = logits + 0.3 * torch.randn(1, 500)
+    distance = (logits.softmax(1) - other.softmax(1)).clamp(min=0).sum().item()
+    seqs = [sequence(SamplingParams(), seed) for seed in range(DRAWS // 4)]
+    first, second = (choose(ops, each.expand(len(seqs), -1), seqs) for each in (logits, other))
+    agreed = sum(map(int.__eq__, first, second)) / len(seqs)
+    assert agreed > (1 - distance) / (1 + distance) - 5 * math.sqrt(0.25 / len(seqs))
 
 
 def test_min_tokens_holds_stops_back(ops: SamplingOps) -> None:

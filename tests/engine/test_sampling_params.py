@@ -285,7 +285,8 @@ def test_scored_prompts_do_not_wait_for_one_another(tiny: Callable[[str], Path])
     engine = small_engine(tiny("llama"))
     prompt = prompts_of((24,))[0]
     for _ in range(3):
-        engine.add_request(prompt, SamplingParams(max_tokens=4, prompt_logprobs=0))
+        params = SamplingParams(max_tokens=4, prompt_logprobs=0, ignore_eos=True)
+        engine.add_request(prompt, params)
     engine.step()
     assert len(engine.scheduler.running) == 3
     engine.close()

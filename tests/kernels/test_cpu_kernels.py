@@ -13,12 +13,12 @@ from paged_batches import Batch, chunk_of, int32, make_batch, relative_error
 from torch import Tensor
 
 from nanoengine.context import KVChunk, KVTarget, SoftmaxState
-from nanoengine.engine.sampler import uniform
+from nanoengine.engine.sampler import draw_key
 from nanoengine.errors import EngineError
 from nanoengine.kernels import c_build
 from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.cpu_kernels import CpuKernels
-from nanoengine.models.draw import Draws, draw, likeliest
+from nanoengine.models.draw import Draws, draw, exponentials, likeliest
 from nanoengine.models.layer_ops import Norm
 from nanoengine.models.torch_ops import TorchOps, clamped_swiglu, gelu_mul, silu_mul
 from nanoengine.sampling_params import SamplingParams
@@ -570,10 +570,11 @@ def test_argmax(variant, dtype, dim):
     assert torch.equal(variant.argmax(wide), wide.argmax(dim=-1))
 
 
-def neighbours(one, other, logits, draws):
-    """Whether so little mass lies between these tokens of a row that fp32 may choose either."""
-    probs = torch.softmax(logits.double() / draws.rules[0, 0], dim=0)
-    return probs[min(one, other) : max(one, other)].sum() < 1e-6
+def runs_as_fast(one, other, logits, draws, row):
+    """Whether these tokens of a row are so near in the race that fp32 may choose either."""
+    numbers = exponentials(draws.rules[4:, row, None, None], len(logits))[0]
+    speeds = torch.softmax(logits.double() / draws.rules[0, 0], dim=0) / numbers
+    return abs(speeds[one] / speeds[other] - 1) < 1e-5
 
 
 RULES = {
@@ -596,28 +597,28 @@ RULES = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_draw(variant, dtype, rules):
-    """Against PyTorch, which sorts and sums in float64; also rows that lie apart, and many equal
-    logits, of which the first tokens count as the likeliest.
+    """Against PyTorch, which sorts; also rows that lie apart, and many equal logits, of which the
+    first tokens count as the likeliest.
     """
     params, rows, vocab = SamplingParams(**rules), 40, 49157
     logits = 3 * normal(rows, 2 * vocab, dtype=dtype)[:, vocab:]
     logits[::5] = logits[::5].round()
     logits[1::5, 100:] = -torch.inf
-    numbers = [uniform(7, position) for position in range(rows)]
-    numbers[10:12] = [0.0, 1 - 2**-52]
-    draws = Draws.of([params] * rows, numbers, lambda x, dtype: torch.tensor(x, dtype=dtype))
+    keys = [draw_key(7, position) for position in range(rows)]
+    keys[10:12] = [0, (1 << 64) - 1]
+    draws = Draws.of([params] * rows, keys, lambda x, dtype: torch.tensor(x, dtype=dtype))
     got, want = variant.draw(logits, draws), draw(logits, draws)
     different = (got != want).nonzero().flatten().tolist()
     assert len(different) <= 2
     for row in different:
-        assert neighbours(got[row], want[row], logits[row].float(), draws)
+        assert runs_as_fast(got[row], want[row], logits[row].float(), draws, row)
 
 
 def test_of_equal_logits_the_first_are_kept(variant):
-    logits, numbers = torch.zeros(50, 700), [at / 50 for at in range(50)]
+    logits, keys = torch.zeros(50, 700), [draw_key(1, at) for at in range(50)]
     for rules, kept in (({"top_k": 3}, 3), ({"top_p": 0.01}, 7), ({"top_k": 9, "top_p": 0.2}, 2)):
         draws = Draws.of(
-            [SamplingParams(**rules)] * 50, numbers, lambda x, dtype: torch.tensor(x, dtype=dtype)
+            [SamplingParams(**rules)] * 50, keys, lambda x, dtype: torch.tensor(x, dtype=dtype)
         )
         assert {*variant.draw(logits, draws).tolist()} == {*range(kept)}
 
@@ -645,12 +646,12 @@ def test_a_row_is_drawn_alone(variant):
     logits = 2 * normal(4 * len(RULES), 5000, dtype=torch.float32)
     logits[3], logits[7, 5], logits[11, 9] = torch.nan, torch.inf, torch.nan
     params = [SamplingParams(**rules) for rules in RULES.values() for _ in range(4)]
-    numbers = [uniform(3, position) for position in range(len(params))]
+    keys = [draw_key(3, position) for position in range(len(params))]
 
     def drawn(rows):
         draws = Draws.of(
             [params[row] for row in rows],
-            [numbers[row] for row in rows],
+            [keys[row] for row in rows],
             lambda x, dtype: torch.tensor(x, dtype=dtype),
         )
         return variant.draw(logits[rows], draws).tolist()

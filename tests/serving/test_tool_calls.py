@@ -54,7 +54,8 @@ def joined(chunks: list[Any]) -> tuple[dict[str, Any], str | None]:
 
 def test_a_call_in_a_text(tool_server: LiveServer) -> None:
     """The template's parser reads it; a form makes the model write it."""
-    body = ASKED | {"structured_outputs": {"choice": [f"Hm.\n{CALL}\n{CALL}"]}}
+    form = {"choice": [f"Hm.\n{CALL}\n{CALL}"]}
+    body = ASKED | {"structured_outputs": form, "thinking_token_budget": 0}
     status, answer = tool_server.post(CHAT, **body)
     (choice,) = answer["choices"]
     message = choice["message"]
