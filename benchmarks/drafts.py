@@ -3,8 +3,9 @@
 `python -m benchmarks.drafts MODEL --context 8192 --output FILE` streams each work of
 draft_acceptance.py with a share of its context on the device: without guesses, by lookup, by
 drafts, by both. With `--resident` all of it lies on the device. The modes take turns, each in an
-engine of its own, and the first turn, which also reads the prompt, is not timed. A chat ends where
-the model ends it; all else has as many tokens as are asked for.
+engine of its own, and the first turn, which also reads the prompt, is not timed. Each turn has a
+seed of its own, so what is sampled differs from turn to turn. A chat ends where the model ends it;
+all else has as many tokens as are asked for.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MODES = {
     "resident": "resident:{K}",
     "both": "ngram:{K}+resident:{K}",
 }
-SEED = 1
+SEED = 1  # of the first turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +66,30 @@ class Answer:
 
 def measure(engines: dict[str, LLM], work: Work, num_tokens: int, num_turns: int) -> dict[str, Any]:
     """Medians of each mode's turns, and how its output differs from that without guesses."""
-    params = SamplingParams(
-        temperature=work.temperature,
-        seed=SEED,
-        max_tokens=num_tokens,
-        ignore_eos=not work.name.startswith("chat"),
-        logprobs=0,
-    )
     found: dict[str, list[Answer]] = {name: [] for name in engines}
-    for _ in range(1 + num_turns):
+    for turn in range(1 + num_turns):
+        params = SamplingParams(
+            temperature=work.temperature,
+            seed=SEED + turn,
+            max_tokens=num_tokens,
+            ignore_eos=not work.name.startswith("chat"),
+            logprobs=0,
+        )
         for name, llm in engines.items():
             (output,) = llm.generate([work.prompt], params, use_tqdm=False)
             found[name].append(Answer.of(output))
-    plain = found["off"][0]
-    rows: dict[str, Any] = {"prompt_tokens": len(work.prompt), "tokens": len(plain.token_ids)}
+    plain = found["off"]
+    lengths = [len(answer.token_ids) for answer in plain]
+    rows: dict[str, Any] = {"prompt_tokens": len(work.prompt), "tokens": lengths}
     for name, answers in found.items():
         timed = answers[1:]
         speeds = [answer.tokens_per_s for answer in timed]
         ratios = [
             answer.tokens_per_s / off.tokens_per_s
-            for answer, off in zip(timed, found["off"][1:], strict=True)
+            for answer, off in zip(timed, plain[1:], strict=True)
         ]
-        same = [answer for answer in answers if answer.token_ids == plain.token_ids]
+        pairs = zip(answers, plain, strict=True)
+        same = [(answer, off) for answer, off in pairs if answer.token_ids == off.token_ids]
         rows[name] = {
             "tokens_per_s": round(statistics.median(speeds), 2),
             "times_off": round(statistics.median(ratios), 2),
@@ -96,7 +99,7 @@ def measure(engines: dict[str, LLM], work: Work, num_tokens: int, num_turns: int
             "link_mb_a_token": round(statistics.median(a.link_mb_a_token for a in timed), 2),
             "same_ids": f"{len(same)} of {len(answers)}",
             "largest_logprob_difference": max(
-                (_difference(answer.logprobs, plain.logprobs) for answer in same), default=None
+                (_difference(answer.logprobs, off.logprobs) for answer, off in same), default=None
             ),
         }
     return rows

@@ -3,12 +3,14 @@ right.
 
 A step with k drafts takes plain_s + fixed_s + k * draft_s seconds and gives 1 + p1 + p1 p2 + ...
 tokens, where p_i is how often draft i is right if those before it are. The k with most tokens a
-second is taken, or none where that is hardly more than without. Steps without drafts may be begun
+second is taken, or the largest with nearly as many, as fewer bytes then cross the link for each; or
+none where that is hardly more than without. Steps without drafts may be begun
 ahead and replayed, and are timed so: fixed_s is that those with drafts are not.
 
 p_i is the mean of a beta distribution: what was checked, and before that an expectation. Of the
 first draft that is what the engine's requests have had lately, of each other one p of the one
-before it. So a depth that was hardly tried follows those that were.
+before it, if that is less. So a depth that was hardly tried follows those that were, and luck with
+a few drafts does not make many.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from nanoengine.kv.draft_plan import HOPE, LEAST_GAIN
 
 EXPECTED = 3.0  # checked drafts that an expectation counts for
 KEPT = 0.98  # of what a check counts for, at each step with drafts after it
+NEARLY = 0.985  # of the most tokens a second
 LEAST_HOPE = 0.5  # texts differ: one that is not drafted well says little about the next
 HOPE_STEPS = 60  # over how many steps with drafts the engine's average goes
 WEIGHT = 0.15  # of a slower time without drafts than the one known
@@ -37,7 +40,7 @@ TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
 # Steps with drafts from one without, which tells its time anew, to the next; each time twice as
 # many.
-FIRST_REFRESH, LAST_REFRESH = 4, 64
+FIRST_REFRESH, LAST_REFRESH = 8, 64
 
 
 class EngineDrafts:
@@ -181,20 +184,21 @@ class PayingDrafts:
 
     def _chances(self) -> list[float]:
         """How often each draft of a step is right if those before it are."""
-        chances, chance = [], self._engine.hope
+        chances: list[float] = []
+        expected = hope = self._engine.hope
         for right, checked in zip(self._num_right, self._num_checked, strict=True):
-            chance = (right + EXPECTED * chance) / (checked + EXPECTED)
-            chances.append(chance)
+            chances.append((right + EXPECTED * expected) / (checked + EXPECTED))
+            expected = min(chances[-1], hope)
         return chances
 
     def _best(self) -> int:
-        """The number with most tokens a second; 0 if none gains enough."""
+        """The largest number with nearly the most tokens a second; 0 if none gains enough."""
         num_tokens = accumulate(accumulate(self._chances(), mul), initial=1.0)
         plain_s, added = self._plain_s, self._engine.seconds
         rates = [tokens / (plain_s + added(k)) for k, tokens in enumerate(num_tokens)]
-        best = max(range(len(rates)), key=rates.__getitem__)
         least = 1.0 if self._is_drafting else LEAST_GAIN
-        return best if rates[best] > least * rates[0] else 0
+        enough = max(NEARLY * max(rates), least * rates[0])
+        return max((number for number, rate in enumerate(rates) if rate > enough), default=0)
 
 
 def _moved(average: float, new: float, weight: float) -> float:

@@ -106,8 +106,8 @@ class Watched:
         return sum(batch.resting != () for batch in self.batches)
 
     def check_who_waits(self) -> None:
-        """Who rested is checked in its next step with what it drafted, one step later at most: there
-        may be no room for all.
+        """Who rested is checked in its next step with what it drafted; where there is no room for
+        all, one step later.
         """
         drafted: dict[int, tuple[int, int]] = {}
         for at, batch in enumerate(self.batches):
