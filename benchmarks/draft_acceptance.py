@@ -1,6 +1,6 @@
 """How many tokens a round of drafts from resident KV would give: measured offline, in fp32.
 
-`python benchmarks/draft_acceptance.py MODEL --context 8192 --output FILE` generates each work once
+`python -m benchmarks.draft_acceptance MODEL --context 8192 --output FILE` generates each work once
 with all KV. Each of its positions is then the beginning of a round: up to 12 drafts see a share of
 the context, and count until one is not the work's token. `--table FILES` prints what it found.
 

@@ -1,16 +1,13 @@
-"""PayingDrafts: how many tokens to draft for one request, from what drafts cost and how many were
-right.
+"""PayingDrafts: how many tokens to draft for one request, by their cost and how many were right.
 
 A step with k drafts takes plain_s + fixed_s + k * draft_s seconds and gives 1 + p1 + p1 p2 + ...
-tokens, where p_i is how often draft i is right if those before it are. The k with most tokens a
-second is taken, or the largest with nearly as many, as fewer bytes then cross the link for each; or
-none where that is hardly more than without. Steps without drafts may be begun
-ahead and replayed, and are timed so: fixed_s is that those with drafts are not.
+tokens, where p_i is how often draft i is right if those before it are. The largest k with nearly
+the most tokens a second is taken, as fewer bytes then cross the link for each, or none where that
+is hardly more than without. fixed_s: steps with drafts are not begun ahead and replayed, others are.
 
 p_i is the mean of a beta distribution: what was checked, and before that an expectation. Of the
 first draft that is what the engine's requests have had lately, of each other one p of the one
-before it, if that is less. So a depth that was hardly tried follows those that were, and luck with
-a few drafts does not make many.
+before it, if that is less: a depth that was hardly tried follows those that were.
 """
 
 from __future__ import annotations
@@ -38,8 +35,7 @@ LEAST_SHARE = 0.5  # of what a step's drafts add, that is theirs; the rest may b
 # Drafts that do not pay are tried again, but may not cost more than that share of the time.
 TRIAL_COST = 0.01
 LEAST_WAIT = 16  # steps from one trial to the next
-# Steps with drafts from one without, which tells its time anew, to the next; each time twice as
-# many.
+# Steps with drafts between two without, which tell their time anew; then twice as many.
 FIRST_REFRESH, LAST_REFRESH = 8, 64
 
 
