@@ -3,7 +3,7 @@
 A step with k drafts takes plain_s + fixed_s + k * draft_s seconds and gives 1 + p1 + p1 p2 + ...
 tokens, where p_i is how often draft i is right if those before it are. The largest k with nearly
 the most tokens a second is taken, as fewer bytes then cross the link for each, or none where that
-is hardly more than without. fixed_s: steps with drafts are not begun ahead and replayed, others are.
+is hardly more than without. fixed_s: no step with drafts is begun ahead and replayed, as others.
 
 p_i is the mean of a beta distribution: what was checked, and before that an expectation. Of the
 first draft that is what the engine's requests have had lately, of each other one p of the one
