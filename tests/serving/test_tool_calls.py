@@ -27,7 +27,7 @@ from nanoengine.text.reasoning import reasoning_of
 from nanoengine.text.tool_syntax import BY_NAME
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
-ASKED: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "max_tokens": 160}
+ASKED: dict[str, Any] = {"messages": HELLO, "tools": TOOLS, "max_tokens": 160, "seed": 1}
 PARSERS = ChatParsers(BY_NAME["hermes"], reasoning_of(TEMPLATE), True)
 pytestmark = pytest.mark.usefixtures("threads_as_before")
 
