@@ -251,7 +251,9 @@ def test_nor_in_other_numbers(heads: Any, name: str, settings: dict[str, Any]) -
 def test_a_head_that_knows_is_always_right(
     tiny: Callable[[str], Path], tmp_path: Path, is_right: bool, most: int, layout: dict[str, Any]
 ) -> None:
-    """One that does not is mostly wrong: it draws with the same luck from other probabilities."""
+    """One that does not is always wrong, but where it draws with the same luck from other
+    probabilities, it is mostly wrong.
+    """
     path = knowing_head(tiny("qwen3.5"), tmp_path / "model", is_right)
     engine = small_engine(path, speculative=f"mtp:{most}", **layout)
     driver, num_steps = Driver(engine), []
@@ -261,7 +263,9 @@ def test_a_head_that_knows_is_always_right(
         num_steps.append(driver.num_steps - before)
         guessed, accepted = output.metrics.num_guessed, output.metrics.num_accepted
         assert guessed > 10
-        assert accepted == guessed if is_right else accepted < guessed / 4
+        least = guessed if is_right else 0
+        most_right = least if is_right or params.greedy else guessed // 4
+        assert least <= accepted <= most_right, "not what this head knows"
     if is_right and not layout:
         # A step for the prompt, one more at the end of its blocks, and those of the answer.
         most_steps = [2 + -(-(params.max_tokens - 1) // (1 + most)) for params in PARAMS]

@@ -90,7 +90,7 @@ class Soak:
         while len(self.asked) < wanted or self.engine.has_unfinished_requests:
             while len(self.asked) < wanted and len(self.unfinished) < 2 * MOST_AT_ONCE:
                 self.ask()
-            if self.unfinished and self.rng.random() < 0.06:
+            if self.unfinished and self.rng.random() < 0.12:
                 self.keep(self.engine.abort(self.rng.choice(self.unfinished)))
                 self.num_aborted += 1
             self.keep(self.engine.step())
@@ -136,7 +136,7 @@ def soak(path: Path, num_requests: int, num_prompts: int) -> None:
     if before:
         assert resident_bytes() < 1.02 * before, "memory grows with the number of requests"
     outputs = soak.outputs.values()
-    assert len(soak.asked) == num_requests and soak.num_aborted > 0
+    assert len(soak.asked) == num_requests and soak.num_aborted > num_requests // 50
     assert soak.most_at_once > MOST_AT_ONCE // 2
     assert sum(output.num_cached_tokens > 0 for output in outputs) > num_requests // 4
     counters = soak.engine.kv.counters
