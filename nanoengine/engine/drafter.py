@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext
 from nanoengine.devices.device import Device
+from nanoengine.engine.draft_vocabulary import DraftVocabulary
 from nanoengine.engine.sampler import Sampler
 from nanoengine.engine.step_inputs import SequenceRows, forward_context
 from nanoengine.engine.token_masks import masked
@@ -70,11 +71,17 @@ class Drafter:
     """
 
     def __init__(
-        self, model: Model, attention: AttentionBackend, sampler: Sampler, device: Device
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        vocabulary: DraftVocabulary,
+        device: Device,
     ) -> None:
         self._model = model
         self._attention = attention
         self._sampler = sampler
+        self._vocabulary = vocabulary
         self._device = device
 
     def draft(self, batch: ScheduledBatch, steps: Iterable[DraftStep]) -> Drafts:
@@ -86,25 +93,33 @@ class Drafter:
     ) -> Iterator[tuple[DraftStep, Tensor]]:
         known: dict[int, tuple[int, ...]] = {}
         before: tuple[DraftStep, Tensor] | None = None
+        runs: Tensor | None = None
         for step in steps:
+            if before is None:
+                runs = self._vocabulary.runs(batch.items[item].seq for item in step.items)
             ctx = draft_context(batch, step, self._attention, self._device)
             if before is not None:
                 newest = rows_of(step, *before, self._device)
                 ctx.token_ids[: len(newest)] = newest
-            tokens = self._next(batch, step, ctx, self._masks(batch, step, known))
+            tokens = self._next(batch, step, ctx, self._masks(batch, step, known), runs)
             self._read(batch, step, tokens, known)
             before = step, tokens
             yield before
 
     def _next(
-        self, batch: ScheduledBatch, step: DraftStep, ctx: ForwardContext, masks: dict[int, bytes]
+        self,
+        batch: ScheduledBatch,
+        step: DraftStep,
+        ctx: ForwardContext,
+        masks: dict[int, bytes],
+        runs: Tensor | None,
     ) -> Tensor:
         """What each row of a step draws, int64 [rows]. masks: of rows whose tokens a grammar
-        limits.
+        limits. runs: as in Model.logits.
         """
         seqs = [batch.items[item].seq for item in step.items]
         hidden = self._model.forward(ctx)
-        logits = masked(self._model.logits(hidden[: len(seqs)]), masks, self._device)
+        logits = masked(self._model.logits(hidden[: len(seqs)], runs), masks, self._device)
         positions = [position + 1 for position in step.positions]
         return self._sampler.sample(logits, seqs, positions).clamp_(min=0)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext, KVCache, packed
 from nanoengine.devices.device import Device
+from nanoengine.engine.draft_vocabulary import DraftVocabulary, has_large_head
 from nanoengine.engine.drafter import Drafter, Drafts
 from nanoengine.engine.logprobs import StepScores, TokenScorer
 from nanoengine.engine.mtp_drafter import MtpDrafter
@@ -61,16 +62,15 @@ class ModelRunner:
         sampler: Sampler,
         scorer: TokenScorer,
         device: Device,
-        mtp: MtpDrafter | None = None,
+        drafter: Drafter | MtpDrafter,
     ) -> None:
-        """mtp: guesses by the model's own head; None: it has none, or nobody asked for it."""
         self.model = model
         self.attention = attention
         self._kv = kv
         self.sampler = sampler
         self._scorer = scorer
-        self.mtp = mtp
-        self.drafter = mtp or Drafter(model, attention, sampler, device)
+        self.drafter = drafter
+        self.mtp = drafter if isinstance(drafter, MtpDrafter) else None
         self._device = device
 
     def run(self, batch: ScheduledBatch) -> list[int]:
@@ -185,10 +185,16 @@ def _known_tokens(item: ScheduledSequence) -> list[int]:
 
 def make_runner(parts: Parts, kv: StepOpener, device: Device) -> ModelRunner:
     """The runner of an engine's parts over a KV cache."""
-    sampler, mtp = Sampler(parts.ops, device.tensor), None
-    if parts.model.mtp is not None:
-        own = Sampler(parts.ops, device.tensor)
-        mtp = MtpDrafter(parts.model.mtp, parts.attention, own, device)
-    decoder = parts.model.decoder
+    model, attention, decoder = parts.model, parts.attention, parts.model.decoder
+    sampler = Sampler(parts.ops, device.tensor)
+    drafter: Drafter | MtpDrafter
     scorer = TokenScorer(decoder.logits, parts.ops.likeliest, device)
-    return ModelRunner(decoder, parts.attention, kv, sampler, scorer, device, mtp)
+    if model.mtp is None:
+        num_runs = decoder.num_runs if has_large_head(model.config) else 0
+        vocabulary = DraftVocabulary(num_runs, device)
+        drafter = Drafter(decoder, attention, sampler, vocabulary, device)
+    else:  # one layer and the output head
+        vocabulary = DraftVocabulary(model.mtp.num_runs, device)
+        own = Sampler(parts.ops, device.tensor)
+        drafter = MtpDrafter(model.mtp, attention, own, vocabulary, device)
+    return ModelRunner(decoder, attention, kv, sampler, scorer, device, drafter)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanoengine.context import AttentionBackend, ForwardContext
 from nanoengine.devices.device import Device
+from nanoengine.engine.draft_vocabulary import DraftVocabulary
 from nanoengine.engine.drafter import Drafts, draft_context, rows_of
 from nanoengine.engine.sampler import Sampler
 from nanoengine.kv.open_step import DraftStep
@@ -38,11 +39,17 @@ class MtpDrafter:
     """Runs the head of a model. Penalties, bad words and grammars do not limit what it guesses."""
 
     def __init__(
-        self, head: OwnHead, attention: AttentionBackend, sampler: Sampler, device: Device
+        self,
+        head: OwnHead,
+        attention: AttentionBackend,
+        sampler: Sampler,
+        vocabulary: DraftVocabulary,
+        device: Device,
     ) -> None:
         self._head = head
         self._attention = attention
         self._sampler = sampler
+        self._vocabulary = vocabulary
         self._device = device
         self._made: _Made | None = None  # of the newest step
 
@@ -54,14 +61,16 @@ class MtpDrafter:
         self, batch: ScheduledBatch, steps: Iterable[DraftStep]
     ) -> Iterator[tuple[DraftStep, Tensor]]:
         before: DraftStep | None = None
+        runs: Tensor | None = None
         for step in steps:
             if before is None:
+                runs = self._vocabulary.runs(batch.items[item].seq for item in step.items)
                 next_ids = [batch.items[item].guesses[-1] for item in step.items]
                 tokens, given = self._device.tensor(next_ids, torch.int64), self._known(batch, step)
             else:
                 tokens = rows_of(step, before, tokens, self._device)
                 given = rows_of(step, before, given, self._device)
-            tokens, given = self._next(batch, step, tokens, given)
+            tokens, given = self._next(batch, step, tokens, given, runs)
             yield step, tokens
             before = step
 
@@ -78,10 +87,15 @@ class MtpDrafter:
         return torch.cat((known.hidden, zeros))[self._device.tensor(rows, torch.int64)]
 
     def _next(
-        self, batch: ScheduledBatch, step: DraftStep, tokens: Tensor, given: Tensor
+        self,
+        batch: ScheduledBatch,
+        step: DraftStep,
+        tokens: Tensor,
+        given: Tensor,
+        runs: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """What each row of a step draws, int64 [rows], and what the head made of it. tokens: that
-        follow the rows'. given: as in OwnHead.
+        follow the rows'. given, runs: as in OwnHead.
         """
         seqs = [batch.items[item].seq for item in step.items]
         ctx = draft_context(batch, step, self._attention, self._device)
@@ -92,10 +106,13 @@ class MtpDrafter:
         padded[:num] = given
         made = self._head(ctx, next_ids, padded)[:num]
         positions = [position + 2 for position in step.positions]
-        return self._draw(made, seqs, positions), made
+        return self._draw(made, seqs, positions, runs), made
 
-    def _draw(self, made: Tensor, seqs: Seq[Sequence], positions: Seq[int]) -> Tensor:
-        return self._sampler.sample(self._head.logits(made), seqs, positions).clamp_(min=0)
+    def _draw(
+        self, made: Tensor, seqs: Seq[Sequence], positions: Seq[int], runs: Tensor | None
+    ) -> Tensor:
+        logits = self._head.logits(made, runs)
+        return self._sampler.sample(logits, seqs, positions).clamp_(min=0)
 
     def guess(
         self, batch: ScheduledBatch, ctx: ForwardContext, hidden: Tensor, tokens: Tensor
@@ -121,7 +138,7 @@ class MtpDrafter:
         if not any(map(_wants_guess, dict(sampled))):
             return tokens[:0]
         seqs, positions = zip(*sampled, strict=True)
-        return self._draw(made, seqs, [at + 2 for at in positions])
+        return self._draw(made, seqs, [at + 2 for at in positions], self._vocabulary.runs(seqs))
 
 
 def _wants_guess(seq: Sequence) -> bool:

@@ -505,17 +505,13 @@ static void arrange_rows(const call_t *c, const char *x, int64_t stride, char *o
         arrange_block(c->w, x, stride, row, min64(PAIR_ROWS, c->rows - row), out);
 }
 
-/* One thread's part of a call. */
-static void linear_in_team(const call_t *call, int64_t threads) {
+/* A call as `multiply_units` takes it: its rows normed, rounded or arranged where its weight wants that, in
+ * `buffer` (PRIVATE_BYTES of the thread's own) or in call->made. */
+static call_t prepare_call(const call_t *call, int64_t block_rows, char *buffer) {
     const weight_t *w = call->w;
-    const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), rows = call->rows;
-    const int64_t block_rows = choose_block_rows(w, rows, halves, threads);
-    const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
-    const int64_t most = w->is_tiled && units >= 32 * threads ? HALVES_AT_ONCE : 2;
-    const int64_t step = units < 8 * threads ? 1 : most, steps = ceil_div(halves, step);
+    const int64_t rows = call->rows;
     call_t c = *call;
     if (rows == 1) c.x_stride = w->k * ITEM; /* never 0 */
-    char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
     if (w->activation) c.epilogue = FLOAT + w->activation;
     const int is_arranged = w->is_tiled && rows > (looks_up(w) ? 1 : TILED_ROWS);
     if (w->norm_weight || w->is_rounded) {
@@ -531,6 +527,19 @@ static void linear_in_team(const call_t *call, int64_t threads) {
         arrange_rows(call, c.x, c.x_stride, made);
         c.x = made, c.x_stride = 0;
     }
+    return c;
+}
+
+/* One thread's part of a call. */
+static void linear_in_team(const call_t *call, int64_t threads) {
+    const weight_t *w = call->w;
+    const int64_t halves = ceil_div(w->outputs, w->activation ? TURN : HALF), rows = call->rows;
+    const int64_t block_rows = choose_block_rows(w, rows, halves, threads);
+    const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
+    const int64_t most = w->is_tiled && units >= 32 * threads ? HALVES_AT_ONCE : 2;
+    const int64_t step = units < 8 * threads ? 1 : most, steps = ceil_div(halves, step);
+    char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
+    const call_t c = prepare_call(call, block_rows, buffer);
     if (blocks == 1) {
         const int64_t me = omp_get_thread_num(), team = omp_get_num_threads();
         multiply_units(&c, halves, block_rows, me * units / team, (me + 1) * units / team);
@@ -562,6 +571,29 @@ int linear(const calls_t *all) {
             }
         }
         if (has_tiles) release_tiles();
+    }
+    return 0;
+}
+
+/* As one call of `linear`, of the outputs in some panels alone; the others of `out` are left as they are.
+ * Returns 0, or -1 for a panel that there is not. */
+int linear_in_panels(const call_t *call, const int64_t *panels, int64_t count) {
+    const weight_t *w = call->w;
+    const int64_t halves = ceil_div(w->outputs, HALF), threads = call->threads;
+    const int64_t block_rows = choose_block_rows(w, call->rows, halves, threads);
+    const int64_t blocks = ceil_div(call->rows, block_rows);
+    for (int64_t i = 0; i < count; i++)
+        if (panels[i] < 0 || panels[i] >= ceil_div(halves, 2)) return -1;
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+    {
+        char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
+        const call_t c = prepare_call(call, block_rows, buffer);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < blocks * count; i++) {
+            const int64_t first = i / count * halves, half = 2 * panels[i % count];
+            multiply_units(&c, halves, block_rows, first + half, first + min64(half + 2, halves));
+        }
+        if (w->is_tiled) release_tiles();
     }
     return 0;
 }

@@ -59,6 +59,7 @@ class CpuLinear:
         for function in (library.linear, library.experts, library.route):
             function.argtypes = [ctypes.c_char_p]
         self._route = library.route
+        library.linear_in_panels.argtypes = [ctypes.c_char_p, pointer, integer]
         library.gather_rows.argtypes = [pointer, pointer, integer, pointer, integer]
         has_tiles = dtype is torch.bfloat16 and library.allow_tiles() == 0
         self._workspace, self._tape = Workspace(), tape

@@ -16,7 +16,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
-from nanoengine.kernels.packed_product import PackedGateUp, PackedHeads, PackedLinear
+from nanoengine.kernels.packed_product import PackedGateUp, PackedHead, PackedHeads, PackedLinear
 from nanoengine.models.delta_net import DeltaNet
 from nanoengine.models.draw import Draws
 from nanoengine.models.experts import (
@@ -196,9 +196,8 @@ class PackedOps(KernelOps):
         return lambda token_ids: embed(token_ids).to(dtype)
 
     def tied(self, weight: Weight, norm: Norm | None) -> tuple[Embed, Product]:
-        """The head gives the fp32 sums: bfloat16 would make ties of logits that differ."""
         packed = self.linear(weight, None, norm)
-        return packed.gather_rows, packed.in_float
+        return packed.gather_rows, PackedHead(packed)
 
     def router(self, weights: RouterWeights) -> Product:
         return self._products.pack(weights.weight, weights.bias).in_float

@@ -13,6 +13,7 @@ from torch import Tensor
 from nanoengine.errors import EngineError
 from nanoengine.kernels.cpu_kernels import Workspace
 from nanoengine.kernels.packed_weight import ADD, FLOAT, STORE, PackedWeight
+from nanoengine.models.layer_ops import RUN
 
 _NUM_CALLS = struct.Struct("=q")  # of calls_t in cpu_linear.c, before its calls
 
@@ -94,6 +95,26 @@ class PackedLinear(PackedProduct):
             torch.get_num_threads(),
         ):
             raise EngineError(f"a token id lies outside the {weight.outputs} rows of the embedding")
+        return out
+
+
+class PackedHead:
+    """The output head, as a layer_ops.PartedHead: a run is a panel."""
+
+    def __init__(self, product: PackedLinear) -> None:
+        self.product, self.num_runs = product, -(-product.out_features // RUN)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> float32 [rows, vocab]; bfloat16 would make ties of its own."""
+        return self.product.in_float(x)
+
+    def of_runs(self, x: Tensor, runs: Tensor) -> Tensor:
+        """As PartedHead.of_runs. Raises EngineError for a run outside the vocabulary."""
+        out = torch.full((len(x), self.product.out_features), -torch.inf)
+        weight = self.product.weight
+        call, _rows = weight.call(x, out, FLOAT)
+        if weight.library.linear_in_panels(call, runs.data_ptr(), len(runs)):
+            raise EngineError(f"a run lies outside the {weight.outputs} tokens of the head")
         return out
 
 

@@ -23,7 +23,14 @@ from nanoengine.models.layer_builder import (
     TensorSource,
     rotations,
 )
-from nanoengine.models.layer_ops import AfterAttention, LayerOps, NormedProduct, Product
+from nanoengine.models.layer_ops import (
+    AfterAttention,
+    LayerOps,
+    NormedProduct,
+    Product,
+    head_logits,
+    num_runs,
+)
 from nanoengine.models.layers import LayerEnd
 from nanoengine.models.mtp import MtpHead
 from nanoengine.models.rope import Rotary
@@ -61,8 +68,15 @@ class Model(Protocol):
         """
         ...
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab], in the dtype of the weights or in fp32."""
+    @property
+    def num_runs(self) -> int:
+        """As layer_ops.num_runs."""
+        ...
+
+    def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, vocab], in the dtype of the weights or in fp32. runs: of tokens
+        that a draft is chosen among, as in layer_ops.PartedHead; None: all.
+        """
         ...
 
 
@@ -150,7 +164,12 @@ class Decoder:
                 qkv = layer.end(x, inputs[0][:, index] if inputs else None)
             yield x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab], in the dtype of the weights or in fp32."""
-        logits, softcap = self._head(x), self._logit_softcap
+    @property
+    def num_runs(self) -> int:
+        """As Model.num_runs."""
+        return num_runs(self._head)
+
+    def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
+        """As Model.logits. A cap makes the least that it lets through of -inf, hardly a chance."""
+        logits, softcap = head_logits(self._head, x, runs), self._logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -23,6 +23,24 @@ Product = Callable[[Tensor], Tensor]
 Embed = Callable[[Tensor], Tensor]  # int64 [tokens] -> [tokens, hidden]
 # (x, attended) -> the next layer's qkv, or x after the last layer. Adds to x in place.
 AfterAttention = Callable[[Tensor, Tensor], Tensor]
+
+
+RUN = 64  # token ids side by side: of the first run 0 to 63
+
+
+@runtime_checkable
+class PartedHead(Protocol):
+    """An output head that may be asked for the logits of some tokens alone."""
+
+    num_runs: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]."""
+        ...
+
+    def of_runs(self, x: Tensor, runs: Tensor) -> Tensor:
+        """As logits of all tokens, for those of `runs`, int64 [n]; the others have -inf."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +263,18 @@ class LayerOps(Protocol):
     def forget_steps(self) -> None:
         """Release what was recorded to be replayed on a GPU."""
         ...
+
+
+def num_runs(head: Product) -> int:
+    """The runs of token ids that logits may be asked for alone; 0: only those of all tokens."""
+    return head.num_runs if isinstance(head, PartedHead) else 0
+
+
+def head_logits(head: Product, x: Tensor, runs: Tensor | None) -> Tensor:
+    """The logits of all tokens, or, of a PartedHead, of `runs`."""
+    if runs is None or not isinstance(head, PartedHead):
+        return head(x)
+    return head.of_runs(x, runs)
 
 
 class NormedProduct:

@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from nanoengine.context import ForwardContext
-from nanoengine.models.layer_ops import AfterAttention, Embed, LayerOps, Norm, Product
+from nanoengine.models.layer_ops import (
+    AfterAttention,
+    Embed,
+    LayerOps,
+    Norm,
+    Product,
+    head_logits,
+    num_runs,
+)
 from nanoengine.models.layers import Attention, DeltaLayer, LatentAttention, SharedKVAttention
 from nanoengine.models.rope import Rotary
 
@@ -53,8 +61,13 @@ class OwnHead(Protocol):
         """
         ...
 
-    def logits(self, x: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]."""
+    @property
+    def num_runs(self) -> int:
+        """As layer_ops.num_runs."""
+        ...
+
+    def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
+        """[rows, hidden] -> [rows, vocab]. runs: as in decoder.Model.logits."""
         ...
 
 
@@ -82,6 +95,11 @@ class MtpHead:
         """As OwnHead. The head sees what the model's output head does: x after the last norm."""
         return self(ctx, next_ids, self._ops.rms_norm(x, self._model_norm))
 
-    def logits(self, x: Tensor) -> Tensor:
+    @property
+    def num_runs(self) -> int:
         """As OwnHead."""
-        return self._head(x)
+        return num_runs(self._head)
+
+    def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
+        """As OwnHead."""
+        return head_logits(self._head, x, runs)

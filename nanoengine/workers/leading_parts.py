@@ -47,6 +47,8 @@ class Leader(Protocol):
 class LeadingDecoder:
     """Runs each step on all ranks."""
 
+    num_runs = 0
+
     def __init__(self, decoder: Model, leader: Leader) -> None:
         self._decoder = decoder
         self._leader = leader
@@ -69,13 +71,15 @@ class LeadingDecoder:
         """As Decoder.layers, but all at once."""
         yield self.forward(ctx)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """As Decoder.logits."""
+    def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
+        """As Decoder.logits, of all tokens."""
         return _logits(self._leader, Order.LOGITS, self._decoder.logits, x)
 
 
 class LeadingHead:
     """Runs the model's own head on all ranks."""
+
+    num_runs = 0
 
     def __init__(self, head: OwnHead, leader: Leader) -> None:
         self._head = head
@@ -98,8 +102,8 @@ class LeadingHead:
 
         return self._leader.lead(Order.HEAD, json.dumps(len(next_ids)).encode(), work)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """As OwnHead."""
+    def logits(self, x: Tensor, runs: Tensor | None = None) -> Tensor:
+        """As OwnHead, of all tokens."""
         return _logits(self._leader, Order.HEAD_LOGITS, self._head.logits, x)
 
 

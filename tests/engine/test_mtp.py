@@ -31,6 +31,7 @@ from torch import Tensor
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.config.engine import GIB, make_config
+from nanoengine.engine import draft_vocabulary
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
 from nanoengine.errors import ConfigError, WeightMismatchError
@@ -270,6 +271,28 @@ def test_a_head_that_knows_is_always_right(
         # A step for the prompt, one more at the end of its blocks, and those of the answer.
         most_steps = [2 + -(-(params.max_tokens - 1) // (1 + most)) for params in PARAMS]
         assert all(num <= most for num, most in zip(num_steps, most_steps, strict=True))
+    engine.close()
+
+
+@needs_compiler
+@pytest.mark.usefixtures("always", "our_products")
+def test_guesses_among_likely_tokens(heads: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a run that the text had lately, one run for each of the three texts."""
+    expected = plain(heads("qwen3.5"), **DEBUG)
+    for name, value in {"NUM_RUNS": 3, "FREQUENT_RUNS": 0, "LEAST_TIMES": 1}.items():
+        monkeypatch.setattr(draft_vocabulary, name, value)
+    engine = small_engine(heads("qwen3.5"), speculative=f"mtp:{MOST}", **DEBUG)
+    sampler, counts = engine.runner.mtp._sampler, set()
+    sample = sampler.sample
+
+    def watched(logits: Tensor, *rest: Any) -> Tensor:
+        counts.update(logits.isfinite().sum(dim=1).tolist())
+        return sample(logits, *rest)
+
+    sampler.sample = watched
+    for (ids, scores), (right, as_before) in zip(scored(run(engine)), expected, strict=True):
+        assert ids == right and torch.equal(scores, as_before)
+    assert max(counts) <= 3 * 64 < len(engine.runner.model.logits(torch.zeros(1, 64))[0])
     engine.close()
 
 

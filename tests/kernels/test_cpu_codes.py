@@ -10,10 +10,12 @@ from coded import every_e4m3, random_rows, random_weight
 from marks import EMULATED, emulate, needs_compiler, use_our_products
 from torch import Tensor
 
+from nanoengine.errors import EngineError
 from nanoengine.kernels import cpu_linear
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
+from nanoengine.kernels.packed_product import PackedHead
 from nanoengine.kernels.packed_weight import ADD
 from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
 
@@ -85,6 +87,31 @@ def test_a_product_has_the_bits_of_one_of_numbers(packer, name):
         assert ((want - exact).abs() <= size * 2**-20).all()
         for first, last in ((0, 300), (7, 8), (9, 11), (3, 6), (8, 12), (20, 25), (100, 170)):
             assert same_bits(coded.in_float(x[first:last]), want[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("name", ["", *FORMATS])
+def test_a_head_in_runs_has_the_bits_of_the_whole_one(packer, name):
+    """Runs of 64 outputs, the last one of 8; rows of one block and of several."""
+    dense = normal(packer, 520, 256, seed=2)
+    weight = random_weight(name, 520, 256, packer.dtype) if name else dense
+    head, x = PackedHead(packer.pack(weight, norm=(dense[0], 1e-5))), normal(packer, 700, 256)
+    whole = head(x)
+    assert head.num_runs == 9
+    for runs in ([0], [8], [1, 2, 3, 7], [*range(9)]):
+        asked = torch.zeros(520, dtype=torch.bool)
+        for run in runs:
+            asked[64 * run : 64 * run + 64] = True
+        for rows in (1, 2, 5, 17, 40, 700):
+            made = head.of_runs(x[:rows], torch.tensor(runs))
+            assert same_bits(made[:, asked], whole[:rows, asked])
+            assert (made[:, ~asked] == -torch.inf).all()
+
+
+def test_a_run_outside_the_head_is_refused(packer):
+    head = PackedHead(packer.pack(normal(packer, 130, 64)))
+    for run in (-1, 3):
+        with pytest.raises(EngineError, match="outside the 130 tokens"):
+            head.of_runs(normal(packer, 1, 64), torch.tensor([0, run]))
 
 
 def test_no_thread_moves_a_bit(packer):
