@@ -93,9 +93,7 @@ def test_a_head_is_large_beside_its_model(
 
 @pytest.fixture
 def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model drafts in every step, and knows the first of its 4 runs and one of the newest
-    tokens.
-    """
+    """A tiny model drafts in every step, among the run of its newest token, one of 4."""
     use_our_products(monkeypatch)
     for name, value in {"NUM_RUNS": 1, "FREQUENT_RUNS": 0, "LEAST_SHARE": 0.0}.items():
         monkeypatch.setattr(draft_vocabulary, name, value)

@@ -14,6 +14,7 @@ from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear, is_supported
 from nanoengine.kernels.packed_experts import PackedApart, PackedExpert
+from nanoengine.kernels.packed_product import PackedHead
 from nanoengine.kernels.packed_weight import ADD, INTEGER_FORMATS
 from nanoengine.models.stored_codes import FORMATS, CodedRows, CodedWeight
 
@@ -239,3 +240,14 @@ def test_bfloat16_rows_are_rounded_alike(build_folder: Path) -> None:
     packer, exact = load(build_folder, dtype=BF16), load(build_folder)
     weight, x = random_weight("Q4_K", 64, 512, BF16), normal(9, 512).to(BF16)
     assert same_bits(packer.pack(weight).in_float(x), exact.pack(weight)(x.float()))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
+def test_a_head_in_runs_has_the_bits_of_the_whole_one(build_folder: Path, name: str) -> None:
+    weight = random_weight(name, 200, 512, F32)
+    head, x = PackedHead(load(build_folder).pack(weight)), normal(300, 512)
+    for rows in (1, 5, 300):
+        made, whole = head.of_runs(x[:rows], torch.tensor([1, 3])), head(x[:rows])
+        assert same_bits(made[:, 64:128], whole[:, 64:128])
+        assert same_bits(made[:, 192:], whole[:, 192:])
+        assert (made[:, :64] == -torch.inf).all() and (made[:, 128:192] == -torch.inf).all()
