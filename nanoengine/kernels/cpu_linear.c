@@ -139,12 +139,14 @@ INLINE vf with_bias(const float *acc, const float *bias) {
 }
 
 /* Outputs [first, first + LANES) of a row, of which `left` exist. */
-INLINE void put(char *out, int64_t first, int64_t left, vf y, int64_t epilogue) {
-    const int n = (int)min64(left, LANES), kept = epilogue == FLOAT ? F32 : MODE;
-    if (n <= 0) return;
-    out = AT(out, first, kept);
+INLINE void put_n(char *out, vf y, int n, int64_t epilogue) {
     if (epilogue == ADD) y = load_f32(out, n, MODE) + rounded(y, MODE);
-    store_n(out, y, n, kept);
+    store_n(out, y, n, epilogue == FLOAT ? F32 : MODE);
+}
+INLINE void put(char *out, int64_t first, int64_t left, vf y, int64_t epilogue) {
+    out = AT(out, first, epilogue == FLOAT ? F32 : MODE);
+    if (left >= LANES) put_n(out, y, LANES, epilogue);
+    else if (left > 0) put_n(out, y, (int)left, epilogue);
 }
 
 /* Finish `rows` rows of the outputs [column, column + columns) of all the panels laid end to end. */
@@ -330,14 +332,14 @@ INLINE void multiply_steps(const call_t *c, int64_t row, int64_t n, int64_t at, 
     else multiply_tiles(p, ahead, sums, at == 0, 0, 1, LEFT);
 }
 
-/* The rows [row, row + n) of half panel `half`, whose sums these are. */
-static void finish_half(const call_t *c, int64_t row, int64_t n, int64_t half, const float *sums) {
+/* Sums of half a panel that stand [output][row] become [row][output]. */
+static void turn_sums(float *sums, int64_t n) {
     float turned[TILED_ROWS * HALF];
-    for (int v = 0; v < HALF && looks_up(c->w); v += TILE_ROWS)
+    for (int v = 0; v < HALF; v += TILE_ROWS)
         for (int r = 0; r < n; r += PAIR_ROWS)
             turn((const char *)(sums + v * TILED_ROWS + r), 4 * TILED_ROWS, TILE_ROWS,
                  (char *)(turned + r * HALF + v), 4 * HALF);
-    finish_rows(c, row, (int)n, half * HALF, HALF, looks_up(c->w) ? turned : sums, HALF);
+    memcpy(sums, turned, (size_t)(ceil_div(n, PAIR_ROWS) * PAIR_ROWS) * 4 * HALF);
 }
 
 /* The rows [row, row + rows) of the half panels [half, half + count) of a tiled weight, as multiply_block.
@@ -348,6 +350,9 @@ static void multiply_halves(const call_t *c, int64_t row, int64_t rows, int64_t 
     const int64_t all = w->k / TILE_K, groups = ceil_div(rows, TILED_ROWS);
     const int64_t most = w->format != DENSE && groups == 1 ? FEW_STEPS : CHUNK_STEPS;
     const int64_t chunks = ceil_div(all, most);
+    /* Output rows that lie a multiple of 4 KiB apart would push each other out of L1: they are written row by
+     * row, of all half panels. */
+    const int is_by_row = chunks > 1 && count > 1 && c->out_stride % 4096 == 0;
     int is_warm = 0;
     for (int64_t i = 0, at = 0, steps; i < chunks; i++, at += steps) {
         steps = (all - at) / (chunks - i);
@@ -371,11 +376,17 @@ static void multiply_halves(const call_t *c, int64_t row, int64_t rows, int64_t 
                 }
                 multiply_steps(c, row + r, n, at, steps, numbers, ahead, sums);
                 ahead.from += steps * ahead.step;
-                if (i + 1 == chunks) finish_half(c, row + r, n, half + h, sums);
+                if (i + 1 == chunks && looks_up(w)) turn_sums(sums, n);
+                if (i + 1 == chunks && !is_by_row)
+                    finish_rows(c, row + r, (int)n, (half + h) * HALF, HALF, sums, HALF);
             }
             is_warm = groups > 1;
         }
     }
+    for (int64_t r = 0; r < rows && is_by_row; r++)
+        for (int64_t h = 0; h < count; h++)
+            finish_rows(c, row + r, 1, (half + h) * HALF, HALF,
+                        scratch->acc + (h * groups * TILED_ROWS + r) * HALF, HALF);
 }
 
 /* As multiply_block, of up to 16 arranged rows of a weight that looks up, or of one row as it is. */
@@ -495,8 +506,8 @@ static void arrange_block(const weight_t *w, const char *x, int64_t stride, int6
         return;
     }
     out += row / TILED_ROWS * steps * STEP_BYTES + row % TILED_ROWS * TILE_BYTES;
-    for (int64_t r = 0; r < count; r++, from += stride, out += TILE_BYTES)
-        for (int64_t i = 0; i < steps; i++) memcpy(out + i * STEP_BYTES, from + i * TILE_BYTES, TILE_BYTES);
+    for (int64_t i = 0; i < steps; i++, from += TILE_BYTES, out += STEP_BYTES)
+        for (int64_t r = 0; r < count; r++) memcpy(out + r * TILE_BYTES, from + r * stride, TILE_BYTES);
 }
 
 static void arrange_rows(const call_t *c, const char *x, int64_t stride, char *out) {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded import random_rows
+from coded import random_rows, random_weight
 from marks import BUILDS, needs_compiler, use_our_products, use_tiles
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from nanoengine.kernels.c_build import KernelBuildError
 from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedExperts
 from nanoengine.kernels.fused_ops import PackedOps
-from nanoengine.kernels.packed_weight import ADD, WeightArena
+from nanoengine.kernels.packed_weight import ADD, STORE, WeightArena
 from nanoengine.models.expert_layer import make_router
 from nanoengine.models.experts import Experts, ExpertWeights, MixtureWeights, RouterWeights, route
 from nanoengine.models.stored_codes import CodedWeight, joined
@@ -255,6 +255,25 @@ def test_rows_may_lie_apart(packer, k):
     assert same_bits(residual[:, 20:60].contiguous(), want)
     residual[:, 20:60] = 7.0
     assert (residual == 7.0).all()
+
+
+@pytest.mark.parametrize("code_format", ["", "Q4_0", "Q5_0"])
+def test_rows_of_outputs_may_lie_pages_apart(build_folder, monkeypatch, code_format):
+    """Many such rows are written one by one in matrix tiles."""
+    use_tiles(monkeypatch)
+    packer = CpuLinear.load(CallTape(), build_folder, with_codes=bool(code_format))
+    outputs, inputs, tokens = 330, 1280, 40
+    weight = normal(outputs, inputs)
+    if code_format:
+        weight = random_weight(code_format, outputs, inputs, torch.bfloat16)
+    linear, x = packer.pack(weight), normal(tokens, inputs, seed=1)
+    apart, start = torch.ones(2, tokens, 2048).bfloat16(), normal(tokens, outputs, seed=2)
+    linear.multiply(x, apart[0, :, :outputs], STORE)
+    assert same_bits(apart[0, :, :outputs], linear(x))
+    apart[1, :, :outputs] = start
+    linear.multiply(x, apart[1, :, :outputs], ADD)
+    assert same_bits(apart[1, :, :outputs], start + linear(x))
+    assert (apart[:, :, outputs:] == 1).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
