@@ -3,11 +3,12 @@
  * which is turned at its end. An element's bits are those of the other way round: see cpu_tiles.h.
  *
  * A group of codes of 4 bits has 16 numbers at most. These are rounded once, as a table, in which one
- * instruction looks up all 32 weights. Those of 6 bits are looked up before they meet their scale.
+ * instruction looks up all 32 weights. A code c of 6 bits becomes the upper bits of a mantissa, 1 + c / 64.
  *
  * The codes of a group lie where cpu_codes.h has them, in another order. Of 4 bits: [half panel][4 outputs]
- * [k], a word of 16 bits for the codes of 4 outputs, the first one lowest. Of 6 bits: these, then the upper
- * 2 bits, [8 outputs][k]. Of 8 bits: [half panel][output][k].
+ * [k], a word of 16 bits for the codes of 4 outputs, the first one lowest. Of 6 bits: [half panel][8 outputs]
+ * [3][k % 16], words of 32 bits for the 16 codes that 8 outputs have of two k; see put_six_bits. Of 8 bits:
+ * [half panel][output][k].
  */
 #ifndef NANOENGINE_CPU_LOOKUP_H
 #define NANOENGINE_CPU_LOOKUP_H
@@ -47,12 +48,22 @@ INLINE unsigned code_in_file(const uint8_t *codes, int64_t g, int64_t k, int for
     return low | (codes[128 + g / 4 * 32 + k] >> (2 * (g % 4)) & 3) << 4;
 }
 
-/* Put `bits` bits into the word of 16 bits at `to`. */
+/* Put `bits` bits into the word of 32 bits at `to`. */
 INLINE void put_bits(char *to, unsigned value, unsigned bits, int64_t shift) {
-    uint16_t word;
-    memcpy(&word, to, 2);
-    word = (uint16_t)((word & ~(((1u << bits) - 1) << shift)) | value << shift);
-    memcpy(to, &word, 2);
+    uint32_t word;
+    memcpy(&word, to, 4);
+    word = (word & ~(((1u << bits) - 1) << shift)) | value << shift;
+    memcpy(to, &word, 4);
+}
+
+/* Put a code of 6 bits of output n and input k where look_up_6 has it. Three words take 5 codes each, the
+ * first one lowest, and 2 bits each of the last code. */
+INLINE void put_six_bits(char *to, unsigned code, int64_t n, int64_t k) {
+    const int64_t i = n % 8 * 2 + k / 16;
+    to += n / 8 * 3 * TILE_BYTES + k % 16 * 4;
+    if (i < 15) put_bits(to + i / 5 * TILE_BYTES, code, 6, i % 5 * 6);
+    else
+        for (int w = 0; w < 3; w++) put_bits(to + w * TILE_BYTES, code >> (2 * w) & 3, 2, 30);
 }
 
 /* Put the codes of one output's blocks, as the file has them, into its column of a panel. */
@@ -70,10 +81,8 @@ static void pack_left(const char *blocks, int64_t count, char *panel, int64_t co
                     to[n * GROUP + k] = (char)code;
                     continue;
                 }
-                put_bits(to + n / 4 * FOUR_BYTES + 2 * k, code & 15, 4, 4 * (n % 4));
-                if (format != Q6_K) continue;
-                char *upper = to + HALF_PANEL / 4 * FOUR_BYTES + n / 8 * FOUR_BYTES;
-                put_bits(upper + 2 * k, code >> 4, 2, 2 * (n % 8));
+                if (format == Q6_K) put_six_bits(to, code, n, k);
+                else put_bits(to + n / 4 * FOUR_BYTES + k / 2 * 4, code, 4, k % 2 * 16 + n % 4 * 4);
             }
         }
 }
@@ -85,13 +94,13 @@ INLINE __m512 levels_of(const int format) {
     return (__m512)code((vu)codes, 0, format);
 }
 
-typedef struct { float d[2][HALF_PANEL], m[HALF_PANEL]; } left_scales_t; /* as scales_t */
+typedef struct { float d[2][HALF_PANEL], m[2][HALF_PANEL]; } left_scales_t; /* as scales_t */
 
 /* 4 bits: tables of two outputs each. */
 INLINE void look_up_4(const char *from, const left_scales_t *s, char *to, const int format) {
     const __m512 levels = levels_of(format);
     const __m512i low = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
-#define NUMBERS(n) _mm512_fmadd_ps(levels, _mm512_set1_ps(s->d[0][n]), _mm512_set1_ps(s->m[n]))
+#define NUMBERS(n) _mm512_fmadd_ps(levels, _mm512_set1_ps(s->d[0][n]), _mm512_set1_ps(s->m[0][n]))
 #define TABLE(n) (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(n + 1), NUMBERS(n))
 #define OF_FIRST(x) _mm512_and_si512(x, low)
 #define OF_SECOND(x) _mm512_ternarylogic_epi32(x, low, second, 0xea)
@@ -106,31 +115,31 @@ INLINE void look_up_4(const char *from, const left_scales_t *s, char *to, const 
     }
 }
 
-/* 6 bits, of Q6_K: code - 32 is a bfloat16. */
+/* 6 bits, of Q6_K: d (c - 32) = 64 d (1 + c / 64) - 96 d, whose last product is exact. */
 INLINE void look_up_6(const char *from, const left_scales_t *s, char *to) {
-    const char *upper = from + HALF_PANEL / 4 * FOUR_BYTES;
-    const __m512i low = _mm512_set1_epi16(15), high = _mm512_set1_epi16(0x30);
-    const __m512i odd = _mm512_set1_epi32((int)0xffff0000);
-    __m512i levels[2];
-    UNROLL for (int i = 0; i < 2; i++) {
-        const vf even = __builtin_convertvector(2 * IOTA + 32 * (i - 1), vf);
-        levels[i] = (__m512i)round_pairs(even, even + 1.0f);
-    }
-    for (int n0 = 0; n0 < HALF_PANEL; n0 += 8, upper += FOUR_BYTES) {
-        const __m512i bits = _mm512_loadu_si512(upper);
-        UNROLL for (int i = 0; i < 8; i++) {
-            const int n = n0 + i, shift = 2 * i - 4;
-            const __m512i x = _mm512_loadu_si512(from + n / 4 * FOUR_BYTES);
-            const __m512i four = _mm512_and_si512(_mm512_srli_epi16(x, 4 * (i % 4)), low);
-            const __m512i up = _mm512_slli_epi16(bits, shift < 0 ? -shift : 0);
-            const __m512i two = shift < 0 ? up : _mm512_srli_epi16(bits, shift);
-            const __m512i codes = _mm512_ternarylogic_epi32(four, two, high, 0xf8);
-            const __m512i both = _mm512_permutex2var_epi16(levels[0], codes, levels[1]);
-            const __m512 d0 = _mm512_set1_ps(s->d[0][n]), d1 = _mm512_set1_ps(s->d[1][n]);
-            const __m512 d = _mm512_mask_blend_ps(0xff00, d0, d1);
-            const __m512 first = _mm512_mul_ps((__m512)_mm512_slli_epi32(both, 16), d);
-            const __m512 second = _mm512_mul_ps((__m512)_mm512_and_si512(both, odd), d);
-            store(to + TILE_BYTES * n, round_pairs((vf)first, (vf)second));
+    const __m512i one = _mm512_set1_epi32(0x3f800000);
+#define WITH_BITS(x, mask, y) _mm512_ternarylogic_epi32(x, _mm512_set1_epi32(mask), y, 0xea)
+    for (int n0 = 0; n0 < HALF_PANEL; n0 += 8, from += 3 * TILE_BYTES) {
+        __m512i words[3];
+        UNROLL for (int w = 0; w < 3; w++) words[w] = _mm512_loadu_si512(from + w * TILE_BYTES);
+        UNROLL for (int n = 0; n < 8; n++) {
+            __m512i x[2];
+            __m512 y[2];
+            UNROLL for (int h = 0; h < 2; h++) {
+                const int i = 2 * n + h, shift = 17 - 6 * (i % 5);
+                const vu word = (vu)words[i < 15 ? i / 5 : 0];
+                const vu moved = i == 15 ? word >> 13 : shift < 0 ? word >> -shift : word << shift;
+                x[h] = WITH_BITS((__m512i)moved, i == 15 ? 0x060000 : 0x7e0000, one);
+            }
+            if (n == 7) {
+                x[1] = WITH_BITS((__m512i)((vu)words[1] >> 11), 0x180000, x[1]);
+                x[1] = WITH_BITS((__m512i)((vu)words[2] >> 9), 0x600000, x[1]);
+            }
+            UNROLL for (int h = 0; h < 2; h++) {
+                const __m512 d = _mm512_set1_ps(s->d[h][n0 + n]), m = _mm512_set1_ps(s->m[h][n0 + n]);
+                y[h] = _mm512_fmadd_ps((__m512)x[h], d, m);
+            }
+            _mm512_storeu_si512(to + TILE_BYTES * (n0 + n), (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
         }
     }
 }
@@ -138,7 +147,7 @@ INLINE void look_up_6(const char *from, const left_scales_t *s, char *to) {
 /* 8 bits with a sign. */
 INLINE void look_up_8(const char *from, const left_scales_t *s, char *to) {
     UNROLL for (int n = 0; n < HALF_PANEL; n++, from += GROUP) {
-        const __m512 d = _mm512_set1_ps(s->d[0][n]), m = _mm512_set1_ps(s->m[n]);
+        const __m512 d = _mm512_set1_ps(s->d[0][n]), m = _mm512_set1_ps(s->m[0][n]);
 #define SIXTEEN(i) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + 16 * (i)))))
         const __m512 first = _mm512_fmadd_ps(SIXTEEN(0), d, m), second = _mm512_fmadd_ps(SIXTEEN(1), d, m);
         _mm512_storeu_si512(to + TILE_BYTES * n, (__m512i)_mm512_cvtne2ps_pbh(second, first));
@@ -154,8 +163,10 @@ INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, co
     UNROLL for (int v = 0; v < HALF_PANEL; v += LANES) {
         const block_t b = block_at(panel, group / per_block, half * HALF_PANEL + v, format);
         const scales_t s = scales_of(b, g, format);
-        store(scales.d[0] + v, s.d[0]), store(scales.m + v, s.m[0]);
-        if (format == Q6_K) store(scales.d[1] + v, s.d[1]);
+        UNROLL for (int h = 0; h < (format == Q6_K ? 2 : 1); h++) {
+            store(scales.d[h] + v, format == Q6_K ? s.d[h] * 64.0f : s.d[h]);
+            store(scales.m[h] + v, format == Q6_K ? s.d[h] * -96.0f : s.m[h]);
+        }
     }
     /* A load sends a number to all lanes for nothing; without this GCC would permute registers. */
     __asm__("" : "+m"(scales));
