@@ -1022,33 +1022,11 @@ INLINE keys_ahead_t keys_ahead(const char *k, const char *v, int64_t stride, int
     return (keys_ahead_t){k, v, stride - 64 * lines, lines, rows, lines, ceil_div(lines * rows, calls)};
 }
 
-/* Scores of a tile in matrix tiles, turned: probs[row][TILE]. `turned` is scratch, [TILE][16]. */
-static void bundle_scores(const char *k, int64_t k_stride, int n, const float *q, int64_t dim,
-                          float *turned, float *probs, int64_t rows, int is_narrow, keys_ahead_t *next) {
-    if (is_narrow) {
-        bring(next);
-        multiply_narrow((side_t){k, k_stride, TILE_BYTES}, n, q, dim / 32, probs, TILE);
-        return;
-    }
-    tiled_scores(k, k_stride, n, q, dim, turned, 1);
-    for (int c = 0; c < n; c += LANES) {
-        vf x[LANES];
-        bring(next);
-        UNROLL for (int i = 0; i < LANES; i++) x[i] = load(turned + (c + i) * LANES);
-        transpose(x);
-        UNROLL for (int i = 0; i < LANES; i++)
-            if (i < rows) store(probs + i * TILE + c, x[i]);
-    }
-}
-
-/* One tile of `n` keys into acc[row][dim] and the states of up to 16 rows. V in pairs. */
-static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *w, int n,
-                        const decode_row_t *rows, int64_t count, const float *q, float *acc,
-                        states_t *states, int is_narrow, keys_ahead_t *next) {
-    const int64_t dim = a->head_dim;
-    float *turned = w->scores, *probs = w->scores + TILE * LANES, alpha[LANES];
+/* Scores of few rows, [row][TILE], become p in pairs; alpha: the factors of what was accumulated before. */
+static void narrow_softmax(const attend_args *a, const tile_t *t, int n, const decode_row_t *rows,
+                           int64_t count, float *probs, states_t *states, float *alpha,
+                           keys_ahead_t *next) {
     int visible[LANES];
-    bundle_scores(t->k, t->k_stride, n, q, dim, turned, probs, count, is_narrow, next);
     for (int64_t i = 0; i < count; i++) {
         bring(next);
         float *p = probs + i * TILE;
@@ -1058,9 +1036,52 @@ static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *
         visible[i] = max64(0, min64(n, seen));
     }
     decode_softmax(probs, count, n, visible, a->softcap ? 1.0f : a->scale, states, alpha, BF16_PAIRS);
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0; i < count; i++) { /* up to 32 */
         uint16_t *p = (uint16_t *)(probs + i * TILE);
-        store_n(p + ceil_div(n, LANES) * LANES, (vf){0}, LANES, BF16_PAIRS); /* up to 32 */
+        store_n(p + ceil_div(n, LANES) * LANES, (vf){0}, LANES, BF16_PAIRS);
+    }
+}
+
+/* The same of more rows, whose scores are [key][row]. Their p are turned, which are half as much. */
+static void wide_softmax(const attend_args *a, const tile_t *t, int n, const decode_row_t *rows, int64_t count,
+                         float *turned, float *probs, states_t *states, float *alpha, keys_ahead_t *next) {
+    int32_t pos[LANES];
+    int masked = 0;
+    for (int64_t i = 0; i < LANES; i++) {
+        const int64_t at = rows[min64(i, count - 1)].pos;
+        pos[i] = (int32_t)at;
+        masked |= at < t->pos + n - 1 || at >= t->pos + a->window;
+    }
+    if (a->softcap) cap_scores(turned, ceil_div(n, KEYS) * KEYS, a->scale, a->softcap);
+    vf factors;
+    tile_softmax(turned, n, t->pos, masked, a->window, a->softcap ? 1.0f : a->scale, pos, states->top,
+                 states->sum, &factors, 1, BF16_TILES);
+    store(alpha, factors);
+    for (int c = 0; c < n; c += 2 * LANES) {
+        vf x[LANES];
+        bring(next);
+        UNROLL for (int i = 0; i < LANES; i++) x[i] = load(turned + (c / 2 + i) * LANES);
+        transpose(x);
+        UNROLL for (int i = 0; i < LANES; i++)
+            if (i < count) store(probs + i * TILE + c / 2, x[i]);
+    }
+}
+
+/* One tile of `n` keys into acc[row][dim] and the states of up to 16 rows. V in pairs. */
+static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *w, int n,
+                        const decode_row_t *rows, int64_t count, const float *q, float *acc,
+                        states_t *states, int is_narrow, keys_ahead_t *next) {
+    const int64_t dim = a->head_dim;
+    float *turned = w->scores, *probs = w->scores + TILE * LANES, alpha[LANES];
+    bring(next);
+    if (is_narrow) {
+        multiply_narrow((side_t){t->k, t->k_stride, TILE_BYTES}, n, q, dim / 32, probs, TILE);
+        narrow_softmax(a, t, n, rows, count, probs, states, alpha, next);
+    } else {
+        tiled_scores(t->k, t->k_stride, n, q, dim, turned, 1);
+        wide_softmax(a, t, n, rows, count, turned, probs, states, alpha, next);
+    }
+    for (int64_t i = 0; i < count; i++) {
         float *end = acc + (i + 1) * dim;
         for (float *at = end - dim; at < end && alpha[i] != 1.0f; at += LANES)
             store(at, load(at) * alpha[i]);
@@ -1101,7 +1122,8 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
     }
     for (int64_t g = 0; g < num; g++) memset(w.acc + g * LANES * dim, 0, 4 * groups[g].count * dim);
     const int is_narrow = total <= (head1 - head0) * NARROW;
-    const int64_t calls = total + num * (1 + dim / (2 * LANES)) + head1 - head0; /* of bring, at least */
+    const int64_t products = num * (dim / (2 * LANES)) + head1 - head0;
+    const int64_t calls = products + (is_narrow ? num + total : 3 * num); /* of bring, in a tile */
     if (is_narrow) shape_narrow_tiles();
     int64_t seen = e.seen_begin; /* by any of them */
     for (int64_t s = 1; s < segments->bundle; s++)
