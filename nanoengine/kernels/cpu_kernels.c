@@ -20,7 +20,8 @@
  *
  *   decode   segments in parallel, each into partial states in memory, which are then merged row by row.
  *            Lanes run along keys (scores) and head_dim; K and V are read once for a group of heads, in
- *            matrix tiles also once for all sequences that share the segment.
+ *            matrix tiles also once for all sequences that share the segment. There lanes run along rows
+ *            in the softmax of more than NARROW of them.
  *   prefill  query tiles in parallel, each over all its segments one after the other. A group of rows goes
  *            over a whole segment and merges it before the next group begins: its state stays in the L1
  *            cache. Lanes run along rows (query, head of the group): a softmax needs no sum across lanes.
