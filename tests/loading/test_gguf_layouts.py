@@ -140,7 +140,8 @@ def test_its_own_head_guesses_as_that_of_the_checkpoint(
     for seq_id, position, row in said:
         if position <= len(texts[seq_id]):
             right = head_logits(source, texts[seq_id])[position - 2]
-            torch.testing.assert_close(row, right, atol=1e-4, rtol=0)
+            # Which order transformers' sums have depends on the CPU: up to 1.01e-4 was seen.
+            torch.testing.assert_close(row, right, atol=2e-4, rtol=0)
     assert len(said) == len(PROMPTS) * (GREEDY.max_tokens or 0)
     engine.close()
 
