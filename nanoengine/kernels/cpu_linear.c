@@ -839,7 +839,7 @@ void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, in
             const int64_t last = is_left ? last_scale(format) : FORMAT[format].words;
             char *panel = (char *)panel_of(w, column);
             pack_column(rows + n * stride, blocks, panel, column % PANEL, first, last, format);
-            if (is_left) pack_left(rows + n * stride, blocks, panel, column, format);
+            if (is_left) LEFT_PACKERS[format](rows + n * stride, blocks, panel, column);
         }
     }
 }

@@ -2,11 +2,12 @@
  * tile's left side. So the weights stand left, the rows of the call right, and a product is [output][row],
  * which is turned at its end. An element's bits are those of the other way round: see cpu_tiles.h.
  *
- * A group of codes of 4 bits has 16 numbers at most. These are rounded once, as a table, in which one
- * instruction looks up all 32 weights. A code c of 6 bits becomes the upper bits of a mantissa, 1 + c / 64.
+ * A group of codes of 4 or 5 bits has 16 or 32 numbers at most. These are rounded once, as a table, in which
+ * one instruction looks up all 32 weights. A code c of 6 bits becomes the upper bits of a mantissa, 1 + c / 64.
  *
  * The codes of a group lie where cpu_codes.h has them, in another order. Of 4 bits: [half panel][4 outputs]
- * [k], a word of 16 bits for the codes of 4 outputs, the first one lowest. Of 6 bits: [half panel][8 outputs]
+ * [k], a word of 16 bits for the codes of 4 outputs, the first one lowest. Of 5 bits: [half panel][16 outputs]
+ * [5][k], words of 16 bits for the codes of 16 outputs; see put_five_bits. Of 6 bits: [half panel][8 outputs]
  * [3][k % 16], words of 32 bits for the 16 codes that 8 outputs have of two k; see put_six_bits. Of 8 bits:
  * [half panel][output][k].
  */
@@ -17,25 +18,27 @@
 
 enum { HALF_PANEL = PANEL / 2, FOUR_BYTES = 2 * GROUP }; /* of the codes of four outputs */
 
-INLINE int has_table(int format) {
-    return format == Q4_0 || format == Q4_1 || format == Q4_K || format == MXFP4 || format == INT4;
-}
-INLINE int stands_left(int format) {
-    return has_table(format) || format == Q6_K || format == Q8_0 || format == INT8;
+INLINE int stands_left(int format) { return format != DENSE && format != FP8 && !has_numbers(format); }
+
+INLINE int bits_of(const int format) {
+    switch (format) {
+    case Q5_0: case Q5_1: case Q5_K: return 5;
+    case Q6_K: return 6;
+    case Q8_0: case INT8: return 8;
+    default: return 4;
+    }
 }
 
 /* Bytes of the codes of a group of half a panel. */
-INLINE int64_t left_bytes(int format) {
-    return HALF_PANEL * GROUP / 8 * (has_table(format) ? 4 : format == Q6_K ? 6 : 8);
-}
+INLINE int64_t left_bytes(int format) { return HALF_PANEL * GROUP / 8 * bits_of(format); }
 
 /* The words of a block that hold scales, not codes: [first, last). */
 INLINE int64_t first_scale(int format) { return format == Q6_K ? 48 : 0; }
-INLINE int64_t last_scale(int format) { return format == Q6_K ? 52 : format == Q4_K ? 3 : 0; }
+INLINE int64_t last_scale(int format) { return format == Q6_K ? 52 : format == Q4_K || format == Q5_K ? 3 : 0; }
 
 /* Where the codes of group g of half a panel of a block are. */
 INLINE int64_t codes_at(int64_t g, int64_t half, const int format) {
-    const int64_t before = format == Q4_K ? 4 * last_scale(format) : 0;
+    const int64_t before = first_scale(format) ? 0 : 4 * last_scale(format);
     return PANEL * (2 * FORMAT[format].halves + before) + (2 * g + half) * left_bytes(format);
 }
 
@@ -43,65 +46,83 @@ INLINE int64_t codes_at(int64_t g, int64_t half, const int format) {
 INLINE unsigned code_in_file(const uint8_t *codes, int64_t g, int64_t k, int format) {
     if (format == Q4_K) return codes[g / 2 * GROUP + k] >> (4 * (g % 2)) & 15;
     if (format == Q8_0 || format == INT8) return codes[k];
+    if (format == Q5_K) return (codes[32 + g / 2 * GROUP + k] >> (4 * (g % 2)) & 15) | (codes[k] >> g & 1) << 4;
+    if (bits_of(format) == 5)
+        return (codes[4 + k % 16] >> (4 * (k / 16)) & 15) | (codes[k / 8] >> (k % 8) & 1) << 4;
     if (format != Q6_K) return codes[k % 16] >> (4 * (k / 16)) & 15;
     const unsigned low = codes[g / 4 * 64 + g % 2 * 32 + k] >> (4 * (g % 4 / 2)) & 15;
     return low | (codes[128 + g / 4 * 32 + k] >> (2 * (g % 4)) & 3) << 4;
 }
 
-/* Put `bits` bits into the word of 32 bits at `to`. */
-INLINE void put_bits(char *to, unsigned value, unsigned bits, int64_t shift) {
-    uint32_t word;
-    memcpy(&word, to, 4);
-    word = (word & ~(((1u << bits) - 1) << shift)) | value << shift;
-    memcpy(to, &word, 4);
+/* Add the codes of output n where look_up_4 has them: `to` holds zeros there. */
+INLINE void put_four_bits(char *to, const uint16_t *codes, int64_t n) {
+    uint16_t words[GROUP];
+    memcpy(words, to += n / 4 * FOUR_BYTES, sizeof words);
+    for (int64_t k = 0; k < GROUP; k++) words[k] |= (uint16_t)(codes[k] << (n % 4 * 4));
+    memcpy(to, words, sizeof words);
 }
 
-/* Put a code of 6 bits of output n and input k where look_up_6 has it. Three words take 5 codes each, the
- * first one lowest, and 2 bits each of the last code. */
-INLINE void put_six_bits(char *to, unsigned code, int64_t n, int64_t k) {
-    const int64_t i = n % 8 * 2 + k / 16;
-    to += n / 8 * 3 * TILE_BYTES + k % 16 * 4;
-    if (i < 15) put_bits(to + i / 5 * TILE_BYTES, code, 6, i % 5 * 6);
-    else
-        for (int w = 0; w < 3; w++) put_bits(to + w * TILE_BYTES, code >> (2 * w) & 3, 2, 30);
+/* The same for look_up_5. Five words take 3 codes each, and a bit each of the last code. */
+INLINE void put_five_bits(char *to, const uint16_t *codes, int64_t n) {
+    uint16_t words[5][GROUP];
+    memcpy(words, to += n / 16 * (int64_t)sizeof words, sizeof words);
+    for (int64_t k = 0, i = n % 16; k < GROUP && i < 15; k++) words[i / 3][k] |= (uint16_t)(codes[k] << (i % 3 * 5));
+    for (int64_t w = 0; w < 5 && n % 16 == 15; w++)
+        for (int64_t k = 0; k < GROUP; k++) words[w][k] |= (uint16_t)((codes[k] >> w & 1) << 15);
+    memcpy(to, words, sizeof words);
+}
+
+/* The same for look_up_6. Three words take 5 codes each, the first one lowest, and 2 bits each of the last
+ * code. */
+INLINE void put_six_bits(char *to, const uint16_t *codes, int64_t n) {
+    uint32_t words[3][GROUP / 2];
+    memcpy(words, to += n / 8 * (int64_t)sizeof words, sizeof words);
+    for (int64_t h = 0; h < 2; h++, codes += GROUP / 2) {
+        const int64_t i = n % 8 * 2 + h;
+        for (int64_t k = 0; k < GROUP / 2 && i < 15; k++) words[i / 5][k] |= (uint32_t)codes[k] << (i % 5 * 6);
+        for (int64_t w = 0; w < 3 && i == 15; w++)
+            for (int64_t k = 0; k < GROUP / 2; k++) words[w][k] |= (codes[k] >> (2 * w) & 3u) << 30;
+    }
+    memcpy(to, words, sizeof words);
 }
 
 /* Put the codes of one output's blocks, as the file has them, into its column of a panel. */
-static void pack_left(const char *blocks, int64_t count, char *panel, int64_t column, int format) {
+INLINE void pack_left_of(const char *blocks, int64_t count, char *panel, int64_t column, const int format) {
     const format_t f = FORMAT[format];
     const int64_t half = column % PANEL / HALF_PANEL, n = column % HALF_PANEL;
     for (int64_t b = 0; b < count; b++, blocks += file_bytes(format))
         for (int64_t g = 0; g < f.weights / GROUP; g++) {
-            const uint8_t *codes = (const uint8_t *)blocks + f.words_at;
+            const uint8_t *from = (const uint8_t *)blocks + f.words_at;
             char *to = panel + b * block_bytes(format) * PANEL + codes_at(g, half, format);
-            if (format == Q4_K) codes += 4 * last_scale(format);
-            for (int64_t k = 0; k < GROUP; k++) {
-                const unsigned code = code_in_file(codes, g, k, format);
-                if (format == Q8_0 || format == INT8) {
-                    to[n * GROUP + k] = (char)code;
-                    continue;
-                }
-                if (format == Q6_K) put_six_bits(to, code, n, k);
-                else put_bits(to + n / 4 * FOUR_BYTES + k / 2 * 4, code, 4, k % 2 * 16 + n % 4 * 4);
+            uint16_t codes[GROUP];
+            if (!first_scale(format)) from += 4 * last_scale(format);
+            UNROLL for (int h = 0; h < 2; h++)
+                for (int64_t k = 0; k < GROUP / 2; k++)
+                    codes[16 * h + k] = (uint16_t)code_in_file(from, g, 16 * h + k, format);
+            switch (bits_of(format)) {
+            case 4: put_four_bits(to, codes, n); break;
+            case 5: put_five_bits(to, codes, n); break;
+            case 6: put_six_bits(to, codes, n); break;
+            default: for (int64_t k = 0; k < GROUP; k++) to[n * GROUP + k] = (char)codes[k];
             }
         }
 }
 
 #if HAVE_TILES
-/* What the codes 0 to 15 stand for, before scale and minimum. */
-INLINE __m512 levels_of(const int format) {
+/* What the codes from `first` to `first` + 15 stand for, before scale and minimum. */
+INLINE __m512 levels_of(int first, const int format) {
     const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    return (__m512)code((vu)codes, 0, format);
+    return (__m512)code((vu)_mm512_add_epi32(codes, _mm512_set1_epi32(first)), 0, format);
 }
 
 typedef struct { float d[2][HALF_PANEL], m[2][HALF_PANEL]; } left_scales_t; /* as scales_t */
 
 /* 4 bits: tables of two outputs each. */
 INLINE void look_up_4(const char *from, const left_scales_t *s, char *to, const int format) {
-    const __m512 levels = levels_of(format);
+    const __m512 levels = levels_of(0, format);
     const __m512i low = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
-#define NUMBERS(n) _mm512_fmadd_ps(levels, _mm512_set1_ps(s->d[0][n]), _mm512_set1_ps(s->m[0][n]))
-#define TABLE(n) (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(n + 1), NUMBERS(n))
+#define NUMBERS(levels, n) _mm512_fmadd_ps(levels, _mm512_set1_ps(s->d[0][n]), _mm512_set1_ps(s->m[0][n]))
+#define TABLE(n) (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(levels, n + 1), NUMBERS(levels, n))
 #define OF_FIRST(x) _mm512_and_si512(x, low)
 #define OF_SECOND(x) _mm512_ternarylogic_epi32(x, low, second, 0xea)
 #define LOOK_UP(n, table, codes)                                                                    \
@@ -112,6 +133,22 @@ INLINE void look_up_4(const char *from, const left_scales_t *s, char *to, const 
         LOOK_UP(n + 1, table, OF_SECOND(_mm512_srli_epi16(x, 4)));
         LOOK_UP(n + 2, next, OF_FIRST(_mm512_srli_epi16(x, 8)));
         LOOK_UP(n + 3, next, OF_SECOND(_mm512_srli_epi16(x, 12)));
+    }
+}
+
+/* 5 bits: a table each. */
+INLINE void look_up_5(const char *from, const left_scales_t *s, char *to, const int format) {
+    const __m512 low = levels_of(0, format), high = levels_of(16, format);
+    for (int n0 = 0; n0 < HALF_PANEL; n0 += 16, from += 5 * TILE_BYTES) {
+        __m512i words[5];
+        UNROLL for (int w = 0; w < 5; w++) words[w] = _mm512_loadu_si512(from + w * TILE_BYTES);
+        __m512i last = _mm512_srli_epi16(words[0], 15);
+        UNROLL for (int w = 1; w < 5; w++)
+            last = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words[w], 15 - w), _mm512_set1_epi16(1 << w), last, 0xea);
+        UNROLL for (int i = 0; i < 16; i++) {
+            const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(high, n0 + i), NUMBERS(low, n0 + i));
+            LOOK_UP(n0 + i, table, i < 15 ? _mm512_srli_epi16(words[i / 3], i % 3 * 5) : last);
+        }
     }
 }
 
@@ -163,16 +200,19 @@ INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, co
     UNROLL for (int v = 0; v < HALF_PANEL; v += LANES) {
         const block_t b = block_at(panel, group / per_block, half * HALF_PANEL + v, format);
         const scales_t s = scales_of(b, g, format);
-        UNROLL for (int h = 0; h < (format == Q6_K ? 2 : 1); h++) {
+        for (int h = 0; h < 1 + (format == Q6_K); h++) {
             store(scales.d[h] + v, format == Q6_K ? s.d[h] * 64.0f : s.d[h]);
             store(scales.m[h] + v, format == Q6_K ? s.d[h] * -96.0f : s.m[h]);
         }
     }
     /* A load sends a number to all lanes for nothing; without this GCC would permute registers. */
     __asm__("" : "+m"(scales));
-    if (has_table(format)) look_up_4(from, &scales, to, format);
-    else if (format == Q6_K) look_up_6(from, &scales, to);
-    else look_up_8(from, &scales, to);
+    switch (bits_of(format)) {
+    case 4: look_up_4(from, &scales, to, format); break;
+    case 5: look_up_5(from, &scales, to, format); break;
+    case 6: look_up_6(from, &scales, to); break;
+    default: look_up_8(from, &scales, to);
+    }
 }
 #else
 INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, const int format) {
@@ -185,9 +225,12 @@ INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, co
         const char *next = panel + group * group_bytes(format) + CODES_AHEAD;                       \
         if (!half) prefetch_part(next, group_bytes(format));                                        \
         look_up(panel, group, half, to, format);                                                    \
+    }                                                                                               \
+    static void pack_left_##format(const char *blocks, int64_t count, char *panel, int64_t column) { \
+        pack_left_of(blocks, count, panel, column, format);                                         \
     }
 #if WITH_CODES
-#define EACH_LEFT(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(Q6_K) f(Q8_0) f(INT8)
+#define EACH_LEFT(f) f(Q4_0) f(Q4_1) f(Q4_K) f(MXFP4) f(INT4) f(Q5_0) f(Q5_1) f(Q5_K) f(Q6_K) f(Q8_0) f(INT8)
 #else
 #define EACH_LEFT(f)
 #endif
@@ -195,6 +238,9 @@ EACH_LEFT(LOOK_UP_ALL)
 typedef void look_up_t(const char *, int64_t, int64_t, char *);
 #define LOOKER(format) [format] = look_up_##format,
 static look_up_t *const LOOKERS[FORMATS] = {EACH_LEFT(LOOKER)};
+typedef void pack_left_t(const char *, int64_t, char *, int64_t);
+#define LEFT_PACKER(format) [format] = pack_left_##format,
+static pack_left_t *const LEFT_PACKERS[FORMATS] = {EACH_LEFT(LEFT_PACKER)};
 
 /* ---- turning ---------------------------------------------------------------------------------- */
 

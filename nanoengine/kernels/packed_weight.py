@@ -34,7 +34,7 @@ GROUP = 32
 # Bytes of a rounded group of a row, and the formats that are multiplied with these, in cpu_int8.h.
 ROUNDED_GROUP_BYTES = 48
 # The formats that stand left where there are matrix tiles, in cpu_lookup.h.
-LEFT_FORMATS = frozenset(FORMATS) - {"Q5_0", "Q5_1", "Q5_K", "FP8"}
+LEFT_FORMATS = frozenset(FORMATS) - {"FP8"}
 # Rows of a block for matrix tiles: of numbers, and of what stands left.
 _TILED_ROWS, PAIR_ROWS = 32, 16
 INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
