@@ -822,8 +822,8 @@ static void pack_numbers(const weight_t *w, const char *rows, int64_t stride, in
         }
 }
 
-/* Pack the rows of a weight [outputs, k], `stride` bytes apart, as part `which`; the panels hold zeros
- * before. Rows are numbers, or codes as the file has them. */
+/* Pack the rows of a weight [outputs, k], `stride` bytes apart, as part `which`. Where no row comes, the panels
+ * hold zeros before. Rows are numbers, or codes as the file has them. */
 void pack(const weight_t *w, const char *rows, int64_t stride, int64_t which, int64_t threads) {
 #pragma omp parallel for num_threads((int)threads) schedule(static)
     for (int64_t n0 = 0; n0 < w->outputs; n0 += TURN) {

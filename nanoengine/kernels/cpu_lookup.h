@@ -54,10 +54,16 @@ INLINE unsigned code_in_file(const uint8_t *codes, int64_t g, int64_t k, int for
     return low | (codes[128 + g / 4 * 32 + k] >> (2 * (g % 4)) & 3) << 4;
 }
 
-/* Add the codes of output n where look_up_4 has them: `to` holds zeros there. */
+/* What outputs before n put into the words that it shares with them: nothing before the first of `many`. */
+INLINE void resume_words(void *words, const char *from, size_t bytes, int64_t n, int64_t many) {
+    if (n % many) memcpy(words, from, bytes);
+    else memset(words, 0, bytes);
+}
+
+/* Put the codes of output n where look_up_4 has them, after those of the outputs before. */
 INLINE void put_four_bits(char *to, const uint16_t *codes, int64_t n) {
     uint16_t words[GROUP];
-    memcpy(words, to += n / 4 * FOUR_BYTES, sizeof words);
+    resume_words(words, to += n / 4 * FOUR_BYTES, sizeof words, n, 4);
     for (int64_t k = 0; k < GROUP; k++) words[k] |= (uint16_t)(codes[k] << (n % 4 * 4));
     memcpy(to, words, sizeof words);
 }
@@ -65,9 +71,10 @@ INLINE void put_four_bits(char *to, const uint16_t *codes, int64_t n) {
 /* The same for look_up_5. Five words take 3 codes each, and a bit each of the last code. */
 INLINE void put_five_bits(char *to, const uint16_t *codes, int64_t n) {
     uint16_t words[5][GROUP];
-    memcpy(words, to += n / 16 * (int64_t)sizeof words, sizeof words);
-    for (int64_t k = 0, i = n % 16; k < GROUP && i < 15; k++) words[i / 3][k] |= (uint16_t)(codes[k] << (i % 3 * 5));
-    for (int64_t w = 0; w < 5 && n % 16 == 15; w++)
+    resume_words(words, to += n / 16 * (int64_t)sizeof words, sizeof words, n, 16);
+    const int64_t i = n % 16;
+    for (int64_t k = 0; k < GROUP && i < 15; k++) words[i / 3][k] |= (uint16_t)(codes[k] << (i % 3 * 5));
+    for (int64_t w = 0; w < 5 && i == 15; w++)
         for (int64_t k = 0; k < GROUP; k++) words[w][k] |= (uint16_t)((codes[k] >> w & 1) << 15);
     memcpy(to, words, sizeof words);
 }
@@ -76,7 +83,7 @@ INLINE void put_five_bits(char *to, const uint16_t *codes, int64_t n) {
  * code. */
 INLINE void put_six_bits(char *to, const uint16_t *codes, int64_t n) {
     uint32_t words[3][GROUP / 2];
-    memcpy(words, to += n / 8 * (int64_t)sizeof words, sizeof words);
+    resume_words(words, to += n / 8 * (int64_t)sizeof words, sizeof words, n, 8);
     for (int64_t h = 0; h < 2; h++, codes += GROUP / 2) {
         const int64_t i = n % 8 * 2 + h;
         for (int64_t k = 0; k < GROUP / 2 && i < 15; k++) words[i / 5][k] |= (uint32_t)codes[k] << (i % 5 * 6);

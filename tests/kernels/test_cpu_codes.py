@@ -16,7 +16,7 @@ from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.packed_product import PackedHead
-from nanoengine.kernels.packed_weight import ADD
+from nanoengine.kernels.packed_weight import ADD, WeightArena
 from nanoengine.models.stored_codes import FORMATS, CodedWeight, Weight, joined
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
@@ -87,6 +87,18 @@ def test_a_product_has_the_bits_of_one_of_numbers(packer, name):
         assert ((want - exact).abs() <= size * 2**-20).all()
         for first, last in ((0, 300), (7, 8), (9, 11), (3, 6), (8, 12), (20, 25), (100, 170)):
             assert same_bits(coded.in_float(x[first:last]), want[first:last]), (first, last)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_the_memory_held_before_does_not_matter(packer, name, monkeypatch):
+    """Codes of several outputs share a word."""
+    weight, x = random_weight(name, 128, 256, packer.dtype), normal(packer, 3, 256)
+    want = packer.pack(weight)(x)
+    allocate = WeightArena.allocate
+    monkeypatch.setattr(
+        WeightArena, "allocate", lambda arena, size: allocate(arena, size).fill_(0xFF)
+    )
+    assert same_bits(packer.pack(weight)(x), want)
 
 
 @pytest.mark.parametrize("name", ["", *FORMATS])
