@@ -141,7 +141,7 @@ class TokenHistory:
     since.
     """
 
-    prompt: tuple[int, ...]
+    prompt: frozenset[int]
     output: dict[int, int] = field(default_factory=dict)
 
     def add(self, token_id: int) -> None:
@@ -210,7 +210,7 @@ class SequenceOutput:
     error: RequestError | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """Where a request stands: its tokens, and how many of them have their KV computed.
 

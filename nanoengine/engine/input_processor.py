@@ -154,7 +154,7 @@ class InputProcessor:
             guesser=PromptLookup() if guesses else None,
             draft_length=PayingDrafts(drafts, self._drafts) if drafts else None,
             mtp_length=PayingDrafts(mtp, self._drafts) if mtp else None,
-            history=TokenHistory(tuple(set(prompt.token_ids))) if params.penalizes else None,
+            history=TokenHistory(frozenset(prompt.token_ids)) if params.penalizes else None,
             grammar=self.grammars.state_for(params, prompt.token_ids) if params.is_held else None,
             output=SequenceOutput(text_stream=self._text_stream(params, prompt.is_streamed)),
         )

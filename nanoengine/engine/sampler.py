@@ -7,7 +7,9 @@ state, so neither the batch nor preemption can change a request's tokens.
 from __future__ import annotations
 
 from collections import Counter, abc
+from dataclasses import dataclass
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -34,6 +36,20 @@ class SamplingOps(Protocol):
     def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class FixedTokens:
+    """What the parameters and the prompt of a sequence name, as tensors that are made once.
+
+    forbidden: bool [vocab], all tokens but the allowed ones. biased: int64 [n], and what they gain,
+    fp32 [n]. seen: the distinct tokens of the prompt, int64 [n], for a repetition penalty. None:
+    not asked for.
+    """
+
+    forbidden: Tensor | None
+    biased: tuple[Tensor, Tensor] | None
+    seen: Tensor | None
+
+
 class Sampler:
     """Chooses the next token of each sequence."""
 
@@ -41,6 +57,8 @@ class Sampler:
         """tensor: makes a tensor on the logits' device."""
         self._ops = ops
         self._tensor = tensor
+        # Thousands of ids would take milliseconds in every step.
+        self._fixed: WeakKeyDictionary[Sequence, FixedTokens] = WeakKeyDictionary()
 
     def sample(
         self,
@@ -79,31 +97,53 @@ class Sampler:
 
     def _adjust(self, row: Tensor, seq: Sequence, position: int, ahead: tuple[int, ...]) -> None:
         """Apply the request's parameters to one token's logits, fp32 [vocab], in vLLM's order."""
-        params = seq.request.params
-        if params.allowed_token_ids is not None:
-            allowed = self._tensor(params.allowed_token_ids, torch.int64)
-            kept = row[allowed]
-            row.fill_(-torch.inf)[allowed] = kept
+        params, fixed = seq.request.params, self._fixed_tokens(seq, len(row))
+        if fixed.forbidden is not None:
+            row.masked_fill_(fixed.forbidden, -torch.inf)
         banned = _ends_of_bad_words(seq, ahead)
         if position - seq.num_prompt_tokens < params.min_tokens:
             banned += sorted(seq.request.stop_token_ids)
         if banned:
             row[self._tensor(banned, torch.int64)] = -torch.inf
+        if fixed.biased is not None:
+            ids, values = fixed.biased
+            row[ids] += values
+        if seq.history is not None:
+            self._penalize(row, params, seq.history, fixed.seen, ahead)
+
+    def _fixed_tokens(self, seq: Sequence, vocab_size: int) -> FixedTokens:
+        fixed = self._fixed.get(seq)
+        if fixed is None:
+            fixed = self._fixed[seq] = self._make_fixed(seq, vocab_size)
+        return fixed
+
+    def _make_fixed(self, seq: Sequence, vocab_size: int) -> FixedTokens:
+        params, forbidden, biased, seen = seq.request.params, None, None, None
+        if params.allowed_token_ids is not None:
+            forbidden = self._tensor([True] * vocab_size, torch.bool)
+            forbidden[self._tensor(params.allowed_token_ids, torch.int64)] = False
         if params.biases:
             ids, values = zip(*params.biases, strict=True)
-            row[self._tensor(ids, torch.int64)] += self._tensor(values, torch.float32)
-        if seq.history is not None:
-            self._penalize(row, params, seq.history, ahead)
+            biased = self._tensor(ids, torch.int64), self._tensor(values, torch.float32)
+        if seq.history is not None and params.repetition_penalty != 1:
+            seen = self._tensor([*seq.history.prompt], torch.int64)
+        return FixedTokens(forbidden, biased, seen)
 
     def _penalize(
-        self, row: Tensor, params: SamplingParams, history: TokenHistory, ahead: tuple[int, ...]
+        self,
+        row: Tensor,
+        params: SamplingParams,
+        history: TokenHistory,
+        seen: Tensor | None,
+        ahead: tuple[int, ...],
     ) -> None:
         output = Counter(history.output)
         output.update(ahead)
-        if params.repetition_penalty != 1:
-            seen = self._tensor([*{*history.prompt, *output}], torch.int64)
-            logits, penalty = row[seen], params.repetition_penalty
-            row[seen] = torch.where(logits > 0, logits / penalty, logits * penalty)
+        if seen is not None:
+            new = self._tensor([*output.keys() - history.prompt], torch.int64)
+            for ids in (seen, new):
+                logits, penalty = row[ids], params.repetition_penalty
+                row[ids] = torch.where(logits > 0, logits / penalty, logits * penalty)
         if output and (params.frequency_penalty or params.presence_penalty):
             counts = self._tensor([*output.values()], torch.float32)
             ids = self._tensor([*output], torch.int64)

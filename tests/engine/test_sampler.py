@@ -15,7 +15,7 @@ from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.models.draw import exponentials
 from nanoengine.models.torch_ops import TorchOps
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.sequence import NO_TOKEN, Request, RequestMetrics, Sequence
+from nanoengine.sequence import NO_TOKEN, Request, RequestMetrics, Sequence, TokenHistory
 
 LOGITS = [2.0, 1.0, 0.5, 0.0, -1.0, -3.0]
 DRAWS = 20_000
@@ -163,6 +163,43 @@ def test_a_token_that_is_not_appended_yet_counts(ops: SamplingOps) -> None:
     params = SamplingParams(temperature=0, min_tokens=2)
     seq = sequence(params, num_out=1, stops=frozenset({0}))
     assert choose(ops, torch.tensor([LOGITS]), [seq], num_ahead=1) == [0]
+
+
+def test_what_parameters_name_is_made_a_tensor_once(ops: SamplingOps) -> None:
+    """Thousands of ids would take milliseconds in every step."""
+    sizes: list[int] = []
+
+    def tensor(values: list[int], dtype: torch.dtype) -> torch.Tensor:
+        made = torch.tensor(values, dtype=dtype)
+        sizes.append(made.numel())
+        return made
+
+    params = SamplingParams(
+        temperature=0,
+        allowed_token_ids=[*range(300)],
+        logit_bias=dict.fromkeys(range(100), 0.5),
+        repetition_penalty=1.3,
+    )
+    seq = sequence(params)
+    seq.history = TokenHistory(frozenset(range(200)))
+    sampler, logits = Sampler(ops, tensor), torch.linspace(1, 2, 400).unsqueeze(0)
+    first = sampler.sample(logits, [seq], [3]).item()
+    assert max(sizes) == 400, "a mask over the vocabulary"
+    sizes.clear()
+    seq.append(299)
+    seq.history.add(299)
+    assert (first, sampler.sample(logits, [seq], [4]).item()) == (299, 298)
+    assert max(sizes) == 1, "the one token of the output"
+
+
+def test_a_token_of_prompt_and_output_is_penalised_once(ops: SamplingOps) -> None:
+    seq = sequence(SamplingParams(temperature=0, repetition_penalty=2.0))
+    seq.history = TokenHistory(frozenset({0, 1}))
+    seq.history.add(0)
+    # 3 / 2 is more than 1.4, and 3 / 4 would be less.
+    assert choose(ops, torch.tensor([[3.0, 1.0, 1.4]]), [seq]) == [0]
+    seq.history.add(2)
+    assert choose(ops, torch.tensor([[2.7, 1.0, 2.8]]), [seq]) == [2], "1.4 after a penalty; 1.35"
 
 
 def test_low_precision_rows_are_sampled_in_full_precision(ops: SamplingOps) -> None:
