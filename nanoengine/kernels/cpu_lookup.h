@@ -44,14 +44,25 @@ INLINE int64_t codes_at(int64_t g, int64_t half, const int format) {
 
 /* Weight k of group g in a block's codes, as the file has them. */
 INLINE unsigned code_in_file(const uint8_t *codes, int64_t g, int64_t k, int format) {
-    if (format == Q4_K) return codes[g / 2 * GROUP + k] >> (4 * (g % 2)) & 15;
-    if (format == Q8_0 || format == INT8) return codes[k];
-    if (format == Q5_K) return (codes[32 + g / 2 * GROUP + k] >> (4 * (g % 2)) & 15) | (codes[k] >> g & 1) << 4;
-    if (bits_of(format) == 5)
-        return (codes[4 + k % 16] >> (4 * (k / 16)) & 15) | (codes[k / 8] >> (k % 8) & 1) << 4;
-    if (format != Q6_K) return codes[k % 16] >> (4 * (k / 16)) & 15;
-    const unsigned low = codes[g / 4 * 64 + g % 2 * 32 + k] >> (4 * (g % 4 / 2)) & 15;
-    return low | (codes[128 + g / 4 * 32 + k] >> (2 * (g % 4)) & 3) << 4;
+    unsigned low, high;
+    switch (format) {
+    case Q8_0:
+    case INT8: return codes[k];
+    case Q4_K: return codes[g / 2 * GROUP + k] >> (4 * (g % 2)) & 15;
+    case Q5_K:
+        low = codes[GROUP + g / 2 * GROUP + k] >> (4 * (g % 2)) & 15, high = codes[k] >> g & 1;
+        break;
+    case Q5_0:
+    case Q5_1:
+        low = codes[4 + k % 16] >> (4 * (k / 16)) & 15, high = codes[k / 8] >> (k % 8) & 1;
+        break;
+    case Q6_K:
+        low = codes[g / 4 * 64 + g % 2 * 32 + k] >> (4 * (g % 4 / 2)) & 15;
+        high = codes[128 + g / 4 * 32 + k] >> (2 * (g % 4)) & 3;
+        break;
+    default: return codes[k % 16] >> (4 * (k / 16)) & 15;
+    }
+    return low | high << 4;
 }
 
 /* What outputs before n put into the words that it shares with them: nothing before the first of `many`. */
@@ -63,7 +74,8 @@ INLINE void resume_words(void *words, const char *from, size_t bytes, int64_t n,
 /* Put the codes of output n where look_up_4 has them, after those of the outputs before. */
 INLINE void put_four_bits(char *to, const uint16_t *codes, int64_t n) {
     uint16_t words[GROUP];
-    resume_words(words, to += n / 4 * FOUR_BYTES, sizeof words, n, 4);
+    to += n / 4 * FOUR_BYTES;
+    resume_words(words, to, sizeof words, n, 4);
     for (int64_t k = 0; k < GROUP; k++) words[k] |= (uint16_t)(codes[k] << (n % 4 * 4));
     memcpy(to, words, sizeof words);
 }
@@ -71,7 +83,8 @@ INLINE void put_four_bits(char *to, const uint16_t *codes, int64_t n) {
 /* The same for look_up_5. Five words take 3 codes each, and a bit each of the last code. */
 INLINE void put_five_bits(char *to, const uint16_t *codes, int64_t n) {
     uint16_t words[5][GROUP];
-    resume_words(words, to += n / 16 * (int64_t)sizeof words, sizeof words, n, 16);
+    to += n / 16 * (int64_t)sizeof words;
+    resume_words(words, to, sizeof words, n, 16);
     const int64_t i = n % 16;
     for (int64_t k = 0; k < GROUP && i < 15; k++) words[i / 3][k] |= (uint16_t)(codes[k] << (i % 3 * 5));
     for (int64_t w = 0; w < 5 && i == 15; w++)
@@ -83,7 +96,8 @@ INLINE void put_five_bits(char *to, const uint16_t *codes, int64_t n) {
  * code. */
 INLINE void put_six_bits(char *to, const uint16_t *codes, int64_t n) {
     uint32_t words[3][GROUP / 2];
-    resume_words(words, to += n / 8 * (int64_t)sizeof words, sizeof words, n, 8);
+    to += n / 8 * (int64_t)sizeof words;
+    resume_words(words, to, sizeof words, n, 8);
     for (int64_t h = 0; h < 2; h++, codes += GROUP / 2) {
         const int64_t i = n % 8 * 2 + h;
         for (int64_t k = 0; k < GROUP / 2 && i < 15; k++) words[i / 5][k] |= (uint32_t)codes[k] << (i % 5 * 6);
