@@ -38,15 +38,12 @@ class SamplingOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedTokens:
-    """What the parameters and the prompt of a sequence name, as tensors that are made once.
-
-    forbidden: bool [vocab], all tokens but the allowed ones. biased: int64 [n], and what they gain,
-    fp32 [n]. seen: the distinct tokens of the prompt, int64 [n], for a repetition penalty. None:
-    not asked for.
+    """Thousands of ids that would take milliseconds in every step, as tensors. forbidden: bool [vocab],
+    all but the allowed tokens. seen: the prompt's distinct tokens, int64 [n], where repetition is
+    penalised. None: not asked for.
     """
 
     forbidden: Tensor | None
-    biased: tuple[Tensor, Tensor] | None
     seen: Tensor | None
 
 
@@ -57,7 +54,6 @@ class Sampler:
         """tensor: makes a tensor on the logits' device."""
         self._ops = ops
         self._tensor = tensor
-        # Thousands of ids would take milliseconds in every step.
         self._fixed: WeakKeyDictionary[Sequence, FixedTokens] = WeakKeyDictionary()
 
     def sample(
@@ -97,7 +93,8 @@ class Sampler:
 
     def _adjust(self, row: Tensor, seq: Sequence, position: int, ahead: tuple[int, ...]) -> None:
         """Apply the request's parameters to one token's logits, fp32 [vocab], in vLLM's order."""
-        params, fixed = seq.request.params, self._fixed_tokens(seq, len(row))
+        params = seq.request.params
+        fixed = self._fixed.get(seq) or self._fix_tokens(seq, len(row))
         if fixed.forbidden is not None:
             row.masked_fill_(fixed.forbidden, -torch.inf)
         banned = _ends_of_bad_words(seq, ahead)
@@ -105,29 +102,21 @@ class Sampler:
             banned += sorted(seq.request.stop_token_ids)
         if banned:
             row[self._tensor(banned, torch.int64)] = -torch.inf
-        if fixed.biased is not None:
-            ids, values = fixed.biased
-            row[ids] += values
+        if params.biases:
+            ids, values = zip(*params.biases, strict=True)
+            row[self._tensor(ids, torch.int64)] += self._tensor(values, torch.float32)
         if seq.history is not None:
             self._penalize(row, params, seq.history, fixed.seen, ahead)
 
-    def _fixed_tokens(self, seq: Sequence, vocab_size: int) -> FixedTokens:
-        fixed = self._fixed.get(seq)
-        if fixed is None:
-            fixed = self._fixed[seq] = self._make_fixed(seq, vocab_size)
-        return fixed
-
-    def _make_fixed(self, seq: Sequence, vocab_size: int) -> FixedTokens:
-        params, forbidden, biased, seen = seq.request.params, None, None, None
+    def _fix_tokens(self, seq: Sequence, vocab_size: int) -> FixedTokens:
+        params, forbidden, seen = seq.request.params, None, None
         if params.allowed_token_ids is not None:
             forbidden = self._tensor([True] * vocab_size, torch.bool)
             forbidden[self._tensor(params.allowed_token_ids, torch.int64)] = False
-        if params.biases:
-            ids, values = zip(*params.biases, strict=True)
-            biased = self._tensor(ids, torch.int64), self._tensor(values, torch.float32)
         if seq.history is not None and params.repetition_penalty != 1:
             seen = self._tensor([*seq.history.prompt], torch.int64)
-        return FixedTokens(forbidden, biased, seen)
+        self._fixed[seq] = fixed = FixedTokens(forbidden, seen)
+        return fixed
 
     def _penalize(
         self,

@@ -177,7 +177,6 @@ def test_what_parameters_name_is_made_a_tensor_once(ops: SamplingOps) -> None:
     params = SamplingParams(
         temperature=0,
         allowed_token_ids=[*range(300)],
-        logit_bias=dict.fromkeys(range(100), 0.5),
         repetition_penalty=1.3,
     )
     seq = sequence(params)
