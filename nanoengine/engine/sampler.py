@@ -38,9 +38,10 @@ class SamplingOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedTokens:
-    """Thousands of ids that would take milliseconds in every step, as tensors. forbidden: bool [vocab],
-    all but the allowed tokens. seen: the prompt's distinct tokens, int64 [n], where repetition is
-    penalised. None: not asked for.
+    """Thousands of ids, which would take milliseconds in every step, as tensors.
+
+    forbidden: bool [vocab], all but the allowed tokens. seen: the prompt's distinct tokens, int64
+    [n], where repetition is penalised. None: not asked for.
     """
 
     forbidden: Tensor | None
