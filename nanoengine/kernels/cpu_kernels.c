@@ -611,8 +611,8 @@ INLINE void tiled_scores(const char *k, int64_t k_stride, int n, const float *q,
     for (int key = 0; key < n; key += 2 * TILE_ROWS, scores += 2 * TILE_ROWS * vecs * LANES) {
         const side_t keys = {k + key * k_stride, k_stride, TILE_BYTES};
         const product_t p = {keys, tiled_rows(q, vecs), TILE_BYTES, dim / 32, vecs * TILE_BYTES};
-        if (n - key > TILE_ROWS) multiply_tiles(p, none, scores, 1, 1, vecs == 2, 0);
-        else multiply_tiles(p, none, scores, 1, 0, vecs == 2, 0);
+        if (n - key > TILE_ROWS) multiply_tiles(p, none, scores, 1, 1, vecs == 2, 0, 0);
+        else multiply_tiles(p, none, scores, 1, 0, vecs == 2, 0, 0);
     }
 }
 
@@ -629,7 +629,7 @@ INLINE void tiled_values(const char *v, int n, const float *probs, const vf *alp
     for (int64_t d = 0; d < dim; d += 2 * TILE_ROWS, acc += 2 * TILE_ROWS * width) {
         const side_t values = {v + d * TILE * 2, TILE * 2, TILE_BYTES};
         const product_t p = {values, tiled_rows(probs, vecs), TILE_BYTES, ceil_div(n, 32), 4 * width};
-        multiply_tiles(p, (ahead_t){0}, acc, is_first, 1, vecs == 2, 0);
+        multiply_tiles(p, (ahead_t){0}, acc, is_first, 1, vecs == 2, 0, 0);
     }
 }
 
@@ -1093,7 +1093,7 @@ static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *
         const side_t right = {(const char *)(w->values + d), width, TILE_PAIRS * width};
         const product_t p = {left, right, TILE_BYTES, ceil_div(n, 32), 4 * dim};
         bring(next);
-        multiply_tiles(p, (ahead_t){0}, acc + d, 0, 0, 1, 0);
+        multiply_tiles(p, (ahead_t){0}, acc + d, 0, 0, 1, 0, 0);
     }
 }
 

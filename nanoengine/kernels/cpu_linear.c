@@ -78,9 +78,9 @@ int has_pairs(void) { return HAVE_PAIRS; }
  * after, keeps the hardware's prefetcher running across pages (33 GB/s per core; 20 with none, and 20
  * with every line, which is then all that comes). With more rows memory has time while the others use
  * the panel in L2: every line of what comes next, spread over the passes. Measured on Zen 4. With matrix
- * tiles few rows have every line a KiB ahead (two cores of Sapphire Rapids: 33 GB/s, and 29 by the rule
- * for Zen 4; further ahead is slower, too). */
-enum { AHEAD = 4096, TILED_AHEAD = 1024 };
+ * tiles up to 16 rows have every line 3 KiB ahead, in L1, and up to 32 a KiB ahead, in L2 (one row on two cores
+ * of a Xeon with AMX: 31.5 GB/s, and 30; 27 from 4 KiB on; less by the rule for Zen 4). */
+enum { AHEAD = 4096, FEW_AHEAD = 3072, TILED_AHEAD = 1024 };
 
 /* acc[r][v] += x[r] . w[v] over `words` words of k, `w_stride` bytes apart in w. acc is [rows][PANEL];
  * `is_first` starts at 0. `is_odd`: the last word of x is half a pair. */
@@ -104,7 +104,7 @@ INLINE void multiply(const char *w, int64_t w_stride, const char *x, int64_t x_s
 #define WHOLE(p) (*(const word_t *)(p))
 #define HALF_A_PAIR(p) (*(const uint16_t *)(p))
     for (int64_t left = words - is_odd; left > 0; left -= STRIP) {
-        prefetch_ahead(&ahead);
+        prefetch_ahead(&ahead, 0);
         for (int64_t n = min64(left, STRIP); n > 0; n--, x += 4, x3 += 4, w += w_stride) STEP(WHOLE);
     }
     if (is_odd) STEP(HALF_A_PAIR);
@@ -316,20 +316,22 @@ INLINE void shape_for(const call_t *c, int64_t n, int64_t *shaped) {
     else shape_tiles(min64(n, TILE_ROWS), n > TILE_ROWS ? n - TILE_ROWS : n);
 }
 
-/* sums += `steps` steps of up to 32 rows by half a panel; `numbers` are those of the steps. */
+/* sums += `steps` steps of up to 32 rows by half a panel; `numbers` are those of the steps. `is_few`: there are
+ * no other rows, and up to 16 of these. */
 INLINE void multiply_steps(const call_t *c, int64_t row, int64_t n, int64_t at, int64_t steps,
-                           const char *numbers, ahead_t ahead, float *sums) {
+                           const char *numbers, ahead_t ahead, int is_few, float *sums) {
     const side_t x = rows_of_step(c, row, at), weights = {numbers, TILE_BYTES, STEP_BYTES};
     const int is_double = n > TILE_ROWS;
     if (looks_up(c->w)) {
         const product_t p = {weights, x, c->w->k / TILE_K * PAIRS_STEP, steps, 4 * TILED_ROWS};
-        if (is_double) multiply_tiles(p, ahead, sums, at == 0, 1, 1, RIGHT);
-        else multiply_tiles(p, ahead, sums, at == 0, 1, 0, RIGHT);
+        if (is_double) multiply_tiles(p, ahead, sums, at == 0, 1, 1, RIGHT, 0);
+        else multiply_tiles(p, ahead, sums, at == 0, 1, 0, RIGHT, 0);
         return;
     }
     const product_t p = {x, weights, STEP_BYTES / 2, steps, 4 * HALF};
-    if (is_double) multiply_tiles(p, ahead, sums, at == 0, 1, 1, LEFT);
-    else multiply_tiles(p, ahead, sums, at == 0, 0, 1, LEFT);
+    if (is_double) multiply_tiles(p, ahead, sums, at == 0, 1, 1, LEFT, 0);
+    else if (is_few) multiply_tiles(p, ahead, sums, at == 0, 0, 1, LEFT, 1);
+    else multiply_tiles(p, ahead, sums, at == 0, 0, 1, LEFT, 0);
 }
 
 /* Sums of half a panel that stand [output][row] become [row][output]. */
@@ -352,7 +354,7 @@ static void multiply_halves(const call_t *c, int64_t row, int64_t rows, int64_t 
     const int64_t chunks = ceil_div(all, most);
     /* Output rows that lie a multiple of 4 KiB apart would push each other out of L1: they are written row by
      * row, of all half panels. */
-    const int is_by_row = chunks > 1 && count > 1 && c->out_stride % 4096 == 0;
+    const int is_few = rows <= TILE_ROWS, is_by_row = chunks > 1 && count > 1 && c->out_stride % 4096 == 0;
     int is_warm = 0;
     for (int64_t i = 0, at = 0, steps; i < chunks; i++, at += steps) {
         steps = (all - at) / (chunks - i);
@@ -360,7 +362,7 @@ static void multiply_halves(const call_t *c, int64_t row, int64_t rows, int64_t 
             const char *numbers = w->panels + ((half + h) * all + at) * STEP_BYTES;
             const char *next = h + 1 < count ? numbers + all * STEP_BYTES
                                              : numbers + steps * STEP_BYTES - (count - 1) * all * STEP_BYTES;
-            ahead_t ahead = {numbers + TILED_AHEAD, STEP_BYTES / 64, STEP_BYTES};
+            ahead_t ahead = {numbers + (is_few ? FEW_AHEAD : TILED_AHEAD), STEP_BYTES / 64, STEP_BYTES};
             if (is_warm) ahead = every_line(next, STEP_BYTES, groups);
             if (w->format != DENSE) {
                 numbers = scratch->numbers, ahead = (ahead_t){0};
@@ -374,7 +376,7 @@ static void multiply_halves(const call_t *c, int64_t row, int64_t rows, int64_t 
                     if (g == 1 && !is_warm) ahead = every_line(next, STEP_BYTES, groups - 1);
                     if (g > 0 && ahead.from >= next + steps * STEP_BYTES) ahead.lines = 0;
                 }
-                multiply_steps(c, row + r, n, at, steps, numbers, ahead, sums);
+                multiply_steps(c, row + r, n, at, steps, numbers, ahead, is_few, sums);
                 ahead.from += steps * ahead.step;
                 if (i + 1 == chunks && looks_up(w)) turn_sums(sums, n);
                 if (i + 1 == chunks && !is_by_row)

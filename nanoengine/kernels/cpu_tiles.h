@@ -21,13 +21,15 @@ enum { TILE_ROWS = 16, TILE_PAIRS = 16, TILE_BYTES = 64 }; /* bytes of a row: 32
 enum { NARROW = 4 };
 enum { NEITHER, LEFT, RIGHT }; /* sides of a product */
 
-typedef struct { /* what to prefetch into L2: so many lines for every step; bytes from step to step */
+typedef struct { /* what to prefetch: so many lines for every step; bytes from step to step */
     const char *from;
     int64_t lines, step;
 } ahead_t;
 
-INLINE void prefetch_ahead(ahead_t *ahead) {
-    for (int64_t i = 0; i < ahead->lines; i++) __builtin_prefetch(ahead->from + 64 * i, 0, 2);
+INLINE void prefetch_ahead(ahead_t *ahead, const int is_for_l1) {
+    for (int64_t i = 0; i < ahead->lines; i++)
+        if (is_for_l1) __builtin_prefetch(ahead->from + 64 * i, 0, 3);
+        else __builtin_prefetch(ahead->from + 64 * i, 0, 2);
     ahead->from += ahead->step;
 }
 
@@ -97,9 +99,10 @@ INLINE void shape_narrow_tiles(void) {
 INLINE void release_tiles(void) { TILE_RELEASE(); }
 
 /* acc += left right, or = where it starts at 0. acc is [rows][columns], 32 of each that is double and
- * 16 else, as far as the tiles' shapes reach. `passing`: the side that passes L1 by. */
+ * 16 else, as far as the tiles' shapes reach. `passing`: the side that passes L1 by. `is_for_l1`: so is what
+ * is prefetched, not for L2. */
 INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
-                           const int double_columns, const int passing) {
+                           const int double_columns, const int passing, const int is_for_l1) {
     float *acc1 = acc + TILE_ROWS * p.out_stride / 4;
     const char *left1 = p.left.at + TILE_ROWS * p.left.stride;
 #define EACH_ACC(f)                                                                                 \
@@ -113,7 +116,7 @@ INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first,
     else TILE_LOAD(tile, at, p.its.stride);
     if (is_first) { EACH_ACC(START) } else { EACH_ACC(RESUME) }
     for (int64_t i = 0; i < p.steps; i++) {
-        prefetch_ahead(&ahead);
+        prefetch_ahead(&ahead, is_for_l1);
         SIDE(4, LEFT, left, p.left.at)
         SIDE(6, RIGHT, right, p.right.at)
         TILE_DOT(0, 4, 6);
@@ -172,9 +175,9 @@ INLINE void shape_columns(int64_t columns0, int64_t columns1) { (void)columns0, 
 INLINE void shape_narrow_tiles(void) {}
 INLINE void release_tiles(void) {}
 INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
-                           const int double_columns, const int passing) {
+                           const int double_columns, const int passing, const int is_for_l1) {
     (void)p, (void)ahead, (void)acc, (void)is_first;
-    (void)double_rows, (void)double_columns, (void)passing;
+    (void)double_rows, (void)double_columns, (void)passing, (void)is_for_l1;
 }
 INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t steps, float *out,
                             int64_t width) {
