@@ -165,7 +165,8 @@ INLINE void look_up_5(const char *from, const left_scales_t *s, char *to, const 
         UNROLL for (int w = 0; w < 5; w++) words[w] = _mm512_loadu_si512(from + w * TILE_BYTES);
         __m512i last = _mm512_srli_epi16(words[0], 15);
         UNROLL for (int w = 1; w < 5; w++)
-            last = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words[w], 15 - w), _mm512_set1_epi16(1 << w), last, 0xea);
+            last = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words[w], 15 - w),
+                                             _mm512_set1_epi16(1 << w), last, 0xea);
         UNROLL for (int i = 0; i < 16; i++) {
             const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(high, n0 + i), NUMBERS(low, n0 + i));
             LOOK_UP(n0 + i, table, i < 15 ? _mm512_srli_epi16(words[i / 3], i % 3 * 5) : last);
