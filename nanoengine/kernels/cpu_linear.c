@@ -11,8 +11,8 @@
  * Numbers lie in panels of PANEL outputs, word by word: [panel][word][output], padded with zeros. A
  * register block is up to ROWS rows times half a panel or a whole one; the panel streams past it. Work
  * is shared out in units of half a panel, so that 9 panels keep two threads busy alike. For matrix tiles
- * a half panel is one piece of memory: [half panel][step][vector][16 pairs][16 outputs][2]. Codes lie
- * otherwise there: see cpu_lookup.h.
+ * a half panel is one piece of memory: [half panel][step][vector][16 pairs][16 outputs][2]. Codes, but
+ * those of FP8, lie otherwise there: see cpu_lookup.h.
  */
 #include <omp.h>
 #include <sys/mman.h>

@@ -242,7 +242,7 @@ INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, co
 }
 #endif
 
-#define LOOK_UP_ALL(format)                                                                         \
+#define LEFT_FUNCTIONS(format)                                                                      \
     static void look_up_##format(const char *panel, int64_t group, int64_t half, char *to) {        \
         const char *next = panel + group * group_bytes(format) + CODES_AHEAD;                       \
         if (!half) prefetch_part(next, group_bytes(format));                                        \
@@ -256,7 +256,7 @@ INLINE void look_up(const char *panel, int64_t group, int64_t half, char *to, co
 #else
 #define EACH_LEFT(f)
 #endif
-EACH_LEFT(LOOK_UP_ALL)
+EACH_LEFT(LEFT_FUNCTIONS)
 typedef void look_up_t(const char *, int64_t, int64_t, char *);
 #define LOOKER(format) [format] = look_up_##format,
 static look_up_t *const LOOKERS[FORMATS] = {EACH_LEFT(LOOKER)};
