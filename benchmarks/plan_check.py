@@ -76,7 +76,7 @@ def _rows(name: str, context: int, speed: MachineSpeed) -> Iterator[dict[str, An
     with model_of(name) as (model, load_format):
         made = _forecast(model, context, speed)
         for mode in ("resident", "offloaded"):
-            row = _row(model, load_format, made, mode)
+            row = _row(model, load_format, made, mode, speed.held_share)
             yield {"model": name, "mode": mode, "context": made.context} | row
 
 
@@ -111,21 +111,24 @@ def _forecast(model: str, context: int, speed: MachineSpeed) -> Forecast:
         read_efficiency=1.0,
         kv_gb_per_s=speed.kv_gb_per_s,
         layer_s=speed.layer_us / 1e6,
+        held_share=speed.held_share,
     )
     return Forecaster(make_config(model, {"quantization": NUMBERS}), shape, hardware).forecast(
         context
     )
 
 
-def _row(model: str, load_format: str, made: Forecast, mode: str) -> dict[str, Any]:
-    """Load the model, time its decode steps, compare."""
+def _row(
+    model: str, load_format: str, made: Forecast, mode: str, held_share: float
+) -> dict[str, Any]:
+    """Load the model, time its decode steps, compare. held_share: as of MachineSpeed."""
     kv = made.plan.kv
     num_blocks = -(-made.context // kv.block_size) + 2
     settings: dict[str, Any] = {"num_gpu_blocks": num_blocks, "quantization": NUMBERS}
     if mode == "offloaded":  # all but the block that is written
         gib = (num_blocks + 0.5) * kv.block_bytes / GIB
         settings |= {"num_gpu_blocks": 2, "kv_offload_gib": gib}
-    predicted = made.plan.weight_bytes + num_blocks * kv.block_bytes
+    predicted = int(made.plan.weight_bytes * held_share) + num_blocks * kv.block_bytes
     with LLM(model, load_format=load_format, measure_speed=False, **settings) as llm:
         engine = llm.llm_engine
         weights, spec = llm.plan.weight_bytes, engine.kv.spec

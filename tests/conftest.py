@@ -25,7 +25,7 @@ from marks import use_our_products
 from quick_interpreter import speed_up
 
 from nanoengine.devices.cache_folders import cache_folders, is_private
-from nanoengine.kernels import c_build
+from nanoengine.kernels import c_build, packed_weight
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.startup import probe
 
@@ -84,6 +84,12 @@ def kernels(build_folder: Path) -> CpuKernels:
 def our_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 goes through our C products, on an emulated CPU where this one lacks AVX512-BF16."""
     use_our_products(monkeypatch)
+
+
+@pytest.fixture
+def in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in bfloat16 take as much as a forecast leaves room for: it knows no numbers."""
+    monkeypatch.setattr(packed_weight, "MOST_OF_16_BITS", 0)
 
 
 @pytest.fixture

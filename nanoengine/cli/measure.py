@@ -52,13 +52,14 @@ NUM_TRIES = 3
 @dataclass(frozen=True, slots=True)
 class _Measured:
     """A decode step of a shape, GB/s at which it reads KV (0: hidden by noise) and at which KV is
-    copied (0: it is not), and whether other programs used the processor.
+    copied (0: it is not), whether other programs used the processor, and as of MachineSpeed.
     """
 
     sample: Sample
     kv_gb_per_s: float
     link_gb_per_s: float
     is_slowed: bool
+    held_share: float
 
 
 def machine_name(gpu: str, num_threads: int) -> str:
@@ -85,13 +86,16 @@ def measure_speed(machine: str, device: str, num_threads: int | None) -> Machine
         link_gb_per_s=round(thin.link_gb_per_s, 2),
         layer_us=round(layer_s * 1e6, 2),
         is_slowed=thin.is_slowed or wide.is_slowed,
+        held_share=round(wide.held_share, 3),
     )
 
 
 def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> _Measured:
     """Decode steps of this shape, medians of NUM_TRIES."""
     from nanoengine import LLM  # imports the engine, which takes seconds
+    from nanoengine.loading.model_config import read_model_config
     from nanoengine.startup import probe
+    from nanoengine.startup.weight_bytes import bytes_of_numbers
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
@@ -103,7 +107,8 @@ def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> _Measured:
                 tries = range(NUM_TRIES)
                 found = [probe.measure_decode(runner, kv, on, NUM_BLOCKS, waiting) for _ in tries]
             link_gb_per_s = probe.measure_copy(kv.memory)
-            num_bytes = llm.plan.weight_bytes
+            num_bytes, itemsize = llm.plan.weight_bytes, llm.plan.kv.dtype.itemsize
+        config = read_model_config(Path(folder))
     if None in found:
         raise EngineError(
             "decode steps could not be measured while other programs use the processor; measure "
@@ -116,4 +121,5 @@ def _measured(shape: dict[str, Any], settings: dict[str, Any]) -> _Measured:
         kv_gb_per_s=kv.spec.block_bytes / block_s / 1e9 if block_s else 0.0,
         link_gb_per_s=link_gb_per_s,
         is_slowed=waiting.is_long(),
+        held_share=num_bytes / bytes_of_numbers(config, itemsize),
     )

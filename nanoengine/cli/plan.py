@@ -111,6 +111,7 @@ def _machine(args: argparse.Namespace, speed: MachineSpeed | None, ranks: int) -
             read_efficiency=1.0,
             kv_gb_per_s=speed.kv_gb_per_s,
             layer_s=speed.layer_us / 1e6,
+            held_share=speed.held_share,
         )
     return _Machine(hardware, links, assumed, speed)
 

@@ -12,7 +12,8 @@
  * file's own arithmetic (gguf-py's quants.py and llama.cpp's ggml-quants.c say what that is). In FP8 d is a
  * float32 and m is 0: d * code is rounded once.
  *
- * BF16 and F16 are numbers without a scale, two in a word; of MODE F32 alone.
+ * BF16 and F16 are numbers without a scale, two in a word; of MODE F32 alone. BF12 are numbers, too, of another
+ * layout: see cpu_bf12.h.
  *
  * MODE is what numbers are: F32, or BF16_PAIRS.
  */
@@ -21,7 +22,7 @@
 #include "cpu_vectors.h"
 
 enum { PANEL = 64, GROUP = 32 };
-enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, BF16, F16, FORMATS };
+enum { DENSE, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, INT4, INT8, FP8, BF16, F16, BF12, FORMATS };
 
 typedef struct { /* of a block: weights; halves and words, and the bytes where each begin in the file */
     int64_t weights, halves, words, halves_at, words_at;

@@ -1,6 +1,7 @@
 /* Products of activations with packed weights, x W^T: of bfloat16 for CPUs with AVX512-BF16, of float32 for
- * all. A weight lies here as numbers, or as the codes of a GGUF file (cpu_codes.h), which become numbers
- * a chunk at a time, in the caches: so a product of codes has the bits of one of the numbers.
+ * all. A weight lies here as numbers, as numbers in 12 bits (cpu_bf12.h), or as the codes of a GGUF file
+ * (cpu_codes.h). What is not numbers becomes numbers a chunk at a time, in the caches: so a product has the bits
+ * of one of the numbers.
  *
  * The law: an output element is one chain of steps over its k, in order, whatever the number of rows
  * of the call, the row's place among them and the number of threads. So a row's bits are the same
@@ -20,6 +21,7 @@
 #ifndef MODE /* of numbers and activations: F32 or BF16_PAIRS */
 #define MODE BF16_PAIRS
 #endif
+#include "cpu_bf12.h"
 #include "cpu_int8.h"
 #include "cpu_lookup.h"
 #include "cpu_router.h"
@@ -68,6 +70,8 @@ typedef struct { /* one call, filled by packed_weight.py; strides in bytes */
 typedef struct { int64_t count; call_t calls[]; } calls_t; /* filled by packed_product.py */
 
 enum { ITEM = MODE == F32 ? 4 : 2, GROUP_WORDS = GROUP * ITEM / 4 }; /* bytes of a number */
+/* Of 12 bits, whose blocks are 16 of k: words of k of a block as numbers, and the blocks that are 128 KiB. */
+enum { BLOCK12_WORDS = BLOCK_K * ITEM / 4, CHUNK_BLOCKS = (128 << 10) / (4 * PANEL * BLOCK12_WORDS) };
 INLINE int64_t words_of(const weight_t *w) { return ceil_div(w->k * ITEM, 4); }
 
 int has_pairs(void) { return HAVE_PAIRS; }
@@ -203,16 +207,45 @@ typedef struct {
     float acc[SUMS];
 } __attribute__((aligned(64))) scratch_t;
 
+/* Outputs of all panels, of gate and up together. */
+INLINE int64_t columns_of(const weight_t *w) {
+    return ceil_div(ceil_div(w->outputs, TURN) * TURN * (w->activation ? 2 : 1), PANEL) * PANEL;
+}
+
 /* Where the panel with this output begins. */
 INLINE const char *panel_of(const weight_t *w, int64_t column) {
     const int64_t dense = words_of(w) * PANEL * 4, panel = column / PANEL;
+    if (w->format == BF12) return w->panels; /* a block is found by itself */
     if (w->format == DENSE) return w->panels + panel * dense;
     return w->panels + panel * (w->k / FORMAT[w->format].weights) * block_bytes(w->format) * PANEL;
 }
 
+#if HAVE_BF12
+INLINE bf12_t in_12_bits(const weight_t *w) { return bf12_at(w->panels, columns_of(w) / PANEL * (w->k / BLOCK_K)); }
+
+/* As `unpack`, of a weight in 12 bits; to: [word of k][column]. */
+static void unpack_12_bits(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
+                           char *to) {
+    const bf12_t held = in_12_bits(w);
+    const int64_t first = column / PANEL * (w->k / BLOCK_K);
+    unpack_bf12_t *const block = BF12_UNPACKERS[columns == PANEL ? BOTH_HALVES : column % PANEL / HALF];
+    for (int64_t i = begin * GROUP / BLOCK_K; i < end * GROUP / BLOCK_K; i++, to += 4 * BLOCK12_WORDS * columns)
+        block(held, first + i, to);
+}
+#else
+static void unpack_12_bits(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
+                           char *to) {
+    (void)w, (void)column, (void)columns, (void)begin, (void)end, (void)to;
+}
+#endif
+
 /* The groups [begin, end) of k of the outputs [column, column + columns), which lie in one panel. */
 static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
                    unpacked_t to) {
+    if (w->format == BF12) {
+        unpack_12_bits(w, column, columns, begin, end, to.at);
+        return;
+    }
     const char *panel = panel_of(w, column);
     unpack_t *const group = UNPACKERS[w->format];
     for (; begin < end; begin++, to.at += to.group)
@@ -291,6 +324,43 @@ static void multiply_block(const call_t *c, int64_t row, int64_t rows, int64_t c
         is_warm = groups > 1;
     }
 }
+
+#if HAVE_BF12
+/* As multiply_block, of a whole panel in 12 bits. Up to 12 rows take its numbers apart in registers, 6 at a
+ * time. Of more, the first ones keep the numbers for the others, whose passes prefetch what comes next. */
+static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, scratch_t *scratch) {
+    const weight_t *w = c->w;
+    const bf12_t held = in_12_bits(w);
+    const int64_t all = w->k / BLOCK_K, first = column / PANEL * all, groups = ceil_div(rows, ROWS);
+    const int keeps = groups > 2;
+    for (int64_t at = 0, count; at < all; at += count) {
+        count = min64(CHUNK_BLOCKS, all - at);
+        const int is_first = at == 0, is_last = at + count == all;
+        const char *next = held.lines + LINE * (int64_t)held.starts[first + at + count];
+        ahead_t ahead = every_line(next, STRIP * LEAST_LINES * LINE / BLOCK12_WORDS, groups - 1);
+        for (int64_t g = 0, r = 0, n; g < groups; g++, r += n) {
+            const char *x = c->x + (row + r) * c->x_stride + ITEM * BLOCK_K * at;
+            float *acc = scratch->acc + r * PANEL;
+            n = (rows - r) / (groups - g);
+            if (is_last) prefetch_out(c, row + r, n, column, PANEL);
+            if (g == 0 || !keeps)
+                BF12_MULTIPLIERS[n - 1][keeps](held, first + at, first + at + count, x, c->x_stride, is_first,
+                                               scratch->numbers, acc);
+            else {
+                if (ahead.from >= next + count * LEAST_LINES * LINE) ahead.lines = 0;
+                MULTIPLIERS[n - 1][1](scratch->numbers, 4 * PANEL, x, c->x_stride, count * BLOCK12_WORDS, 0, is_first,
+                                      ahead, acc);
+                ahead.from += count * BLOCK12_WORDS / STRIP * ahead.step;
+            }
+            if (is_last) finish_rows(c, row + r, (int)n, column, PANEL, acc, PANEL);
+        }
+    }
+}
+#else
+static void multiply_12_bits(const call_t *c, int64_t row, int64_t rows, int64_t column, scratch_t *scratch) {
+    (void)c, (void)row, (void)rows, (void)column, (void)scratch;
+}
+#endif
 
 /* ---- in matrix tiles -------------------------------------------------------------------------- */
 
@@ -445,7 +515,8 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         const int columns = is_whole ? PANEL : HALF;
         /* one row of half a panel has no function of its own */
         const int is_few = rows <= most_few(c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
-        if (c->w->format != DENSE && is_few)
+        if (c->w->format == BF12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, &scratch);
+        else if (c->w->format != DENSE && c->w->format != BF12 && is_few)
             multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
         else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
         u += is_whole ? 2 : 1;
@@ -455,7 +526,8 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
 /* Rows of a block: what L2 holds, and less where there would be too few units for the threads. */
 static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves, int64_t threads) {
     const int64_t group = w->is_tiled ? TILED_ROWS : ROWS;
-    int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), CHUNK));
+    const int64_t chunk = w->format == BF12 ? CHUNK_BLOCKS * BLOCK12_WORDS : CHUNK;
+    int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), chunk));
     block = min64(w->is_rounded ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
     if (w->is_tiled) block = TILED_BLOCK;
     for (; block > 4 * ROWS; block /= 2) {

@@ -70,8 +70,13 @@ class CpuLinear:
         self.with_codes = with_codes
 
     @property
+    def holds_12_bits(self) -> bool:
+        """Whether weights in bfloat16 are held in 12 bits each, where their numbers allow it."""
+        return self._packer.holds_12_bits
+
+    @property
     def saved_bytes(self) -> int:
-        """Saved by holding numbers in 16 bits."""
+        """Saved by holding numbers in 16 bits, or in 12."""
         return self._packer.saved_bytes
 
     @classmethod

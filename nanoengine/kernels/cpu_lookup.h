@@ -18,7 +18,11 @@
 
 enum { HALF_PANEL = PANEL / 2, FOUR_BYTES = 2 * GROUP }; /* of the codes of four outputs */
 
-INLINE int stands_left(int format) { return format != DENSE && format != FP8 && !has_numbers(format); }
+INLINE int stands_left(int format) {
+    return format != DENSE && format != FP8 && format != BF12 && !has_numbers(format);
+}
+
+int is_left_format(int64_t format) { return stands_left((int)format); }
 
 INLINE int bits_of(const int format) {
     switch (format) {

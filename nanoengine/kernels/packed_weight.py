@@ -28,19 +28,23 @@ STORE, ADD, FLOAT = 0, 1, 2
 _NARROW = {torch.bfloat16: "BF16", torch.float16: "F16"}
 # What gates of a packed weight go through, by the names of torch_ops.GATED, as in cpu_vectors.h.
 ACTIVATIONS = {"silu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
+_BF12 = "BF12"  # of cpu_bf12.h: bfloat16 in 12 bits
 # The formats of cpu_codes.h, in its order.
-_FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values()))}
+_FORMATS = {name: number for number, name in enumerate(("", *FORMATS, *_NARROW.values(), _BF12))}
 GROUP = 32
+# Weights of a block of 12 bits each, and the most that these take of what the numbers take.
+_BLOCK_WEIGHTS = 1024
+MOST_OF_16_BITS = 15 / 16
 # Bytes of a rounded group of a row, and the formats that are multiplied with these, in cpu_int8.h.
 ROUNDED_GROUP_BYTES = 48
-# The formats that stand left where there are matrix tiles, in cpu_lookup.h.
-LEFT_FORMATS = frozenset(FORMATS) - {"FP8"}
 # Rows of a block for matrix tiles: of numbers, and of what stands left.
 _TILED_ROWS, PAIR_ROWS = 32, 16
 INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
 # One field per member of weight_t and call_t in cpu_linear.c, in that order.
 _WEIGHT = struct.Struct("=3Q7qd")
 CALL = struct.Struct("=4Q5q")
+# One field per member of source_t in cpu_bf12.h, in that order.
+_SOURCE = struct.Struct("=2Q6q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
 
@@ -101,7 +105,7 @@ class PackedWeight:
         is_norm_bf16 = norm is not None and norm[0].dtype is torch.bfloat16
         kinds = ACTIVATIONS.get(activation, 0), is_tiled, _FORMATS[code_format], is_rounded
         self._workspace, self._has_norm = workspace, norm is not None
-        self.is_left = is_tiled and code_format in LEFT_FORMATS
+        self.is_left = is_tiled and bool(library.is_left_format(_FORMATS[code_format]))
         self._most_as_they_are = 0
         if is_tiled:
             self._most_as_they_are = 1 if self.is_left else _TILED_ROWS
@@ -174,12 +178,19 @@ class WeightPacker:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         library.pack.argtypes = [pointer, pointer, integer, integer, integer]
         library.pack.restype = None
+        library.is_left_format.argtypes = [integer]
         library.narrow_numbers.argtypes = [pointer, pointer, integer, integer]
+        self.holds_12_bits = bool(library.has_bf12()) and not has_tiles
+        if self.holds_12_bits:
+            library.measure_bf12.argtypes = [ctypes.c_char_p, pointer]
+            library.measure_bf12.restype = integer
+            library.pack_bf12.argtypes = [ctypes.c_char_p, pointer, pointer]
+            library.pack_bf12.restype = None
         self._library, self._tape = library, tape
         self._dtype, self._with_codes, self._has_tiles = dtype, with_codes, has_tiles
         self._rounds_rows = rounds_rows
         self._arena, self._workspace = WeightArena(library), workspace
-        self.saved_bytes = 0  # by holding numbers in 16 bits
+        self.saved_bytes = 0  # by holding numbers in fewer bits
 
     def pack(
         self,
@@ -204,10 +215,14 @@ class WeightPacker:
         held, code_format = self._held(weights)
         columns = -(-outputs // _TURN) * _TURN * len(weights)
         padded = -(-columns // _PANEL) * _PANEL
-        panels = self._arena.allocate(padded * self._row_bytes(inputs, code_format))
+        in_12_bits = self._in_12_bits(held, padded)
+        if in_12_bits is None:
+            panels = self._arena.allocate(padded * self._row_bytes(inputs, code_format))
+            if inputs * self._dtype.itemsize % 4 or padded != outputs * len(weights):
+                panels.zero_()  # products read the padding, too
+        else:
+            panels, code_format = in_12_bits, _BF12
         is_rounded = self._rounds_rows and code_format in INTEGER_FORMATS
-        if inputs * self._dtype.itemsize % 4 or padded != outputs * len(weights):
-            panels.zero_()  # products read the padding, too
         packed = PackedWeight(
             self._library,
             self._tape,
@@ -222,11 +237,40 @@ class WeightPacker:
             code_format,
             is_rounded,
         )
+        if in_12_bits is None:
+            self._fill(packed, held)
+        return packed
+
+    def _fill(self, packed: PackedWeight, held: list[Tensor]) -> None:
+        """Put the rows of each weight where C wants them."""
+        threads = torch.get_num_threads()
         for which, rows in enumerate(held):
             stride = rows.stride(0) * rows.itemsize
-            threads = torch.get_num_threads()
             self._library.pack(packed.address, rows.data_ptr(), stride, which, threads)
-        return packed
+
+    def _in_12_bits(self, held: list[Tensor], columns: int) -> Tensor | None:
+        """The panels of weights in bfloat16, in 12 bits each; None where that has no kernel, or
+        saves little. columns: of all panels.
+        """
+        outputs, inputs = held[0].shape
+        are_numbers = self.holds_12_bits and held[0].dtype is torch.bfloat16
+        if not are_numbers or inputs % GROUP:
+            return None
+        first, last = held[0], held[-1]
+        source = _SOURCE.pack(
+            *(first.data_ptr(), last.data_ptr()),
+            *(first.stride(0) * first.itemsize, last.stride(0) * last.itemsize),
+            *(len(held), outputs, inputs, torch.get_num_threads()),
+        )
+        starts = torch.empty(columns * inputs // _BLOCK_WEIGHTS + 1, dtype=torch.int32)
+        num_bytes = self._library.measure_bf12(source, starts.data_ptr())
+        bytes_of_16_bits = 2 * columns * inputs
+        if num_bytes > bytes_of_16_bits * MOST_OF_16_BITS:
+            return None
+        self.saved_bytes += bytes_of_16_bits - num_bytes
+        panels = self._arena.allocate(num_bytes)
+        self._library.pack_bf12(source, starts.data_ptr(), panels.data_ptr())
+        return panels
 
     def _held(self, weights: tuple[CodedRows | Tensor, ...]) -> tuple[list[Tensor], str]:
         """The rows of each as they are held, contiguous, and their format; "" is that of

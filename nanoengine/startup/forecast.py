@@ -47,7 +47,8 @@ class Hardware:
     several GPUs, each has this memory, and the slowest link is this fast while all copy.
     auto_dtype: what the setting dtype="auto" takes there. read_efficiency: the share of
     read_gb_per_s that a step reaches; kv_gb_per_s: at which it reads KV (0: as weights); layer_s:
-    seconds that each layer takes beside.
+    seconds that each layer takes beside; held_share: as of MachineSpeed, in bfloat16. A plan leaves
+    room for all of these bytes, as the numbers say what they can be held in.
     """
 
     gpu_bytes: int
@@ -58,6 +59,7 @@ class Hardware:
     read_efficiency: float = READ_EFFICIENCY
     kv_gb_per_s: float = 0.0
     layer_s: float = 0.0
+    held_share: float = 1.0
 
     @property
     def name(self) -> str:
@@ -163,7 +165,7 @@ class Forecaster:
         self._shards = [Shard(rank, self._ranks) for rank in range(self._ranks)]
         self._shards[0].check(model)
         self._part = self._shards[0].config(model)
-        form = self._weight_form()
+        self._form = form = self._weight_form()
         self._whole = weight_bytes(model, WHOLE, form)
         self._weights = [weight_bytes(model, shard, form) for shard in self._shards]
         held = [each.held for each in self._weights]
@@ -338,13 +340,20 @@ class Forecaster:
         read_bytes = max(read)  # ranks wait for each other
         if not hardware.gpu_bytes:  # all read the same RAM
             read_bytes, seen_bytes = sum(read), seen_bytes * self._ranks
-        read_s = read_bytes / hardware.read_gb_per_s
+        read_s = read_bytes * self._held_share() / hardware.read_gb_per_s
         read_s += seen_bytes / (hardware.kv_gb_per_s or hardware.read_gb_per_s)
         held = min(kv.max_held_blocks, -(-context // kv.block_size))
         on_host = max(0, held - kv.num_blocks) if kv.num_host_blocks else 0
         copied = on_host * kv.streamed_bytes if kv.slot_blocks else 0
         reading = read_s / (1e9 * hardware.read_efficiency) + len(windows) * hardware.layer_s
         return reading, copied / (hardware.link_gb_per_s * 1e9)
+
+    def _held_share(self) -> float:
+        """Of the bytes of weights: less than 1 where these are numbers that take fewer bits."""
+        form = self._form
+        are_codes = form.quantization in ("int8", "gguf") or self._model.codes
+        is_one = are_codes or self._dtype is not torch.bfloat16
+        return 1.0 if is_one else self._hardware.held_share
 
     def _room_gib(self) -> float:
         """GiB of RAM that a CPU's KV may take beside weights and a step."""

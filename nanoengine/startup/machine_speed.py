@@ -32,6 +32,7 @@ class MachineSpeed:
     link_gb_per_s (0: it is read where it lies), and each layer takes layer_us more.
 
     machine: what it was measured on. is_slowed: other programs used the processor meanwhile.
+    held_share: of the bytes of weights in the dtype of activations, what kernels hold and read.
     """
 
     machine: str
@@ -41,6 +42,7 @@ class MachineSpeed:
     link_gb_per_s: float
     layer_us: float
     is_slowed: bool
+    held_share: float = 1.0
 
 
 def reading_and_layers(thin: Sample, wide: Sample) -> tuple[float, float]:

@@ -178,8 +178,10 @@ def load_compute_parts(
     is_lossy = config.kv_offload_dtype == "int8"
     invariant = ops.is_batch_invariant, attention.is_batch_invariant, is_lossy
     are_ranks = sharding is not None
-    is_narrow = ops.saved_bytes > 0 and not model.codes
-    source = model.source + ("; held in 16 bits, as stored" if is_narrow else "")
+    source = model.source
+    if ops.saved_bytes > 0 and not model.codes:
+        share = model.weight_bytes / (model.weight_bytes + ops.saved_bytes)
+        source += f"; held in {8 * dtype.itemsize * share:.1f} bits a number, exactly"
     if method is None and is_dequantised(folder):
         source += f" ({_why_numbers(config, device)})"
     facts = ModelFacts(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nanoengine.config.model import ModelConfig
 from nanoengine.models.make_codes import EMBEDDINGS, FORMAT, becomes_codes
-from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS, Shard
+from nanoengine.models.shard import EMBEDDINGS_OF_LAYERS, WHOLE, Shard
 from nanoengine.models.stored_codes import FORMATS, HELD_BYTES, NEVER_CODES, ROUTERS
 from nanoengine.models.weight_shapes import weight_shapes
 
@@ -72,6 +72,11 @@ def weight_bytes(model: ModelConfig, shard: Shard, form: WeightForm) -> WeightBy
     tables = found[EMBEDDINGS] + found.get(EMBEDDINGS_OF_LAYERS, 0.0)
     held = sum(found.values()) + copied
     return WeightBytes(int(held), int(active + copied), int(active - tables + head))
+
+
+def bytes_of_numbers(model: ModelConfig, itemsize: int) -> int:
+    """Of the whole model, all of whose weights are numbers of so many bytes."""
+    return weight_bytes(model, WHOLE, WeightForm(itemsize, None, {}, packs=True)).held
 
 
 def are_codes(codes: CodeCounts) -> bool:

@@ -14,6 +14,7 @@ from nanoengine.startup.machine_speed import MachineSpeed
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.usefixtures("in_16_bits")  # of which held_share is 1
 def test_the_check_compares_both_modes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -20,6 +20,8 @@ from nanoengine.cli import measure
 from nanoengine.cli.main import FAILED, MISUSED, main
 from nanoengine.cli.measure import machine_name
 from nanoengine.devices.cpu import default_threads, native_dtype
+from nanoengine.kernels.call_tape import CallTape
+from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.loading.model_config import read_model_config
 from nanoengine.startup import parts, probe
 from nanoengine.startup.machine_speed import MachineSpeed, remember_speed, remembered_speed
@@ -326,6 +328,9 @@ def test_measure_runs_steps_and_remembers_them(
     row = json.loads(out)
     assert err == "measuring decode steps on this machine ...\n"
     assert row["measured"]["machine"] == here.machine and row["measured"]["read_gb_per_s"] > 0
+    in_12_bits = CpuLinear.load(CallTape(), dtype=native_dtype()[0]).holds_12_bits
+    share = row["measured"]["held_share"]
+    assert (0.7 < share < 0.9) if in_12_bits else share == 1
     assert plan(capsys, tiny("llama"), *HERE)["measured"] == row["measured"]
 
 

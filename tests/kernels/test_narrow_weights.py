@@ -1,4 +1,6 @@
-"""Weights in float32 whose numbers fit 16 bits are held so, and no bit of a product changes."""
+"""Weights in float32 whose numbers fit 16 bits are held so, and no bit of a product changes. Of 12
+bits: test_bf12.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_linear import CpuLinear, PackedGateUp
 from nanoengine.kernels.packed_weight import ADD
 
-pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
+pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads", "in_16_bits")]
 
 # As this machine compiles it, with vectors of 8 lanes, and with those of 4 without fused steps.
 BUILDS = {"native": (), "avx2": ("-march=haswell",), "sse": ("-march=x86-64",)}

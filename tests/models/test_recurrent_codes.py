@@ -178,6 +178,7 @@ def test_a_decode_is_replayed_and_moves_no_bit(
     assert all(map(torch.equal, taped, answers(path, dtype=dtype)))
 
 
+@pytest.mark.usefixtures("in_16_bits")
 def test_the_plan_knows_what_is_loaded(
     case: Case, file_of: Callable[[Case], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

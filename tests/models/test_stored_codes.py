@@ -244,6 +244,7 @@ def test_a_decode_with_experts_is_replayed_and_moves_no_bit(
     assert all(map(torch.equal, taped, logits_of(path)))
 
 
+@pytest.mark.usefixtures("in_16_bits")
 def test_the_plan_says_what_is_held(k_quants: Path, tmp_path: Path) -> None:
     """The bytes of the file's codes, 16 bits for other matrices, float32 for vectors."""
     engine = make_engine(k_quants)

@@ -12,7 +12,7 @@
 #ifdef IS_DONE_HERE
 enum { IS_BF16 = MODE != F32 };
 enum { FEW = 17, TOKENS_MOST = 1500 };
-enum { NUMBERS, CODES, ROUNDED }; /* kinds of products: of codes, and of these with rounded rows */
+enum { NUMBERS, CODES, ROUNDED, IN_12_BITS }; /* kinds of products: ROUNDED are of codes, with rounded rows */
 enum { NO_NORM, NORM, WIDE_NORM }; /* with a weight as activations, and in float32 */
 
 static int64_t panel_bytes(const weight_t *w) {
@@ -28,17 +28,41 @@ static char *some_codes(int64_t blocks) {
     return codes;
 }
 
+#if HAVE_BF12
+/* Gate and up have the same numbers. */
+static char *some_bf12(const weight_t *w, int threads) {
+    char *rows = some_numbers(w->outputs * w->k, 1);
+    const int64_t stride = 2 * w->k;
+    const source_t source = {{rows, rows}, {stride, stride}, w->activation ? 2 : 1, w->outputs, w->k, threads};
+    uint32_t *starts = malloc((size_t)(count_blocks(&source) + 1) * sizeof *starts);
+    const size_t bytes = (size_t)measure_bf12(&source, starts);
+    char *memory = aligned_alloc(64, bytes);
+    memset(memory, 0, bytes);
+    pack_bf12(&source, starts, memory);
+    free(rows), free(starts);
+    return memory;
+}
+#endif
+
 /* Packed from random numbers, or codes where `kind` says so; gate and up where it is gated. */
 static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int norm, int threads, int kind) {
     weight_t w = {.outputs = outputs, .k = k, .activation = is_gated ? SILU : 0,
                   .format = kind == NUMBERS ? DENSE : Q4_0, .is_rounded = kind == ROUNDED,
                   .is_norm_bf16 = IS_BF16 && norm == NORM, .eps = 1e-5};
     if (norm) w.norm_weight = some_numbers(k, w.is_norm_bf16);
+    const int64_t columns = outputs * (is_gated ? 4 : 2);
+    w.bias = some_numbers(ceil_div(columns, PANEL) * PANEL, 0);
+#if HAVE_BF12
+    if (kind == IN_12_BITS) {
+        w.format = BF12, w.panels = some_bf12(&w, threads);
+        return w;
+    }
+#endif
     w.is_tiled = IS_BF16 && HAVE_TILES && allow_tiles() == 0 && k % TILE_K == 0 && !w.is_rounded;
-    const int64_t bytes = panel_bytes(&w), columns = outputs * (is_gated ? 4 : 2);
+    const int64_t bytes = panel_bytes(&w);
     char *memory = aligned_alloc(64, (size_t)ceil_div(bytes, 64) * 64);
     memset(memory, 0, (size_t)bytes);
-    w.panels = memory, w.bias = some_numbers(ceil_div(columns, PANEL) * PANEL, 0);
+    w.panels = memory;
     for (int which = 0; which <= is_gated; which++) {
         const int64_t stride = kind == NUMBERS ? ITEM * k : k / GROUP * block_bytes(Q4_0);
         char *rows = kind == NUMBERS ? some_numbers(outputs * k, IS_BF16) : some_codes(outputs * k / GROUP);
@@ -90,7 +114,7 @@ static void check_tokens(const layer_t *one, const layer_t *several, int64_t tok
 static void check_layer(int64_t width, int64_t k, int64_t inner, int kind) {
     static const int64_t TOKENS[] = {33, 200, TOKENS_MOST};
     const layer_t one = some_layer(width, k, inner, 1, kind), two = some_layer(width, k, inner, 2, kind);
-    expect_same("pack", one.gate_up.panels, two.gate_up.panels, panel_bytes(&one.gate_up));
+    if (kind != IN_12_BITS) expect_same("pack", one.gate_up.panels, two.gate_up.panels, panel_bytes(&one.gate_up));
     for (int64_t tokens = 1; tokens <= FEW; tokens++) check_tokens(&one, &two, tokens, 3);
     for (size_t i = 0; i < sizeof TOKENS / sizeof *TOKENS; i++) check_tokens(&one, &two, TOKENS[i], 2);
     int64_t ids[300];
@@ -169,7 +193,7 @@ static void check_route(int has_groups) {
 }
 
 int main(void) {
-    for (int kind = NUMBERS; kind <= ROUNDED; kind++) {
+    for (int kind = NUMBERS; kind <= (HAVE_BF12 ? IN_12_BITS : ROUNDED); kind++) {
         check_layer(160, 96, 224, kind);
         check_experts(160, 96, kind);
     }

@@ -228,3 +228,22 @@ def test_a_forecast_never_changes_the_settings_it_was_given() -> None:
     config = EngineConfig("m", max_num_seqs=4)
     made = Forecaster(config, LLAMA_8B, Hardware(24 * GIB, 32 * GIB, 300.0, 25.0)).forecast(90000)
     assert made.settings["max_num_seqs"] == 4 and config == EngineConfig("m", max_num_seqs=4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "codes", "share"),
+    [({}, {}, 0.75), ({"quantization": "int8"}, {}, 1), ({}, {"layers": {"Q4_0": 1}}, 1)],
+)
+def test_numbers_that_take_fewer_bits_are_read_faster(
+    settings: dict[str, Any], codes: dict[str, dict[str, int]], share: float
+) -> None:
+    """A plan leaves room for all of them; codes take the bits they take."""
+    hardware = Hardware(0, 64 * GIB, 20.0, 25.0, read_efficiency=1.0)
+    full, held = (
+        Forecaster(make_config("m", settings), LLAMA_8B, each, codes).forecast(2000)
+        for each in (hardware, replace(hardware, held_share=0.75))
+    )
+    assert full.plan == held.plan
+    kv_s = 2000 * LLAMA_8B.kv_bytes_per_token(2) / 20e9
+    weights_s = 1 / full.tokens_per_s - kv_s
+    assert 1 / held.tokens_per_s == pytest.approx(share * weights_s + kv_s, rel=1e-3)

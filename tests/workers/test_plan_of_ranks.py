@@ -30,7 +30,7 @@ HEADS_OF_THREE = {"num_attention_heads": 6, "num_key_value_heads": 3}
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def held(in_16_bits: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Ranks are threads; the bytes of weights that each of them but the first reports."""
     found: list[int] = []
     load = following_rank.load_compute_parts

@@ -1,0 +1,279 @@
+/* Weights in bfloat16 held in 12 bits each, with no bit lost.
+ *
+ * The upper byte of a bfloat16 is its sign and 7 bits of its exponent. Weights that lie side by side are of few
+ * sizes: 16 upper bytes are mostly all that 1,024 of them have. So a block of 64 outputs x 16 inputs has a
+ * table of 16 upper bytes, and of each weight the lower byte and a code of 4 bits, its place in the table. Where
+ * a block has more of them, its table has the 15 most frequent ones, and the code OTHER stands for all others,
+ * which follow in order at the end of the block.
+ *
+ * Memory: [where each block begins, and the last one ends: uint32, in lines of 64 bytes][tables][blocks], each
+ * part from a whole line on. Blocks lie in the order [panel][16 inputs]. A block is, for each of 8 words of k, a
+ * line of codes, those of half a panel lower, and a line of lower bytes for each half panel; then lines of others.
+ * It is read from its first byte to its last: the CPU's own prefetching is all it needs.
+ *
+ * Vectors decode codes of one length. DFloat11 (arXiv:2504.11651) has shorter ones of many lengths, for GPUs;
+ * ZipServ (arXiv:2603.17435) has one length, too, in another layout.
+ */
+#ifndef NANOENGINE_CPU_BF12_H
+#define NANOENGINE_CPU_BF12_H
+#include "cpu_lookup.h"
+
+enum { LINE = 64, UPPER_BYTES = 16, OTHER = UPPER_BYTES - 1 };
+enum { BLOCK_WORDS = 8, BLOCK_K = 2 * BLOCK_WORDS, BLOCK_HALVES = 2 * BLOCK_WORDS };
+enum { WORD_LINES = 3, LEAST_LINES = WORD_LINES * BLOCK_WORDS };
+
+typedef struct { /* rows to pack, of one weight or of gate and up, filled by packed_weight.py; strides in bytes */
+    const char *rows[2];
+    int64_t strides[2], parts, outputs, k, threads;
+} source_t;
+
+typedef struct { /* the memory of a packed weight */
+    uint32_t *starts;
+    uint8_t *tables; /* [block][UPPER_BYTES] */
+    char *lines;
+} bf12_t;
+
+INLINE int64_t starts_bytes(int64_t blocks) { return ceil_div(4 * (blocks + 1), LINE) * LINE; }
+INLINE int64_t tables_bytes(int64_t blocks) { return ceil_div(UPPER_BYTES * blocks, LINE) * LINE; }
+
+INLINE bf12_t bf12_at(const char *p, int64_t blocks) {
+    char *tables = (char *)p + starts_bytes(blocks);
+    return (bf12_t){(uint32_t *)p, (uint8_t *)tables, tables + tables_bytes(blocks)};
+}
+
+#if LANES == 16 && defined(__AVX512VBMI2__)
+#define HAVE_BF12 1
+#else
+#define HAVE_BF12 0
+#endif
+int has_bf12(void) { return HAVE_BF12; }
+
+#if HAVE_BF12
+/* ---- packing ---------------------------------------------------------------------------------- */
+
+/* Of a block: [word of k][half panel]. Bytes are in the order that _mm512_unpacklo_epi8 and _mm512_unpackhi_epi8
+ * want. */
+typedef struct { __m512i lower[BLOCK_HALVES], upper[BLOCK_HALVES]; } block_bytes_t;
+
+INLINE int64_t count_blocks(const source_t *s) {
+    return ceil_div(ceil_div(s->outputs, LANES) * s->parts, PANEL / LANES) * (s->k / BLOCK_K);
+}
+
+/* Block number `block`. Outputs that there are not have zeros. */
+INLINE block_bytes_t split_block(const source_t *s, int64_t block) {
+    enum { VECTORS = PANEL / LANES };
+    const int64_t steps = s->k / BLOCK_K, panel = block / steps, k = block % steps * BLOCK_K;
+    const int64_t step = k / (2 * LANES) * 2 * LANES; /* `turn` takes 16 words of k */
+    __m512i words[VECTORS][LANES];
+    for (int v = 0; v < VECTORS; v++) {
+        const int64_t run = panel * VECTORS + v, part = run % s->parts, first = run / s->parts * LANES;
+        const char *rows = s->rows[part] + first * s->strides[part] + 2 * step;
+        turn(rows, s->strides[part], max64(0, min64(LANES, s->outputs - first)), (char *)words[v], LINE);
+    }
+    const __m512i lower = _mm512_set1_epi16(255);
+    block_bytes_t bytes;
+    UNROLL for (int i = 0; i < BLOCK_HALVES; i++) {
+        const int64_t word = (k - step) / 2 + i / 2;
+        const __m512i a = words[i % 2 * 2][word], b = words[i % 2 * 2 + 1][word];
+        bytes.lower[i] = _mm512_packus_epi16(_mm512_and_si512(a, lower), _mm512_and_si512(b, lower));
+        bytes.upper[i] = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+    }
+    return bytes;
+}
+
+/* The table of a block. Returns how many weights are others. */
+INLINE int64_t find_table(const block_bytes_t *block, uint8_t *table) {
+    uint64_t left[BLOCK_HALVES];
+    int64_t counts[256], found = 0, others = 0;
+    uint8_t bytes[256];
+    memset(left, 255, sizeof left);
+    for (int i = 0; i < BLOCK_HALVES; i++)
+        for (; left[i]; found++) {
+            bytes[found] = ((const uint8_t *)&block->upper[i])[__builtin_ctzll(left[i])], counts[found] = 0;
+            const __m512i byte = _mm512_set1_epi8((char)bytes[found]);
+            for (int j = i; j < BLOCK_HALVES; j++) {
+                const uint64_t equal = _mm512_mask_cmpeq_epi8_mask(left[j], block->upper[j], byte);
+                left[j] ^= equal, counts[found] += __builtin_popcountll(equal);
+            }
+        }
+    const int64_t held = found > UPPER_BYTES ? OTHER : found;
+    for (int64_t n = 0; n < held; n++) { /* the most frequent ones first */
+        int64_t most = n;
+        for (int64_t i = n + 1; i < found; i++)
+            if (counts[i] > counts[most]) most = i;
+        table[n] = bytes[most], bytes[most] = bytes[n], counts[most] = counts[n];
+    }
+    memset(table + held, 0, (size_t)(UPPER_BYTES - held));
+    for (int64_t n = held; n < found; n++) others += counts[n];
+    return others;
+}
+
+/* Write a block, of whose weights so many are others. */
+INLINE void put_block(const block_bytes_t *block, const uint8_t *table, int64_t others, char *to) {
+    char last[LINE * (BLOCK_HALVES + 1)];
+    int64_t n = 0;
+    memset(last, 0, sizeof last);
+    for (int i = 0; i < BLOCK_HALVES; i += 2, to += WORD_LINES * LINE) {
+        __m512i codes[2];
+        UNROLL for (int h = 0; h < 2; h++) {
+            const __m512i upper = block->upper[i + h];
+            codes[h] = _mm512_set1_epi8(OTHER);
+            for (int c = UPPER_BYTES - 1 - (others > 0); c >= 0; c--) {
+                const __mmask64 has_it = _mm512_cmpeq_epi8_mask(upper, _mm512_set1_epi8((char)table[c]));
+                codes[h] = _mm512_mask_mov_epi8(codes[h], has_it, _mm512_set1_epi8((char)c));
+            }
+            const __mmask64 is_other = _mm512_cmpeq_epi8_mask(codes[h], _mm512_set1_epi8(OTHER));
+            _mm512_storeu_si512(last + n, _mm512_maskz_compress_epi8(is_other, upper));
+            n += others ? __builtin_popcountll(is_other) : 0;
+            _mm512_storeu_si512(to + (1 + h) * LINE, block->lower[i + h]);
+        }
+        _mm512_storeu_si512(to, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
+    }
+    memcpy(to, last, (size_t)(ceil_div(others, LINE) * LINE));
+}
+
+/* Where each block would begin, and the last one end: `starts` has room for one more than there are. Returns the
+ * bytes of all, with a line to read beyond. */
+int64_t measure_bf12(const source_t *s, uint32_t *starts) {
+    const int64_t blocks = count_blocks(s);
+#pragma omp parallel for num_threads((int)s->threads) schedule(static)
+    for (int64_t i = 0; i < blocks; i++) {
+        uint8_t table[UPPER_BYTES];
+        const block_bytes_t bytes = split_block(s, i);
+        starts[i + 1] = (uint32_t)(LEAST_LINES + ceil_div(find_table(&bytes, table), LINE));
+    }
+    starts[0] = 0;
+    for (int64_t i = 0; i < blocks; i++) starts[i + 1] += starts[i];
+    return starts_bytes(blocks) + tables_bytes(blocks) + (starts[blocks] + 1) * (int64_t)LINE;
+}
+
+/* Pack at `to`, as measured. */
+void pack_bf12(const source_t *s, const uint32_t *starts, char *to) {
+    const int64_t blocks = count_blocks(s);
+    const bf12_t weight = bf12_at(to, blocks);
+    memcpy(weight.starts, starts, (size_t)(blocks + 1) * sizeof *starts);
+#pragma omp parallel for num_threads((int)s->threads) schedule(static)
+    for (int64_t i = 0; i < blocks; i++) {
+        uint8_t *table = weight.tables + i * UPPER_BYTES;
+        const block_bytes_t bytes = split_block(s, i);
+        const int64_t others = find_table(&bytes, table);
+        put_block(&bytes, table, others, weight.lines + (int64_t)starts[i] * LINE);
+    }
+}
+
+/* ---- products --------------------------------------------------------------------------------- */
+
+typedef struct { /* of a block: what is next to read, its table, its next others */
+    const char *from;
+    __m512i table;
+    const char *others;
+} place_t;
+
+INLINE place_t block_of(bf12_t weight, int64_t block) {
+    const char *from = weight.lines + (int64_t)weight.starts[block] * LINE;
+    const __m128i *table = (const __m128i *)(weight.tables + block * UPPER_BYTES);
+    return (place_t){from, _mm512_broadcast_i32x4(_mm_loadu_si128(table)), from + LEAST_LINES * LINE};
+}
+INLINE int has_others(bf12_t weight, int64_t block) {
+    return weight.starts[block + 1] - weight.starts[block] > LEAST_LINES;
+}
+
+enum { STEPS = MODE == F32 ? 2 : 1 }; /* that `multiply` makes of a word of a block */
+
+/* What step `step` takes of a word's pairs: all of it, or one of two numbers. */
+INLINE vf of_step(vf pairs, int step) { return MODE == F32 ? number((vu)pairs, step, BF16) : pairs; }
+
+/* The next word of a panel, as pairs. */
+INLINE void take_word(place_t *at, vf *pairs, const int with_others) {
+    const __m512i four_bits = _mm512_set1_epi8(15), codes = _mm512_loadu_si512(at->from);
+    UNROLL for (int h = 0; h < 2; h++) {
+        const __m512i code = _mm512_and_si512(h ? _mm512_srli_epi16(codes, 4) : codes, four_bits);
+        __m512i upper = _mm512_shuffle_epi8(at->table, code);
+        if (with_others) {
+            const __mmask64 is_other = _mm512_cmpeq_epi8_mask(code, four_bits);
+            upper = _mm512_mask_expand_epi8(upper, is_other, _mm512_loadu_si512(at->others));
+            at->others += __builtin_popcountll(is_other);
+        }
+        const __m512i lower = _mm512_loadu_si512(at->from + (1 + h) * LINE);
+        pairs[2 * h] = (vf)_mm512_unpacklo_epi8(lower, upper);
+        pairs[2 * h + 1] = (vf)_mm512_unpackhi_epi8(lower, upper);
+    }
+    at->from += WORD_LINES * LINE;
+}
+
+enum { LOWER_HALF, UPPER_HALF, BOTH_HALVES };
+
+/* A block as numbers, of a panel or of half of it, side by side. */
+INLINE void unpack_block(place_t at, char *to, const int halves, const int with_others) {
+    enum { VECTORS = PANEL / LANES };
+    const int begin = halves == UPPER_HALF ? VECTORS / 2 : 0, end = halves == LOWER_HALF ? VECTORS / 2 : VECTORS;
+    for (int i = 0; i < BLOCK_WORDS; i++) {
+        vf pairs[VECTORS];
+        take_word(&at, pairs, with_others);
+        UNROLL for (int step = 0; step < STEPS; step++)
+            UNROLL for (int v = begin; v < end; v++, to += LINE) store(to, of_step(pairs[v], step));
+    }
+}
+#define UNPACK_BF12(halves)                                                                         \
+    static void unpack_bf12_##halves(bf12_t weight, int64_t block, char *to) {                      \
+        if (has_others(weight, block)) unpack_block(block_of(weight, block), to, halves, 1);        \
+        else unpack_block(block_of(weight, block), to, halves, 0);                                  \
+    }
+UNPACK_BF12(LOWER_HALF) UNPACK_BF12(UPPER_HALF) UNPACK_BF12(BOTH_HALVES)
+typedef void unpack_bf12_t(bf12_t, int64_t, char *);
+static unpack_bf12_t *const BF12_UNPACKERS[] = {unpack_bf12_LOWER_HALF, unpack_bf12_UPPER_HALF,
+                                                unpack_bf12_BOTH_HALVES};
+
+/* s[r][v] += x[r] . w[v] of a block's panel; its numbers go to `kept`, where that is asked for. */
+INLINE void multiply_one_bf12(place_t at, const char *x, int64_t x_stride, vf s[][PANEL / LANES], char *kept,
+                              const int rows, const int keeps, const int with_others) {
+    const char *x3 = x + 3 * x_stride;
+    for (int i = 0; i < BLOCK_WORDS; i++) {
+        vf pairs[PANEL / LANES], w[PANEL / LANES];
+        take_word(&at, pairs, with_others);
+        UNROLL for (int step = 0; step < STEPS; step++, x += 4, x3 += 4) {
+            UNROLL for (int v = 0; v < PANEL / LANES; v++) w[v] = of_step(pairs[v], step);
+            UNROLL for (int v = 0; v < PANEL / LANES && keeps; v++, kept += LINE) store(kept, w[v]);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const vf a = (vf)splat_i(*(const word_t *)(r < 3 ? x + r * x_stride : x3 + (r - 3) * x_stride));
+                UNROLL for (int v = 0; v < PANEL / LANES; v++)
+                    s[r][v] = MODE == F32 ? fused(a, w[v], s[r][v]) : dot_pairs(s[r][v], a, w[v]);
+            }
+        }
+    }
+}
+
+/* As `multiply` in cpu_linear.c, of the blocks [block, end) of a panel. */
+INLINE void multiply_bf12(bf12_t weight, int64_t block, int64_t end, const char *x, int64_t x_stride,
+                          int is_first, char *kept, float *acc, const int rows, const int keeps) {
+    enum { VECTORS = PANEL / LANES, MOST = 6 };
+    vf s[MOST][VECTORS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) s[r][v] = is_first ? (vf){0} : load(acc + r * PANEL + v * LANES);
+    enum { X_BYTES = 4 * STEPS * BLOCK_WORDS };
+    for (; block < end; block++, x += X_BYTES, kept += keeps ? PANEL * X_BYTES : 0) {
+        const place_t at = block_of(weight, block);
+        if (has_others(weight, block)) multiply_one_bf12(at, x, x_stride, s, kept, rows, keeps, 1);
+        else multiply_one_bf12(at, x, x_stride, s, kept, rows, keeps, 0);
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS; v++) store(acc + r * PANEL + v * LANES, s[r][v]);
+}
+#define MULTIPLY_BF12(rows, keeps)                                                                  \
+    static void multiply_bf12_##rows##_##keeps(bf12_t weight, int64_t block, int64_t end,           \
+                                               const char *x, int64_t x_stride, int is_first,       \
+                                               char *kept, float *acc) {                            \
+        multiply_bf12(weight, block, end, x, x_stride, is_first, kept, acc, rows, keeps);           \
+    }
+#define MULTIPLY_BF12_OF(rows) MULTIPLY_BF12(rows, 0) MULTIPLY_BF12(rows, 1)
+MULTIPLY_BF12_OF(1) MULTIPLY_BF12_OF(2) MULTIPLY_BF12_OF(3)
+MULTIPLY_BF12_OF(4) MULTIPLY_BF12_OF(5) MULTIPLY_BF12_OF(6)
+typedef void multiply_bf12_t(bf12_t, int64_t, int64_t, const char *, int64_t, int, char *, float *);
+#define BF12_MULTIPLIER(rows) {multiply_bf12_##rows##_0, multiply_bf12_##rows##_1},
+/* By rows - 1, and whether the numbers are kept. */
+static multiply_bf12_t *const BF12_MULTIPLIERS[][2] = {
+    BF12_MULTIPLIER(1) BF12_MULTIPLIER(2) BF12_MULTIPLIER(3)
+    BF12_MULTIPLIER(4) BF12_MULTIPLIER(5) BF12_MULTIPLIER(6)
+};
+#endif
+#endif
