@@ -191,7 +191,7 @@ def test_the_engine_equals_transformers_on_dequantised_weights(tiny: Tiny, name:
         pytest.param("gpt-oss", "float32", marks=pytest.mark.breadth),
     ],
 )
-@pytest.mark.usefixtures("our_products")
+@pytest.mark.usefixtures("our_products", "in_16_bits")
 def test_products_have_the_bits_of_their_numbers(
     tiny: Tiny,
     monkeypatch: pytest.MonkeyPatch,
