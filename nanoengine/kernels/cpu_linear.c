@@ -264,6 +264,7 @@ static void unpack_half(const weight_t *w, int64_t half, int64_t begin, int64_t 
 
 /* Rows that go by codes, not by numbers made of them: where vectors are short, making these costs more. */
 INLINE int64_t most_few(int64_t format) {
+    if (format == DENSE || format == BF12) return 0;
     return LANES != 8 ? FEW_ROWS : has_numbers((int)format) ? 4 * FEW_ROWS : 2 * FEW_ROWS;
 }
 
@@ -516,8 +517,7 @@ static void multiply_units(const call_t *c, int64_t halves, int64_t block_rows, 
         /* one row of half a panel has no function of its own */
         const int is_few = rows <= most_few(c->w->format) && (is_whole || rows % 2 == 0 || LANES < 16);
         if (c->w->format == BF12 && is_whole) multiply_12_bits(c, row, rows, half * HALF, &scratch);
-        else if (c->w->format != DENSE && c->w->format != BF12 && is_few)
-            multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
+        else if (is_few) multiply_few(c, row, rows, half * HALF, columns, scratch.acc);
         else multiply_block(c, row, rows, half * HALF, columns, u > begin && rows > ROWS, &scratch);
         u += is_whole ? 2 : 1;
     }

@@ -61,7 +61,7 @@ def numbers(packer: CpuLinear, weight: Tensor) -> Tensor:
     return weight.to(packer.dtype)
 
 
-def in_16_bits(packer: CpuLinear, weight: Tensor) -> PackedLinear:
+def reference_of(packer: CpuLinear, weight: Tensor) -> PackedLinear:
     """The same rows, and after them as many that leave nothing to save."""
     whole = torch.cat((weight, noise(max(128, len(weight)), weight.shape[1]).nan_to_num()))
     packed = packer.pack(numbers(packer, whole))
@@ -100,7 +100,7 @@ def test_they_take_12_bits_and_the_tables(packer):
 def test_a_product_has_the_bits_of_16(packer, name, outputs, inputs):
     """What is no number is left out: the bits that it gives are the machine's."""
     weight = WEIGHTS[name](outputs, inputs).nan_to_num()
-    packed, reference = packer.pack(numbers(packer, weight)), in_16_bits(packer, weight)
+    packed, reference = packer.pack(numbers(packer, weight)), reference_of(packer, weight)
     assert packed.num_bytes < 0.95 * 2 * -(-outputs // 64) * 64 * inputs
     for rows in ROWS:
         x = numbers(packer, normal(rows, inputs, seed=rows)) / 3
