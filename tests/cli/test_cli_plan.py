@@ -328,9 +328,10 @@ def test_measure_runs_steps_and_remembers_them(
     row = json.loads(out)
     assert err == "measuring decode steps on this machine ...\n"
     assert row["measured"]["machine"] == here.machine and row["measured"]["read_gb_per_s"] > 0
-    in_12_bits = CpuLinear.load(CallTape(), dtype=native_dtype()[0]).holds_12_bits
-    share = row["measured"]["held_share"]
-    assert (0.7 < share < 0.9) if in_12_bits else share == 1
+    dtype, share = native_dtype()[0], row["measured"]["held_share"]
+    holds_12_bits = CpuLinear.load(CallTape(), dtype=dtype).holds_12_bits
+    # Random numbers in float32 fit no bfloat16.
+    assert (0.7 < share < 0.9) if holds_12_bits and dtype is torch.bfloat16 else share == 1
     assert plan(capsys, tiny("llama"), *HERE)["measured"] == row["measured"]
 
 
