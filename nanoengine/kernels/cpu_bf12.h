@@ -11,6 +11,9 @@
  * line of codes, those of half a panel lower, and a line of lower bytes for each half panel; then lines of others.
  * It is read from its first byte to its last: the CPU's own prefetching is all it needs.
  *
+ * For matrix tiles a block is 32 outputs x 32 inputs, in the order [half panel][32 inputs]: where half panels take
+ * turns above, words of k do here.
+ *
  * Vectors decode codes of one length. DFloat11 (arXiv:2504.11651) has shorter ones of many lengths, for GPUs;
  * ZipServ (arXiv:2603.17435) has one length, too, in another layout.
  */
@@ -19,12 +22,13 @@
 #include "cpu_lookup.h"
 
 enum { LINE = 64, UPPER_BYTES = 16, OTHER = UPPER_BYTES - 1 };
-enum { BLOCK_WORDS = 8, BLOCK_K = 2 * BLOCK_WORDS, BLOCK_HALVES = 2 * BLOCK_WORDS };
+enum { BLOCK_WORDS = 8, BLOCK_K = 2 * BLOCK_WORDS, TILED_BLOCK_K = 2 * BLOCK_K };
+enum { BLOCK_VECTORS = 2 * BLOCK_WORDS, NUMBERS_BYTES = 2 * LINE * BLOCK_VECTORS }; /* of 64 weights; of a block */
 enum { WORD_LINES = 3, LEAST_LINES = WORD_LINES * BLOCK_WORDS };
 
 typedef struct { /* rows to pack, of one weight or of gate and up, filled by packed_weight.py; strides in bytes */
     const char *rows[2];
-    int64_t strides[2], parts, outputs, k, threads;
+    int64_t strides[2], parts, outputs, k, is_tiled, threads;
 } source_t;
 
 typedef struct { /* the memory of a packed weight */
@@ -51,47 +55,65 @@ int has_bf12(void) { return HAVE_BF12; }
 #if HAVE_BF12
 /* ---- packing ---------------------------------------------------------------------------------- */
 
-/* Of a block: [word of k][half panel]. Bytes are in the order that _mm512_unpacklo_epi8 and _mm512_unpackhi_epi8
- * want. */
-typedef struct { __m512i lower[BLOCK_HALVES], upper[BLOCK_HALVES]; } block_bytes_t;
+/* Of a block: [word of k][half panel], or for tiles [word of k]. Bytes are in the order that
+ * _mm512_unpacklo_epi8 and _mm512_unpackhi_epi8 want. */
+typedef struct { __m512i lower[BLOCK_VECTORS], upper[BLOCK_VECTORS]; } block_bytes_t;
 
 INLINE int64_t count_blocks(const source_t *s) {
     return ceil_div(ceil_div(s->outputs, LANES) * s->parts, PANEL / LANES) * (s->k / BLOCK_K);
 }
 
-/* Block number `block`. Outputs that there are not have zeros. */
+/* 16 words of k, from input k on, of 16 outputs, which are run `run` of all panels. Outputs that there are not
+ * have zeros. */
+INLINE void take_run(const source_t *s, int64_t run, int64_t k, __m512i *words) {
+    const int64_t part = run % s->parts, first = run / s->parts * LANES;
+    const char *rows = s->rows[part] + first * s->strides[part] + 2 * k;
+    turn(rows, s->strides[part], max64(0, min64(LANES, s->outputs - first)), (char *)words, LINE);
+}
+
+/* 64 weights of a block: a word of k of 16 outputs, and of 16 others. */
+INLINE void split_words(block_bytes_t *bytes, int i, __m512i a, __m512i b) {
+    const __m512i lower = _mm512_set1_epi16(255);
+    bytes->lower[i] = _mm512_packus_epi16(_mm512_and_si512(a, lower), _mm512_and_si512(b, lower));
+    bytes->upper[i] = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+}
+
 INLINE block_bytes_t split_block(const source_t *s, int64_t block) {
     enum { VECTORS = PANEL / LANES };
-    const int64_t steps = s->k / BLOCK_K, panel = block / steps, k = block % steps * BLOCK_K;
-    const int64_t step = k / (2 * LANES) * 2 * LANES; /* `turn` takes 16 words of k */
+    const int64_t steps = s->k / BLOCK_K, run = block / steps * VECTORS, k = block % steps * BLOCK_K;
+    const int64_t first = k / (2 * LANES) * 2 * LANES, skipped = (k - first) / 2;
     __m512i words[VECTORS][LANES];
-    for (int v = 0; v < VECTORS; v++) {
-        const int64_t run = panel * VECTORS + v, part = run % s->parts, first = run / s->parts * LANES;
-        const char *rows = s->rows[part] + first * s->strides[part] + 2 * step;
-        turn(rows, s->strides[part], max64(0, min64(LANES, s->outputs - first)), (char *)words[v], LINE);
-    }
-    const __m512i lower = _mm512_set1_epi16(255);
     block_bytes_t bytes;
-    UNROLL for (int i = 0; i < BLOCK_HALVES; i++) {
-        const int64_t word = (k - step) / 2 + i / 2;
-        const __m512i a = words[i % 2 * 2][word], b = words[i % 2 * 2 + 1][word];
-        bytes.lower[i] = _mm512_packus_epi16(_mm512_and_si512(a, lower), _mm512_and_si512(b, lower));
-        bytes.upper[i] = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+    for (int v = 0; v < VECTORS; v++) take_run(s, run + v, first, words[v]);
+    UNROLL for (int i = 0; i < BLOCK_VECTORS; i++) {
+        const int64_t word = skipped + i / 2, v = i % 2 * 2;
+        split_words(&bytes, i, words[v][word], words[v + 1][word]);
     }
     return bytes;
+}
+INLINE block_bytes_t split_tiled_block(const source_t *s, int64_t block) {
+    const int64_t steps = s->k / TILED_BLOCK_K, run = block / steps * 2, k = block % steps * TILED_BLOCK_K;
+    __m512i words[2][LANES];
+    block_bytes_t bytes;
+    for (int v = 0; v < 2; v++) take_run(s, run + v, k, words[v]);
+    UNROLL for (int i = 0; i < BLOCK_VECTORS; i++) split_words(&bytes, i, words[0][i], words[1][i]);
+    return bytes;
+}
+INLINE block_bytes_t block_bytes_of(const source_t *s, int64_t block) {
+    return s->is_tiled ? split_tiled_block(s, block) : split_block(s, block);
 }
 
 /* The table of a block. Returns how many weights are others. */
 INLINE int64_t find_table(const block_bytes_t *block, uint8_t *table) {
-    uint64_t left[BLOCK_HALVES];
+    uint64_t left[BLOCK_VECTORS];
     int64_t counts[256], found = 0, others = 0;
     uint8_t bytes[256];
     memset(left, 255, sizeof left);
-    for (int i = 0; i < BLOCK_HALVES; i++)
+    for (int i = 0; i < BLOCK_VECTORS; i++)
         for (; left[i]; found++) {
             bytes[found] = ((const uint8_t *)&block->upper[i])[__builtin_ctzll(left[i])], counts[found] = 0;
             const __m512i byte = _mm512_set1_epi8((char)bytes[found]);
-            for (int j = i; j < BLOCK_HALVES; j++) {
+            for (int j = i; j < BLOCK_VECTORS; j++) {
                 const uint64_t equal = _mm512_mask_cmpeq_epi8_mask(left[j], block->upper[j], byte);
                 left[j] ^= equal, counts[found] += __builtin_popcountll(equal);
             }
@@ -110,10 +132,10 @@ INLINE int64_t find_table(const block_bytes_t *block, uint8_t *table) {
 
 /* Write a block, of whose weights so many are others. */
 INLINE void put_block(const block_bytes_t *block, const uint8_t *table, int64_t others, char *to) {
-    char last[LINE * (BLOCK_HALVES + 1)];
+    char last[LINE * (BLOCK_VECTORS + 1)];
     int64_t n = 0;
     memset(last, 0, sizeof last);
-    for (int i = 0; i < BLOCK_HALVES; i += 2, to += WORD_LINES * LINE) {
+    for (int i = 0; i < BLOCK_VECTORS; i += 2, to += WORD_LINES * LINE) {
         __m512i codes[2];
         UNROLL for (int h = 0; h < 2; h++) {
             const __m512i upper = block->upper[i + h];
@@ -139,7 +161,7 @@ int64_t measure_bf12(const source_t *s, uint32_t *starts) {
 #pragma omp parallel for num_threads((int)s->threads) schedule(static)
     for (int64_t i = 0; i < blocks; i++) {
         uint8_t table[UPPER_BYTES];
-        const block_bytes_t bytes = split_block(s, i);
+        const block_bytes_t bytes = block_bytes_of(s, i);
         starts[i + 1] = (uint32_t)(LEAST_LINES + ceil_div(find_table(&bytes, table), LINE));
     }
     starts[0] = 0;
@@ -155,7 +177,7 @@ void pack_bf12(const source_t *s, const uint32_t *starts, char *to) {
 #pragma omp parallel for num_threads((int)s->threads) schedule(static)
     for (int64_t i = 0; i < blocks; i++) {
         uint8_t *table = weight.tables + i * UPPER_BYTES;
-        const block_bytes_t bytes = split_block(s, i);
+        const block_bytes_t bytes = block_bytes_of(s, i);
         const int64_t others = find_table(&bytes, table);
         put_block(&bytes, table, others, weight.lines + (int64_t)starts[i] * LINE);
     }
@@ -223,6 +245,35 @@ UNPACK_BF12(LOWER_HALF) UNPACK_BF12(UPPER_HALF) UNPACK_BF12(BOTH_HALVES)
 typedef void unpack_bf12_t(bf12_t, int64_t, char *);
 static unpack_bf12_t *const BF12_UNPACKERS[] = {unpack_bf12_LOWER_HALF, unpack_bf12_UPPER_HALF,
                                                 unpack_bf12_BOTH_HALVES};
+
+/* A block as numbers, as matrix tiles take them: [vector of outputs][word of k]. */
+INLINE void unpack_tiled_block(place_t at, char *to, const int with_others) {
+    for (int i = 0; i < BLOCK_WORDS; i++, to += 2 * LINE) {
+        vf pairs[PANEL / LANES];
+        take_word(&at, pairs, with_others);
+        UNROLL for (int n = 0; n < 2; n++)
+            UNROLL for (int v = 0; v < 2; v++) store(to + n * LINE + v * NUMBERS_BYTES / 2, pairs[2 * n + v]);
+    }
+}
+static void unpack_bf12_tiled(bf12_t weight, int64_t block, char *to) {
+    if (has_others(weight, block)) unpack_tiled_block(block_of(weight, block), to, 1);
+    else unpack_tiled_block(block_of(weight, block), to, 0);
+}
+
+/* As multiply_tiles, of the blocks from `block` on. While one is multiplied the next is taken apart, in half of
+ * `numbers`: two blocks of 2 KiB stay in L1. */
+INLINE void multiply_tiled_blocks(product_t p, bf12_t weight, int64_t block, char *numbers, ahead_t ahead,
+                                  float *acc, int is_first, const int double_rows) {
+    take_sums(acc, p.out_stride, is_first, double_rows, 1);
+    unpack_bf12_tiled(weight, block, numbers);
+    for (int64_t i = 0; i < p.steps; i++, p.left.at += p.left.step) {
+        prefetch_ahead(&ahead, 0);
+        if (i + 1 < p.steps) unpack_bf12_tiled(weight, block + i + 1, numbers + (i + 1) % 2 * NUMBERS_BYTES);
+        p.right.at = numbers + i % 2 * NUMBERS_BYTES;
+        multiply_step(&p, double_rows, 1, NEITHER);
+    }
+    put_sums(acc, p.out_stride, double_rows, 1);
+}
 
 /* s[r][v] += x[r] . w[v] of a block's panel; its numbers go to `kept`, where that is asked for. */
 INLINE void multiply_one_bf12(place_t at, const char *x, int64_t x_stride, vf s[][PANEL / LANES], char *kept,

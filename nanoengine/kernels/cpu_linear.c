@@ -45,6 +45,8 @@ enum { MANY_GROUPS = LANES == 16 ? 16 : 4, FEW_GROUPS = 1 };
  * 256 rows are 288 KiB, which stay in L2 with the sums of 8 half panels. */
 enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS, STEP_BYTES = HALF * TILE_K * 2 };
 enum { CHUNK_STEPS = 18, FEW_STEPS = 2, HALVES_AT_ONCE = 8, TILED_BLOCK = 256 };
+/* Up to 192 rows each take 12 bits apart by themselves, 32 at a time, and what stays in L2 is a MiB of rows. */
+enum { GROUPS_OF_12 = 6, CHUNK_OF_12 = 1 << 20 };
 enum { SUMS = HAVE_TILES ? TILED_BLOCK * HALVES_AT_ONCE * HALF : BLOCK_ROWS * PANEL };
 enum { STORE, ADD, FLOAT, SILU_MUL = FLOAT + SILU, GELU_MUL, SWIGLU_MUL };
 
@@ -83,8 +85,9 @@ int has_pairs(void) { return HAVE_PAIRS; }
  * with every line, which is then all that comes). With more rows memory has time while the others use
  * the panel in L2: every line of what comes next, spread over the passes. Measured on Zen 4. With matrix
  * tiles up to 16 rows have every line 3 KiB ahead, in L1, and up to 32 a KiB ahead, in L2 (one row on two cores
- * of a Xeon with AMX: 31.5 GB/s, and 30; 27 from 4 KiB on; less by the rule for Zen 4). */
-enum { AHEAD = 4096, FEW_AHEAD = 3072, TILED_AHEAD = 1024 };
+ * of a Xeon with AMX: 31.5 GB/s, and 30; 27 from 4 KiB on; less by the rule for Zen 4). Those that take 12 bits
+ * apart have every line 8 KiB ahead, in L2, and only the first 32 rows prefetch. */
+enum { AHEAD = 4096, FEW_AHEAD = 3072, TILED_AHEAD = 1024, AHEAD_OF_12 = 8192 };
 
 /* acc[r][v] += x[r] . w[v] over `words` words of k, `w_stride` bytes apart in w. acc is [rows][PANEL];
  * `is_first` starts at 0. `is_odd`: the last word of x is half a pair. */
@@ -232,11 +235,26 @@ static void unpack_12_bits(const weight_t *w, int64_t column, int64_t columns, i
     for (int64_t i = begin * GROUP / BLOCK_K; i < end * GROUP / BLOCK_K; i++, to += 4 * BLOCK12_WORDS * columns)
         block(held, first + i, to);
 }
+
+/* As `unpack_half`, of a weight in 12 bits. */
+static void unpack_half_12_bits(const weight_t *w, int64_t begin, int64_t end, char *to) {
+    const bf12_t held = in_12_bits(w);
+    for (; begin < end; begin++, to += NUMBERS_BYTES) unpack_bf12_tiled(held, begin, to);
+}
+
+INLINE const char *line_of_block(const weight_t *w, int64_t block) {
+    const bf12_t held = in_12_bits(w);
+    return held.lines + LINE * (int64_t)held.starts[block];
+}
 #else
 static void unpack_12_bits(const weight_t *w, int64_t column, int64_t columns, int64_t begin, int64_t end,
                            char *to) {
     (void)w, (void)column, (void)columns, (void)begin, (void)end, (void)to;
 }
+static void unpack_half_12_bits(const weight_t *w, int64_t begin, int64_t end, char *to) {
+    (void)w, (void)begin, (void)end, (void)to;
+}
+INLINE const char *line_of_block(const weight_t *w, int64_t block) { return w->panels + block; }
 #endif
 
 /* The groups [begin, end) of k of the outputs [column, column + columns), which lie in one panel. */
@@ -254,7 +272,9 @@ static void unpack(const weight_t *w, int64_t column, int64_t columns, int64_t b
 
 /* The steps [begin, end) of half a panel of a tiled weight. */
 static void unpack_half(const weight_t *w, int64_t half, int64_t begin, int64_t end, char *to) {
-    if (!stands_left((int)w->format))
+    const int64_t all = w->k / TILE_K;
+    if (w->format == BF12) unpack_half_12_bits(w, half * all + begin, half * all + end, to);
+    else if (!stands_left((int)w->format))
         unpack(w, half * HALF, HALF, begin, end,
                (unpacked_t){to, TILE_BYTES, TILE_PAIRS * TILE_BYTES, STEP_BYTES});
     else
@@ -415,14 +435,63 @@ static void turn_sums(float *sums, int64_t n) {
     memcpy(sums, turned, (size_t)(ceil_div(n, PAIR_ROWS) * PAIR_ROWS) * 4 * HALF);
 }
 
+typedef struct { /* how the rows of a block pass by half a panel */
+    int64_t groups, most_steps;   /* of up to 32 rows; of k at one time */
+    int64_t distance, step_bytes; /* of what the first rows prefetch; of a step, or 0: codes prefetch by themselves */
+    int takes_apart;              /* each group takes 12 bits apart by itself */
+} passes_t;
+
+static passes_t passes_of(const weight_t *w, int64_t rows) {
+    const int64_t groups = ceil_div(rows, TILED_ROWS);
+    switch (w->format) {
+    case DENSE:
+        return (passes_t){groups, CHUNK_STEPS, rows <= TILE_ROWS ? FEW_AHEAD : TILED_AHEAD, STEP_BYTES, 0};
+    case BF12:
+        if (groups > GROUPS_OF_12) return (passes_t){groups, CHUNK_STEPS, AHEAD_OF_12, LEAST_LINES * LINE, 0};
+        return (passes_t){groups, CHUNK_OF_12 / (groups * STEP_BYTES), AHEAD_OF_12, LEAST_LINES * LINE, 1};
+    default: return (passes_t){groups, groups > 1 ? CHUNK_STEPS : FEW_STEPS, 0, 0, 0};
+    }
+}
+
+/* Where a step lies; all half panels are laid end to end. */
+INLINE const char *step_at(const weight_t *w, int64_t step) {
+    return w->format == BF12 ? line_of_block(w, step) : w->panels + step * STEP_BYTES;
+}
+
+/* What group g prefetches while it passes by `steps` steps at `from`; `before`: what the group before it would go
+ * on with. Where nobody prefetched those steps the first group does; then all share the chunk after them, unless
+ * rows take 12 bits apart: these go through all of k, and have time only for what comes soon. */
+static ahead_t ahead_of(const passes_t *p, int64_t g, int64_t steps, int is_warm, const char *from, const char *next,
+                        ahead_t before) {
+    if (g == 0 && !is_warm) return (ahead_t){from + p->distance, p->step_bytes / 64, p->step_bytes};
+    if (g == 0) return every_line(next, p->step_bytes, p->groups);
+    if (p->takes_apart) return (ahead_t){0};
+    if (g == 1 && !is_warm) return every_line(next, p->step_bytes, p->groups - 1);
+    if (before.from >= next + steps * p->step_bytes) before.lines = 0;
+    return before;
+}
+
+/* As multiply_steps, of 12 bits taken apart on the way, from block `block` on; `numbers`: room for two blocks. */
+static void multiply_blocks(const call_t *c, int64_t row, int64_t n, int64_t at, int64_t steps, int64_t block,
+                            char *numbers, ahead_t ahead, float *sums) {
+#if HAVE_BF12
+    const side_t weights = {numbers, TILE_BYTES, 0};
+    const product_t p = {rows_of_step(c, row, at), weights, STEP_BYTES / 2, steps, 4 * HALF};
+    const bf12_t held = in_12_bits(c->w);
+    if (n > TILE_ROWS) multiply_tiled_blocks(p, held, block, numbers, ahead, sums, at == 0, 1);
+    else multiply_tiled_blocks(p, held, block, numbers, ahead, sums, at == 0, 0);
+#else
+    (void)c, (void)row, (void)n, (void)at, (void)steps, (void)block, (void)numbers, (void)ahead, (void)sums;
+#endif
+}
+
 /* The rows [row, row + rows) of the half panels [half, half + count) of a tiled weight, as multiply_block.
  * A chunk of k of the rows stays in L2 for all of these. */
 static void multiply_halves(const call_t *c, int64_t row, int64_t rows, int64_t half, int64_t count,
                             int64_t *shaped, scratch_t *scratch) {
     const weight_t *w = c->w;
-    const int64_t all = w->k / TILE_K, groups = ceil_div(rows, TILED_ROWS);
-    const int64_t most = w->format != DENSE && groups == 1 ? FEW_STEPS : CHUNK_STEPS;
-    const int64_t chunks = ceil_div(all, most);
+    const passes_t p = passes_of(w, rows);
+    const int64_t all = w->k / TILE_K, groups = p.groups, chunks = ceil_div(all, p.most_steps);
     /* Output rows that lie a multiple of 4 KiB apart would push each other out of L1: they are written row by
      * row, of all half panels. */
     const int is_few = rows <= TILE_ROWS, is_by_row = chunks > 1 && count > 1 && c->out_stride % 4096 == 0;
@@ -430,30 +499,26 @@ static void multiply_halves(const call_t *c, int64_t row, int64_t rows, int64_t 
     for (int64_t i = 0, at = 0, steps; i < chunks; i++, at += steps) {
         steps = (all - at) / (chunks - i);
         for (int64_t h = 0; h < count; h++) {
-            const char *numbers = w->panels + ((half + h) * all + at) * STEP_BYTES;
-            const char *next = h + 1 < count ? numbers + all * STEP_BYTES
-                                             : numbers + steps * STEP_BYTES - (count - 1) * all * STEP_BYTES;
-            ahead_t ahead = {numbers + (is_few ? FEW_AHEAD : TILED_AHEAD), STEP_BYTES / 64, STEP_BYTES};
-            if (is_warm) ahead = every_line(next, STEP_BYTES, groups);
-            if (w->format != DENSE) {
-                numbers = scratch->numbers, ahead = (ahead_t){0};
-                unpack_half(w, half + h, at, at + steps, scratch->numbers);
-            }
+            const int64_t first = (half + h) * all + at;
+            const char *from = step_at(w, first);
+            const char *next = step_at(w, h + 1 < count ? first + all : half * all + at + steps);
+            const char *numbers = w->format == DENSE ? from : scratch->numbers;
+            if (w->format != DENSE && !p.takes_apart) unpack_half(w, half + h, at, at + steps, scratch->numbers);
+            ahead_t ahead = {0};
             for (int64_t g = 0, r = 0; g < groups; g++, r += TILED_ROWS) {
                 const int64_t n = min64(TILED_ROWS, rows - r);
                 float *sums = scratch->acc + (chunks > 1 ? (h * groups + g) * TILED_ROWS * HALF : 0);
                 shape_for(c, n, shaped);
-                if (w->format == DENSE) {
-                    if (g == 1 && !is_warm) ahead = every_line(next, STEP_BYTES, groups - 1);
-                    if (g > 0 && ahead.from >= next + steps * STEP_BYTES) ahead.lines = 0;
-                }
-                multiply_steps(c, row + r, n, at, steps, numbers, ahead, is_few, sums);
+                ahead = ahead_of(&p, g, steps, is_warm, from, next, ahead);
+                if (p.takes_apart)
+                    multiply_blocks(c, row + r, n, at, steps, first, scratch->numbers, ahead, sums);
+                else multiply_steps(c, row + r, n, at, steps, numbers, ahead, is_few, sums);
                 ahead.from += steps * ahead.step;
                 if (i + 1 == chunks && looks_up(w)) turn_sums(sums, n);
                 if (i + 1 == chunks && !is_by_row)
                     finish_rows(c, row + r, (int)n, (half + h) * HALF, HALF, sums, HALF);
             }
-            is_warm = groups > 1;
+            is_warm = groups > 1 && !p.takes_apart;
         }
     }
     for (int64_t r = 0; r < rows && is_by_row; r++)
@@ -929,7 +994,7 @@ int narrow_numbers(const uint32_t *numbers, uint16_t *out, int64_t count, int64_
     return !lost;
 }
 
-/* One row of a weight. Codes become numbers half a panel at a time, of which one is wanted. */
+/* One row of a weight. What is not numbers becomes numbers half a panel at a time, of which one row is wanted. */
 static void gather_row(const weight_t *w, int64_t id, char *to) {
     if (w->format == DENSE) {
         for (int64_t i = 0; i < words_of(w); i++)
@@ -937,17 +1002,17 @@ static void gather_row(const weight_t *w, int64_t id, char *to) {
         return;
     }
     char numbers[GROUP * 4 * HALF] __attribute__((aligned(64)));
-    const int64_t first = id / HALF * HALF;
-    for (int64_t group = 0; group < w->k / GROUP; group++) {
+    const int64_t n = id % HALF;
+    for (int64_t group = 0; group < w->k / GROUP; group++, to += 4 * GROUP_WORDS) {
+        if (w->is_tiled) unpack_half(w, id / HALF, group, group + 1, numbers);
+        else unpack(w, id - n, HALF, group, group + 1, (unpacked_t){numbers, 4 * HALF, 4 * TURN, 0});
         if (looks_up(w)) {
-            LOOKERS[w->format](panel_of(w, id), group, id % PANEL / HALF, numbers);
-            memcpy(to, numbers + (id - first) * 2 * GROUP, 2 * GROUP);
-            to += 2 * GROUP;
+            memcpy(to, numbers + n * 2 * GROUP, 2 * GROUP);
             continue;
         }
-        unpack(w, first, HALF, group, group + 1, (unpacked_t){numbers, 4 * HALF, 4 * TURN, 0});
-        for (int64_t i = 0; i < GROUP_WORDS; i++, to += 4)
-            memcpy(to, numbers + 4 * (i * HALF + id - first), 4);
+        const int64_t first = w->is_tiled ? n / TURN * STEP_BYTES / 2 + n % TURN * 4 : 4 * n;
+        const int64_t stride = w->is_tiled ? TILE_BYTES : 4 * HALF;
+        for (int64_t i = 0; i < GROUP_WORDS; i++) memcpy(to + 4 * i, numbers + first + i * stride, 4);
     }
 }
 

@@ -17,7 +17,7 @@
 #define HAVE_TILES 0
 #endif
 
-enum { TILE_ROWS = 16, TILE_PAIRS = 16, TILE_BYTES = 64 }; /* bytes of a row: 32 bf16 or 16 floats */
+enum { TILE_ROWS = 16, TILE_COLUMNS = 16, TILE_PAIRS = 16, TILE_BYTES = 64 }; /* bytes of a row: 32 bf16 or 16 floats */
 enum { NARROW = 4 };
 enum { NEITHER, LEFT, RIGHT }; /* sides of a product */
 
@@ -44,14 +44,21 @@ typedef struct { /* [32 rows][k] by [k][32 columns], of which the second 16 lie 
     int64_t out_stride;  /* bytes from row to row of the result */
 } product_t;
 
-#if HAVE_TILES
 typedef struct { /* as LDTILECFG takes it */
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 } tile_shapes_t;
 
-#ifndef TILE_LOAD /* tests/sanitize/emulate.h has them in C: a sanitizer sees nothing of assembly */
+#if !HAVE_TILES /* nothing calls what is made of these */
+#define TILE_LOAD(tile, at, stride) ((void)(at), (void)(stride))
+#define TILE_PASS(tile, at, stride) TILE_LOAD(tile, at, stride)
+#define TILE_STORE(tile, at, stride) TILE_LOAD(tile, at, stride)
+#define TILE_ZERO(tile) ((void)0)
+#define TILE_DOT(acc, rows, columns) ((void)0)
+#define TILE_SHAPE(shapes) ((void)(shapes))
+#define TILE_RELEASE() ((void)0)
+#elif !defined(TILE_LOAD) /* tests/sanitize/emulate.h has them in C: a sanitizer sees nothing of assembly */
 /* With clobbers, which not every compiler's intrinsics have. */
 #define TILE_OP(op, at, stride)                                                                     \
     __asm__ volatile(op : : "r"(at), "r"((int64_t)(stride)) : "memory")
@@ -67,8 +74,12 @@ typedef struct { /* as LDTILECFG takes it */
 
 /* Ask Linux for the tiles' state (it is large, so a process has to). Returns 0, or -1. */
 int allow_tiles(void) {
+#if HAVE_TILES
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18 };
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? -1 : 0;
+#else
+    return -1;
+#endif
 }
 
 /* Tiles 0, 1 and 4 get rows0 rows; 2, 3 and 5 rows1; 6 and 7 all 16. Content is lost. */
@@ -98,42 +109,61 @@ INLINE void shape_narrow_tiles(void) {
 
 INLINE void release_tiles(void) { TILE_RELEASE(); }
 
+#define EACH_SUM(f)                                                                                 \
+    f(0, acc) if (double_columns) { f(1, acc + TILE_COLUMNS) }                                      \
+    if (double_rows) { f(2, acc1) if (double_columns) { f(3, acc1 + TILE_COLUMNS) } }
+
+/* Sums are in tiles from here on; until put_sums they are not in memory. */
+INLINE void take_sums(const float *acc, int64_t stride, int is_first, const int double_rows,
+                      const int double_columns) {
+    const float *acc1 = acc + TILE_ROWS * stride / 4;
+#define START(tile, at) TILE_ZERO(tile);
+#define RESUME(tile, at) TILE_LOAD(tile, at, stride);
+    if (is_first) { EACH_SUM(START) } else { EACH_SUM(RESUME) }
+    (void)acc1;
+}
+INLINE void put_sums(float *acc, int64_t stride, const int double_rows, const int double_columns) {
+    float *acc1 = acc + TILE_ROWS * stride / 4;
+#define FINISH(tile, at) TILE_STORE(tile, at, stride);
+    EACH_SUM(FINISH)
+    (void)acc1;
+}
+
+/* One step of k, on the sums in tiles. */
+INLINE void multiply_step(const product_t *p, const int double_rows, const int double_columns, const int passing) {
+    const char *left1 = p->left.at + TILE_ROWS * p->left.stride;
+#define SIDE(tile, side, its, at)                                                                   \
+    if (passing == side) TILE_PASS(tile, at, p->its.stride);                                        \
+    else TILE_LOAD(tile, at, p->its.stride);
+    SIDE(4, LEFT, left, p->left.at)
+    SIDE(6, RIGHT, right, p->right.at)
+    TILE_DOT(0, 4, 6);
+    if (double_columns) {
+        SIDE(7, RIGHT, right, p->right.at + p->next)
+        TILE_DOT(1, 4, 7);
+    }
+    if (double_rows) {
+        SIDE(5, LEFT, left, left1)
+        TILE_DOT(2, 5, 6);
+        if (double_columns) TILE_DOT(3, 5, 7);
+    }
+}
+
 /* acc += left right, or = where it starts at 0. acc is [rows][columns], 32 of each that is double and
  * 16 else, as far as the tiles' shapes reach. `passing`: the side that passes L1 by. `is_for_l1`: so is what
  * is prefetched, not for L2. */
 INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
                            const int double_columns, const int passing, const int is_for_l1) {
-    float *acc1 = acc + TILE_ROWS * p.out_stride / 4;
-    const char *left1 = p.left.at + TILE_ROWS * p.left.stride;
-#define EACH_ACC(f)                                                                                 \
-    f(0, acc) if (double_columns) { f(1, acc + LANES) }                                             \
-    if (double_rows) { f(2, acc1) if (double_columns) { f(3, acc1 + LANES) } }
-#define START(tile, at) TILE_ZERO(tile);
-#define RESUME(tile, at) TILE_LOAD(tile, at, p.out_stride);
-#define FINISH(tile, at) TILE_STORE(tile, at, p.out_stride);
-#define SIDE(tile, side, its, at)                                                                   \
-    if (passing == side) TILE_PASS(tile, at, p.its.stride);                                         \
-    else TILE_LOAD(tile, at, p.its.stride);
-    if (is_first) { EACH_ACC(START) } else { EACH_ACC(RESUME) }
+    take_sums(acc, p.out_stride, is_first, double_rows, double_columns);
     for (int64_t i = 0; i < p.steps; i++) {
         prefetch_ahead(&ahead, is_for_l1);
-        SIDE(4, LEFT, left, p.left.at)
-        SIDE(6, RIGHT, right, p.right.at)
-        TILE_DOT(0, 4, 6);
-        if (double_columns) {
-            SIDE(7, RIGHT, right, p.right.at + p.next)
-            TILE_DOT(1, 4, 7);
-        }
-        if (double_rows) {
-            SIDE(5, LEFT, left, left1)
-            TILE_DOT(2, 5, 6);
-            if (double_columns) TILE_DOT(3, 5, 7);
-        }
-        p.left.at += p.left.step, left1 += p.left.step, p.right.at += p.right.step;
+        multiply_step(&p, double_rows, double_columns, passing);
+        p.left.at += p.left.step, p.right.at += p.right.step;
     }
-    EACH_ACC(FINISH)
+    put_sums(acc, p.out_stride, double_rows, double_columns);
 }
 
+#if HAVE_TILES
 /* Rows of `left` by [k][NARROW columns], turned: out[column][row], `width` floats apart. `rows` are up to
  * MOST, of which a multiple of 16 is read; `steps` of 32 values of k. Needs narrow tiles. */
 INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t steps, float *out,
@@ -169,16 +199,6 @@ INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t s
 }
 
 #else
-int allow_tiles(void) { return -1; }
-INLINE void shape_tiles(int64_t rows0, int64_t rows1) { (void)rows0, (void)rows1; }
-INLINE void shape_columns(int64_t columns0, int64_t columns1) { (void)columns0, (void)columns1; }
-INLINE void shape_narrow_tiles(void) {}
-INLINE void release_tiles(void) {}
-INLINE void multiply_tiles(product_t p, ahead_t ahead, float *acc, int is_first, const int double_rows,
-                           const int double_columns, const int passing, const int is_for_l1) {
-    (void)p, (void)ahead, (void)acc, (void)is_first;
-    (void)double_rows, (void)double_columns, (void)passing, (void)is_for_l1;
-}
 INLINE void multiply_narrow(side_t left, int rows, const float *right, int64_t steps, float *out,
                             int64_t width) {
     (void)left, (void)rows, (void)right, (void)steps, (void)out, (void)width;

@@ -44,7 +44,7 @@ INTEGER_FORMATS = frozenset(FORMATS) - {"MXFP4", "FP8"}
 _WEIGHT = struct.Struct("=3Q7qd")
 CALL = struct.Struct("=4Q5q")
 # One field per member of source_t in cpu_bf12.h, in that order.
-_SOURCE = struct.Struct("=2Q6q")
+_SOURCE = struct.Struct("=2Q7q")
 _ARENA_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
 
@@ -180,7 +180,7 @@ class WeightPacker:
         library.pack.restype = None
         library.is_left_format.argtypes = [integer]
         library.narrow_numbers.argtypes = [pointer, pointer, integer, integer]
-        self.holds_12_bits = bool(library.has_bf12()) and not has_tiles
+        self.holds_12_bits = bool(library.has_bf12())
         if self.holds_12_bits:
             library.measure_bf12.argtypes = [ctypes.c_char_p, pointer]
             library.measure_bf12.restype = integer
@@ -260,7 +260,7 @@ class WeightPacker:
         source = _SOURCE.pack(
             *(first.data_ptr(), last.data_ptr()),
             *(first.stride(0) * first.itemsize, last.stride(0) * last.itemsize),
-            *(len(held), outputs, inputs, torch.get_num_threads()),
+            *(len(held), outputs, inputs, self._has_tiles, torch.get_num_threads()),
         )
         starts = torch.empty(columns * inputs // _BLOCK_WEIGHTS + 1, dtype=torch.int32)
         num_bytes = self._library.measure_bf12(source, starts.data_ptr())

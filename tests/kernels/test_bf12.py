@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import needs_compiler, use_our_products
+from marks import needs_compiler, use_our_products, use_tiles
 from torch import Tensor
 
 from nanoengine.kernels.call_tape import CallTape
@@ -16,20 +16,22 @@ from nanoengine.kernels.packed_weight import ADD
 
 pytestmark = [needs_compiler, pytest.mark.usefixtures("two_threads")]
 
-# (outputs, inputs): one panel, parts of one, an odd number of them, more than a chunk of k.
-SHAPES = [(64, 32), (33, 96), (200, 576), (70, 2080)]
-ROWS = (1, 2, 5, 6, 7, 12, 13, 18, 64, 150)
+# (outputs, inputs): one panel, parts of one, an odd number of them, more than a chunk of k; so
+# with tiles.
+SHAPES = [(64, 32), (33, 96), (200, 576), (70, 2080), (40, 2784)]
+ROWS = (1, 2, 5, 6, 7, 12, 13, 18, 33, 64, 150, 192, 200)
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["vectors", "float32", "tiles"])
 def packer(build_folder: Path, request: pytest.FixtureRequest) -> CpuLinear:
-    """As a machine without matrix tiles compiles it: in these, numbers have 16 bits. In float32
-    weights that fit bfloat16 are held so, too.
+    """As machines without and with matrix tiles compile it. In float32 weights that fit bfloat16
+    are held so, too.
     """
     with pytest.MonkeyPatch.context() as patch:
-        use_our_products(patch)
-        dtype = getattr(torch, request.param)
-        made = CpuLinear.load(CallTape(), build_folder, ("-U__AMX_TILE__",), dtype)
+        (use_tiles if request.param == "tiles" else use_our_products)(patch)
+        dtype = torch.float32 if request.param == "float32" else torch.bfloat16
+        flags = () if request.param == "tiles" else ("-U__AMX_TILE__",)
+        made = CpuLinear.load(CallTape(), build_folder, flags, dtype)
     if not made.holds_12_bits:
         pytest.skip("no AVX512-VBMI2 here, which numbers in 12 bits are taken apart with")
     return made
@@ -135,7 +137,7 @@ def test_panels_of_a_head(packer):
 def test_threads_move_no_bit(packer):
     weight = numbers(packer, with_others(1000, 256).nan_to_num())
     packed = packer.pack(weight)
-    for rows in (1, 40):
+    for rows in (1, 40, 250):
         x = numbers(packer, normal(rows, 256, seed=rows))
         by_two = packed(x)
         torch.set_num_threads(1)

@@ -33,7 +33,8 @@ static char *some_codes(int64_t blocks) {
 static char *some_bf12(const weight_t *w, int threads) {
     char *rows = some_numbers(w->outputs * w->k, 1);
     const int64_t stride = 2 * w->k;
-    const source_t source = {{rows, rows}, {stride, stride}, w->activation ? 2 : 1, w->outputs, w->k, threads};
+    const int64_t parts = w->activation ? 2 : 1;
+    const source_t source = {{rows, rows}, {stride, stride}, parts, w->outputs, w->k, w->is_tiled, threads};
     uint32_t *starts = malloc((size_t)(count_blocks(&source) + 1) * sizeof *starts);
     const size_t bytes = (size_t)measure_bf12(&source, starts);
     char *memory = aligned_alloc(64, bytes);
@@ -52,13 +53,13 @@ static weight_t some_weight(int64_t outputs, int64_t k, int is_gated, int norm, 
     if (norm) w.norm_weight = some_numbers(k, w.is_norm_bf16);
     const int64_t columns = outputs * (is_gated ? 4 : 2);
     w.bias = some_numbers(ceil_div(columns, PANEL) * PANEL, 0);
+    w.is_tiled = IS_BF16 && HAVE_TILES && allow_tiles() == 0 && k % TILE_K == 0 && !w.is_rounded;
 #if HAVE_BF12
     if (kind == IN_12_BITS) {
         w.format = BF12, w.panels = some_bf12(&w, threads);
         return w;
     }
 #endif
-    w.is_tiled = IS_BF16 && HAVE_TILES && allow_tiles() == 0 && k % TILE_K == 0 && !w.is_rounded;
     const int64_t bytes = panel_bytes(&w);
     char *memory = aligned_alloc(64, (size_t)ceil_div(bytes, 64) * 64);
     memset(memory, 0, (size_t)bytes);
