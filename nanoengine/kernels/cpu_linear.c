@@ -594,12 +594,16 @@ static int64_t choose_block_rows(const weight_t *w, int64_t rows, int64_t halves
     const int64_t chunk = w->format == BF12 ? CHUNK_BLOCKS * BLOCK12_WORDS : CHUNK;
     int64_t block = BLOCK_BYTES / (4 * min64(words_of(w), chunk));
     block = min64(w->is_rounded ? ROUNDED_ROWS : BLOCK_ROWS, max64(block, 4 * ROWS));
-    if (w->is_tiled) block = TILED_BLOCK;
+    if (w->is_tiled) {
+        const int is_one_chunk = w->k <= CHUNK_STEPS * TILE_K;
+        block = is_one_chunk && rows >= 2 * TILED_BLOCK * threads ? 2 * TILED_BLOCK : TILED_BLOCK;
+    }
     for (; block > 4 * ROWS; block /= 2) {
         const int64_t units = ceil_div(rows, block) * halves;
         if (units >= 16 * threads || (units >= 4 * threads && block <= 16 * ROWS)) break;
     }
-    const int64_t blocks = ceil_div(rows, block);
+    int64_t blocks = ceil_div(rows, block);
+    if (w->is_tiled && blocks > threads) blocks = ceil_div(blocks, threads) * threads;
     return blocks > 1 ? ceil_div(ceil_div(rows, blocks), group) * group : block;
 }
 
@@ -634,12 +638,11 @@ static void round_rows(const call_t *c, int64_t block_rows, int is_private, roun
     EACH_ROW(is_private, c->rows, ROUND)
 }
 
-/* `count` rows from `row` on, up to 16, as rows_of_step takes them; out: of all rows, with room for whole
- * blocks. */
-static void arrange_block(const weight_t *w, const char *x, int64_t stride, int64_t row, int64_t count,
+/* `count` rows, up to 16, at `from`, as rows_of_step takes them, as rows `row` and after it; out: of all rows,
+ * with room for whole blocks. */
+static void arrange_block(const weight_t *w, const char *from, int64_t stride, int64_t row, int64_t count,
                           char *out) {
     const int64_t steps = w->k / TILE_K;
-    const char *from = x + row * stride;
     if (looks_up(w)) {
         pair_rows(from, stride, count, steps, out + row / PAIR_ROWS * steps * PAIRS_STEP);
         return;
@@ -652,7 +655,7 @@ static void arrange_block(const weight_t *w, const char *x, int64_t stride, int6
 static void arrange_rows(const call_t *c, const char *x, int64_t stride, char *out) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < c->rows; row += PAIR_ROWS)
-        arrange_block(c->w, x, stride, row, min64(PAIR_ROWS, c->rows - row), out);
+        arrange_block(c->w, x + row * stride, stride, row, min64(PAIR_ROWS, c->rows - row), out);
 }
 
 /* A call as `multiply_units` takes it: its rows normed, rounded or arranged where its weight wants that, in
@@ -680,6 +683,35 @@ static call_t prepare_call(const call_t *call, int64_t block_rows, char *buffer)
     return c;
 }
 
+/* The rows [row, row + count) as rows_of_step takes them. What is normed goes to the thread's own 16 rows of
+ * call->made, then to its arranged ones. */
+static void prepare_block(const call_t *call, int64_t row, int64_t count) {
+    const weight_t *w = call->w;
+    const int64_t width = w->k * ITEM, stride = call->x_stride;
+    char *own = call->made + omp_get_thread_num() * PAIR_ROWS * width;
+    char *arranged = call->made + (w->norm_weight ? call->rows * width : 0);
+    for (const int64_t end = row + count; row < end; row += PAIR_ROWS) {
+        const int64_t rows = min64(PAIR_ROWS, end - row);
+        const char *from = call->x + row * stride;
+        for (int64_t r = 0; r < rows && w->norm_weight; r++) norm_row(w, from + r * stride, own + r * width);
+        if (w->norm_weight) arrange_block(w, own, width, row, rows, arranged);
+        else arrange_block(w, from, stride, row, rows, arranged);
+    }
+}
+
+/* One thread's part of a call of many rows: blocks of them with all outputs, so that the rows stay in its L2. */
+static void multiply_row_blocks(const call_t *call, int64_t halves, int64_t block_rows) {
+    const int64_t rows = call->rows;
+    call_t c = *call;
+    if (call->w->activation) c.epilogue = FLOAT + call->w->activation;
+    c.x = call->made + (call->w->norm_weight ? rows * call->w->k * ITEM : 0), c.x_stride = 0;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t i = 0; i < ceil_div(rows, block_rows); i++) {
+        prepare_block(call, i * block_rows, min64(block_rows, rows - i * block_rows));
+        multiply_units(&c, halves, block_rows, i * halves, (i + 1) * halves);
+    }
+}
+
 /* One thread's part of a call. */
 static void linear_in_team(const call_t *call, int64_t threads) {
     const weight_t *w = call->w;
@@ -688,6 +720,10 @@ static void linear_in_team(const call_t *call, int64_t threads) {
     const int64_t blocks = ceil_div(rows, block_rows), units = blocks * halves;
     const int64_t most = w->is_tiled && units >= 32 * threads ? HALVES_AT_ONCE : 2;
     const int64_t step = units < 8 * threads ? 1 : most, steps = ceil_div(halves, step);
+    if (w->is_tiled && blocks > 1 && blocks % threads == 0) {
+        multiply_row_blocks(call, halves, block_rows);
+        return;
+    }
     char buffer[PRIVATE_BYTES] __attribute__((aligned(64)));
     const call_t c = prepare_call(call, block_rows, buffer);
     if (blocks == 1) {
@@ -843,7 +879,7 @@ static void make_rows(const experts_t *e, call_t *calls, int64_t count, const ch
         } else if (looks_up(c->w) && c->rows > 1) { /* a call's blocks may begin a block later than its rows */
             char *made = e->made + (before / PAIR_ROWS + i) * PAIR_ROWS * c->x_stride;
             for (int64_t row = 0; row < c->rows; row += PAIR_ROWS)
-                arrange_block(c->w, c->x, c->x_stride, row, min64(PAIR_ROWS, c->rows - row), made);
+                arrange_block(c->w, c->x + row * c->x_stride, c->x_stride, row, min64(PAIR_ROWS, c->rows - row), made);
             c->x = made, c->x_stride = 0;
         }
     }
