@@ -42,7 +42,8 @@ enum { ROUNDED_ROWS = 128 };       /* most of a block: their sums are in L1, or 
 /* Groups of codes that are numbers at one time: of many rows as CHUNK, of few in L1. */
 enum { MANY_GROUPS = LANES == 16 ? 16 : 4, FEW_GROUPS = 1 };
 /* In matrix tiles: 18 steps of half a panel are 36 KiB, which stay in L1 while rows pass it by; as many of
- * 256 rows are 288 KiB, which stay in L2 with the sums of 8 half panels. */
+ * 256 rows are 288 KiB, which stay in L2 with the sums of 8 half panels. Where these steps are all of k no sums
+ * stay, and rows are twice as many. */
 enum { TILED_ROWS = 2 * TILE_ROWS, TILE_K = 2 * TILE_PAIRS, STEP_BYTES = HALF * TILE_K * 2 };
 enum { CHUNK_STEPS = 18, FEW_STEPS = 2, HALVES_AT_ONCE = 8, TILED_BLOCK = 256 };
 /* Up to 192 rows each take 12 bits apart by themselves, 32 at a time, and what stays in L2 is a MiB of rows. */
