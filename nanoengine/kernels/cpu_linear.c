@@ -11,9 +11,10 @@
  *
  * Numbers lie in panels of PANEL outputs, word by word: [panel][word][output], padded with zeros. A
  * register block is up to ROWS rows times half a panel or a whole one; the panel streams past it. Work
- * is shared out in units of half a panel, so that 9 panels keep two threads busy alike. For matrix tiles
- * a half panel is one piece of memory: [half panel][step][vector][16 pairs][16 outputs][2]. Codes, but
- * those of FP8, lie otherwise there: see cpu_lookup.h.
+ * is shared out in units of half a panel, so that 9 panels keep two threads busy alike; of many rows in
+ * matrix tiles, in blocks of rows with all outputs. For matrix tiles a half panel is one piece of memory:
+ * [half panel][step][vector][16 pairs][16 outputs][2]. Codes, but those of FP8, lie otherwise there: see
+ * cpu_lookup.h.
  */
 #include <omp.h>
 #include <sys/mman.h>
@@ -461,7 +462,7 @@ INLINE const char *step_at(const weight_t *w, int64_t step) {
 
 /* What group g prefetches while it passes by `steps` steps at `from`; `before`: what the group before it would go
  * on with. Where nobody prefetched those steps the first group does; then all share the chunk after them, unless
- * rows take 12 bits apart: these go through all of k, and have time only for what comes soon. */
+ * rows take 12 bits apart: these have time only for what comes soon. */
 static ahead_t ahead_of(const passes_t *p, int64_t g, int64_t steps, int is_warm, const char *from, const char *next,
                         ahead_t before) {
     if (g == 0 && !is_warm) return (ahead_t){from + p->distance, p->step_bytes / 64, p->step_bytes};
@@ -659,6 +660,11 @@ static void arrange_rows(const call_t *c, const char *x, int64_t stride, char *o
         arrange_block(c->w, x + row * stride, stride, row, min64(PAIR_ROWS, c->rows - row), out);
 }
 
+/* Where call->made has room for arranged rows: after the normed ones, if there are any. */
+INLINE char *arranged_rows_of(const call_t *call) {
+    return call->made + (call->w->norm_weight ? call->rows * call->w->k * ITEM : 0);
+}
+
 /* A call as `multiply_units` takes it: its rows normed, rounded or arranged where its weight wants that, in
  * `buffer` (PRIVATE_BYTES of the thread's own) or in call->made. */
 static call_t prepare_call(const call_t *call, int64_t block_rows, char *buffer) {
@@ -677,9 +683,9 @@ static call_t prepare_call(const call_t *call, int64_t block_rows, char *buffer)
         c.x = made, c.x_stride = stride;
     }
     if (is_arranged) {
-        char *made = call->made + (w->norm_weight ? rows * w->k * ITEM : 0);
-        arrange_rows(call, c.x, c.x_stride, made);
-        c.x = made, c.x_stride = 0;
+        char *arranged = arranged_rows_of(call);
+        arrange_rows(call, c.x, c.x_stride, arranged);
+        c.x = arranged, c.x_stride = 0;
     }
     return c;
 }
@@ -690,7 +696,7 @@ static void prepare_block(const call_t *call, int64_t row, int64_t count) {
     const weight_t *w = call->w;
     const int64_t width = w->k * ITEM, stride = call->x_stride;
     char *own = call->made + omp_get_thread_num() * PAIR_ROWS * width;
-    char *arranged = call->made + (w->norm_weight ? call->rows * width : 0);
+    char *arranged = arranged_rows_of(call);
     for (const int64_t end = row + count; row < end; row += PAIR_ROWS) {
         const int64_t rows = min64(PAIR_ROWS, end - row);
         const char *from = call->x + row * stride;
@@ -705,7 +711,7 @@ static void multiply_row_blocks(const call_t *call, int64_t halves, int64_t bloc
     const int64_t rows = call->rows;
     call_t c = *call;
     if (call->w->activation) c.epilogue = FLOAT + call->w->activation;
-    c.x = call->made + (call->w->norm_weight ? rows * call->w->k * ITEM : 0), c.x_stride = 0;
+    c.x = arranged_rows_of(call), c.x_stride = 0;
 #pragma omp for schedule(dynamic, 1)
     for (int64_t i = 0; i < ceil_div(rows, block_rows); i++) {
         prepare_block(call, i * block_rows, min64(block_rows, rows - i * block_rows));
