@@ -133,9 +133,8 @@ class Scheduler:
         Sequences that end in it by their length are left out. If others end in it, they are
         computed once more in vain.
         """
-        if self._config.num_guesses or self.waiting or self._pacer.is_limited:
-            return None
-        if len(batch.items) != len(self.running):
+        has_all = len(batch.items) == len(self.running) and not self.waiting
+        if self._config.num_guesses or self._pacer.is_limited or not has_all:
             return None
         if sum(not item.samples for item in batch.items) > 1:
             return None  # several prompts share a step by other rules
@@ -175,12 +174,13 @@ class Scheduler:
         self.turns.end_step(batch)
         ended = self._fail(failed or {})
         now = time.perf_counter()
+        is_timed = batch.is_decode and not self.turns.are_apart
         parts = batch.items, batch.split(token_ids), batch.split(next_guesses)
         for item, drawn, guesses in zip(*parts, strict=True):
             if item.seq.is_finished:
                 continue
             accepted = item.accepted(drawn)
-            self._append_tokens(item, accepted, batch.is_decode and not self.turns.are_apart)
+            self._append_tokens(item, accepted, is_timed)
             item.seq.next_guesses = (guesses[len(accepted) - 1],) if guesses else None
             if drawn and item.seq.metrics.first_token_time is None:
                 item.seq.metrics.first_token_time = now

@@ -758,11 +758,11 @@ static void transpose_values(const char *v, int64_t stride, int count, int64_t d
                     const char *from = v + at * stride + 2 * d;
                     const vf a = at < count ? load(from) : (vf){0};
                     const vf b = at + 1 < count ? load(from + stride) : (vf){0};
-                    x[i] = interleave(a, b, half);
+                    x[i] = interleave_quarters(a, b, half);
                 }
                 transpose(x);
                 UNROLL for (int i = 0; i < LANES; i++)
-                    store(out + (d + half * LANES + i) * TILE * 2, x[i]);
+                    store(out + (d + quarter_at(half, i)) * TILE * 2, x[i]);
             }
 }
 
@@ -776,6 +776,18 @@ static void pair_values(const char *v, int64_t stride, int count, int64_t dim, f
             store(out + i / 2 * width + d, interleave(x, y, 0));
             store(out + i / 2 * width + d + LANES, interleave(x, y, 1));
         }
+}
+
+/* The same for matrix tiles: pairs by quarters, and zeros after them, for 0 * NaN is NaN. */
+static void pair_quarters(const char *v, int64_t stride, int count, int64_t dim, float *out, int64_t width) {
+    for (int i = 0; i < count; i += 2, out += width)
+        for (int64_t d = 0; d < dim; d += 2 * LANES) {
+            const char *at = v + i * stride + 2 * d;
+            const vf x = load(at), y = i + 1 < count ? load(at + stride) : (vf){0};
+            UNROLL for (int half = 0; half < 2; half++)
+                store(out + d + half * LANES, interleave_quarters(x, y, half));
+        }
+    for (int64_t i = ceil_div(count, 2); i % TILE_PAIRS; i++, out += width) memset(out, 0, 4 * dim);
 }
 
 /* K where it is; or, where the keys do not fill matrix tiles, a copy with zeros after them. */
@@ -1068,7 +1080,7 @@ static void wide_softmax(const attend_args *a, const tile_t *t, int n, const dec
     }
 }
 
-/* One tile of `n` keys into acc[row][dim] and the states of up to 16 rows. V in pairs. */
+/* One tile of `n` keys into acc[row][dim], by quarters, and the states of up to 16 rows. */
 static void bundle_tile(const attend_args *a, const tile_t *t, const workspace *w, int n,
                         const decode_row_t *rows, int64_t count, const float *q, float *acc,
                         states_t *states, int is_narrow, keys_ahead_t *next) {
@@ -1149,9 +1161,7 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
                 tile.k_stride = stride;
                 tile.k = whole_keys(k + h * width, &tile.k_stride, n, dim, w.keys);
                 bring(&next);
-                pair_values(v + h * width, stride, n, dim, w.values, w.padded);
-                for (int64_t i = ceil_div(n, 2); i % TILE_PAIRS; i++) /* 0 * NaN is NaN */
-                    memset(w.values + i * w.padded, 0, 4 * w.padded);
+                pair_quarters(v + h * width, stride, n, dim, w.values, w.padded);
             }
             bundle_tile(a, &tile, &w, n, rows + groups[g].first, groups[g].count,
                         w.q + g * LANES * w.padded, w.acc + g * LANES * dim, &states[g],
@@ -1165,7 +1175,9 @@ static void decode_bundle(const attend_args *a, const segment_t *segments, const
         for (int64_t i = 0; i < groups[g].count; i++) {
             float *to = rows[groups[g].first + i].partial, *tail = to + partial_stride(dim) - 16;
             const float *from = w.acc + (g * LANES + i) * dim;
-            for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(from + d));
+            for (int64_t d = 0; d < dim; d += 2 * LANES)
+                UNROLL for (int half = 0; half < 2; half++)
+                    store(to + d + half * LANES, join_quarters(load(from + d), load(from + d + LANES), half));
             tail[0] = states[g].top[i], tail[1] = states[g].sum[i];
         }
 }

@@ -42,17 +42,22 @@ class Workspace:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}  # views: the layers of a step ask for the same ones
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The buffer of this name as `shape`; its content is undefined.
 
         An older buffer stays valid when a larger one replaces it.
         """
+        last = self._last.get(name)
+        if last is not None and last.shape == shape:
+            return last
         size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             buffer = self._buffers[name] = torch.empty(size, dtype=dtype)
-        return buffer[:size].view(shape)
+        last = self._last[name] = buffer[:size].view(shape)
+        return last
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@
  * one instruction looks up all 32 weights. A code c of 6 bits becomes the upper bits of a mantissa, 1 + c / 64.
  *
  * The codes of a group lie where cpu_codes.h has them, in another order. Of 4 bits: [half panel][4 outputs]
- * [k], a word of 16 bits for the codes of 4 outputs, the first one lowest. Of 5 bits: [half panel][16 outputs]
- * [5][k], words of 16 bits for the codes of 16 outputs; see put_five_bits. Of 6 bits: [half panel][8 outputs]
- * [3][k % 16], words of 32 bits for the 16 codes that 8 outputs have of two k; see put_six_bits. Of 8 bits:
- * [half panel][output][k].
+ * [4 k][output], a word of 16 bits for the codes that an output has of 4 k, the first one lowest. Of 5 bits:
+ * [half panel][16 outputs][5][k], words of 16 bits for the codes of 16 outputs; see put_five_bits. Of 6 bits:
+ * [half panel][8 outputs][3][k % 16], words of 32 bits for the 16 codes that 8 outputs have of two k; see
+ * put_six_bits. Of 8 bits: [half panel][output][k].
  */
 #ifndef NANOENGINE_CPU_LOOKUP_H
 #define NANOENGINE_CPU_LOOKUP_H
@@ -75,16 +75,17 @@ INLINE void resume_words(void *words, const char *from, size_t bytes, int64_t n,
     else memset(words, 0, bytes);
 }
 
-/* Put the codes of output n where look_up_4 has them, after those of the outputs before. */
+/* Put the codes of output n where look_up_4 has them. */
 INLINE void put_four_bits(char *to, const uint16_t *codes, int64_t n) {
-    uint16_t words[GROUP];
-    to += n / 4 * FOUR_BYTES;
-    resume_words(words, to, sizeof words, n, 4);
-    for (int64_t k = 0; k < GROUP; k++) words[k] |= (uint16_t)(codes[k] << (n % 4 * 4));
-    memcpy(to, words, sizeof words);
+    to += n / 4 * FOUR_BYTES + n % 4 * 2;
+    for (int64_t k = 0; k < GROUP; k += 4, to += 8) {
+        const unsigned word = codes[k] | codes[k + 1] << 4 | codes[k + 2] << 8 | codes[k + 3] << 12;
+        memcpy(to, &word, 2);
+    }
 }
 
-/* The same for look_up_5. Five words take 3 codes each, and a bit each of the last code. */
+/* The same for look_up_5, after those of the outputs before. Five words take 3 codes each, and a bit each of the
+ * last code. */
 INLINE void put_five_bits(char *to, const uint16_t *codes, int64_t n) {
     uint16_t words[5][GROUP];
     to += n / 16 * (int64_t)sizeof words;
@@ -142,22 +143,24 @@ INLINE __m512 levels_of(int first, const int format) {
 
 typedef struct { float d[2][HALF_PANEL], m[2][HALF_PANEL]; } left_scales_t; /* as scales_t */
 
-/* 4 bits: tables of two outputs each. */
+/* 4 bits: tables of two outputs each. Bytes are looked up, of which number c has those at 2 c and 2 c + 1: a
+ * look-up of words takes twice the time. */
 INLINE void look_up_4(const char *from, const left_scales_t *s, char *to, const int format) {
     const __m512 levels = levels_of(0, format);
-    const __m512i low = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
 #define NUMBERS(levels, n) _mm512_fmadd_ps(levels, _mm512_set1_ps(s->d[0][n]), _mm512_set1_ps(s->m[0][n]))
 #define TABLE(n) (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(levels, n + 1), NUMBERS(levels, n))
-#define OF_FIRST(x) _mm512_and_si512(x, low)
-#define OF_SECOND(x) _mm512_ternarylogic_epi32(x, low, second, 0xea)
-#define LOOK_UP(n, table, codes)                                                                    \
-    _mm512_storeu_si512(to + TILE_BYTES * (n), _mm512_permutexvar_epi16(codes, table))
-    UNROLL for (int n = 0; n < HALF_PANEL; n += 4, from += FOUR_BYTES) {
-        const __m512i x = _mm512_loadu_si512(from), table = TABLE(n), next = TABLE(n + 2);
-        LOOK_UP(n, table, OF_FIRST(x));
-        LOOK_UP(n + 1, table, OF_SECOND(_mm512_srli_epi16(x, 4)));
-        LOOK_UP(n + 2, next, OF_FIRST(_mm512_srli_epi16(x, 8)));
-        LOOK_UP(n + 3, next, OF_SECOND(_mm512_srli_epi16(x, 12)));
+    const __m512i code = _mm512_set1_epi8(2 * 15), bytes = _mm512_set1_epi16(0x0100);
+    const __m512i bytes_of_second = _mm512_set1_epi16(0x2120), next = _mm512_set1_epi8(16);
+    /* Of both bytes of each number the bit before its code, which stands for 2 c. */
+    const __m512i first_bits = _mm512_set1_epi64(0x0b0b07070303ffff);
+    UNROLL for (int n0 = 0; n0 < HALF_PANEL; n0 += 4, from += FOUR_BYTES) {
+        const __m512i x = _mm512_loadu_si512(from), tables[2] = {TABLE(n0), TABLE(n0 + 2)};
+        __m512i bits = first_bits;
+        UNROLL for (int n = 0; n < 4; n++, bits = _mm512_add_epi8(bits, next)) {
+            const __m512i moved = _mm512_multishift_epi64_epi8(bits, x), which = n % 2 ? bytes_of_second : bytes;
+            const __m512i at = _mm512_ternarylogic_epi32(moved, code, which, 0xea);
+            _mm512_storeu_si512(to + TILE_BYTES * (n0 + n), _mm512_permutexvar_epi8(at, tables[n / 2]));
+        }
     }
 }
 
@@ -173,7 +176,8 @@ INLINE void look_up_5(const char *from, const left_scales_t *s, char *to, const 
                                              _mm512_set1_epi16(1 << w), last, 0xea);
         UNROLL for (int i = 0; i < 16; i++) {
             const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(high, n0 + i), NUMBERS(low, n0 + i));
-            LOOK_UP(n0 + i, table, i < 15 ? _mm512_srli_epi16(words[i / 3], i % 3 * 5) : last);
+            const __m512i codes = i < 15 ? _mm512_srli_epi16(words[i / 3], i % 3 * 5) : last;
+            _mm512_storeu_si512(to + TILE_BYTES * (n0 + i), _mm512_permutexvar_epi16(codes, table));
         }
     }
 }

@@ -9,7 +9,8 @@
 #define NANOENGINE_CPU_TILES_H
 #include "cpu_vectors.h"
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && HAVE_PAIRS && defined(__linux__)
+/* Each CPU with AMX has the instructions of VBMI. */
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && HAVE_PAIRS && defined(__AVX512VBMI__) && defined(__linux__)
 #define HAVE_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
