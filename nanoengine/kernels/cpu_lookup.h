@@ -7,9 +7,9 @@
  *
  * The codes of a group lie where cpu_codes.h has them, in another order. Of 4 bits: [half panel][4 outputs]
  * [4 k][output], a word of 16 bits for the codes that an output has of 4 k, the first one lowest. Of 5 bits:
- * [half panel][16 outputs][5][k], words of 16 bits for the codes of 16 outputs; see put_five_bits. Of 6 bits:
- * [half panel][8 outputs][3][k % 16], words of 32 bits for the 16 codes that 8 outputs have of two k; see
- * put_six_bits. Of 8 bits: [half panel][output][k].
+ * [half panel][16 outputs][5][4 k], words of 64 bits for the codes that 16 outputs have of 4 k; see put_five_bits.
+ * Of 6 bits: [half panel][8 outputs][3][k % 16], words of 32 bits for the 16 codes that 8 outputs have of two k;
+ * see put_six_bits. Of 8 bits: [half panel][output][k].
  */
 #ifndef NANOENGINE_CPU_LOOKUP_H
 #define NANOENGINE_CPU_LOOKUP_H
@@ -84,16 +84,17 @@ INLINE void put_four_bits(char *to, const uint16_t *codes, int64_t n) {
     }
 }
 
-/* The same for look_up_5, after those of the outputs before. Five words take 3 codes each, and a bit each of the
- * last code. */
+/* The same for look_up_5, after those of the outputs before. Five words take the codes of 3 outputs each, and a bit
+ * each of the last one's four codes. */
 INLINE void put_five_bits(char *to, const uint16_t *codes, int64_t n) {
-    uint16_t words[5][GROUP];
+    uint64_t words[5][GROUP / 4];
     to += n / 16 * (int64_t)sizeof words;
     resume_words(words, to, sizeof words, n, 16);
     const int64_t i = n % 16;
-    for (int64_t k = 0; k < GROUP && i < 15; k++) words[i / 3][k] |= (uint16_t)(codes[k] << (i % 3 * 5));
+    for (int64_t k = 0; k < GROUP && i < 15; k++)
+        words[i / 3][k / 4] |= (uint64_t)codes[k] << (i % 3 * 20 + k % 4 * 5);
     for (int64_t w = 0; w < 5 && i == 15; w++)
-        for (int64_t k = 0; k < GROUP; k++) words[w][k] |= (uint16_t)((codes[k] >> w & 1) << 15);
+        for (int64_t k = 0; k < GROUP; k++) words[w][k / 4] |= (uint64_t)(codes[k] >> w & 1) << (60 + k % 4);
     memcpy(to, words, sizeof words);
 }
 
@@ -143,43 +144,55 @@ INLINE __m512 levels_of(int first, const int format) {
 
 typedef struct { float d[2][HALF_PANEL], m[2][HALF_PANEL]; } left_scales_t; /* as scales_t */
 
-/* 4 bits: tables of two outputs each. Bytes are looked up, of which number c has those at 2 c and 2 c + 1: a
- * look-up of words takes twice the time. */
+/* Where the codes of four numbers lie in 64 bits, for both bytes of each: from bit `first` on, `step` bits apart. */
+INLINE __m512i four_places(int first, int step) {
+    uint64_t bits = 0;
+    UNROLL for (int i = 0; i < 4; i++) bits |= (uint64_t)((first + i * step + 64) % 64) * 0x0101 << (16 * i);
+    return _mm512_set1_epi64((int64_t)bits);
+}
+
+/* Bytes are looked up, of which number c has those at 2 c and 2 c + 1: a look-up of words takes twice the time. So
+ * a code is read from the bit before it on. */
+#define NUMBERS(levels, n) _mm512_fmadd_ps(levels, _mm512_set1_ps(s->d[0][n]), _mm512_set1_ps(s->m[0][n]))
+#define TABLE(levels, n, more, m) (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(more, m), NUMBERS(levels, n))
+#define CODES(words, first, step) _mm512_multishift_epi64_epi8(four_places((first) - 1, step), words)
+#define WITH_BYTES(codes, mask, bytes) _mm512_ternarylogic_epi32(codes, _mm512_set1_epi8(2 * (mask)), bytes, 0xea)
+#define LOOK_UP(n, table, at) _mm512_storeu_si512(to + TILE_BYTES * (n), _mm512_permutexvar_epi8(at, table))
+
+/* 4 bits: tables of two outputs each. */
 INLINE void look_up_4(const char *from, const left_scales_t *s, char *to, const int format) {
     const __m512 levels = levels_of(0, format);
-#define NUMBERS(levels, n) _mm512_fmadd_ps(levels, _mm512_set1_ps(s->d[0][n]), _mm512_set1_ps(s->m[0][n]))
-#define TABLE(n) (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(levels, n + 1), NUMBERS(levels, n))
-    const __m512i code = _mm512_set1_epi8(2 * 15), bytes = _mm512_set1_epi16(0x0100);
-    const __m512i bytes_of_second = _mm512_set1_epi16(0x2120), next = _mm512_set1_epi8(16);
-    /* Of both bytes of each number the bit before its code, which stands for 2 c. */
-    const __m512i first_bits = _mm512_set1_epi64(0x0b0b07070303ffff);
-    UNROLL for (int n0 = 0; n0 < HALF_PANEL; n0 += 4, from += FOUR_BYTES) {
-        const __m512i x = _mm512_loadu_si512(from), tables[2] = {TABLE(n0), TABLE(n0 + 2)};
-        __m512i bits = first_bits;
-        UNROLL for (int n = 0; n < 4; n++, bits = _mm512_add_epi8(bits, next)) {
-            const __m512i moved = _mm512_multishift_epi64_epi8(bits, x), which = n % 2 ? bytes_of_second : bytes;
-            const __m512i at = _mm512_ternarylogic_epi32(moved, code, which, 0xea);
-            _mm512_storeu_si512(to + TILE_BYTES * (n0 + n), _mm512_permutexvar_epi8(at, tables[n / 2]));
-        }
+    const __m512i bytes[2] = {_mm512_set1_epi16(0x0100), _mm512_set1_epi16(0x2120)};
+    UNROLL for (int n = 0; n < HALF_PANEL; n += 2) {
+        const __m512i words = _mm512_loadu_si512(from + n / 4 * FOUR_BYTES), table = TABLE(levels, n, levels, n + 1);
+        UNROLL for (int i = 0; i < 2; i++)
+            LOOK_UP(n + i, table, WITH_BYTES(CODES(words, 16 * (n % 4 + i), 4), 15, bytes[i]));
     }
 }
 
 /* 5 bits: a table each. */
 INLINE void look_up_5(const char *from, const left_scales_t *s, char *to, const int format) {
     const __m512 low = levels_of(0, format), high = levels_of(16, format);
+    const __m512i bytes = _mm512_set1_epi16(0x0100);
     for (int n0 = 0; n0 < HALF_PANEL; n0 += 16, from += 5 * TILE_BYTES) {
-        __m512i words[5];
-        UNROLL for (int w = 0; w < 5; w++) words[w] = _mm512_loadu_si512(from + w * TILE_BYTES);
-        __m512i last = _mm512_srli_epi16(words[0], 15);
-        UNROLL for (int w = 1; w < 5; w++)
-            last = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words[w], 15 - w),
-                                             _mm512_set1_epi16(1 << w), last, 0xea);
+        __m512i words[5], last = bytes;
+        UNROLL for (int w = 0; w < 5; w++) {
+            words[w] = _mm512_loadu_si512(from + w * TILE_BYTES);
+            last = WITH_BYTES(CODES(words[w], 60 - w, 1), 1 << w, last);
+        }
         UNROLL for (int i = 0; i < 16; i++) {
-            const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(NUMBERS(high, n0 + i), NUMBERS(low, n0 + i));
-            const __m512i codes = i < 15 ? _mm512_srli_epi16(words[i / 3], i % 3 * 5) : last;
-            _mm512_storeu_si512(to + TILE_BYTES * (n0 + i), _mm512_permutexvar_epi16(codes, table));
+            const __m512i codes = CODES(words[i < 15 ? i / 3 : 0], i % 3 * 20, 5);
+            LOOK_UP(n0 + i, TABLE(low, n0 + i, high, n0 + i), i < 15 ? WITH_BYTES(codes, 31, bytes) : last);
         }
     }
+}
+
+/* Bit `first` of each word of 32 bits, and those after it, where the upper 6 bits of a mantissa are; the other bits
+ * may be anything. Unlike a shift this leaves the CPU's port for fused steps alone, which is the only one as long as
+ * tiles are in use. */
+INLINE __m512i to_mantissas(__m512i words, int first) {
+    const int64_t bits = (first + 63) % 64 << 16 | (int64_t)(first + 31) << 48;
+    return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(bits), words);
 }
 
 /* 6 bits, of Q6_K: d (c - 32) = 64 d (1 + c / 64) - 96 d, whose last product is exact. */
@@ -193,14 +206,13 @@ INLINE void look_up_6(const char *from, const left_scales_t *s, char *to) {
             __m512i x[2];
             __m512 y[2];
             UNROLL for (int h = 0; h < 2; h++) {
-                const int i = 2 * n + h, shift = 17 - 6 * (i % 5);
-                const vu word = (vu)words[i < 15 ? i / 5 : 0];
-                const vu moved = i == 15 ? word >> 13 : shift < 0 ? word >> -shift : word << shift;
-                x[h] = WITH_BITS((__m512i)moved, i == 15 ? 0x060000 : 0x7e0000, one);
+                const int i = 2 * n + h;
+                const __m512i moved = to_mantissas(words[i < 15 ? i / 5 : 0], i < 15 ? 6 * (i % 5) : 30);
+                x[h] = WITH_BITS(moved, i == 15 ? 0x060000 : 0x7e0000, one);
             }
             if (n == 7) {
-                x[1] = WITH_BITS((__m512i)((vu)words[1] >> 11), 0x180000, x[1]);
-                x[1] = WITH_BITS((__m512i)((vu)words[2] >> 9), 0x600000, x[1]);
+                x[1] = WITH_BITS(to_mantissas(words[1], 28), 0x180000, x[1]);
+                x[1] = WITH_BITS(to_mantissas(words[2], 26), 0x600000, x[1]);
             }
             UNROLL for (int h = 0; h < 2; h++) {
                 const __m512 d = _mm512_set1_ps(s->d[h][n0 + n]), m = _mm512_set1_ps(s->m[h][n0 + n]);
