@@ -206,7 +206,9 @@ def test_a_copy_has_a_worker_of_its_own() -> None:
     assert answers(other) != first and answers(process) == first
 
 
-def test_threads_take_turns(process: TemplateProcess) -> None:
+def test_threads_take_turns() -> None:
+    process = TemplateProcess()
+
     def render(number: int) -> str:
         return process.render("{{ x }}", {"x": f"{number}" * 5000})
 
