@@ -1,6 +1,6 @@
 /* For builds under a sanitizer, which sees nothing of what assembly and masked instructions read and
- * write: AVX512-BF16, AMX and masked loads and stores in C. So a CPU that lacks the first two, but has
- * AVX-512, runs their code, too. Denormals are not flushed.
+ * write: AVX512-BF16, AMX and masked loads and stores in C, and VBMI where the CPU lacks it. So a CPU that lacks
+ * these, but has AVX-512, runs their code, too. Denormals are not flushed.
  *
  * Included before a C file of ours, with __AVX512BF16__, __AMX_BF16__ and __AMX_TILE__ defined.
  */
@@ -76,6 +76,31 @@ static inline __m512i narrow_32(__m512 high, __m512 low) {
 #define _mm512_dpbf16_ps(acc, a, b) dot_of_pairs(acc, (__m512i)(a), (__m512i)(b))
 #define _mm512_cvtneps_pbh(x) narrow_16(x)
 #define _mm512_cvtne2ps_pbh(high, low) narrow_32(high, low)
+
+/* ---- AVX512-VBMI ------------------------------------------------------------------------------ */
+
+#ifndef __AVX512VBMI__
+#define __AVX512VBMI__ 1
+static inline __m512i permuted_bytes(__m512i index, __m512i table) {
+    uint8_t at[64], from[64], to[64];
+    memcpy(at, &index, sizeof at), memcpy(from, &table, sizeof from);
+    for (int i = 0; i < 64; i++) to[i] = from[at[i] & 63];
+    return _mm512_loadu_si512(to);
+}
+/* Each byte: 8 bits of its 64, from the bit on that `places` says. */
+static inline __m512i shifted_bytes(__m512i places, __m512i words) {
+    uint8_t at[64], to[64];
+    uint64_t from[8];
+    memcpy(at, &places, sizeof at), memcpy(from, &words, sizeof from);
+    for (int i = 0; i < 64; i++) {
+        const int first = at[i] & 63;
+        to[i] = (uint8_t)(from[i / 8] >> first | from[i / 8] << (64 - first) % 64);
+    }
+    return _mm512_loadu_si512(to);
+}
+#define _mm512_permutexvar_epi8(index, table) permuted_bytes(index, table)
+#define _mm512_multishift_epi64_epi8(places, words) shifted_bytes(places, words)
+#endif
 
 /* ---- AMX -------------------------------------------------------------------------------------- */
 
