@@ -52,6 +52,7 @@ from benchmarks.gpu.gpu_measure import (
     QWEN_600M,
     REHEARSAL,
     Scale,
+    kv_in_12_bits,
     lightly_streamed,
     long_context,
     many_streamed,
@@ -196,6 +197,7 @@ def bitwise(folder: Path, scale: Scale, block: int) -> dict[str, Any]:
         "ring 4": {"ring_slots": 4},
         "ring 4, no poison": {"ring_slots": 4, "debug_kv": False},
         "ring 2, delays": {"ring_slots": 2, "debug_copy_delay_ms": 0.2},
+        "ring 4, 12 bits": {"ring_slots": 4, "kv_offload_dtype": "bf12"},
     }
     for name, extra in layouts.items():
         made = engine(folder, scale.device, **(settings | extra))
@@ -464,6 +466,7 @@ def make_rows(
             "workload": lambda: workload(small, scale, read_speed(), peers.vllm),
             "nano_vllm": lambda: nano_vllm(small, qwen, scale, peers.nano_vllm),
             "lightly_streamed": lambda: lightly_streamed(large, scale, link_speed()),
+            "kv_in_12_bits": lambda: kv_in_12_bits(large, scale, link_speed()),
             "many_streamed": lambda: many_streamed(large, scale, link_speed()),
             "sharing": lambda: sharing(large, scale),
         },

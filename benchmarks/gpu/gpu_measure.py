@@ -318,6 +318,32 @@ def long_context(folder: Path, scale: Scale, link_gb_per_s: float) -> Row:
     return rows
 
 
+def kv_in_12_bits(folder: Path, scale: Scale, link_gb_per_s: float) -> list[Row]:
+    """Decode steps whose KV comes from the host as it is, and in 12 bits a number. link_gb_per_s:
+    of copies; the 12 bits are read by a kernel.
+    """
+    rows: list[Row] = []
+    contexts = scale.decode_contexts[:2]
+    for dtype in (None, "bf12"):
+        size = 2 * read_model_config(folder).kv_bytes_per_token(2)
+        settings = offloaded(scale, max(contexts), size) | {"max_model_len": max(contexts) + 256}
+        with running(folder, scale, **settings, kv_offload_dtype=dtype) as made:
+            for n in contexts:
+                step_s, moved = time_decode(made, [n], 5)
+                rows.append(
+                    {
+                        "context": n,
+                        "kv_offload_dtype": dtype,
+                        "tokens_per_s": round(1 / step_s, 2),
+                        "streamed_gb": round(moved / 1e9, 3),
+                        "share_of_link": round(moved / step_s / 1e9 / link_gb_per_s, 3),
+                    }
+                )
+    for exact, packed in zip(rows, rows[len(contexts) :], strict=False):
+        packed["over_exact"] = round(packed["tokens_per_s"] / exact["tokens_per_s"], 3)
+    return rows
+
+
 def lightly_streamed(folder: Path, scale: Scale, link_gb_per_s: float) -> list[Row]:
     """Decode of a request that streams an eighth of what is on the device: where launching kernels
     would take longer than the copies. With one graph a layer, and kernel by kernel.

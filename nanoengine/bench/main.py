@@ -195,7 +195,7 @@ def _offload_row(llm: LLM, outputs: list[RequestOutput]) -> dict[str, Any]:
         row["predicted_tokens_per_s"] = round(costs.tokens_per_s(num_blocks, kv.spec.num_blocks), 2)
         if llm.plan.copy_gb_per_s:
             row["link_gb_per_s"] = round(llm.plan.copy_gb_per_s, 2)
-            row["decode_h2d_gb_per_s"] = round(on_host * kv.spec.host_block_bytes / step_s / 1e9, 2)
+            row["decode_h2d_gb_per_s"] = round(on_host * kv.spec.load_bytes / step_s / 1e9, 2)
     return row
 
 

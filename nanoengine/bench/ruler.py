@@ -317,7 +317,7 @@ def _parser(prog: str | None, kind: type[argparse.ArgumentParser]) -> argparse.A
     parser.add_argument("--enable-offload", action="store_true", help="KV may lie on the host")
     add("--offload-mode", str, "stream or in_place", choices=["auto", "stream", "in_place"])
     add("--kv-offload-gib", float, "host memory for KV")
-    add("--kv-offload-dtype", str, "of KV on the host; int8 is lossy", choices=["int8"])
+    add("--kv-offload-dtype", str, "of KV on the host; int8 is lossy", choices=["int8", "bf12"])
     add("--num-gpu-blocks", _positive, "KV blocks on the device")
     add("--kvcache-block-size", _positive, "tokens of a block")
     add("--max-model-len", _positive, "most tokens of a request")

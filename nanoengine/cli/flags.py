@@ -48,7 +48,7 @@ SETTINGS = {
         "enable_cpu_offload": "keep KV that does not fit the device in RAM; a size turns it on",
         "kv_offload_gib": "RAM for KV, GiB",
         "offload_mode": "how KV in RAM is read",
-        "kv_offload_dtype": "KV in RAM in half the memory (lossy)",
+        "kv_offload_dtype": "KV in RAM: bf12 crosses the link in 12 bits, int8 is lossy",
         "ring_slots": "buffers that KV streams through",
         "slot_tokens": "tokens of a layer that a buffer holds",
         "stream_mib_per_step": "KV streamed beside other requests, MiB per step",

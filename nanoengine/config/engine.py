@@ -44,7 +44,7 @@ CHOICES = {
     "quantization": ("none", "int8", "gguf"),
     "activation_dtype": ("int8",),
     "offload_mode": ("auto", "stream", "in_place"),
-    "kv_offload_dtype": ("int8",),
+    "kv_offload_dtype": ("int8", "bf12"),
     "generation_config": ("auto", "vllm"),
 }
 # Choices whose names do not say what they are.
@@ -123,10 +123,11 @@ class EngineConfig:
     offload_mode: "stream" copies host blocks through a ring on the device, "in_place" (CPU only)
     reads them in host memory; "auto": in_place on a CPU, stream on a GPU.
     kv_offload_gib: host memory for KV (None: 4 GiB, or a quarter of the available memory if that is
-    less). kv_offload_dtype: None, or lossy: "int8" keeps host KV in 8 bits with a scale for each
-    token and KV head, half the memory and link traffic of 16 bits. KV on the device stays exact, so
-    the tokens affected depend on what else runs. Needs "stream". ring_slots: buffers of the ring,
-    at least 2.
+    less). kv_offload_dtype: None, or a way to store host KV, which needs "stream". "bf12": bfloat16
+    of which 12 bits a number come back over the link, exactly. "int8", lossy: 8 bits with a scale
+    for each token and KV head, half the memory and link traffic of 16 bits; KV on the device stays
+    exact, so the tokens affected depend on what else runs. ring_slots: buffers of the ring, at
+    least 2.
     slot_tokens: tokens of one layer that a ring slot holds (None: 4096, on a GPU 16384).
     stream_mib_per_step: host KV that may be streamed per step, on average, beside requests that
     decode from the device (None: the amount that takes 0.6 of a short step, measured at start-up).

@@ -44,7 +44,7 @@ class HybridKVCacheManager:
         freed memory is filled with NaN. padding: see StepPlanner. Raises OutOfMemoryError.
         """
         self.spec = spec
-        self._link_bytes = spec.streamed_bytes, spec.host_block_bytes
+        self._link_bytes = spec.streamed_bytes, spec.load_bytes
         self.peak_streamed = 0
         self.tables: dict[int, BlockTable] = {}
         self.blocks = BlockManager(spec.num_blocks, spec.num_host_blocks, spec.spare_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 
 from nanoengine.config.model import DeltaConfig
 from nanoengine.errors import PromptTooLongError
-from nanoengine.kv.kv_codec import Int8Codec
+from nanoengine.kv.kv_codec import KVCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class KVSpec:
     window: int = 0
     step_tokens: int = 1
     windows: tuple[int | None, ...] = ()
-    host_codec: Int8Codec | None = None
+    host_codec: KVCodec | None = None
     least_run_bytes: int = 0
     delta: DeltaConfig | None = None
     num_states: int = 0
@@ -98,37 +99,54 @@ class KVSpec:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: all parts of all layers."""
-        return sum(self._layer_bytes(None))
+        return sum(self._layer_bytes)
 
     @property
     def host_block_bytes(self) -> int:
-        """Bytes of one block on the host, and of its copy over the link."""
-        return sum(self._layer_bytes(self.host_codec))
+        """Bytes of one block on the host."""
+        codec = self.host_codec
+        if codec is None:
+            return self.block_bytes
+        return sum(math.prod(codec.host_block(block)) for block in self.layer_blocks)
+
+    @property
+    def load_bytes(self) -> int:
+        """Bytes of one block that come over the link when it is loaded."""
+        return sum(self._loaded_bytes)
 
     @property
     def read_bytes(self) -> list[int]:
-        """Bytes of one block that each layer with attention reads of the host."""
-        of_layers = self._layer_bytes(self.host_codec)
-        return [of_layers[source] for source in self.layer_sources]
+        """Bytes of one block that come over the link for each layer with attention."""
+        return [self._loaded_bytes[source] for source in self.layer_sources]
 
-    def _layer_bytes(self, codec: Int8Codec | None) -> list[int]:
-        """Bytes of a block in each layer with KV, as `codec` encodes it (None: on the device)."""
-        size_of = codec.row_size if codec else self.dtype.itemsize.__mul__
-        return [self.parts * self.block_size * num * size_of(dim) for num, dim in self.layer_heads]
+    @property
+    def _loaded_bytes(self) -> list[int]:
+        """Bytes of a block that come over the link, in each layer with KV."""
+        codec = self.host_codec
+        if codec is None:
+            return self._layer_bytes
+        of_token = [codec.read_bytes(*heads) for heads in self.layer_heads]
+        return [self.parts * self.block_size * num for num in of_token]
+
+    @property
+    def _layer_bytes(self) -> list[int]:
+        """Bytes of a block on the device, in each layer with KV."""
+        return [math.prod(block) * self.dtype.itemsize for block in self.layer_blocks]
 
     @property
     def least_run(self) -> int:
         """Device blocks between streamed ones that are read in place; see least_run_bytes. Those
         of a lossy host always are.
         """
-        if self.host_codec is not None or not self.slot_blocks:
+        is_lossy = self.host_codec is not None and self.host_codec.is_lossy
+        if is_lossy or not self.slot_blocks:
             return 0
         return -(-self.least_run_bytes * self.num_layers // self.block_bytes)
 
     @property
     def ring_bytes(self) -> int:
         """Bytes of the ring; each slot holds blocks of one layer, whichever it is."""
-        return self.ring_slots * self.slot_blocks * max(self._layer_bytes(None))
+        return self.ring_slots * self.slot_blocks * max(self._layer_bytes)
 
     @property
     def fixed_bytes(self) -> int:
@@ -172,7 +190,7 @@ class KVSpec:
     @property
     def draft_bytes(self) -> int:
         """Bytes that a step reads of a block on the device which no window reaches."""
-        each = self._layer_bytes(None)
+        each = self._layer_bytes
         return self._far_bytes([each[source] for source in self.layer_sources])
 
     def _far_bytes(self, of_layers: list[int]) -> int:

@@ -25,14 +25,16 @@ from torch import Tensor
 from nanoengine.devices.copy_streams import Convert, Event, Stream
 from nanoengine.devices.device import Device
 from nanoengine.kv.host_pool import HostPool
-from nanoengine.kv.kv_codec import Int8Codec
+from nanoengine.kv.kv_codec import KVCodec
 from nanoengine.kv.ring import Ring
 from nanoengine.kv.step_plan import StepTransfers, Store, store_runs
 from nanoengine.kv.transfers import FailedTransfer, StoreEvents, TransferCounters
 
 
 class OffloadEngine:
-    """Owns the host pool, the ring and the copy streams."""
+    """Owns the host pool, the ring and the copy streams. loaded_bytes: by layer, what a load reads
+    of a token over the link.
+    """
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class OffloadEngine:
         ring_slots: int,
         slot_blocks: int,
         debug: bool = False,
-        codec: Int8Codec | None = None,
+        codec: KVCodec | None = None,
         sources: Sequence[int] = (),
     ) -> None:
         """device_pool: of each layer, [device_blocks, parts, block_size, kv_heads, head_dim].
@@ -59,10 +61,12 @@ class OffloadEngine:
         self.codec = codec
         self._encode: Convert | None = codec.encode if codec else None
         self._decode: Convert | None = codec.decode if codec else None
-        host_blocks = [(*b[:-1], codec.row_size(b[-1])) if codec else b for b in blocks]
+        host_blocks = [codec.host_block(b) if codec else b for b in blocks]
         host_dtype = codec.dtype if codec else device_pool[0].dtype
-        # Of a token, by layer.
-        self._token_bytes = [math.prod((b[0], *b[2:])) * host_dtype.itemsize for b in host_blocks]
+        # Of a token, by layer: what a store writes, and what a load reads.
+        stored = [math.prod((b[0], *b[2:])) * host_dtype.itemsize for b in host_blocks]
+        self.loaded_bytes = [b[0] * codec.read_bytes(*b[2:]) for b in blocks] if codec else stored
+        self._stored_bytes = sum(stored)
         self._host_poison = codec.poison if codec else torch.nan
         self.host = HostPool(device, num_host_blocks, host_blocks, host_dtype)
         self.ring = Ring(device_pool, ring_slots, slot_blocks)
@@ -138,7 +142,7 @@ class OffloadEngine:
         for s in stores:
             self.stored.device[s.device_slot] = events
             self.stored.host[s.host_slot] = events
-            self.counters.d2h_bytes += sum(self._token_bytes) * (s.stop - s.start)
+            self.counters.d2h_bytes += self._stored_bytes * (s.stop - s.start)
 
     def _queue_run(self, layer: int, run: Sequence[Store], transfers: StepTransfers) -> None:
         """Stores of one layer: one, or of whole blocks that are one copy wherever they are in one
@@ -176,7 +180,7 @@ class OffloadEngine:
             ids = (transfers.block_ids.get(load.host_slot),)
             target = self._pool[layer][load.device_slot]
             self._copy(h2d, target, source, (0, load.num_tokens), ids, self._decode)
-            self.counters.h2d_bytes += self._token_bytes[layer] * load.num_tokens
+            self.counters.h2d_bytes += self.loaded_bytes[layer] * load.num_tokens
         return h2d.record()
 
     def queue_fill(self, layer: int, transfers: StepTransfers, index: int, ring_slot: int) -> Event:
@@ -200,7 +204,7 @@ class OffloadEngine:
             ids = tuple(transfers.block_ids.get(slot) for slot in host_slots[at:stop])
             self.fetch(target[at:stop], blocks, ids)
             self.counters.num_fill_copies += 1
-        num_bytes = len(host_slots) * self._block_size * self._token_bytes[layer]
+        num_bytes = len(host_slots) * self._block_size * self.loaded_bytes[layer]
         self.counters.fill_bytes += num_bytes
         self.counters.h2d_bytes += num_bytes
         return h2d.record()

@@ -89,7 +89,8 @@ class StepPlanner:
         self.states = states
         self._spec = spec
         self._least_run, self._read_bytes = spec.least_run, spec.read_bytes
-        self._block_bytes = spec.host_block_bytes
+        self._loads = spec.load_bytes // spec.block_size  # bytes of a token
+        self._stores = spec.host_block_bytes // spec.block_size
         self._blocks = blocks
         self._locate = locate
         self._padding = padding or StepPadding()
@@ -278,8 +279,7 @@ class StepPlanner:
         streamed = streamed_bytes(parts, unseen, self._read_bytes)
         if not (streamed or placement.loads or placement.stores):
             return
-        of_a_token = self._block_bytes // self._spec.block_size
         for index, (counted, blocks) in enumerate(zip(metrics, seen, strict=True)):
             loaded, stored = placement.moved_tokens(blocks)
-            counted.h2d_bytes += streamed.get(index, 0) + loaded * of_a_token
-            counted.d2h_bytes += stored * of_a_token
+            counted.h2d_bytes += streamed.get(index, 0) + loaded * self._loads
+            counted.d2h_bytes += stored * self._stores

@@ -14,7 +14,7 @@ from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.config.model import ModelConfig
 from nanoengine.errors import ConfigError, OutOfMemoryError
 from nanoengine.kv.draft_plan import drafts_from
-from nanoengine.kv.kv_codec import Int8Codec
+from nanoengine.kv.kv_codec import make_codec
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.activations import activation_bytes
 from nanoengine.startup.plan import (
@@ -143,6 +143,12 @@ def streams(config: EngineConfig, device_name: str) -> bool:
 def _kv_spec(
     config: EngineConfig, model: ModelConfig, device: Memory, dtype: torch.dtype, activations: int
 ) -> KVSpec:
+    if config.kv_offload_dtype == "bf12" and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f'kv_offload_dtype="bf12" is a way to store bfloat16, but KV is in {name}; take '
+            'dtype="bfloat16", or leave kv_offload_dtype out'
+        )
     layers, own = model.attention_layers, model.kv_layers
     heads = tuple(model.shape(layer).kv_heads for layer in own)
     sources = tuple(own.index(model.shape(layer).source) for layer in layers)
@@ -157,7 +163,7 @@ def _kv_spec(
         window=model.attention.longest_window or 0,
         step_tokens=config.max_num_batched_tokens,
         windows=model.windows,
-        host_codec=Int8Codec() if config.kv_offload_dtype == "int8" else None,
+        host_codec=make_codec(config.kv_offload_dtype),
         delta=model.delta,
         num_states=config.max_num_seqs if model.delta else 0,
         keeps_states=model.delta is not None and config.num_guesses + config.num_mtp > 0,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -141,6 +142,8 @@ def load_compute_parts(
 ) -> ComputeParts:
     """Choose the kernels and load the model in `folder`. Raises ConfigError, ModelLoadError."""
     dtype, dtype_reason = choose_dtype(config, device)
+    if config.kv_offload_dtype == "bf12":
+        _check_bf12(device)
     kernels, no_kernels = find_kernels(device, sharding.tape if sharding else None)
     method = config.quantization
     ops = _code_ops(config, device, folder, kernels or no_kernels, dtype)
@@ -290,6 +293,17 @@ def _code_ops(
         return None
     name = "activation_dtype" if method is None else "quantization"
     raise ConfigError(f"{name}={getattr(config, name)!r} needs our C kernels on a CPU: {kernels}")
+
+
+def _check_bf12(device: Device) -> None:
+    """Raise ConfigError where no kernel can read host KV."""
+    kind = device.torch_device.type
+    if kind != "cpu" and (kind != "cuda" or find_spec("triton") is None):
+        lacks = "Triton is not installed" if kind == "cuda" else f"the device is {kind!r}"
+        raise ConfigError(
+            'kv_offload_dtype="bf12" needs a CPU, or a GPU of device="cuda" with Triton: '
+            f"{lacks}; leave kv_offload_dtype out"
+        )
 
 
 def _gpu_ops(config: EngineConfig, device: Device) -> LayerOps:

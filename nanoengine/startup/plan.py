@@ -14,6 +14,11 @@ from nanoengine.config.engine import GIB, EngineConfig
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.startup.bars import Bar, Part, bars_html
 
+# How a host block is stored -> what a line of the plan says of it.
+HOW_STORED = {
+    "int8": " in int8 (lossy)",
+    "bf12": " (12 bits a number come back, exactly)",
+}
 GIB_STEPS = 100  # budgets are rounded up to a hundredth of a GiB
 
 
@@ -135,13 +140,13 @@ class MemoryPlan:
         if kv.delta is not None:
             lines.append(f"recurrent    {_states(kv)}")
         if kv.num_host_blocks:
-            lossy = " in int8 (lossy)" if kv.host_codec is not None else ""
+            stored = HOW_STORED[kv.host_codec.name] if kv.host_codec else ""
             tier = _tier(kv.num_host_blocks, kv.block_size, kv.host_block_bytes)
-            lines.append(f"{offloaded:12} {tier}{lossy}, in RAM; {self.offload}")
+            lines.append(f"{offloaded:12} {tier}{stored}, in RAM; {self.offload}")
         if self.decode_tokens_per_s or self.is_slowed:
             lines.append(f"speed        {self._speed()}")
         if self.stream_blocks_per_step is not None:
-            mib = self.stream_blocks_per_step * kv.host_block_bytes / (1 << 20)
+            mib = self.stream_blocks_per_step * kv.load_bytes / (1 << 20)
             lines.append(
                 f"sharing      beside requests whose KV is all on the device, {mib:.0f} MiB "
                 f"({self.stream_blocks_per_step} blocks) of offloaded KV are copied per step"

@@ -26,6 +26,7 @@ from nanoengine.context import KVChunk, KVTarget, RecurrentState
 from nanoengine.devices.device import Device
 from nanoengine.devices.waiting import WaitingShare
 from nanoengine.kv.kv_cache import HybridKVCacheManager
+from nanoengine.kv.kv_codec import encoded
 from nanoengine.kv.kv_memory import KVMemory
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.sampling_params import SamplingParams
@@ -175,7 +176,7 @@ def fill_random(kv: HybridKVCacheManager, seq: Sequence, on_host: bool) -> None:
     pool, offload, size = kv.memory.pool, kv.memory.offload, kv.spec.block_size
     values = [torch.randn(p.shape[1:], dtype=torch.float32, device=p.device) for p in pool]
     if on_host and offload is not None and offload.codec is not None:
-        values = [offload.codec.encoded(each.cpu()) for each in values]
+        values = [encoded(offload.codec, each.cpu().to(kv.spec.dtype)) for each in values]
     table = kv.tables[seq.seq_id]
     table.commit(seq.num_tokens - 1)
     table.start_at(-(-seq.num_tokens // size) - len(table.blocks))
@@ -404,7 +405,7 @@ def stream_budget(config: EngineConfig, spec: KVSpec, costs: DecodeCosts | None)
             return spec.num_host_blocks
         return max(1, int(0.6 * costs.step_s / costs.host_block_s))
     num_bytes = (UNMEASURED_MIB_PER_STEP if mib is None else mib) * (1 << 20)
-    return max(1, int(num_bytes) // spec.host_block_bytes)
+    return max(1, int(num_bytes) // spec.load_bytes)
 
 
 def measure_copy(memory: KVMemory) -> float:
@@ -421,7 +422,8 @@ def measure_copy(memory: KVMemory) -> float:
         device.compute.wait(device.h2d.record())
         device.synchronize()
         best = min(best, time.perf_counter() - start)
-    return sum(src.nbytes for _, src in copies) / best / 1e9
+    num_tokens = sum(len(src) for _, src in copies) * memory.block_size
+    return num_tokens * offload.loaded_bytes[0] / best / 1e9
 
 
 def _ring_copies(ring: Tensor, host: Tensor) -> list[tuple[Tensor, Tensor]]:

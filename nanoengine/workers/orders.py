@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanoengine.config.model import DeltaConfig
-from nanoengine.kv.kv_codec import Int8Codec
+from nanoengine.kv.kv_codec import make_codec
 from nanoengine.kv.kv_spec import KVSpec
 from nanoengine.workers.channel import FIRST_KIND
 
@@ -46,7 +46,7 @@ def spec_to_json(spec: KVSpec) -> dict[str, Any]:
     return said | {
         "dtype": str(spec.dtype).removeprefix("torch."),
         "delta": None if spec.delta is None else asdict(spec.delta),
-        "host_codec": spec.host_codec is not None,
+        "host_codec": spec.host_codec and spec.host_codec.name,
     }
 
 
@@ -63,6 +63,6 @@ def spec_from_json(said: Mapping[str, Any]) -> KVSpec:
             "windows": tuple(said["windows"]),
             "heads": tuple(map(tuple, said["heads"])),
             "sources": tuple(said["sources"]),
-            "host_codec": Int8Codec() if said["host_codec"] else None,
+            "host_codec": make_codec(said["host_codec"]),
         }
     )

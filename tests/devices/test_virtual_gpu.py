@@ -322,6 +322,26 @@ def test_a_streamed_step_takes_as_long_as_its_copies_or_its_arithmetic(
 
 
 @pytest.mark.breadth
+def test_kv_that_comes_back_in_12_bits(gpu: VirtualGpu, tiny: Callable[[str], Path]) -> None:
+    """A kernel reads what is on the host: the same bits; the link is busy with what it reads."""
+    rows = []
+    for codec in (None, "bf12"):
+        made = engine(tiny("llama"), **STREAMED | {"dtype": "bfloat16", "kv_offload_dtype": codec})
+        gpu.strict, gpu.costs = True, Costs(link_bytes_per_s=1.0)
+        driver, h2d = Driver(made), gpu.streams[-2]
+        outputs = driver.run([prompt(60), prompt(41)], GREEDY)
+        rows.append([torch.stack(driver.logits[o.request_id]) for o in outputs])
+        gpu.strict = False
+        before, moved = h2d.busy, made.kv.counters.h2d_bytes
+        with decoding(made, [12 * BLOCK]):
+            made.step()
+        made.device.synchronize()
+        assert h2d.busy - before == made.kv.counters.h2d_bytes - moved > 0
+        made.close()
+    assert all(map(torch.equal, *rows))
+
+
+@pytest.mark.breadth
 def test_a_hybrid_at_256k_takes_as_long_as_the_kv_of_its_attention_layers_on_the_link(
     gpu: VirtualGpu, tiny: Callable[[str], Path]
 ) -> None:

@@ -314,10 +314,14 @@ class VirtualGpu(TorchFunctionMode):
     # -----------------------------------------------------------------------------------------
 
     def _launch(self, launch: Callable[..., None], kernel: Any, args: Any, kwargs: Any) -> None:
+        named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        num_bytes = 0  # over the link
         for tensor in _tensors(args):
             if not self._is_here(tensor):
-                raise WrongPlaceError(f"{kernel.fn.__name__} is given a tensor of the host")
-        named = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+                if not (_is_pinned(tensor) and "READ" in named):
+                    raise WrongPlaceError(f"{kernel.fn.__name__} is given a tensor of the host")
+                num_bytes = named["num_tokens"] * named["READ"]
+                self.num_crossings += 1
 
         def run() -> None:
             with torch._C.DisableTorchFunction():
@@ -326,7 +330,7 @@ class VirtualGpu(TorchFunctionMode):
                 with self._interpreter:
                     launch(kernel, *args, **kwargs)
             seconds = folded * self.costs.block_s if folded else self.costs.operation_s
-            self.current.work(seconds)
+            self.current.work(max(seconds, num_bytes / self.costs.link_bytes_per_s))
 
         self._queue(run)
 

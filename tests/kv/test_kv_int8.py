@@ -370,7 +370,7 @@ def test_twice_the_tokens_fit_and_the_plan_says_lossy(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kv_offload_dtype": "int4"}, "None or one of int8, got 'int4'"),
+        ({"kv_offload_dtype": "int4"}, "None or one of int8, bf12, got 'int4'"),
         ({"kv_offload_dtype": "int8", "enable_cpu_offload": False}, "needs enable_cpu_offload"),
         ({"kv_offload_dtype": "int8", "offload_mode": "in_place"}, 'offload_mode="stream"'),
     ],
@@ -382,7 +382,7 @@ def test_settings_that_cannot_be(tiny: Tiny, settings: dict[str, Any], message: 
 
 def test_scales_must_be_aligned() -> None:
     with pytest.raises(ConfigError, match="multiple of 4, the model's is 30"):
-        Int8Codec.row_size(30)
+        Int8Codec().host_block((2, 8, 3, 30))
 
 
 @pytest.mark.slow
