@@ -73,13 +73,6 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
     def gelu_mul(self, gate_up: Tensor, out: Tensor) -> None: ...
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None: ...
-    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None: ...
-    def gated_delta(
-        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
-    ) -> None: ...
-    def argmax(self, logits: Tensor) -> Tensor: ...
-    def likeliest(self, logprobs: Tensor, count: int) -> Tensor: ...
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor: ...
     def rope_store(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, target: KVTarget
     ) -> None: ...
@@ -113,6 +106,24 @@ class KernelOps(TorchOps):
         kernel = ours.get(activation)
         return super().gated(activation) if kernel is None else partial(_half_of, kernel)
 
+    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
+        return forward() if self._recorder is None else self._recorder.replay(key, forward)
+
+
+def _half_of(kernel: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    kernel(gate_up, out)
+    return out
+
+
+class CpuOps(KernelOps):
+    """PyTorch's products, with the C kernels between them."""
+
+    _kernels: CpuKernels
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        super().__init__(kernels, kernels.tape)
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
         self._kernels.sigmoid_mul(x, gate, out)
@@ -134,17 +145,8 @@ class KernelOps(TorchOps):
     def draw(self, logits: Tensor, draws: Draws) -> Tensor:
         return self._kernels.draw(logits, draws)
 
-    def replay(self, key: ReplayKey, forward: Callable[[], Tensor]) -> Tensor:
-        return forward() if self._recorder is None else self._recorder.replay(key, forward)
 
-
-def _half_of(kernel: Callable[[Tensor, Tensor], None], gate_up: Tensor) -> Tensor:
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    kernel(gate_up, out)
-    return out
-
-
-class PackedOps(KernelOps):
+class PackedOps(CpuOps):
     """Products by our own kernel, with norm, gating and residual sum fused onto them: of numbers or
     codes, with activations in float32 or bfloat16.
     """
@@ -153,8 +155,7 @@ class PackedOps(KernelOps):
     packs = True
 
     def __init__(self, kernels: CpuKernels, products: CpuLinear) -> None:
-        super().__init__(kernels, kernels.tape)
-        self._cpu_kernels = kernels
+        super().__init__(kernels)
         self._products = products
         self.takes_codes = products.with_codes
 
@@ -212,17 +213,17 @@ class PackedOps(KernelOps):
         return self._products.route(config, logits, choice_bias, scale)
 
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        self._cpu_kernels.rotate(q, cos, sin)
+        self._kernels.rotate(q, cos, sin)
         return q
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        self._cpu_kernels.tape.call(super().copy, (target, source))
+        self._kernels.tape.call(super().copy, (target, source))
 
     def scale(self, x: Tensor, factor: float) -> None:
-        self._cpu_kernels.tape.call(super().scale, (x, factor))
+        self._kernels.tape.call(super().scale, (x, factor))
 
     def accumulate(self, x: Tensor, summand: Tensor, gate: Tensor | None = None) -> Tensor:
-        self._cpu_kernels.add(x, summand, gate)
+        self._kernels.add(x, summand, gate)
         return x
 
     def experts(

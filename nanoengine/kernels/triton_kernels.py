@@ -1,6 +1,6 @@
 """Fused Triton kernels for the small operators between products, on a GPU.
 
-The operators of CpuKernels, in the same steps: statistics and angles in fp32, rounded where PyTorch
+Operators of CpuKernels, in the same steps: statistics and angles in fp32, rounded where PyTorch
 rounds.
 """
 
@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanoengine.context import ForwardContext, KVTarget, RecurrentState
-from nanoengine.models.delta_net import DeltaNet, gated_delta
-from nanoengine.models.draw import Draws, draw, likeliest
+from nanoengine.context import KVTarget
 
 
 @triton.jit
@@ -184,28 +182,6 @@ class TritonKernels:
     def clamped_swiglu(self, gate_up: Tensor, out: Tensor) -> None:
         """The same for torch_ops.clamped_swiglu, in fp32 until out is rounded."""
         _gate(_clamped_swiglu, gate_up, out)
-
-    def sigmoid_mul(self, x: Tensor, gate: Tensor, out: Tensor) -> None:
-        """As CpuKernels.sigmoid_mul, with PyTorch."""
-        out.copy_(x * gate.reshape(x.shape).sigmoid())
-
-    def gated_delta(
-        self, x: Tensor, net: DeltaNet, state: RecurrentState, ctx: ForwardContext, out: Tensor
-    ) -> None:
-        """As CpuKernels.gated_delta, with PyTorch: a call for each token of the longest prompt."""
-        out.copy_(gated_delta(x, net, state, ctx))
-
-    def argmax(self, logits: Tensor) -> Tensor:
-        """int64 [rows]: the first place of the largest value of each row."""
-        return logits.argmax(dim=-1)
-
-    def likeliest(self, logprobs: Tensor, count: int) -> Tensor:
-        """As draw.likeliest, with PyTorch."""
-        return likeliest(logprobs, count)
-
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """As draw.draw, with PyTorch."""
-        return draw(logits, draws)
 
 
 def _gate(kernel: Any, gate_up: Tensor, out: Tensor, **constants: bool) -> None:

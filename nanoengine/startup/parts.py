@@ -27,7 +27,7 @@ from nanoengine.kernels.call_tape import CallTape
 from nanoengine.kernels.cpu_kernels import CpuKernels
 from nanoengine.kernels.cpu_linear import CpuLinear
 from nanoengine.kernels.cuda_graph import CudaGraphs, graph_size
-from nanoengine.kernels.fused_ops import GpuOps, KernelOps, PackedOps
+from nanoengine.kernels.fused_ops import CpuOps, GpuOps, PackedOps
 from nanoengine.kernels.packed_weight import INTEGER_FORMATS
 from nanoengine.kv.step_planner import StepPadding
 from nanoengine.loading.find_model import find_model, is_dequantised, is_gguf
@@ -251,7 +251,7 @@ def choose_ops(
     try:
         return PackedOps(kernels, CpuLinear.load(kernels.tape, dtype=dtype))
     except KernelBuildError:
-        return KernelOps(kernels, kernels.tape)
+        return CpuOps(kernels)
 
 
 def _code_ops(

@@ -22,7 +22,7 @@ from torch.nn import functional
 from nanoengine import SamplingParams
 from nanoengine.engine.draft_length import PayingDrafts
 from nanoengine.engine.llm_engine import LLMEngine
-from nanoengine.kernels.fused_ops import KernelOps
+from nanoengine.kernels.fused_ops import CpuOps
 from nanoengine.startup import parts, probe
 
 MOST, BLOCK, NUM_TOKENS = 5, 8, 12
@@ -83,9 +83,7 @@ def answer(
 def test_bits_depend_on_no_drafter(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(
-        parts, "choose_ops", lambda config, device, kernels, dtype: KernelOps(kernels, None)
-    )
+    monkeypatch.setattr(parts, "choose_ops", lambda config, device, kernels, dtype: CpuOps(kernels))
     assert_no_drafter_shows(tiny("llama"), monkeypatch, settings)
 
 
