@@ -23,6 +23,7 @@ from nanoengine.serving.event_stream import DONE, GONE
 from nanoengine.serving.guards import KeyGuard
 from nanoengine.serving.messages_answers import MessagesWriter, count_body
 from nanoengine.serving.messages_requests import read_count, read_messages
+from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS, MESSAGES, RESPONSES
 from nanoengine.serving.openai_requests import read_request
 from nanoengine.serving.openapi import body_of, request_schema
@@ -33,7 +34,6 @@ from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import read_responses
 from nanoengine.serving.service import Service, json_response
 from nanoengine.serving.tokens import TokenEndpoints
-from nanoengine.serving.writers import ChatWriter, CompletionWriter
 
 
 def make_app(service: Service) -> FastAPI:
@@ -82,13 +82,13 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post(CHAT, openapi_extra=body_of(request_schema(CHAT)))
     async def chat(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_request(CHAT, body, defaults))
-        writer = ChatWriter(asked, new_id(), service.name, bytes_of, service.prompts.parsers)
+        writer = ChatChunks(asked, new_id(), service.name, bytes_of, service.prompts.parsers)
         return await service.answer(request, asked, writer, DONE)
 
     @app.post(COMPLETIONS, openapi_extra=body_of(request_schema(COMPLETIONS)))
     async def completions(request: Request) -> Response:
         asked = await service.read(request, lambda body: read_request(COMPLETIONS, body, defaults))
-        writer = CompletionWriter(asked, new_id(), service.name, bytes_of)
+        writer = CompletionChunks(asked, new_id(), service.name, bytes_of)
         return await service.answer(request, asked, writer, DONE)
 
     @app.post(RESPONSES, openapi_extra=body_of(openapi.RESPONSES))

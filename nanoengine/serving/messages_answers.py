@@ -9,7 +9,7 @@ from nanoengine.outputs import CompletionOutput, RequestOutput, StreamDelta
 from nanoengine.serving.answer_items import AnswerItems, Item, Step
 from nanoengine.serving.openai_answers import SERVER, Event
 from nanoengine.serving.openai_requests import ChatRequest
-from nanoengine.text.answer_parser import NO_PARSERS, ChatParsers
+from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.answer_pieces import Kind
 from nanoengine.text.checked_json import object_in
 
@@ -39,7 +39,7 @@ class MessagesWriter:
         request: ChatRequest,
         answer_id: str,
         model: str,
-        parsers: ChatParsers = NO_PARSERS,
+        parsers: ChatParsers,
     ) -> None:
         """parsers: of the model's answers."""
         self._max_tokens = request.params.max_tokens
@@ -63,14 +63,14 @@ class MessagesWriter:
         content = [_block(item) for item in self._items.items]
         return self._head | {"content": content, "usage": _usage(output)} | self._end_of(made)
 
-    def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[Event]:
+    def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """The events before the first delta."""
         self._read(output)
         end = {"stop_reason": None, "stop_sequence": None}
         message = self._head | {"content": [], "usage": _usage(output)} | end
         return [_event("message_start", message=message), _event("ping")]
 
-    def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[Event]:
+    def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
         """The events of new deltas."""
         events = []
         for delta in deltas:

@@ -33,7 +33,7 @@ from nanoengine.serving.openai_logprobs import (
     prompt_text,
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest
-from nanoengine.text.answer_parser import NO_PARSERS, ChatParsers
+from nanoengine.text.answer_parser import ChatParsers
 
 Event = tuple[str | None, dict[str, Any]]  # of a stream: its name, if it has one, and its data
 # The types of errors: the client's and the server's.
@@ -59,7 +59,7 @@ def chat_body(
     model: str,
     token_bytes: TokenBytes,
     output: RequestOutput,
-    parsers: ChatParsers = NO_PARSERS,
+    parsers: ChatParsers,
 ) -> dict[str, Any]:
     """The answer to a chat. parsers: of its model's answers."""
     num_likeliest = request.params.logprobs or 0

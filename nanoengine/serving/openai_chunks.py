@@ -1,17 +1,20 @@
-"""Writes the deltas of an answer as the chunks of OpenAI's streams. Knows no HTTP.
+"""Writers of OpenAI's two first endpoints, which stream chunks: events without names. Know no HTTP.
 
 The chunks of a choice, joined, are that choice of the whole answer (openai_answers.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nanoengine.outputs import RequestOutput, StreamDelta
 from nanoengine.serving.openai_answers import (
+    Event,
     answer_head,
+    chat_body,
     chat_usage,
+    completion_body,
     finish_reason,
     reasoning_body,
     token_counts,
@@ -25,7 +28,7 @@ from nanoengine.serving.openai_logprobs import (
     prompt_text,
 )
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, Streaming
-from nanoengine.text.answer_parser import NO_PARSERS, AnswerParser, ChatParsers, new_id
+from nanoengine.text.answer_parser import AnswerParser, ChatParsers, new_id
 from nanoengine.text.answer_pieces import Kind, Piece
 
 
@@ -39,7 +42,7 @@ class _Chunks:
         self._num_in = 0
         self._num_out = 0
 
-    def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[dict[str, Any]]:
+    def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """The chunks before the first delta of a prompt; there may be none, but continuous usage
         counts the prompt from here on.
 
@@ -48,26 +51,29 @@ class _Chunks:
         self._num_in += len(output.prompt_token_ids)
         return []
 
-    def end(self, outputs: Iterable[RequestOutput]) -> list[dict[str, Any]]:
+    def end(self, outputs: Iterable[RequestOutput]) -> list[Event]:
         """The chunks after the last delta: the usage, if it is wanted. outputs: of each prompt."""
         if not self._streaming.include_usage:
             return []
-        return [self._head | {"choices": [], "usage": self._usage(outputs)}]
+        return [(None, self._head | {"choices": [], "usage": self._usage(outputs)})]
+
+    def failed(self, body: dict[str, Any]) -> list[Event]:
+        return [(None, body)]
 
     def _usage(self, outputs: Iterable[RequestOutput]) -> dict[str, Any]:
         return usage(outputs, self._echo_only)
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        made = self._head | {"choices": choices}
+    def _chunk(self, choice: dict[str, Any]) -> Event:
+        made = self._head | {"choices": [choice]}
         if self._streaming.continuous_usage:
             made["usage"] = token_counts(self._num_in, self._num_out)
         elif self._streaming.include_usage:
             made["usage"] = None
-        return made
+        return None, made
 
 
 class ChatChunks(_Chunks):
-    """The chunks of the answer to one chat."""
+    """The answer to one chat, of /v1/chat/completions."""
 
     def __init__(
         self,
@@ -75,11 +81,12 @@ class ChatChunks(_Chunks):
         answer_id: str,
         model: str,
         token_bytes: TokenBytes,
-        parsers: ChatParsers = NO_PARSERS,
+        parsers: ChatParsers,
     ) -> None:
         """parsers: of the model's answers."""
         head = answer_head("chatcmpl", answer_id, "chat.completion.chunk", model)
         super().__init__(head, request.streaming or Streaming())
+        self._given = request, answer_id, model, token_bytes
         self._request = request
         self._token_bytes = token_bytes
         self._parsers = parsers
@@ -87,7 +94,10 @@ class ChatChunks(_Chunks):
         self._begun: dict[int, AnswerParser] = {}  # by the number of the choice
         self._calling: set[int] = set()  # choices that have called a tool
 
-    def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[dict[str, Any]]:
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return chat_body(*self._given, outputs[0], self._parsers)
+
+    def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """No chunks: a choice begins with its first delta."""
         self._prompt = output.prompt or ""
         return super().begin(output, prompt_index)
@@ -96,7 +106,7 @@ class ChatChunks(_Chunks):
         (output,) = outputs
         return chat_usage(output, self._parsers)
 
-    def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[dict[str, Any]]:
+    def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
         """The chunks of new deltas. A choice begins with a chunk that has the role and no text, as
         OpenAI's do.
         """
@@ -107,7 +117,7 @@ class ChatChunks(_Chunks):
                 parser = self._parsers.parser(self._prompt, self._request.tools)
                 self._begun[delta.index] = parser
                 first = {"role": "assistant", "content": ""}
-                chunks.append(self._chunk([_chat_choice(delta.index, first, None, None)]))
+                chunks.append(self._chunk(_chat_choice(delta.index, first, None, None)))
             said = self._said(delta)
             reason = finish_reason(delta.finish_reason, delta.index in self._calling)
             logprobs = chat_logprobs(delta, self._token_bytes, self._request.params.logprobs or 0)
@@ -115,7 +125,7 @@ class ChatChunks(_Chunks):
                 said = [{}]
             for number, each in enumerate(said):
                 scores, end = None if number else logprobs, None if each is not said[-1] else reason
-                chunks.append(self._chunk([_chat_choice(delta.index, each, scores, end)]))
+                chunks.append(self._chunk(_chat_choice(delta.index, each, scores, end)))
         return chunks
 
     def _said(self, delta: StreamDelta) -> list[dict[str, Any]]:
@@ -127,19 +137,23 @@ class ChatChunks(_Chunks):
 
 
 class CompletionChunks(_Chunks):
-    """The chunks of the answer to one completion, of one prompt or several."""
+    """The answer to one completion, of one prompt or several: of /v1/completions."""
 
     def __init__(
         self, request: CompletionRequest, answer_id: str, model: str, token_bytes: TokenBytes
     ) -> None:
         head = answer_head("cmpl", answer_id, "text_completion", model)
         super().__init__(head, request.streaming or Streaming(), request.echo_only)
+        self._given = request, answer_id, model, token_bytes
         self._request = request
         self._token_bytes = token_bytes
         # By the number of the choice; with echo, a choice begins with the prompt.
         self._logprobs = [CompletionLogprobs(token_bytes) for _ in range(request.num_completions)]
 
-    def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[dict[str, Any]]:
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return completion_body(*self._given, outputs)
+
+    def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """With echo, the prompt's text in each choice."""
         chunks = super().begin(output, prompt_index)
         if not self._request.echo:
@@ -148,10 +162,10 @@ class CompletionChunks(_Chunks):
         lists = prompt_lists(output, text, self._token_bytes)
         for index in self._choices(prompt_index):
             self._logprobs[index] = CompletionLogprobs(self._token_bytes, len(text))
-            chunks.append(self._chunk([_text_choice(index, text, lists, None)]))
+            chunks.append(self._chunk(_text_choice(index, text, lists, None)))
         return chunks
 
-    def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[dict[str, Any]]:
+    def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
         """The chunks of new deltas of a prompt, after its begin()."""
         chunks = []
         for delta in deltas:
@@ -159,11 +173,11 @@ class CompletionChunks(_Chunks):
             if self._echo_only:
                 if delta.finish_reason is not None:
                     choice = _text_choice(index, "", None, delta.finish_reason)
-                    chunks.append(self._chunk([choice]))
+                    chunks.append(self._chunk(choice))
                 continue
             self._num_out += len(delta.token_ids)
             if _says_something(delta):
-                chunks.append(self._chunk([self._choice(index, delta)]))
+                chunks.append(self._chunk(self._choice(index, delta)))
         return chunks
 
     def _choices(self, prompt_index: int) -> range:

@@ -11,7 +11,7 @@ from nanoengine.serving.answer_items import AnswerItems, Item, Step
 from nanoengine.serving.openai_answers import Event
 from nanoengine.serving.openai_logprobs import TokenBytes, chat_logprobs
 from nanoengine.serving.responses_requests import ResponsesRequest
-from nanoengine.text.answer_parser import NO_PARSERS, ChatParsers
+from nanoengine.text.answer_parser import ChatParsers
 from nanoengine.text.answer_pieces import Kind
 
 # What the id of an item begins with, and the names of the events of its text.
@@ -32,7 +32,7 @@ class ResponsesWriter:
         answer_id: str,
         model: str,
         token_bytes: TokenBytes,
-        parsers: ChatParsers = NO_PARSERS,
+        parsers: ChatParsers,
     ) -> None:
         """parsers: of the model's answers."""
         self._chat = request.chat
@@ -67,7 +67,7 @@ class ResponsesWriter:
         self._events(made.text, self._entries_of(made), made.finish_reason)
         return self._ended(output, made)
 
-    def begin(self, output: RequestOutput, prompt_index: int = 0) -> list[Event]:
+    def begin(self, output: RequestOutput, prompt_index: int) -> list[Event]:
         """The events before the first delta."""
         self._read(output)
         return [
@@ -75,7 +75,7 @@ class ResponsesWriter:
             for name in ("response.created", "response.in_progress")
         ]
 
-    def of(self, deltas: Iterable[StreamDelta], prompt_index: int = 0) -> list[Event]:
+    def of(self, deltas: Iterable[StreamDelta], prompt_index: int) -> list[Event]:
         """The events of new deltas."""
         events = []
         for delta in deltas:

@@ -65,8 +65,9 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class ChatParsers:
-    """How a model writes calls and thoughts; None where it is not known. shows_tools: whether its
-    chat template does. special_tokens: their ids by their texts. thoughts: counts tokens.
+    """How a model writes calls and thoughts; None where it is not known: with neither, all text is
+    content. shows_tools: whether its chat template does. special_tokens: their ids by their texts.
+    thoughts: counts tokens.
     """
 
     tools: ToolSyntax | None = None
@@ -184,9 +185,6 @@ class ChatParsers:
                 'tool_choice="required"'
             )
         return PLAIN
-
-
-NO_PARSERS = ChatParsers()  # all text is content
 
 
 def message_of(pieces: Iterable[Piece]) -> ChatMessage:

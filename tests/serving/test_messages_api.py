@@ -14,6 +14,7 @@ from nanoengine.serving.messages_answers import MessagesWriter, count_body, mess
 from nanoengine.serving.messages_requests import KNOWN, REFUSED, read_count, read_messages
 from nanoengine.serving.openai_keys import EMPTY, IGNORED
 from nanoengine.serving.openai_requests import ChatRequest, Streaming
+from nanoengine.text.answer_parser import ChatParsers
 
 DEFAULTS = SamplingParams(top_k=7)
 ASKED = [{"role": "user", "content": "Hi"}]
@@ -112,7 +113,7 @@ def output(reason: str = "stop", stop: int | str | None = None) -> RequestOutput
 
 
 def test_an_answer_is_a_message() -> None:
-    assert MessagesWriter(read(), "7", "m").whole([output()]) == {
+    assert MessagesWriter(read(), "7", "m", ChatParsers()).whole([output()]) == {
         "id": "msg_7",
         "type": "message",
         "role": "assistant",
@@ -141,16 +142,16 @@ def test_an_answer_is_a_message() -> None:
 def test_why_a_text_ended(
     made: RequestOutput, max_tokens: int, reason: str, sequence: str | None
 ) -> None:
-    body = MessagesWriter(read(max_tokens=max_tokens), "7", "m").whole([made])
+    body = MessagesWriter(read(max_tokens=max_tokens), "7", "m", ChatParsers()).whole([made])
     assert (body["stop_reason"], body["stop_sequence"]) == (reason, sequence)
 
 
 def test_the_events_of_a_stream_are_the_answer() -> None:
-    made = MessagesWriter(read(), "7", "m")
+    made = MessagesWriter(read(), "7", "m", ChatParsers())
     before = RequestOutput(0, "p", [1, 2, 3], [], finished=False)
-    events = made.begin(before)
+    events = made.begin(before, 0)
     for delta in (StreamDelta(0, 0, "", (1,)), StreamDelta(0, 0, "ab", (2,), "stop")):
-        events += made.of([delta])
+        events += made.of([delta], 0)
     events += made.end([output()])
     assert [name for name, _ in events] == [
         "message_start",
@@ -193,5 +194,5 @@ def test_errors_have_anthropics_types(status: int, kind: str) -> None:
 def test_an_error_in_a_stream_is_an_event() -> None:
     for ours, kind in (("server_error", "api_error"), ("x", "invalid_request_error")):
         body = {"error": {"message": "no", "type": ours, "param": None, "code": "c"}}
-        ((name, data),) = MessagesWriter(read(), "7", "m").failed(body)
+        ((name, data),) = MessagesWriter(read(), "7", "m", ChatParsers()).failed(body)
         assert (name, data["type"], data["error"]["type"]) == ("error", "error", kind)

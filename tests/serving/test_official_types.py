@@ -15,12 +15,12 @@ from nanoengine.outputs import Logprob, RequestOutput, StreamDelta
 from nanoengine.sampling_params import SamplingParams
 from nanoengine.serving.messages_answers import MessagesWriter, count_body, messages_error
 from nanoengine.serving.messages_requests import read_messages
-from nanoengine.serving.openai_answers import chat_body, completion_body
 from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
 from nanoengine.serving.openai_keys import CHAT, COMPLETIONS
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, read_request
 from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import read_responses
+from nanoengine.text.answer_parser import ChatParsers
 
 openai_types = pytest.importorskip("openai.types")
 openai_chat = pytest.importorskip("openai.types.chat")
@@ -81,11 +81,12 @@ def test_chats(with_logprobs: bool) -> None:
     request = read_request(CHAT, body, SamplingParams())
     assert isinstance(request, ChatRequest)
     parts = [deltas(i, with_logprobs=with_logprobs) for i in range(2)]
-    given = request, "7", "m", PIECES.__getitem__
+    given = request, "7", "m", PIECES.__getitem__, ChatParsers()
     whole = output([*parts[0], *parts[1]])
-    fits(openai_chat.ChatCompletion, chat_body(*given, whole))
     writer = ChatChunks(*given)
-    for chunk in [*writer.of(parts[0]), *writer.of(parts[1]), *writer.end([whole])]:
+    fits(openai_chat.ChatCompletion, writer.whole([whole]))
+    events = writer.of(parts[0], 0) + writer.of(parts[1], 0) + writer.end([whole])
+    for _, chunk in events:
         fits(openai_chat.ChatCompletionChunk, chunk)
 
 
@@ -99,10 +100,10 @@ def test_completions(with_logprobs: bool) -> None:
     request = read_request(COMPLETIONS, body, SamplingParams())
     assert isinstance(request, CompletionRequest)
     made = deltas(with_logprobs=with_logprobs)
-    given, whole = (request, "7", "m", PIECES.__getitem__), output(made)
-    writer = CompletionChunks(*given)
-    chunks = [*writer.begin(whole), *writer.of(made), *writer.end([whole])]
-    for answer in [completion_body(*given, [whole]), *chunks]:
+    whole = output(made)
+    writer = CompletionChunks(request, "7", "m", PIECES.__getitem__)
+    events = writer.begin(whole, 0) + writer.of(made, 0) + writer.end([whole])
+    for answer in [writer.whole([whole]), *(chunk for _, chunk in events)]:
         for choice in answer["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
             for name in ("token_logprobs", "top_logprobs") if choice["logprobs"] else ():
@@ -117,11 +118,11 @@ def test_responses(reason: str, asked: dict[str, Any]) -> None:
     request = read_responses(body | asked, SamplingParams(max_tokens=5))
     made = deltas(reason=reason, with_logprobs=bool(asked))
     whole = output(made)
-    writer = ResponsesWriter(request, "7", "m", PIECES.__getitem__)
+    writer = ResponsesWriter(request, "7", "m", PIECES.__getitem__, ChatParsers())
     answer = fits(openai_responses.Response, writer.whole([whole]))
     assert answer.output_text == " ab"
     error = {"message": "no", "type": "server_error", "param": None, "code": "server_error"}
-    events = writer.begin(whole) + writer.of(made) + writer.end([whole])
+    events = writer.begin(whole, 0) + writer.of(made, 0) + writer.end([whole])
     for name, data in [*events, *writer.failed({"error": error})]:
         assert fits(openai_responses.ResponseStreamEvent, data).type == name
 
@@ -131,9 +132,9 @@ def test_messages(reason: str) -> None:
     request = read_messages({"messages": MESSAGES, "max_tokens": 9}, SamplingParams())
     made = deltas(reason=reason, with_logprobs=False)
     whole = output(made)
-    writer = MessagesWriter(request, "7", "m")
+    writer = MessagesWriter(request, "7", "m", ChatParsers())
     fits(anthropic_types.Message, writer.whole([whole]))
-    for name, data in writer.begin(whole) + writer.of(made) + writer.end([whole]):
+    for name, data in writer.begin(whole, 0) + writer.of(made, 0) + writer.end([whole]):
         if name != "ping":  # the client drops it by its name
             assert fits(anthropic_types.RawMessageStreamEvent, data).type == name
     fits(anthropic_types.MessageTokensCount, count_body(5))

@@ -36,6 +36,7 @@ from nanoengine.serving.openai_requests import (
     Streaming,
     read_request,
 )
+from nanoengine.text.answer_parser import ChatParsers
 
 DEFAULTS = SamplingParams()
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -300,7 +301,7 @@ def output(*texts: str) -> RequestOutput:
 
 
 def test_answers_have_openais_form() -> None:
-    body = chat_body(chat(), "7", "m", PIECES.__getitem__, output("a", "b"))
+    body = chat_body(chat(), "7", "m", PIECES.__getitem__, output("a", "b"), ChatParsers())
     assert body["id"] == "chatcmpl-7" and body["object"] == "chat.completion"
     assert body["usage"] == {
         "prompt_tokens": 3,
@@ -337,7 +338,7 @@ def scored(num_likeliest: int) -> RequestOutput:
 
 
 def test_a_chat_has_an_entry_for_each_token() -> None:
-    body = chat_body(wants(2), "7", "m", PIECES.__getitem__, scored(2))
+    body = chat_body(wants(2), "7", "m", PIECES.__getitem__, scored(2), ChatParsers())
     found = body["choices"][0]["logprobs"]
     a = {"token": " a", "logprob": -0.5, "bytes": [32, 97]}
     s = {"token": "ß", "logprob": -1.5, "bytes": [195, 159]}
@@ -350,7 +351,7 @@ def test_a_chat_has_an_entry_for_each_token() -> None:
         ],
         "refusal": None,
     }
-    body = chat_body(wants(0), "7", "m", PIECES.__getitem__, scored(0))
+    body = chat_body(wants(0), "7", "m", PIECES.__getitem__, scored(0), ChatParsers())
     alone = body["choices"][0]["logprobs"]
     assert [each["top_logprobs"] for each in alone["content"]] == [[]] * 4
     assert bytes(b for each in alone["content"] for b in each["bytes"]) == " aéb</s>".encode()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from nanoengine.engine.completion import merge_deltas, outputs_of
 from nanoengine.outputs import Logprob, RequestOutput, StreamDelta, TokenLogprobs
 from nanoengine.sampling_params import SamplingParams
-from nanoengine.serving.openai_answers import chat_body, completion_body
 from nanoengine.serving.openai_chunks import ChatChunks, CompletionChunks
 from nanoengine.serving.openai_requests import ChatRequest, CompletionRequest, Streaming
+from nanoengine.text.answer_parser import ChatParsers
 
 # Letters, parts of "é", an end of the text.
 PIECES = [b"a", b" b", b"\xc3", b"\xa9", "ßc".encode(), b"</s>"]
@@ -103,15 +103,15 @@ def test_the_chunks_of_a_chat_are_the_answer(
     request = ChatRequest([], params, streaming=streaming)
     lines = [deltas_of(draw, index, tokens, scored) for index, tokens in enumerate(made)]
     output = RequestOutput(7, "p", [0, 1, 2], outputs_of(merge_deltas(chain(*lines))))
-    body = chat_body(request, "7", "m", token_bytes, output)
+    writer = ChatChunks(request, "7", "m", token_bytes, ChatParsers())
+    body = writer.whole([output])
 
-    writer = ChatChunks(request, "7", "m", token_bytes)
-    chunks = writer.begin(output)
+    events = writer.begin(output, 0)
     for delta in shuffled(draw, lines):
-        chunks += writer.of([delta])
+        events += writer.of([delta], 0)
     if streaming.continuous_usage:
-        assert chunks[-1]["usage"]["total_tokens"] == body["usage"]["total_tokens"]
-    chunks += writer.end([output])
+        assert events[-1][1]["usage"]["total_tokens"] == body["usage"]["total_tokens"]
+    chunks = [chunk for _, chunk in events + writer.end([output])]
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
 
     found = joined(chunks, streaming, text="", logprobs=None, finish_reason=None)
@@ -152,15 +152,15 @@ def test_the_chunks_of_a_completion_are_the_answer(
             RequestOutput(7, text, prompts[number], made_of, prompt_logprobs=prompt_scores)
         )
         lines.append([(number, delta) for delta in shuffled(draw, parts)])
-    body = completion_body(request, "7", "m", token_bytes, outputs)
-
     writer = CompletionChunks(request, "7", "m", token_bytes)
-    chunks = [chunk for n, output in enumerate(outputs) for chunk in writer.begin(output, n)]
+    body = writer.whole(outputs)
+
+    events = [event for n, output in enumerate(outputs) for event in writer.begin(output, n)]
     for number, delta in shuffled(draw, lines):
-        chunks += writer.of([delta], number)
+        events += writer.of([delta], number)
     if streaming.continuous_usage:
-        assert chunks[-1]["usage"]["total_tokens"] == body["usage"]["total_tokens"]
-    chunks += writer.end(outputs)
+        assert events[-1][1]["usage"]["total_tokens"] == body["usage"]["total_tokens"]
+    chunks = [chunk for _, chunk in events + writer.end(outputs)]
     assert {chunk["object"] for chunk in chunks} == {"text_completion"}
 
     found = joined(chunks, streaming, text="", logprobs=None, finish_reason=None)
@@ -180,9 +180,9 @@ def check(found: dict[str, Any], body: dict[str, Any], streaming: Streaming) -> 
 
 def test_a_delta_whose_text_is_held_back_makes_no_chunk() -> None:
     request = ChatRequest([], SamplingParams(), streaming=Streaming())
-    writer = ChatChunks(request, "7", "m", token_bytes)
+    writer = ChatChunks(request, "7", "m", token_bytes, ChatParsers())
     first, second = (StreamDelta(7, 0, "", (token,)) for token in (1, 2))
-    assert [chunk["choices"][0]["delta"] for chunk in writer.of([first])] == [
+    assert [chunk["choices"][0]["delta"] for _, chunk in writer.of([first], 0)] == [
         {"role": "assistant", "content": ""}
     ]
-    assert writer.of([second]) == []
+    assert writer.of([second], 0) == []

@@ -15,6 +15,7 @@ from nanoengine.serving.openai_keys import EMPTY, IGNORED, RESPONSES
 from nanoengine.serving.openai_requests import Streaming
 from nanoengine.serving.responses_answers import ResponsesWriter
 from nanoengine.serving.responses_requests import KNOWN, REFUSED, ResponsesRequest, read_responses
+from nanoengine.text.answer_parser import ChatParsers
 
 DEFAULTS = SamplingParams(top_k=7)
 PIECES = {1: b" a", 2: b"b"}
@@ -133,7 +134,7 @@ def output(reason: str = "stop") -> RequestOutput:
 
 
 def writer(**body: Any) -> ResponsesWriter:
-    return ResponsesWriter(read(**body), "7", "m", PIECES.__getitem__)
+    return ResponsesWriter(read(**body), "7", "m", PIECES.__getitem__, ChatParsers())
 
 
 def test_an_answer_has_one_message() -> None:
@@ -170,9 +171,9 @@ def test_a_stream_ends_with_the_answer(reason: str) -> None:
         StreamDelta(0, 0, " ", (1,), logprobs=tuple(scored(1))),
         StreamDelta(0, 0, "ab", (2,), reason, logprobs=tuple(scored(2))),
     ]
-    events = made.begin(output())
+    events = made.begin(output(), 0)
     for delta in deltas:
-        events += made.of([delta])
+        events += made.of([delta], 0)
     events += made.end([output(reason)])
     whole = writer(top_logprobs=1).whole([output(reason)])
 
@@ -201,8 +202,8 @@ def test_a_stream_ends_with_the_answer(reason: str) -> None:
 
 
 def test_held_back_text_makes_no_event_and_an_error_is_one() -> None:
-    made = ResponsesWriter(read(), "7", "m", PIECES.__getitem__)
-    assert made.of([StreamDelta(0, 0, "", (1,))]) == []
+    made = writer()
+    assert made.of([StreamDelta(0, 0, "", (1,))], 0) == []
     error = {"message": "no", "type": "server_error", "param": None, "code": "server_error"}
     ((name, data),) = made.failed({"error": error})
     assert name == data["type"] == "error"

@@ -145,10 +145,10 @@ def test_chunks_make_the_whole_answer(seed: int) -> None:
     output = RequestOutput(0, "assistant:<think>\n", [5], [made])
     given = request, "7", "m", lambda _: b""
     writer = ChatChunks(*given, PARSERS)
-    chunks = writer.begin(output)
+    events = writer.begin(output, 0)
     for delta in deltas:
-        chunks += writer.of([delta])
-    streamed, reason = joined(chunks)
+        events += writer.of([delta], 0)
+    streamed, reason = joined([chunk for _, chunk in events])
     (choice,) = chat_body(*given, output, PARSERS)["choices"]
     message = choice["message"]
     assert (message["content"], reason, choice["finish_reason"]) == ("So:", *["tool_calls"] * 2)

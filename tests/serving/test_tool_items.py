@@ -154,9 +154,9 @@ def test_a_response_of_three_items(seed: int) -> None:
     deltas, output = parts(seed)
     request = read_responses({"input": "Hi", "tools": FLAT}, SamplingParams())
     writer = ResponsesWriter(request, "7", "m", lambda _: b"", PARSERS)
-    events = writer.begin(output)
+    events = writer.begin(output, 0)
     for delta in deltas:
-        events += writer.of([delta])
+        events += writer.of([delta], 0)
     events += writer.end([output])
     for name, data in events:
         made = TypeAdapter(responses.ResponseStreamEvent).validate_python(data)
@@ -196,9 +196,9 @@ def test_a_message_of_three_blocks(seed: int) -> None:
     deltas, output = parts(seed)
     body = {"messages": ASKED, "max_tokens": 9, "tools": CLAUDES}
     writer = MessagesWriter(read_messages(body, SamplingParams()), "7", "m", PARSERS)
-    events = writer.begin(output)
+    events = writer.begin(output, 0)
     for delta in deltas:
-        events += writer.of([delta])
+        events += writer.of([delta], 0)
     events += writer.end([output])
     for name, data in events:
         if name != "ping":
